@@ -28,30 +28,33 @@ LIB.define("sum_over_ranks(Tensor summand, str group) -> Tensor")
 
 
 def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
-    """The state of all that the processes of `group` have read: their states, merged in the order of their ranks.
+    """Return the state of everything that the processes of `group` have read: their states, merged in rank order.
 
-    Every rank of the group calls it with the state of its own part of the keys, and every rank gets the same bits: those of `merge_states`
-    or `merge_ridge` of all states. A rank that has read nothing passes an empty state.
+    Every rank of the group calls this with the state of its own part of the keys. Every rank gets the same bits: those
+    of `merge_states` or `merge_ridge` of all states. A rank that has read nothing passes an empty state.
 
-    One collective a call (`all_gather`), whose size does not depend on how many keys were read. There is a second one where a state is
-    larger than all that the group has merged before, or than 64 KiB in its first call: the ranks then agree on the size first. A state is
-    sent in as many bytes as the largest before it, so states of very different sizes are better merged over groups of their own.
+    A call makes one collective (`all_gather`). Its size does not depend on how many keys were read. There is a second
+    collective if a state is larger than all states that the group has merged before (in the first call, larger than 64
+    KiB): the ranks then agree on the size first. A state is sent in as many bytes as the largest state before it. So
+    merge states of very different sizes over different groups.
 
-    Differentiable, to any order. A backward pass is one collective too (`all_reduce`), in which every rank must take part: the loss of
-    every rank has to depend on the result. **The loss of every rank counts**: gradients are those of the sum of all ranks' losses. If all W
-    ranks take the same loss from the result, parameters get W times its gradient on the whole; `DistributedDataParallel` and `fully_shard`
-    average over ranks, which then gives exactly the gradient of one loss.
+    The result is differentiable to any order. A backward pass is one collective too (`all_reduce`), and every rank must
+    take part in it: the loss of every rank has to depend on the result. **The loss of every rank counts**: gradients
+    are those of the sum of all ranks' losses. If all W ranks compute the same loss from the result, parameters get W
+    times the gradient of that loss on the whole. `DistributedDataParallel` and `fully_shard` average over ranks, which
+    then gives exactly the gradient of one loss.
 
     Args:
         state: an `AttentionState` or a `RidgeState`, with any leading dimensions before (H, L, E), or (H, D, E).
-        group: a process group; None is the default one.
+        group: a process group; None is the default group.
 
     Raises:
-        RuntimeError: `torch.distributed` is not initialised; another rank raised an error in place of merging its state; or the call is
-            under a transform of `torch.func` or in forward mode, for which there are no rules.
-        TypeError, ValueError: `state` is no state or has no values, or its type, shapes or dtypes are not those of the other ranks. Every
-            rank raises. On a GPU, where a look at the other ranks' shapes would make the program wait, a rank whose own state has the
-            shapes and dtypes of an earlier call gets NaN in place of an error.
+        RuntimeError: `torch.distributed` is not initialised; another rank raised an error before it merged its state;
+            or the call is under a transform of `torch.func` or in forward mode, which a collective does not support.
+        TypeError, ValueError: `state` is not a state or has no values, or its type, shapes or dtypes differ from those
+            of the other ranks. Every rank raises. On a GPU, comparing shapes with the other ranks would make the
+            program wait. There, a rank whose own state has the shapes and dtypes of an earlier call gets NaN instead of
+            an error.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)      # or started by torchrun, on any number
@@ -70,7 +73,7 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
         check(state)
         header = header_of(state)
         fields = tuple(field.detach() for field in state)
-        # Here, so that others are told where no memory is left for it.
+        # Pack inside this context, so that the other ranks learn of it if memory runs out.
         packed = None if torch.compiler.is_compiling() else packed_bytes(fields)
     if packed is None:
         world = torch.distributed.get_world_size(group)
@@ -80,22 +83,24 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
     if not gradient:
         return _merged(type(state), rows, fields)
     state = type(state)(*map(accepted, state))
-    if header[0] != WANTED:  # others want one: this rank takes part in the backward pass
+    if header[0] != WANTED:  # other ranks want a gradient, so this rank takes part in the backward pass
         state = type(state)(*(field.detach().requires_grad_() if field.is_floating_point() else field for field in state))
     return type(state)(*_Merge.apply(type(state), group.group_name, rows, *state))
 
 
 def accepted(tensor: Tensor) -> Tensor:
-    """The tensor, or where autograd is on a copy of one that was made under inference mode: autograd refuses it.
+    """Return the tensor, or a copy if autograd is on and the tensor was made under inference mode, because autograd
+    refuses such a tensor.
 
-    A rank that raises after the merge leaves the others waiting in the backward pass. Compilers know of no inference mode.
+    A rank that raises after the merge would leave the others waiting in the backward pass. Compilers do not support
+    inference mode.
     """
     refused = torch.is_grad_enabled() and not torch.compiler.is_compiling() and tensor.is_inference()
     return tensor.clone() if refused else tensor
 
 
 def _merged(kind: type[State], rows: Tensor, fields: Sequence[Tensor]) -> State:
-    """The merged state of all ranks from their packed states (W, bytes)."""
+    """Return the merged state of all ranks from their packed states (W, bytes)."""
     parts = [field.unbind(0) for field in unpacked(rows, fields)]
     if issubclass(kind, AttentionState):
         return union(*map(kind, *parts))
@@ -105,8 +110,9 @@ def _merged(kind: type[State], rows: Tensor, fields: Sequence[Tensor]) -> State:
 class _Merge(torch.autograd.Function):
     """The merged state from the packed states of all ranks, with the gradient of this rank's own state.
 
-    The merged state is the same on all ranks, so the gradient needs only the sum over ranks of the gradients with respect to it: a backward
-    pass sends as many bytes as a state has numbers, whatever the number of ranks, and keeps nothing of the others' states.
+    The merged state is the same on all ranks. So the gradient needs only the sum over ranks of the gradients with
+    respect to the merged state. A backward pass sends as many numbers as a state has, whatever the number of ranks, and
+    keeps nothing of the other ranks' states.
     """
 
     @staticmethod
@@ -132,7 +138,8 @@ class _Merge(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over all ranks, on every rank. If the loss of every rank counts, its derivative is itself."""
+    """The sum of a tensor over all ranks, on every rank. The loss of every rank counts, so its derivative is again a
+    sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: str) -> Tensor:
@@ -144,7 +151,7 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.apply(grad, ctx.group), None
 
 
-# ---- for compilers, to whom a collective is one operator
+# ---- for compilers, which see a collective as one operator
 
 
 @torch.library.impl(LIB, "gather_states", "CompositeExplicitAutograd")
@@ -172,5 +179,5 @@ def _(summand: Tensor, group: str) -> Tensor:
 
 
 def _named(group: str) -> ProcessGroup:
-    """The group of this name; torch's own operators find theirs in the same way."""
-    return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a str that has a type of its own
+    """Return the group of this name, found in the way that torch's own operators find theirs."""
+    return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # its type is derived from str

@@ -1,4 +1,5 @@
-"""What the ranks of a group tell each other: states in messages of one length, with headers by which all ranks see whether they fit."""
+"""Messages between the ranks of a group: states in messages of one length, with headers that show all ranks whether the
+states fit."""
 
 from __future__ import annotations
 
@@ -22,17 +23,18 @@ if TYPE_CHECKING:
 
 KINDS = (AttentionState, RidgeState)
 _FAILED = len(KINDS)
-"""In a header in place of the kind of state: this rank has raised an error."""
+"""A header holds this number in place of the kind of state if its rank has raised an error."""
 _GRAD_MODE_OFF, _UNWANTED, WANTED = range(3)
 NUMBERS = 16
-"""Numbers in the header of a message, each an int64: whether a gradient is wanted, the kind of state, the bytes of an element, the number
-of dimensions, the shape, and zeros."""
+"""The number of int64 entries in a message's header. The entries are: whether a gradient is wanted, the kind of state,
+the bytes of an element, the number of dimensions, the shape, and zeros."""
 FIRST_ROOM = 65_536
-"""The bytes that the first message of a group has room for, beside its header."""
+"""The bytes of a state that the first message of a group has room for, besides its header."""
 
 
 def members(group: ProcessGroup | None) -> ProcessGroup:
-    """The group, or the default one for None; raise if there is none, or if this process does not belong to it."""
+    """Return the group, or the default one for None; raise if there is none, or if this process does not belong to
+    it."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         raise RuntimeError(wrong("group", "is not there", "call torch.distributed.init_process_group first"))
@@ -43,7 +45,8 @@ def members(group: ProcessGroup | None) -> ProcessGroup:
 
 
 class _Agreement:
-    """What the ranks of a group have agreed on. It is the same on every rank, because it changes only where all have looked and agreed."""
+    """What the ranks of a group have agreed on. It is the same on every rank: it changes only after all ranks have
+    compared headers and agreed."""
 
     def __init__(self) -> None:
         self.largest = 0
@@ -51,7 +54,8 @@ class _Agreement:
 
     @property
     def room(self) -> int:
-        """The bytes of a state that a message has room for. With messages of different lengths ranks would crash or hang."""
+        """The bytes of a state that a message has room for. Ranks with messages of different lengths would crash or
+        hang."""
         return self.largest or FIRST_ROOM
 
 
@@ -59,10 +63,12 @@ _AGREEMENTS: WeakKeyDictionary[ProcessGroup, _Agreement] = WeakKeyDictionary()
 
 
 def gathered(packed: Tensor, header: tuple[int, ...], group: ProcessGroup, *, alike: bool = False) -> tuple[Tensor, bool]:
-    """The packed states (W, bytes) of all ranks, and whether any of them wants a gradient; raise on all ranks if they do not fit.
+    """Return the packed states (W, bytes) of all ranks, and whether any rank wants a gradient; raise on all ranks if
+    the states do not fit.
 
-    On a GPU the program does not wait to see headers of shapes that were agreed on before: should they differ now, the result is NaN. Only
-    a rank that wants no gradient, and could have one, has to see whether others do. `alike`: it is an error if only some want one.
+    On a GPU the program does not wait for the headers if their shapes were agreed on before. If the headers differ
+    then, the result is NaN. Only a rank that wants no gradient, but could have one, must read whether others want one.
+    `alike`: it is an error if only some ranks want a gradient.
     """
     agreement, size = _AGREEMENTS.setdefault(group, _Agreement()), packed.numel()
     fits = size <= agreement.room
@@ -85,7 +91,7 @@ def _waits(tensor: Tensor) -> bool:
 
 
 def _exchanged(header: Sequence[int], packed: Tensor, room: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The headers (W, NUMBERS) int64 and the packed states (W, bytes) of all ranks, from one collective."""
+    """Return the headers (W, NUMBERS) int64 and the packed states (W, bytes) of all ranks, from one collective."""
     head = torch.tensor(header).to(packed.device, non_blocking=True).view(torch.uint8)
     received = _all_gather(torch.cat([head, packed, packed.new_zeros(room - packed.numel())]), group)
     states = received[:, head.numel() : head.numel() + packed.numel()]
@@ -93,7 +99,7 @@ def _exchanged(header: Sequence[int], packed: Tensor, room: int, group: ProcessG
 
 
 def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
-    """The messages (W, bytes) of all ranks, in their order."""
+    """Return the messages (W, bytes) of all ranks, in rank order."""
     world = torch.distributed.get_world_size(group)
     received = message.new_empty(world * message.numel())
     gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor  # its name before torch 2.13
@@ -103,7 +109,7 @@ def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
 
 @contextmanager
 def announced(group: ProcessGroup, like: Any) -> Iterator[None]:
-    """Tell the other ranks of an error raised in this context, so that they raise too instead of waiting for this one.
+    """Tell the other ranks of an error raised in this context, so that they raise too and do not wait for this rank.
 
     `like` holds tensors on the device of the messages.
     """
@@ -122,9 +128,10 @@ def announced(group: ProcessGroup, like: Any) -> Iterator[None]:
 
 
 def header_of(state: AttentionState | RidgeState) -> tuple[int, ...]:
-    """The header of a state's message: states merge if their headers are equal but for the gradient."""
+    """Return the header of a state's message. States can be merged if their headers are equal except for the
+    gradient."""
     kind = KINDS.index(type(state))
-    like = state[kind]  # out or moment, whose shape says all
+    like = state[kind]  # out or moment, whose shape determines those of the other fields
     wanted = WANTED if any(field.requires_grad for field in state) else _UNWANTED
     gradient = wanted if torch.is_grad_enabled() else _GRAD_MODE_OFF
     return _padded(gradient, kind, like.element_size(), like.dim(), *like.shape)
@@ -135,7 +142,8 @@ def _padded(*numbers: int) -> tuple[int, ...]:
 
 
 def _compare(headers: list[list[int]], alike: bool) -> None:
-    """Raise unless the states of all ranks have one type, shape and dtype, and all that is needed for a gradient that one of them wants."""
+    """Raise unless the states of all ranks have one type, shape and dtype. If a rank wants a gradient, also raise
+    unless all ranks can take part."""
     gradients, kinds, sizes, *_ = zip(*headers, strict=True)
     if _FAILED in kinds:
         ranks = _ranks(kind == _FAILED for kind in kinds)
@@ -200,14 +208,16 @@ def check(state: AttentionState | RidgeState) -> None:
 
 
 def packed_bytes(fields: Sequence[Tensor]) -> Tensor:
-    """The bytes of all fields, and zeros up to a multiple of 8. The last field comes first, so that each is aligned."""
+    """Return the bytes of all fields, and zeros up to a multiple of 8. The last field comes first, so that each is
+    aligned."""
     parts = [field.resolve_neg().contiguous().view(-1).view(torch.uint8) for field in reversed(fields)]
     missing = -sum(part.numel() for part in parts) % 8
     return torch.cat([*parts, parts[0].new_zeros(missing)])
 
 
 def unpacked(rows: Tensor, fields: Sequence[Tensor]) -> list[Tensor]:
-    """The fields (W, ...) of all ranks from their packed states (W, bytes); `fields` have the shapes and dtypes."""
+    """Return the fields (W, ...) of all ranks from their packed states (W, bytes). `fields` have the shapes and dtypes
+    of one rank's fields."""
     parts, begin = [], 0
     for field in reversed(fields):
         end = begin + field.numel() * field.element_size()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class _Group(NamedTuple):
-    """A process group, or None. Copies have the same one, as no process has two; it is not to be pickled."""
+    """A process group, or None. A copy refers to the same group, because the group belongs to its process. It cannot
+    be pickled."""
 
     group: ProcessGroup | None
 
@@ -42,15 +43,16 @@ class _Group(NamedTuple):
 class ContextSharded(nn.Module, Generic[State]):
     """Base class: a module whose context is spread over the ranks of a group.
 
-    The wrapped module is the attribute `module`, with its parameters and its own stream, which is advanced on all ranks alike. An error
-    that one rank raises for its arguments or its stream makes all ranks raise, and no stream advances. A copy has weights of its own and
-    the same group. A module with a group cannot be pickled (`TypeError`): save its `state_dict`.
+    The wrapped module is the attribute `module`, with its parameters and its own stream. All ranks advance the stream
+    in the same way. If one rank raises an error for its arguments or its stream, all ranks raise, and no stream
+    advances. A copy has weights of its own and the same group. A module with a group cannot be pickled (`TypeError`):
+    save its `state_dict`.
     """
 
     wraps: ClassVar[tuple[type[nn.Module], ...]]
-    """The modules that this class wraps."""
+    """The classes of modules that this class wraps."""
     merge: ClassVar[Callable[..., Any]]
-    """The function that merges two states of it."""
+    """The function that merges two states of the wrapped module."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None) -> None:
         super().__init__()
@@ -61,11 +63,11 @@ class ContextSharded(nn.Module, Generic[State]):
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The process group; None is the default one."""
+        """The process group; None is the default group."""
         return self._group.group
 
     def _read(self, read: Callable[[], State], before: State | None = None) -> State:
-        """Return the state `before`, the same on all ranks, with what the ranks read added."""
+        """Add what the ranks read to the state `before`, which is the same on all ranks; return the result."""
         group = members(self.group)
         with announced(group, next(chain(self.parameters(), self.buffers()))):
             part = read()
@@ -76,7 +78,7 @@ class ContextSharded(nn.Module, Generic[State]):
 
 
 def _check_like(part: AttentionState | RidgeState, state: Any) -> None:
-    """Raise unless `state` has the type, shapes, dtypes and device of `part`, with which it is to be merged."""
+    """Raise unless `state` can be merged with `part`: it must have the same type, shapes, dtypes and device."""
     if isinstance(part, AttentionState):
         check_state(state, part.out.shape, part.out.dtype, part.out.device)
     else:
@@ -84,20 +86,21 @@ def _check_like(part: AttentionState | RidgeState, state: Any) -> None:
 
 
 class ShardedCMAB(ContextSharded[AttentionState]):
-    """A `nn.CMAB` or `nn.CMABStack` whose inputs are spread over the ranks of a group: it returns what one process returns that has read
-    all inputs.
+    """A `nn.CMAB` or `nn.CMABStack` whose inputs are spread over the ranks of a group.
 
-    Each rank reads its own part of the inputs, of any length, also 0. One collective merges the states. The rest, whose cost does not
-    depend on the inputs, runs on every rank, so every rank has the same result and the same state. Latents, batch and weights must be the
+    It returns the result of one process that has read all inputs. Each rank reads its own part of the inputs, of any
+    length, also 0. One collective merges the states. Every rank then does the rest of the work, whose cost does not
+    depend on the inputs. So every rank has the same result and the same state. Latents, batch and weights must be the
     same on all ranks.
 
     Args:
-        module: the block or stack; it is the attribute `module`, so that names in the `state_dict` begin with "module.".
-        group: a process group; None is the default one.
+        module: the block or stack. It becomes the attribute `module`, so names in the `state_dict` begin with
+            "module.".
+        group: a process group; None is the default group.
 
-    The loss of every rank counts, as in `all_merge_state`. Where every rank takes the same loss from the result, `DistributedDataParallel`
-    or `fully_shard` of this module gives the parameter gradients of one process that has read all inputs; gradients with respect to inputs
-    are those of W losses.
+    The loss of every rank counts, as in `all_merge_state`. If every rank computes the same loss from the result,
+    `DistributedDataParallel` or `fully_shard` of this module gives the parameter gradients of one process that has read
+    all inputs. Gradients with respect to inputs are then those of W losses.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)      # or started by torchrun, on any number
@@ -114,15 +117,18 @@ class ShardedCMAB(ContextSharded[AttentionState]):
     module: CMAB | CMABStack
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return the latents (B, L_I, dim) after they attended to the inputs of all ranks; arguments as in `CMAB.forward`."""
+        """Return the latents (B, L_I, dim) after they attended to the inputs of all ranks. The arguments are those of
+        `CMAB.forward`."""
         return self._updated(inputs, latents, None, key_padding_mask).latents
 
     def update(
         self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABUpdate:
-        """Return the result over all inputs so far; every rank adds its own. Arguments as in `CMAB.update`.
+        """Return the result over all inputs so far, to which every rank adds its own. The arguments are those of
+        `CMAB.update`.
 
-        `state` is that of all ranks, as an earlier call returned it; with None the module's own stream is advanced, on all ranks alike.
+        `state` is the state of all ranks, as an earlier call returned it. With None, every rank advances the module's
+        own stream in the same way.
         """
         stream = self.module.stream
         result = self._updated(new_inputs, latents, stream.held if state is None else state, key_padding_mask)
@@ -138,18 +144,19 @@ class ShardedCMAB(ContextSharded[AttentionState]):
             return module._read(inputs, None, key_padding_mask)
 
         state = self._read(read, before)
-        nothing = inputs[:, :0]  # what follows a merged state needs no inputs
+        nothing = inputs[:, :0]  # after the merge, no further inputs are needed
         return CMABUpdate(module.update(nothing, accepted(latents), state).latents, state)
 
     def init_state(self, batch: int) -> AttentionState:
-        """Return the state of no inputs."""
+        """Return the state before any input."""
         return self.module.init_state(batch)
 
 
 class ShardedMultiheadAttention(ContextSharded[AttentionState]):
-    """A `nn.MultiheadAttention` whose keys and values are spread over the ranks of a group, as `ShardedCMAB` does it for a block.
+    """A `nn.MultiheadAttention` whose keys and values are spread over the ranks of a group, just as `ShardedCMAB`
+    spreads inputs.
 
-    The query is the same on all ranks. With `add_bias_kv` or `add_zero_attn` the extra keys count once.
+    The query is the same on all ranks. With `add_bias_kv` or `add_zero_attn`, the extra keys count once.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -167,18 +174,20 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
     module: MultiheadAttention
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        """Return (out, None) over the keys of all ranks; arguments as in `torch.nn.MultiheadAttention` with `need_weights=False`.
+        """Return (out, None) over the keys of all ranks. The arguments are those of `torch.nn.MultiheadAttention` with
+        `need_weights=False`.
 
-        `RuntimeError` where dropout would apply, and a `TypeError` for a mask that is not bool.
+        Raise `RuntimeError` if dropout would apply, and `TypeError` for a mask that is not bool.
         """
         return self._attend(query, key, value, None, key_padding_mask).out, None
 
     def attend_state(
         self, query: Tensor, inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> Attended:
-        """Attend to a stream, to which every rank adds its own inputs. Arguments as in `MultiheadAttention.attend_state`.
+        """Attend to a stream, to which every rank adds its own inputs. The arguments are those of
+        `MultiheadAttention.attend_state`.
 
-        `state` is that of all ranks, as an earlier call returned it.
+        `state` is the state of all ranks, as an earlier call returned it.
         """
         return self._attend(query, inputs, inputs, state, key_padding_mask)
 
@@ -195,10 +204,11 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
 
 
 class ShardedMultiheadIntention(ContextSharded[RidgeState]):
-    """A `nn.MultiheadIntention` whose keys and values are spread over the ranks of a group, as `ShardedCMAB` does it for a block.
+    """A `nn.MultiheadIntention` whose keys and values are spread over the ranks of a group, just as `ShardedCMAB`
+    spreads inputs.
 
-    The query is the same on all ranks. Sums and solves are those of `MultiheadIntention.update` and `predict`, in float64; `predict` of the
-    wrapped `module` answers queries from a state of all ranks.
+    The query is the same on all ranks. Sums and solves are those of `MultiheadIntention.update` and `predict`, in
+    float64. `module.predict` answers queries from a state of all ranks.
 
     >>> import torch.distributed as dist
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -216,7 +226,8 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
     module: MultiheadIntention
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        """Return (out, None) over the keys of all ranks; arguments as in `MultiheadIntention` with `need_weights=False`."""
+        """Return (out, None) over the keys of all ranks. The arguments are those of `MultiheadIntention` with
+        `need_weights=False`."""
         module = computed(self.module)
 
         def read() -> RidgeState:
@@ -231,9 +242,11 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
     def update(
         self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
     ) -> RidgeState:
-        """Return the state with the keys and values of all ranks added. Arguments as in `MultiheadIntention.update`.
+        """Return the state with the keys and values of all ranks added. The arguments are those of
+        `MultiheadIntention.update`.
 
-        `state` is that of all ranks, as an earlier call returned it; with None the module's own stream is advanced, on all ranks alike.
+        `state` is the state of all ranks, as an earlier call returned it. With None, every rank advances the module's
+        own stream in the same way.
         """
         before = self.module.stream.held if state is None else state
         updated = self._read(lambda: ridge_state(**self.module._pairs(key, value, key_padding_mask)), before)
@@ -242,5 +255,5 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
         return updated
 
     def init_state(self, batch: int) -> RidgeState:
-        """Return the state of no keys."""
+        """Return the state before any key."""
         return self.module.init_state(batch)

@@ -1,4 +1,7 @@
-"""Our continual modules in the containers of the package continual-inference; in its `continual.Residual` they are stepped."""
+"""Adapters for our continual modules in the containers of the package continual-inference.
+
+Its `continual.Residual` runs their steps.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ except ImportError as error:
 
 
 class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the package has no types
-    """One of our modules as a module of continual-inference, in the layout of its containers: (B, C, T), and (B, C) for a step.
+    """One of our modules as a module of continual-inference, in the layout of its containers: (B, C, T), and (B, C) for
+    a step.
 
-    `module` is `batch_first`, and has single outputs. `forward` returns the outputs of all full windows of T tokens, as `forward_steps`
-    of a new stream does, and records gradients.
+    `module` must be `batch_first` and have single outputs. `forward` returns the outputs of all full windows of T
+    tokens, as `forward_steps` of a new stream does, and records gradients.
     """
 
     _state_shape = 0
-    _dynamic_state_inds: list[bool] = []  # noqa: RUF012  # the class that it comes from declares it so
+    _dynamic_state_inds: list[bool] = []  # noqa: RUF012  # the base class declares it so
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -33,7 +37,7 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
         self.module = module
         self.receptive_field = _receptive_field(module)
 
-    delay = 0  # an output is that of the newest token
+    delay = 0  # each output belongs to the newest token
 
     @staticmethod
     def build_from(module: nn.Module) -> Adapted:
@@ -41,7 +45,7 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
         return Adapted(module)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the outputs (B, C, T') of tokens (B, C, T), the stream unchanged."""
+        """Return the outputs (B, C, T') of tokens (B, C, T). The stream does not change."""
         run = getattr(self.module, "forward_stream", self.module)
         out = run(input.mT)
         if out is None:
@@ -49,11 +53,12 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
         return out.mT
 
     def forward_step(self, input: Tensor, update_state: bool = True) -> Tensor | None:
-        """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
+        """Take one more token (B, C); return its output (B, C), or None before the window is full."""
         return self.module.forward_step(input, update_state=update_state)
 
     def forward_steps(self, input: Tensor, pad_end: bool = False, update_state: bool = True) -> Tensor | None:
-        """Take tokens (B, C, T), and return their outputs (B, C, T'), or None. There is no padding, so `pad_end` changes nothing."""
+        """Take tokens (B, C, T); return their outputs (B, C, T'), or None. There is no padding, so `pad_end` has no
+        effect."""
         out = self.module.forward_steps(input.mT, update_state=update_state)
         return None if out is None else out.mT
 
@@ -62,7 +67,7 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
         return self.module.get_state()
 
     def set_state(self, state: Any) -> None:
-        """Go on from a state that `get_state` returned."""
+        """Continue from a state that `get_state` returned."""
         self.module.set_state(state)
 
     def clean_state(self) -> None:
@@ -71,10 +76,12 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
 
 
 def register() -> None:
-    """Let containers of the package continual-inference take our modules, each in an adapter. Calling this again changes nothing.
+    """Let containers of the package continual-inference take our modules, each in an adapter. Calling this again has no
+    effect.
 
     The modules are `ContinualAttention`, `ContinualNystromAttention`, `ContinualEncoderLayer`, `ContinualEncoder` and
-    `CircularPositionalEncoding`, with `batch_first=True` and single outputs; containers pass (B, C, T) on.
+    `CircularPositionalEncoding`, with `batch_first=True` and single outputs. Containers pass (B, C, T) from module to
+    module.
 
     >>> import continual, cmab_kernels.integrations.continual
     >>> cmab_kernels.integrations.continual.register()
@@ -88,11 +95,11 @@ def register() -> None:
     """
     for kind in (CircularPositionalEncoding, ContinualAttention, ContinualEncoder, ContinualEncoderLayer, ContinualNystromAttention):
         continual.convert.register(kind, Adapted)
-        # Residual, Parallel and BroadcastReduce ask a module for these before they convert it.
+        # Residual, Parallel and BroadcastReduce read these attributes of a module before they convert it.
         for name, given in {"delay": 0, "padding": 0, "stride": 1, "receptive_field": property(_receptive_field)}.items():
             setattr(kind, name, given)
 
 
 def _receptive_field(module: Any) -> int:
-    """The number of tokens that an output of one of our modules has seen."""
+    """Return the number of tokens that an output of one of our modules has seen."""
     return 1 if isinstance(module, CircularPositionalEncoding) else int(module.sequence_len)

@@ -1,4 +1,4 @@
-"""torch's `scaled_dot_product_attention` on the fused operator, for models with attention of their own."""
+"""torch's `scaled_dot_product_attention` on the fused operator, for models that compute attention themselves."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from ..runtime.dtypes import FLOATING
 from ..runtime.tracing import has_values, is_differentiated
 
 FEW, FEW_KEYS, WIDE = 16, 1024, 64
-"""Fewer queries than this share too little work, over fewer keys than that or in heads as wide as this: torch's function is faster then."""
+"""With fewer than FEW queries, torch's function is faster if there are fewer than FEW_KEYS keys or heads are at least
+WIDE wide."""
 
 DROPOUT, CAUSAL, FASTER = "dropout is on", "attention is causal", "torch's function is faster for so few queries"
-"""Reasons why torch's own function runs."""
+"""Reasons for running torch's own function."""
 
-_torchs = torch.nn.functional.scaled_dot_product_attention  # as it is now: a program may put ours in its place
+_torchs = torch.nn.functional.scaled_dot_product_attention  # bound now, because a program may replace it by ours
 
 
 def scaled_dot_product_attention(
@@ -30,17 +31,24 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention` on `cmab_kernels.latent_attention` where that can, else torch's own.
+    """Like `torch.nn.functional.scaled_dot_product_attention`, but runs `cmab_kernels.latent_attention` where possible.
 
-    Arguments, shapes and result are torch's; see there. The operator runs for queries (B, H, L, D) or (B, L, D) that see all keys, or all
-    but padding: an `attn_mask` that is the same for all heads and queries, which its shape or its strides must show, as of (B, 1, 1, N)
-    or of that expanded. It is bool with True = attend, or on a CPU a float mask of 0 and -inf, or of 0 and the lowest number of its dtype.
-    With `enable_gqa`, query heads share key heads. Derivatives exist to any order.
+    Arguments, shapes and result are those of torch's function. The operator runs for queries (B, H, L, D) or (B, L, D)
+    that see all keys, or all keys but padding. For padding, `attn_mask` must be the same for all heads and queries, and
+    its shape or strides must show this: for example (B, 1, 1, N), or that shape expanded. The mask is bool with True =
+    attend. On a CPU it may also be a float mask of 0 and -inf, or of 0 and the lowest number of its dtype. With
+    `enable_gqa`, query heads share key heads. Derivatives exist to any order.
 
-    Everything else is computed by torch, with its results, speed, random numbers and errors: dropout, `is_causal`, masks that depend on
-    the query or the head, masks of other numbers, float masks on a GPU or under a compiler, where their numbers are not read, and what no
-    kernel is there for; on a CPU also fewer than 16 queries a key head, if they need no gradient, have no mask, and read fewer than 1,024
-    keys or are 64 wide and more, for which torch is faster (`use_impl` overrules that). A query that sees no key gets 0.
+    torch's function computes everything else, with its results, speed, random numbers and errors:
+
+    - dropout and `is_causal`;
+    - masks that depend on the query or the head, and masks of other numbers;
+    - float masks on a GPU or under a compiler, where their numbers are not read;
+    - inputs that no kernel supports here;
+    - on a CPU, fewer than 16 queries per key head, if they need no gradient, have no mask, and read fewer than 1,024
+      keys or are at least 64 wide. torch is faster for these. `use_impl` overrules this rule.
+
+    A query that sees no key gets 0.
 
     >>> from cmab_kernels.integrations import scaled_dot_product_attention
     >>> latents, points = torch.randn(2, 8, 16, 4), torch.randn(2, 2, 1000, 4)
@@ -58,7 +66,8 @@ def scaled_dot_product_attention(
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
 ) -> Tensor | str:
-    """Return the attention of all queries over all keys that the mask shows, by the operator; where it has none for that, the reason."""
+    """Return the attention of all queries over all keys that the mask shows, by the operator; if the operator cannot
+    run, return the reason."""
     if query.dim() == 3 and (attn_mask is None or attn_mask.dim() <= 3):
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         out = fused_attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, scale, False)
@@ -85,7 +94,7 @@ def fused_attention(
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Return whether the operator takes tensors of these shapes and types, none of them empty."""
+    """Return whether the operator takes tensors of these shapes and dtypes; none of them may be empty."""
     tensors = (query, key, value)
     if any(each.is_nested or each.dim() != 4 or each.dtype != query.dtype or each.device != query.device for each in tensors):
         return False
@@ -96,7 +105,8 @@ def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
 
 
 def _share_too_little(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's function is faster, as few queries read each key. It has no second gradient: with one the operator runs."""
+    """Return whether torch's function is faster because few queries read each key. torch's function has no
+    second gradient, so the answer is False if a gradient is needed."""
     if query.device.type != "cpu" or not is_free("attention", "auto") or is_differentiated(query, key, value):
         return False
     queries = query.shape[1] // key.shape[1] * query.shape[2]
@@ -104,7 +114,8 @@ def _share_too_little(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _common_row(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return the mask of keys (B, N), if shape or strides of `mask` show that it is the same for all heads and queries; else None."""
+    """Return the mask of keys (B, N) if the shape or strides of `mask` show that it is the same for all heads and
+    queries; else None."""
     shape = (*query.shape[:3], key.shape[2])
     if not 2 <= mask.dim() <= 4 or any(have not in (1, need) for have, need in zip(reversed(mask.shape), reversed(shape), strict=False)):
         return None
@@ -113,10 +124,11 @@ def _common_row(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _ignored(row: Tensor) -> Tensor | None:
-    """Return the keys that a row of a mask hides, (B, N) with True = ignore; None if it is to be added to logits.
+    """Return the keys that a row of a mask hides, (B, N) with True = ignore; None if the mask is to be added to logits.
 
-    Numbers are not read on a GPU, where a program would wait for them, nor under a compiler, a transform or a trace. A row whose keys are
-    all hidden is torch's: if by a finite number, it is attention as if none were hidden.
+    Numbers are not read on a GPU, where the program would have to wait for them, nor under a compiler, a transform or a
+    trace. torch computes a row whose keys are all hidden: if a finite number hides them, the result is attention as if
+    none were hidden.
     """
     if row.dtype == torch.bool:
         return ~row

@@ -17,25 +17,28 @@ NAME = "cmab"
 """The name under which `register_transformers` makes the operator known."""
 
 _NEVER_FUSED = ("position_bias", "softcap", "cache", "output_attentions")
-"""Arguments that a model may pass to its attention and that the operator does not support."""
+"""Arguments that a model may pass to its attention, but that the operator does not support."""
 
 _SINKS = ("s_aux", "sinks")
-"""The names under which models pass logits of attention sinks, which "sdpa" would leave out without a word."""
+"""The names under which models pass the logits of attention sinks. "sdpa" would ignore these without a warning."""
 
 
 def register_transformers() -> None:
-    """Make `attn_implementation="cmab"` known to the package `transformers`; `ImportError` where that is not installed.
+    """Make `attn_implementation="cmab"` known to the package `transformers`; `ImportError` if that is not installed.
 
-    Every model of `transformers` that takes its attention from `transformers.AttentionInterface` can then be made with it, by
-    `from_pretrained` or `from_config`, or be switched to it by `set_attn_implementation`. Calling this again changes nothing.
+    Every model of `transformers` that takes its attention from `transformers.AttentionInterface` can then use it:
+    through `from_pretrained`, `from_config` or `set_attn_implementation`. Calling this again has no effect.
 
-    Attention that looks at all keys, or at all but the padding of each batch element, runs on `cmab_kernels.latent_attention`. Everything
-    else is computed by the implementation "sdpa" of `transformers`, with its results, speed and errors: causal attention, masks that
-    depend on the query, masks to be added to logits, a position bias, dropout in training, and without gradients the few queries of which
-    `scaled_dot_product_attention` says that torch is faster, as a token that is decoded. A query whose keys are all padding gets 0.
-    `scaled_dot_product_attention` says what is fused; models that do not look their attention up can call it. A model with attention
-    sinks, such as GPT-OSS, which "sdpa" does not support, is a `ValueError` at its first call. The first call of a kind of module that is
-    left to "sdpa", except where torch is faster, is a `RuntimeWarning` with the reason; `cmab_kernels.explain` gives that of each call.
+    Attention runs on `cmab_kernels.latent_attention` if it looks at all keys, or at all but the padding of each batch
+    element. The implementation "sdpa" of `transformers` computes everything else, with its results, speed and errors:
+    causal attention, masks that depend on the query, masks to be added to logits, a position bias, dropout in training,
+    and, without gradients, the few queries for which torch is faster, such as a decoded token.
+    `scaled_dot_product_attention` says in detail what is fused. Models that do not use the `AttentionInterface` can
+    call that function. A query whose keys are all padding gets 0.
+
+    "sdpa" does not support attention sinks. A model that has them, such as GPT-OSS, raises a `ValueError` at its first
+    call. When a kind of module first leaves its attention to "sdpa" for a reason other than speed, there is a
+    `RuntimeWarning` with the reason. `cmab_kernels.explain` gives the reason for each call.
 
     >>> from cmab_kernels.integrations import register_transformers
     >>> register_transformers()
@@ -66,10 +69,10 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of the interface: (out, None); attention weights are not formed.
+    """The attention function of the interface. It returns (out, None), because attention weights are not formed.
 
-    `query` is (B, H, L, D), `key` (B, G, N, D) and `value` (B, G, N, E) with G a divisor of H, `attention_mask` None or (B, 1, L, N), and
-    `out` (B, L, H, E). `register_transformers` says what is fused, and what is a `ValueError`.
+    `query` is (B, H, L, D), `key` (B, G, N, D) and `value` (B, G, N, E) with G a divisor of H, `attention_mask` None or
+    (B, 1, L, N), and `out` (B, L, H, E). `register_transformers` says what is fused, and when there is a `ValueError`.
     """
     for name in _SINKS:
         if kwargs.get(name) is not None:
@@ -92,7 +95,8 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _warn_once(kind: str, why: str) -> None:
-    """Warn the first time that a kind of module leaves its attention to "sdpa" for a reason, unless that is the faster way."""
+    """Warn the first time that a kind of module leaves its attention to "sdpa" for a reason, unless the reason is
+    speed."""
     if why == FASTER or torch.compiler.is_compiling() or (kind, why) in _warned:
         return
     _warned.add((kind, why))
@@ -101,9 +105,10 @@ def _warn_once(kind: str, why: str) -> None:
 
 
 def attention_mask(*, q_length: int, mask_function: Callable[..., Any], **options: Any) -> Tensor | None:
-    """The mask function of the interface: None if all keys are seen, else the mask of "sdpa", (B, 1, L, N) bool with True = attend.
+    """The mask function of the interface: None if all keys are seen, else the mask of "sdpa", (B, 1, L, N) bool with
+    True = attend.
 
-    A mask that hides only padding is one row, expanded with stride 0, from which it is seen that all rows are equal.
+    A mask that hides only padding is one row, expanded with stride 0. The stride shows that all rows are equal.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 

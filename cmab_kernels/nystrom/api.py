@@ -29,7 +29,7 @@ from .reference import absent_segments, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
 
 PINVS = ("iterative", "exact")
-"""Kernels count the products of a gradient, four an iteration, in 32 bits."""
+"""The values of `pinv`."""
 
 
 def nystrom_attention(
@@ -46,36 +46,40 @@ def nystrom_attention(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Attention through m landmarks: O((L + N) m) time, and no L x N matrix. Without a mask, in float64 and float32, the forward pass
-    allocates only one number for each row beside the result.
+    """Attention through m landmarks: O((L + N) m) time, and no L x N matrix.
+
+    Without a mask, in float64 and float32, the forward pass allocates only one number per row besides the result.
 
     Args:
         query: (B, H, L, D). float64, float32, bfloat16 or float16, any strides.
         key: (B, H, N, D).
         value: (B, H, N, E).
-        num_landmarks: m, 1 <= m <= min(L, N): the landmarks are the means of m segments of the queries and of the keys. When m does not
-            divide the length, the first `length % m` segments have one token more.
-        landmarks: the landmarks (q~, k~), in place of `num_landmarks`: each (H, m, D), shared over the batch, or (B, H, m, D).
+        num_landmarks: m, 1 <= m <= min(L, N). The landmarks are the means of m segments of the queries and of the keys.
+            When m does not divide the length, each of the first `length % m` segments has one token more.
+        landmarks: the landmarks (q~, k~), in place of `num_landmarks`. Each is (H, m, D), shared over the batch, or (B,
+            H, m, D).
         pinv: "iterative", or "exact" (`torch.linalg.pinv`, whatever `impl` is).
-        pinv_iterations: the number of iterations of "iterative". Nyströmformer takes 6, which is far from convergence on matrices without
-            structure.
-        key_padding_mask: (B, N) bool, True = ignore. With `num_landmarks` it marks tokens, queries as well as keys, so L = N is needed: a
-            landmark is the mean of the tokens of its segment that are not ignored, and a segment without any has no landmark. The result
-            for an ignored query is that of a query of zeros.
+        pinv_iterations: the number of iterations of "iterative". Nyströmformer takes 6. On matrices without structure,
+            6 iterations are far from convergence.
+        key_padding_mask: (B, N) bool, True = ignore. With `num_landmarks` the mask marks tokens, queries as well as
+            keys, so it requires L = N. A landmark is then the mean of the unmasked tokens of its segment. A segment
+            whose tokens are all masked has no landmark. The result for a masked query is that of a query of zeros.
         is_causal: must be False, because a landmark is a mean over past and future tokens.
         scale: the factor of the logits; None means D ** -0.5.
-        impl: "auto", "reference", "native" or "triton"; both attentions, of the landmarks and to the landmarks, use it too.
+        impl: "auto", "reference", "native" or "triton". The choice also holds for both attentions: of the landmarks to
+            the keys, and of the queries to the landmarks.
 
     Returns:
-        (B, H, L, E) in the dtype of query; 0 where there is no key. For half types the last product is computed in float32, with L (D + E)
-        more elements of that type. Differentiable to any order in query, key, value and landmarks.
+        (B, H, L, E) in the dtype of query; 0 where there is no key. For half types the last product is computed in
+        float32, which takes L (D + E) more float32 elements. Differentiable to any order in query, key, value and
+        landmarks.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
         RuntimeError: `impl` cannot run here.
 
-    Source: Nyströmformer (Xiong et al., AAAI 2021), except that each matrix is scaled by its own norms, so a result does not depend on the
-    rest of the batch.
+    Source: Nyströmformer (Xiong et al., AAAI 2021). One thing differs: each matrix is scaled by its own norms, so a
+    result does not depend on the rest of the batch.
 
     >>> tokens = torch.randn(2, 4, 1000, 16)
     >>> cmab_kernels.nystrom_attention(tokens, tokens, tokens, num_landmarks=32).shape
@@ -103,9 +107,10 @@ def nystrom_attention(
 def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -> Tensor:
     """The Moore-Penrose pseudo-inverse of every matrix (..., m, m) by Razavi's iteration of third order, as Nyströmformer uses it.
 
-    Six iterations suffice where landmarks are well apart (relative error 1e-15 for softmax(8 I + N(0, 1))), and are far from convergence
-    where they are not: for softmax(N(0, 1)) in float64 the median relative error is 0.9 at m = 16 (3e-15 after twelve iterations) and
-    0.99 at m = 64 (0.25 after twelve, 1e-14 after twenty). Each matrix is scaled by its own norms. A matrix of zeros gives zeros.
+    If landmarks are well apart, six iterations suffice: the relative error is 1e-15 for softmax(8 I + N(0, 1)).
+    Otherwise six are far from convergence. For softmax(N(0, 1)) in float64 the median relative error is 0.9 at m = 16
+    (3e-15 after twelve iterations) and 0.99 at m = 64 (0.25 after twelve, 1e-14 after twenty). Each matrix is scaled by
+    its own norms. A matrix of zeros gives zeros.
 
     Args:
         matrix: (..., m, m), float64 or float32; half types are computed in float32.
@@ -129,7 +134,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
         raise ValueError(wrong("matrix", f"has shape {tuple(matrix.shape)}", "(..., m, m) with m >= 1 is needed"))
     iterations = _check_iterations("iterations", iterations)
-    # Casts and views that change nothing are skipped: each takes 1 us, where the whole call takes 10 us.
+    # Skip casts and views that change nothing: each takes 1 us, and the whole call takes 10 us.
     dtype = state_dtype(matrix.dtype)
     if matrix.dtype != dtype:
         return iterative_pinv(matrix.to(dtype), iterations, impl=impl).to(matrix.dtype)
@@ -140,8 +145,10 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
 
 
 class Landmarks(NamedTuple):
-    """m landmarks of the queries and m of the keys, (B, H, m, D) in `state_dtype`, and a bool (B, m) that is True where a segment has no
-    token and so no landmark; None: every segment has one."""
+    """m landmarks of the queries and m of the keys, each (B, H, m, D) in `state_dtype`.
+
+    `absent` is a bool (B, m), True for segments without tokens, which have no landmark. None means that every segment
+    has a landmark."""
 
     queries: Tensor
     keys: Tensor
@@ -163,7 +170,8 @@ def _check_iterations(name: str, iterations: int) -> int:
 
 
 def _check_number(num_landmarks: int, length: int, tokens: str) -> int:
-    """`num_landmarks` as an int; raise unless it is one from 1 to `length`; `tokens` is "queries" or "keys", for the message."""
+    """Return `num_landmarks` as an int; raise unless it is an int from 1 to `length`. The message calls the tokens
+    `tokens`, "queries" or "keys"."""
     if not is_count(num_landmarks, length):
         allowed = f"an int between 1 and {length}, the number of {tokens}, is needed"
         raise ValueError(wrong("num_landmarks", f"is {num_landmarks!r}", allowed))
@@ -171,7 +179,7 @@ def _check_number(num_landmarks: int, length: int, tokens: str) -> int:
 
 
 def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks:
-    """The caller's landmarks, checked against the key, expanded to the batch and cast to `state_dtype`."""
+    """Check the caller's landmarks against the key, expand them to the batch, and cast them to `state_dtype`."""
     if not isinstance(landmarks, (tuple, list)) or len(landmarks) != 2:
         raise TypeError(wrong("landmarks", f"is {kind_of(landmarks)}", "a pair (q~, k~) of tensors (H, m, D) or (B, H, m, D) is needed"))
     batch, heads, _, width = key.shape
@@ -194,7 +202,7 @@ def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks
 
 
 def choose_landmarks(query: Tensor, key: Tensor, number: int | None, given: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Landmarks:
-    """The landmarks: means of `number` segments, or those that are `given` by the caller."""
+    """Return the landmarks: the means of `number` segments, or the landmarks that the caller has `given`."""
     if (number is None) == (given is None):
         raise ValueError(wrong("num_landmarks", "is None" if given is None else "and landmarks are both given", "give one of the two"))
     if given is not None:
@@ -218,7 +226,7 @@ def _attend(
     near = landmarks.queries.to(key.dtype)
     averaged = attention_state(near, key, value, key_padding_mask=mask, scale=scale, impl=attend).out
     values = _landmark_values(landmarks, averaged, scale, iterations, impl)
-    wide = query.to(values.dtype)  # W has large entries of both signs, which half precision would not resolve
+    wide = query.to(values.dtype)  # half precision cannot resolve W, whose entries are large and of both signs
     return latent_attention(wide, landmarks.keys, values, key_padding_mask=landmarks.absent, scale=scale, impl=attend).to(query.dtype)
 
 
@@ -228,5 +236,5 @@ def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, itera
     absent = landmarks.absent
     if absent is not None:
         absent = absent.unsqueeze(1).expand(batch, heads, number).flatten(0, 1)
-    chosen = choose("nystrom", impl, queries) if iterations else "reference"  # the exact pseudo-inverse is torch's
+    chosen = choose("nystrom", impl, queries) if iterations else "reference"  # only the reference computes the exact pseudo-inverse
     return landmark_values_op(queries, keys, values, absent, scale, iterations, chosen).reshape(averaged.shape)

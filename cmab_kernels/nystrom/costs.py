@@ -1,9 +1,10 @@
 """The cost of a step: the operations and memory that the paper on continual Nyström attention states, and those of these kernels.
 
-All counts are for one head, with n tokens in the window, m landmarks, queries and keys of width D, and values of width E; the paper has one
-width d for both. `paper_operations` and `paper_memory` are the paper's formulas as printed. They are not on one scale: the two products of
-full attention, n^2 d multiply-adds each, count as 4 n^2 d, and the four products of Nyström attention, n m d each, count as 4 n m d. What
-is executed here is counted as torch's `FlopCounterMode` does: two for each multiply-add of a product, nothing for the rest.
+All counts are for one head, with n tokens in the window, m landmarks, queries and keys of width D, and values of width
+E. The paper has one width d for both. `paper_operations` and `paper_memory` are the paper's formulas as printed. These
+formulas are not on one scale: the two products of full attention, n^2 d multiply-adds each, count as 4 n^2 d, and the
+four products of Nyström attention, n m d each, count as 4 n m d. The operations executed here are counted as torch's
+`FlopCounterMode` counts them: two for each multiply-add of a product, nothing for the rest.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ PAPER_OPERATIONS: dict[str, Formula] = {
 }
 """Scheme -> the paper's number of operations of one step.
 
-"full" (softmax) and "nystrom" compute attention over the whole window anew. "retroactive" and "single" are steps of continual exact
-attention, with outputs for all tokens of the window or for the newest. The others are steps of continual Nyström attention: "kept" steps
-keep their landmarks, "updated" steps replace the oldest.
+"full" (softmax) and "nystrom" recompute attention over the whole window. "retroactive" and "single" are steps of
+continual exact attention, with outputs for all tokens of the window or for the newest. The others are steps of
+continual Nyström attention: "kept" steps keep their landmarks, and "updated" steps replace the oldest.
 """
 
 
@@ -67,15 +68,17 @@ PAPER_MEMORY: dict[str, tuple[Formula, Formula]] = {
 }
 """Scheme -> the paper's formulas for the memory between steps, and at the peak within a step.
 
-Those for fixed landmarks leave out the window itself, 2 n d elements, which is needed to remove the oldest token.
+The formulas for fixed landmarks leave out the window itself, 2 n d elements, which a step needs to remove the oldest
+token.
 """
 
 
 def paper_operations(scheme: str, n: int, m: int, d: int) -> float:
     """Operations of one step by the paper's formulas.
 
-    `scheme` is a key of `PAPER_OPERATIONS`, or one of four more: "continual single" and "continual retroactive" are means over steps, of
-    which m in n replace a landmark; "fixed single" and "fixed retroactive" replace none. The result is an integer except for the means.
+    `scheme` is a key of `PAPER_OPERATIONS` or one of four more. "continual single" and "continual retroactive" are
+    means over steps: m steps in n replace a landmark. "fixed single" and "fixed retroactive" replace no landmark.
+    The result is an integer except for the means.
 
     >>> from cmab_kernels.nystrom.costs import paper_operations
     >>> {scheme: paper_operations(scheme, 120, 4, 192) for scheme in ("full", "single", "continual single", "fixed single")}
@@ -112,7 +115,8 @@ def _check_scheme(scheme: str, known: Collection[str]) -> None:
 
 
 def replacements(n: int, m: int, position: int) -> int:
-    """Number of segments that end within the first `position` tokens of a stream; each makes a landmark or replaces the oldest.
+    """Number of segments that end within the first `position` tokens of a stream. Each makes a landmark or replaces the
+    oldest.
 
     >>> from cmab_kernels.nystrom.costs import replacements
     >>> [replacements(7, 3, position) for position in range(8)]
@@ -123,9 +127,10 @@ def replacements(n: int, m: int, position: int) -> int:
 
 
 def executed_operations(n: int, m: int, D: int, E: int, position: int, tokens: int, iterations: int, fixed: bool, retroactive: bool) -> int:
-    """Operations for one head of a `continual_nystrom_step` of `tokens` tokens after the first `position`; a multiply-add counts two.
+    """Operations for one head of a `continual_nystrom_step` of `tokens` tokens after the first `position`. A
+    multiply-add counts as two.
 
-    Rows that are recomputed on schedule are counted. Rows that the guard recomputes depend on the data, and are not counted.
+    Rows that are recomputed on schedule are counted. Rows that are recomputed because of the data are not counted.
 
     >>> from cmab_kernels.nystrom.costs import executed_operations
     >>> executed_operations(64, 16, 64, 64, position=64, tokens=1, iterations=6, fixed=True, retroactive=False)
@@ -163,7 +168,8 @@ def _upkeep(n: int, m: int, D: int, E: int, position: int, tokens: int, iteratio
 
 
 def _refreshed(n: int, m: int, position: int, end: int, fixed: bool) -> int:
-    """Number of rows recomputed on schedule: row r by each token P with (P - r) % 1024 = 0, unless P replaces the row's landmark."""
+    """Number of rows recomputed on schedule: token P recomputes row r if (P - r) % 1024 = 0, unless P replaces the
+    row's landmark."""
     scheduled = sum((end - row) // SCHEDULE - (position - row) // SCHEDULE for row in range(m))
     last = range(position + 1 + (m - 2 - position) % SCHEDULE, end + 1, SCHEDULE)
     return scheduled - (0 if fixed else sum(replacements(n, m, token) - replacements(n, m, token - 1) for token in last))
@@ -194,9 +200,10 @@ def nystrom_attention_operations(n: int, m: int, D: int, E: int, iterations: int
 
 
 def executed_attention_operations(n: int, D: int, E: int, tokens: int, retroactive: bool, first: bool = False) -> int:
-    """Operations for one head of `continual_attention_step`: single outputs are rows of attention, retroactive ones keep n rows of sums.
+    """Operations for one head of `continual_attention_step`. Single outputs are rows of attention; retroactive outputs
+    keep n rows of sums.
 
-    `first`: the state has no such sums yet, so that the first of the tokens computes all of them.
+    `first`: the state has no such sums yet, so the first token computes all of them.
 
     >>> from cmab_kernels.nystrom.costs import executed_attention_operations
     >>> executed_attention_operations(120, 192, 192, tokens=1, retroactive=False)
@@ -211,7 +218,8 @@ def executed_attention_operations(n: int, D: int, E: int, tokens: int, retroacti
 
 
 def state_elements(n: int, m: int, D: int, E: int) -> int:
-    """Elements of a `ContinualNystromState` for one head: a ring of n + 1 tokens, two copies of the sums, landmarks, pseudo-inverse.
+    """Elements of a `ContinualNystromState` for one head: a ring of n + 1 tokens, two copies of the sums, landmarks,
+    pseudo-inverse.
 
     This holds for a stream of single tokens. After blocks of t tokens the ring has n + t rows, at most 2 n.
 
@@ -223,7 +231,8 @@ def state_elements(n: int, m: int, D: int, E: int) -> int:
 
 
 def attention_state_elements(n: int, D: int, E: int, retroactive: bool) -> int:
-    """Elements of a `ContinualAttentionState` for one head: a ring of n + 1 tokens, and for retroactive outputs twice n rows of sums.
+    """Elements of a `ContinualAttentionState` for one head: a ring of n + 1 tokens, and for retroactive outputs two
+    times n rows of sums.
 
     >>> from cmab_kernels.nystrom.costs import attention_state_elements
     >>> [attention_state_elements(64, 64, 64, retroactive) for retroactive in (False, True)]
@@ -236,7 +245,8 @@ def attention_state_elements(n: int, D: int, E: int, retroactive: bool) -> int:
 
 
 def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6) -> float:
-    """Operations of a step of one token as executed here, the mean over an endless stream; `scheme` as in `paper_operations`.
+    """Mean operations of a step of one token as executed here, over an endless stream; `scheme` as in
+    `paper_operations`.
 
     >>> from cmab_kernels.nystrom.costs import executed_on_average
     >>> [executed_on_average(scheme, 120, 4, 192) for scheme in ("full", "single", "continual single", "fixed single")]
@@ -254,7 +264,8 @@ def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6
 
 
 def cost_table(n: int, m: int, d: int, iterations: int = 6) -> list[str]:
-    """Lines of a table for one head and a step of one token: the paper's counts beside what is executed and kept here, on average.
+    """Lines of a table for one head and a step of one token: the paper's counts, and the mean operations and elements
+    here.
 
     >>> from cmab_kernels.nystrom.costs import cost_table
     >>> for line in cost_table(120, 4, 192):

@@ -1,4 +1,4 @@
-"""The m x m part of Nyström attention on the CPU: calls into csrc/pinv, which fills the tensors that are allocated here."""
+"""The m x m part of Nyström attention on the CPU: calls into csrc/pinv, which fills tensors allocated here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _C = load()
 
 
 def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
-    """The reason why this implementation cannot run on the device or in the dtype of these tensors, as a phrase; None if it can."""
+    """Return why this implementation cannot run on the device or in the dtype of these tensors, as a phrase; None if it
+    can."""
     if matrix.device.type != "cpu":
         return f"native code runs on the CPU, the inputs are on {matrix.device}"
     if matrix.dtype not in FLOATING:  # float16 and bfloat16 reach the kernels as float32

@@ -5,9 +5,10 @@ With rho(a, b) = exp(scale a b'), phi(A) the row sums of A, and m landmarks q~, 
     B = rho(Q, k~)     Gamma = rho(q~, k~)     Delta = rho(q~, K)
     out = (B / phi(B)) W,     W = pinv(Gamma / phi(Gamma)) (Delta V / phi(Delta))
 
-(Nyströmformer, Xiong et al., AAAI 2021; Continual Low-Rank Scaled Dot-product Attention, Carreto Picon et al.) Delta V / phi(Delta), the
-attention of the landmarks to all tokens, and B / phi(B) W, the attention of all tokens to the landmarks, are latent attention, defined in
-its own package. W is `landmark_values`. The pseudo-inverse is the iteration of Razavi et al., each matrix scaled by its own norms:
+(Nyströmformer, Xiong et al., AAAI 2021; Continual Low-Rank Scaled Dot-product Attention, Carreto Picon et al.) Delta V
+/ phi(Delta) is the attention of the landmarks to all tokens. B / phi(B) W is the attention of all tokens to the
+landmarks. Both are latent attention, defined in its own package. W is `landmark_values`. The pseudo-inverse is the
+iteration of Razavi et al., with each matrix scaled by its own norms:
 
     Z = A' / (max_j sum_i |A_ij|  max_i sum_j |A_ij|),     Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4
 """
@@ -20,17 +21,19 @@ from torch import Tensor
 from ..runtime.dtypes import state_dtype
 
 COPIED = 2**17
-"""The most elements that are copied at a time to be added up, but at least one segment."""
+"""The most elements that are copied at a time for a sum. At least one segment is copied at a time."""
 
 
 def segment_ends(length: int, segments: int) -> list[int]:
-    """The index after the last token of each segment of `length` tokens; the first `length % segments` have one token more."""
-    size, longer = length // segments, length % segments  # not divmod, which a compiler cannot trace for symbolic lengths
+    """Return the index after the last token of each segment of `length` tokens. The first `length % segments` segments
+    have one token more."""
+    size, longer = length // segments, length % segments  # not divmod: a compiler cannot trace it for symbolic lengths
     return [j * size + min(j, longer) for j in range(1, segments + 1)]
 
 
 def segment_means(tokens: Tensor, segments: int, absent: Tensor | None = None) -> Tensor:
-    """The mean of each segment of tokens (B, H, N, D) that are not `absent` (B, N), or 0 if all are: (B, H, m, D) in `state_dtype`."""
+    """Return the mean (B, H, m, D), in `state_dtype`, of the tokens (B, H, N, D) of each segment that are not `absent`
+    (B, N); 0 if all are absent."""
     tokens = tokens.to(state_dtype(tokens.dtype))
     if absent is not None:
         tokens = tokens.masked_fill(absent[:, None, :, None], 0.0)
@@ -41,18 +44,19 @@ def segment_means(tokens: Tensor, segments: int, absent: Tensor | None = None) -
 
 
 def absent_segments(absent: Tensor, segments: int) -> Tensor:
-    """A bool (B, m): True for segments all of whose tokens are `absent` (B, N)."""
+    """Return a bool (B, m): True for segments whose tokens are all `absent` (B, N)."""
     return _segment_sums((~absent)[:, None, :, None].float(), segments)[:, 0, :, 0] == 0
 
 
 def segment_sizes(length: int, segments: int, like: Tensor) -> Tensor:
-    """The number of tokens in each segment, (m, 1) in the dtype and on the device of `like`."""
+    """Return the number of tokens in each segment, (m, 1) in the dtype and on the device of `like`."""
     size, longer = length // segments, length % segments
     return torch.arange(segments, device=like.device).lt(longer).add(size).to(like.dtype).unsqueeze(-1)
 
 
 def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
-    """The sum of each segment, (B, H, m, D): first the longer segments, then the shorter ones, each kind as one block."""
+    """Return the sum of each segment, (B, H, m, D): the longer segments as one block, then the shorter ones as
+    another."""
     size, longer = tokens.shape[-2] // segments, tokens.shape[-2] % segments
     if torch.compiler.is_compiling():
         return _gathered_sums(tokens, segments, size, longer)
@@ -64,7 +68,8 @@ def _segment_sums(tokens: Tensor, segments: int) -> Tensor:
 
 
 def _gathered_sums(tokens: Tensor, segments: int, size: int, longer: int) -> Tensor:
-    """The same, each segment gathered as `size` + 1 rows: torch's compiler fails on gradients of blocks whose number is symbolic."""
+    """Return the same sums, with each segment gathered as `size` + 1 rows. torch's compiler fails on gradients of a
+    symbolic number of blocks."""
     numbers = torch.arange(segments, device=tokens.device).unsqueeze(-1)
     place = torch.arange(size + 1, device=tokens.device)
     beyond = place >= (numbers < longer).add(size)
@@ -73,19 +78,21 @@ def _gathered_sums(tokens: Tensor, segments: int, size: int, longer: int) -> Ten
 
 
 def _sum_of_copies(part: Tensor) -> Tensor:
-    """`part.sum(-2)` of a part (B, H, segments, tokens, D) that is not contiguous, with the bits of one that is: torch adds up in an order
-    that depends on strides. A few segments are copied at a time."""
+    """Return `part.sum(-2)` of a part (B, H, segments, tokens, D) that is not contiguous, with the bits of a contiguous
+    one.
+
+    In torch the order of a sum depends on strides. A few segments are copied at a time."""
     of_segment = part.shape[0] * part.shape[1] * part.shape[3] * part.shape[4]
     blocks = part.split(max(1, COPIED // max(1, of_segment)), dim=2)
     return torch.cat([block.contiguous().sum(-2) for block in blocks], dim=2)
 
 
 def iterative_pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
-    """The pseudo-inverse of each matrix (..., m, m) after this number of iterations; 0 for a matrix of zeros."""
+    """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations; 0 for a matrix of zeros."""
     columns, rows = (matrix.abs().sum(dim).amax(-1)[..., None, None] for dim in (-2, -1))
     empty = columns == 0
     one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    # Divided by one norm after the other, because their product may overflow or underflow.
+    # Divide by one norm after the other, because their product may overflow or underflow.
     z = (matrix.mT / columns.masked_fill(empty, 1.0) / rows.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
     for _ in range(iterations):
         az = matrix @ z
@@ -94,19 +101,23 @@ def iterative_pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
-    """The pseudo-inverse of each matrix (..., m, m) after this number of iterations, or the exact one for 0 iterations."""
+    """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations, or the exact one for 0
+    iterations."""
     return iterative_pinv_reference(matrix, iterations) if iterations else torch.linalg.pinv(matrix)
 
 
 def logits(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
-    """scale Q K', clamped to the finite range of its dtype, because a softmax over two infinite logits would be NaN."""
+    """Return scale Q K', clamped to the finite range of its dtype, because a softmax over two infinite logits would be
+    NaN."""
     largest = torch.finfo(query.dtype).max
     return (scale * query @ key.mT).clamp(-largest, largest)
 
 
 def landmark_kernel(landmark_query: Tensor, landmark_key: Tensor, absent: Tensor | None, scale: float | Tensor) -> Tensor:
-    """Gamma / phi(Gamma), (..., m, m), of landmarks (..., m, D). Rows and columns of `absent` (..., m) landmarks are 0, and whatever
-    these landmarks hold, even NaN, does not reach the others."""
+    """Return Gamma / phi(Gamma), (..., m, m), of landmarks (..., m, D).
+
+    Rows and columns of `absent` (..., m) landmarks are 0. The values of absent landmarks, even NaN, do not reach the
+    others."""
     if absent is None:
         return logits(landmark_query, landmark_key, scale).softmax(-1)
     row, column = absent.unsqueeze(-1), absent.unsqueeze(-2)
@@ -117,7 +128,7 @@ def landmark_kernel(landmark_query: Tensor, landmark_key: Tensor, absent: Tensor
 def landmark_values_reference(
     landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> Tensor:
-    """W = pinv(Gamma / phi(Gamma)) values: (..., m, E) from (..., m, D), (..., m, D), (..., m, E)."""
+    """Return W = pinv(Gamma / phi(Gamma)) values: (..., m, E) from (..., m, D), (..., m, D), (..., m, E)."""
     if absent is not None:
         values = values.masked_fill(absent.unsqueeze(-1), 0.0)
     return pinv_reference(landmark_kernel(landmark_query, landmark_key, absent, scale), iterations) @ values

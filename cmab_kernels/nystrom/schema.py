@@ -52,8 +52,8 @@ def _(dout: Tensor, landmark_query: Tensor, landmark_key: Tensor, values: Tensor
 
 
 def _folding(name: str, tensors: int) -> Callable[..., Any]:
-    """Return the vmap rule of an operator, which folds the mapped dimension into the batch of matrices. `tensors` counts its leading
-    tensor arguments."""
+    """Return the vmap rule of an operator: it folds the mapped dimension into the batch of matrices. `tensors` is the
+    number of its leading tensor arguments."""
     operator = getattr(torch.ops.cmab, name).default
 
     @of_any_size
@@ -81,7 +81,8 @@ def _pinv_flops(matrix: Any, iterations: int, *rest: Any, **_: Any) -> int:
 
 @flop_formula(torch.ops.cmab.iterative_pinv_backward)
 def _pinv_backward_flops(dinverse: Any, matrix: Any, iterations: int, *rest: Any, **_: Any) -> int:
-    """Count the iterations, which are computed again, and two products for the gradient of each of their products."""
+    """Count the iterations, which the gradient computes again, and two products for the gradient of each of their
+    products."""
     return 3 * matrix[0] * pinv_operations(matrix[-1], iterations)
 
 
@@ -99,7 +100,8 @@ def _values_flops(query: Any, key: Any, values: Any, absent: Any, scale: float, 
 def _values_backward_flops(
     dout: Any, query: Any, key: Any, values: Any, absent: Any, scale: float, iterations: int, *_: Any, **__: Any
 ) -> int:
-    """Count the kernel matrix and the iterations, which are computed again, and two products for the gradient of each product."""
+    """Count the kernel matrix and the iterations, which the gradient computes again, and two products for the gradient
+    of each product."""
     matrices, number, _width = query
     return 3 * _landmark_operations(query, values, iterations) - matrices * 2 * number**2 * values[-1]
 

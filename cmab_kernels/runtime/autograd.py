@@ -14,10 +14,11 @@ from .tracing import distinct, is_differentiated, is_plain, is_profiled, under_t
 
 
 def differentiable(forward: Callable, save: Callable, backward: Callable) -> Callable[..., Any]:
-    """A function that computes `forward(*args)` and has the gradient `backward(ctx, *grads)`.
+    """Return a function that computes `forward(*args)` and has the gradient `backward(ctx, *grads)`.
 
-    `save(ctx, args, output)` stores what `backward` needs. Two autograd Functions serve it: the style with `ctx` as first argument costs
-    8 us a call, that with `setup_context` 24 us; the latter is used only under a transform (`vmap`, `torch.func`), which requires it.
+    `save(ctx, args, output)` stores what `backward` needs. There are two autograd Functions. The one whose `forward`
+    takes `ctx` costs 8 us per call; the one with `setup_context` costs 24 us. The latter is used only under a transform
+    (`vmap`, `torch.func`), which requires it.
     """
 
     class Eager(torch.autograd.Function):
@@ -52,10 +53,11 @@ def _no_check(*inputs: Any) -> None:
 
 
 class Operator:
-    """An operator of a set. It is called with its inputs and, last, the name of the implementation that `backends.choose` chose.
+    """An operator of a set. The last argument of a call is the name of the implementation that `backends.choose` chose.
 
-    "reference" runs the definition in PyTorch, which autograd differentiates and tracers record. Any other runs its kernel: through the
-    autograd Function if an input requires a gradient or a transform is on, directly if `is_plain`, else through torch's dispatcher.
+    "reference" runs the definition in PyTorch, which autograd differentiates and tracers record. Any other
+    implementation runs its kernel: through the autograd Function if an input requires a gradient or a transform is on,
+    directly if `is_plain`, and otherwise through torch's dispatcher.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class Operator:
         check: Callable[..., None] = _no_check,
         function: str | None = None,
     ) -> None:
-        """Give `cmab::name`, which `library` has defined, its body. Its first `tensors` arguments are tensors or None.
+        """Give a body to `cmab::name`, which `library` has defined. Its first `tensors` arguments are tensors or None.
 
-        `reference` is the definition; None for a backward operator, since autograd differentiates the definition without it. `check`
-        raises on values that are not allowed: it runs with every call, inside a compiled graph too. `function` is the name of the
-        function in the modules of the implementations, by default that of the operator.
+        `reference` is the definition. It is None for a backward operator, because autograd differentiates the
+        definition without one. `check` raises for values that are not allowed. It runs in every call, also inside a
+        compiled graph. `function` is the name of the function in the modules of the implementations; by default it is
+        the name of the operator.
         """
         self._set, self._name, self._tensors = operator_set, function or name, tensors
         self._reference, self._check = reference, check
@@ -89,7 +92,7 @@ class Operator:
         tensors = args[: self._tensors]
         if is_differentiated(*tensors):
             return self._differentiable(*args)
-        return (self._run if is_plain(*tensors) and not is_profiled() else self._overload)(*args)  # the dispatcher has rows in profiles
+        return (self._run if is_plain(*tensors) and not is_profiled() else self._overload)(*args)  # profiles show dispatched calls only
 
     def _run(self, *args: Any) -> Any:
         inputs = args[:-1]
@@ -106,9 +109,11 @@ class Operator:
 def gradient_of_formula(
     formula: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], directions: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Vector-Jacobian products of `formula(*tensors)` with `directions`, one per tensor, differentiable; None where a tensor is None.
+    """Return the vector-Jacobian products of `formula(*tensors)` with `directions`, one per tensor; None where a tensor
+    is None.
 
-    It gives the second and higher derivatives of kernels by autograd, correct to any order.
+    The products are differentiable. They give the second and higher derivatives of kernels by autograd, correct to any
+    order.
     """
     if under_transform():
         return _pulled_back(formula, tensors, directions)
@@ -123,7 +128,7 @@ def gradient_of_formula(
 def _pulled_back(
     formula: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], directions: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """What `gradient_of_formula` returns, under a transform of `torch.func`, where no tensor may be told to require a gradient."""
+    """Do what `gradient_of_formula` does under a transform of `torch.func`, where `requires_grad_` is not allowed."""
 
     def of_given(*given: Tensor) -> tuple[Tensor, ...]:
         parts = iter(given)
@@ -135,7 +140,8 @@ def _pulled_back(
 
 
 def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """Fold the dimension `dim` that vmap maps (None: not mapped, expanded) into the batch: a tensor (B, ...) becomes (size * B, ...)."""
+    """Fold the mapped dimension `dim` of vmap into the batch: a tensor (B, ...) becomes (size * B, ...). None for `dim`
+    means not mapped: the tensor is expanded."""
     if tensor is None:
         return None
     mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -143,7 +149,8 @@ def fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def of_any_size(rule: Callable) -> Callable:
-    """The vmap rule for a mapped dimension of size 0, too: its results have the shapes of those of one element without values."""
+    """Extend a vmap rule to a mapped dimension of size 0. The results get their shapes from a call of the rule on one
+    element without values."""
 
     def whole(info: Any, in_dims: Any, *args: Any) -> Any:
         if info.batch_size > 0:
@@ -159,7 +166,7 @@ def of_any_size(rule: Callable) -> Callable:
 
 
 def _without_values(arg: Any, dim: int | None) -> Any:
-    """A tensor as a meta tensor, with one element in the mapped dimension; all else as it is."""
+    """Return a tensor as a meta tensor with one element in the mapped dimension, and any other argument unchanged."""
     if not isinstance(arg, Tensor):
         return arg
     shape = list(arg.shape)
@@ -169,12 +176,14 @@ def _without_values(arg: Any, dim: int | None) -> Any:
 
 
 def _nothing_of(result: Tensor, dim: int | None, device: torch.device) -> Tensor:
-    """The result of no element, on the device, from that of one, mapped in the dimension 0 if in any."""
+    """Return an empty result on the device, given the result for one element. Dimension 0 gets size 0 if the result is
+    mapped."""
     return result.new_empty(result.shape if dim is None else (0, *result.shape[1:]), device=device)
 
 
 def folding_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule of an operator whose first `tensors` arguments are (B, ...) tensors or None: fold the mapped dimension into B."""
+    """Return the vmap rule of an operator whose first `tensors` arguments are (B, ...) tensors or None. It folds the
+    mapped dimension into B."""
 
     @of_any_size
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -188,7 +197,8 @@ def folding_rule(operator: Callable, tensors: int) -> Callable:
 
 
 def looping_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule of an operator whose tensors cannot all be folded into a batch: it is called once for each mapped element."""
+    """Return the vmap rule of an operator whose tensors cannot all be folded into a batch. It calls the operator once
+    per mapped element."""
 
     @of_any_size
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:

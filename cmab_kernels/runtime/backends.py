@@ -1,8 +1,9 @@
 """The choice of the implementation that an operator runs.
 
-Each operator set has several implementations of one definition. An implementation named by the caller runs, or raises with the reason why
-it cannot; "auto" takes the first in the order of `FAMILIES` that supports the inputs, and the reference if none does. Where Triton was
-measured to be faster than CUDA C++ (`is_slower` of the module `cuda`), CUDA comes last.
+Each operator set has several implementations of one definition. An implementation named by the caller runs, or raises
+with the reason why it cannot run. "auto" takes the first implementation in the order of `FAMILIES` that supports the
+inputs, or the reference if none does. CUDA comes last where Triton was measured to be faster than CUDA C++ (`is_slower`
+of the module `cuda`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from .checks import kind_of, wrong
 from .tracing import needs_definition, traced_as_constant
 
 SETS = ("attention", "attention.prefix", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
-"""The operator sets: subpackages with the same module names, among them those of `ROOMS`."""
+"""The operator sets: subpackages whose modules have the same names, for example those of `ROOMS`."""
 
 ROOMS = {"native": "native", "cuda": "cuda", "triton": "kernels"}
-"""Implementation -> name of the module or subpackage that holds it, in the order in which "auto" tries them."""
+"""Implementation -> name of the module or subpackage that holds it. "auto" tries the implementations in this order."""
 
 
 def _implementations(operator_set: str) -> dict[str, str]:
@@ -40,7 +41,8 @@ FAMILIES = {operator_set: _implementations(operator_set) for operator_set in SET
 """Operator set -> implementation -> path of its module, which is imported on first use. Every set also has a reference."""
 
 COMPLETED_BY = {("intention", "cuda"): "triton"}
-"""(Operator set, implementation) -> the implementation that supplies the kernels it lacks: CUDA has only the fused sums and solve."""
+"""(Operator set, implementation) -> the implementation that supplies the missing kernels. CUDA has only the fused sums
+and solve."""
 
 OPERATORS: dict[str, str] = {
     "latent_attention": "attention",
@@ -73,7 +75,8 @@ REFERENCE_COSTS: dict[str, str] = {
     "nystrom.continual": "reads the whole window at every step",
     "intention": "reads keys and values more than once, and copies them for sums in float64",
 }
-"""Operator set -> what its reference costs, for the warning when "auto" falls back to it; sets of small matrices give no warning."""
+"""Operator set -> what its reference costs, for the warning when "auto" falls back to it. Sets of small matrices give
+no warning."""
 
 
 class Explanation(NamedTuple):
@@ -89,16 +92,16 @@ def _names(family: str) -> tuple[str, ...]:
 
 
 _MODULES: dict[str, list[ModuleType]] = {path: [] for modules in FAMILIES.values() for path in modules.values()}
-"""Module path -> [the module] once imported, else []. One list per module: a compiler reads a container once, when it first traces it,
-and would not see the modules that are added to a common container later."""
+"""Module path -> [the module] once imported, else []. Each module has its own list: a compiler reads a container once,
+when it first traces it, and would not see modules that are added to a shared container later."""
 
 _PROBLEMS: dict[str, str] = {}
-"""Module path -> the reason why it cannot be imported ("" if it was), for every module that was tried."""
+"""Module path -> why the module cannot be imported ("" if it was imported), for every module that was tried."""
 
 
 @traced_as_constant
 def _import_problem(path: str) -> str:
-    """Try once to import the module; return the reason of a failure, "" for success."""
+    """Try once to import the module; return why it failed, or "" for success."""
     if path not in _PROBLEMS:
         try:
             _MODULES.setdefault(path, [])[:] = [importlib.import_module(path)]
@@ -115,19 +118,19 @@ def imported(family: str, impl: str) -> ModuleType | None:
 
 
 def is_available(family: str, impl: str) -> bool:
-    """Whether an implementation can be imported, and `use_impl` names no other."""
+    """Whether an implementation can be imported, and `use_impl` names no other implementation."""
     if impl == "native":
         _tells_what_is_missing(family)
     return current_impl() in ("auto", impl) and imported(family, impl) is not None
 
 
 _TOLD: list[str] = []
-"""Why there is no native code, once a call has said so."""
+"""The reason why there is no native code, once a call has warned of it."""
 
 
 @traced_as_constant
 def _tells_what_is_missing(family: str) -> bool:
-    """Warn if native code is missing, at the first call of all that would run it; whether this is that call."""
+    """Warn at the first call that would run native code if native code is missing; return whether this call warned."""
     problem = _import_problem(FAMILIES[family]["native"])
     if not problem or _TOLD:
         return False
@@ -138,7 +141,8 @@ def _tells_what_is_missing(family: str) -> bool:
 
 
 def implementation(family: str, impl: str) -> ModuleType:
-    """The module of an implementation returned by `choose`, or named by a graph that was compiled or exported: perhaps elsewhere."""
+    """Return the module of an implementation. `choose` returned its name, or a graph names it that may have been
+    compiled or exported elsewhere."""
     problem = _import_problem(FAMILIES[family][impl])
     if problem:
         raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", problem))
@@ -146,7 +150,8 @@ def implementation(family: str, impl: str) -> ModuleType:
 
 
 def kernel(family: str, impl: str, name: str) -> Callable[..., Any]:
-    """The function `name` of an implementation returned by `choose`, taken from the implementation in `COMPLETED_BY` if it has none."""
+    """Return the function `name` of an implementation that `choose` returned. If it has none, take that of the
+    implementation in `COMPLETED_BY`."""
     module = implementation(family, impl)
     if not hasattr(module, name):
         module = implementation(family, COMPLETED_BY[family, impl])
@@ -154,7 +159,7 @@ def kernel(family: str, impl: str, name: str) -> Callable[..., Any]:
 
 
 def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
-    """The reason why `impl`, or the implementation that completes it, cannot run `tensors`; None if both can."""
+    """Return why `impl`, or the implementation that completes it, cannot run `tensors`; None if both can."""
     if impl == "reference":
         return None
     path = FAMILIES[family][impl]
@@ -166,11 +171,12 @@ def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | N
 class use_impl:
     """Choose the implementation of every operator, from now on or within a `with` block.
 
-    `impl` is "auto", "reference", "native", "cuda" or "triton" (`ValueError` otherwise). Operators called with their own `impl=` keep it,
-    and those that have no implementation of that name choose as with "auto".
+    `impl` is "auto", "reference", "native", "cuda" or "triton"; any other value is a `ValueError`. Operators called
+    with their own `impl=` keep it. Operators without an implementation of that name choose as with "auto".
 
-    It holds in the thread or the task of asyncio that says so. A new task begins with what its maker has chosen, a new thread with "auto",
-    as it begins with gradients after `torch.no_grad()`. A block that ends leaves nothing behind, whichever other blocks are open.
+    The choice holds in the thread or asyncio task that makes it. A new task begins with the choice of the code that
+    creates it. A new thread begins with "auto", just as it begins with gradients enabled even under `torch.no_grad()`.
+    When a block ends, its choice ends too, whichever other blocks are open.
 
     >>> with cmab_kernels.use_impl("reference"):
     ...     out = cmab_kernels.latent_attention(torch.randn(2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
@@ -188,14 +194,14 @@ class use_impl:
             setting.impl = impl
             return
         self._before = setting.now()
-        setting.impl = impl  # whether a block follows is not known yet
+        setting.impl = impl  # it is not known yet whether a block follows
         self._after = setting.now()
 
     def __enter__(self) -> use_impl:
         if is_compiling():
             setting.impl = self._impl
             return self
-        if setting.now() is self._after:  # the first block begins where `use_impl` was called
+        if setting.now() is self._after:  # the first block replaces the choice that the call of `use_impl` made
             setting.back_to(self._before)
         setting.enter(self, self._impl)
         return self
@@ -208,15 +214,17 @@ class use_impl:
 
 
 def current_impl() -> str:
-    """The implementation that `use_impl` has chosen here."""
+    """The implementation that `use_impl` has chosen in this thread or task."""
     return setting.impl if is_compiling() else setting.now().impl
 
 
 def choose(family: str, impl: str, *tensors: Tensor) -> str:
-    """The name of the implementation to run: `impl`, or for "auto" the one set by `use_impl`, or the first that supports `tensors`.
+    """Return the name of the implementation to run: `impl`, or for "auto" the choice of `use_impl`, or the first that
+    supports `tensors`.
 
-    Where `needs_definition`, in forward mode above all, it is "reference" whatever was asked for: kernels have only a backward pass.
-    `ValueError` for an unknown name, `RuntimeError` for one that cannot run here, with the reason.
+    If `needs_definition`, as in forward mode, the name is "reference", whatever the caller asked for: kernels have only
+    a backward pass. An unknown name is a `ValueError`. An implementation that cannot run here is a `RuntimeError` with
+    the reason.
     """
     if needs_definition():
         check_name(family, impl)
@@ -253,13 +261,14 @@ def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
 
 
 def _is_slower(family: str, tensors: tuple[Tensor, ...]) -> bool:
-    """Whether Triton's kernels were measured to be faster than those in CUDA C++ for such inputs."""
+    """Whether Triton's kernels were measured to be faster for such inputs than the kernels in CUDA C++."""
     slower: Callable[..., bool] = getattr(implementation(family, "cuda"), "is_slower", lambda *_: False)
     return slower(*tensors)
 
 
 def has_kernel(family: str, *tensors: Tensor) -> bool:
-    """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen what runs: else "auto" would take the reference."""
+    """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen an implementation. If not, "auto"
+    takes the reference."""
     if not is_free(family, "auto") or any(_unsupported(family, impl, tensors) is None for impl in FAMILIES[family]):
         return True
     if tensors[0].device.type == "cpu":
@@ -268,20 +277,22 @@ def has_kernel(family: str, *tensors: Tensor) -> bool:
 
 
 def is_free(family: str, impl: str) -> bool:
-    """Whether the caller leaves the choice: `impl` is "auto", and `use_impl` names no implementation of the set."""
+    """Whether the caller leaves the choice open: `impl` is "auto", and `use_impl` names no implementation of the
+    set."""
     return impl == "auto" and current_impl() not in _names(family)
 
 
 def check_name(family: str, impl: str) -> None:
     """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
-    if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in FAMILIES[family]):  # cheap: in every call
+    if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in FAMILIES[family]):  # cheap: runs in every call
         raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of auto, {', '.join(_names(family))}"))
 
 
 def passed_on(impl: str, family: str, other: str) -> str:
-    """The `impl` that an operator of `family` passes to one of the set `other`: its own if that set has it, else "auto".
+    """Return the `impl` that an operator of `family` passes to one of the set `other`: its own if that set has it, else
+    "auto".
 
-    `ValueError` if `family` itself has no `impl`.
+    If `family` itself does not have `impl`, raise `ValueError`.
     """
     check_name(family, impl)
     return impl if impl in _names(other) else "auto"
@@ -292,15 +303,18 @@ def explain(subject: str, *inputs: Any) -> list[Explanation]: ...
 @overload
 def explain(subject: nn.Module, *inputs: Any, **options: Any) -> list[ModuleExplanation]: ...
 def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Explanation] | list[ModuleExplanation]:
-    """Which implementations of an operator can run these inputs, and why the others cannot, in the order in which "auto" tries them.
+    """List which implementations of an operator can run these inputs, and why the others cannot, in the order in which
+    "auto" tries them.
 
-    `subject` is the name of a public operator (`ValueError` otherwise). `inputs` are its query, key and value; for a solve, gram and rhs;
-    for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four arguments. It takes no `options` (`TypeError`).
+    `subject` is the name of a public operator; any other name is a `ValueError`. `inputs` are its query, key and value;
+    for a solve, gram and rhs; for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four
+    arguments. `options` are not allowed (`TypeError`).
 
-    Or `subject` is a module. Then it is called once, as `subject(*inputs, **options)`, with all that a call does, in its mode and that of
-    autograd; compiled modules run uncompiled. The result has a row for each `torch.nn.MultiheadAttention`, each subclass, each layer of
-    `cmab_kernels.nn` that may hand work to torch, and each module that calls `cmab_kernels.integrations.scaled_dot_product_attention` or
-    has `attn_implementation="cmab"`: whether the call ran this package's operators, and why not.
+    `subject` may also be a module. It is called once, as `subject(*inputs, **options)`, with all effects of a call, in
+    the current modes of the module and of autograd. Compiled modules run uncompiled. Each row of the result says
+    whether a module's call ran this package's operators, and if not, why. There is a row for each
+    `torch.nn.MultiheadAttention`, each subclass of it, each layer of `cmab_kernels.nn` that may hand work to torch, and
+    each module that calls `cmab_kernels.integrations.scaled_dot_product_attention` or has `attn_implementation="cmab"`.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]

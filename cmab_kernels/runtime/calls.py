@@ -13,7 +13,8 @@ from torch import nn
 
 
 class ModuleExplanation(NamedTuple):
-    """Whether the call of an attention module, named by its path in the model, was fused, and the reason."""
+    """Whether the call of an attention module ran this package's operators, and why. `module` is its path in the
+    model."""
 
     module: str
     kind: str
@@ -22,7 +23,8 @@ class ModuleExplanation(NamedTuple):
 
 
 class _Watch:
-    """What is noted of the calls of one `explain`: the reason of each call of the attention modules, and of the function of attention."""
+    """The notes of one `explain`: for each call of an attention module or of the attention function, why torch's own
+    code runs, or None."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(_attentions(model, "", set()))
@@ -43,7 +45,7 @@ class _Watch:
             self._inside.pop()
 
     def note(self, why: str | None) -> None:
-        """Note a call of the function of attention, by the module that is running."""
+        """Note a call of the attention function, under the module that is running."""
         module = self._inside[-1] if self._inside else None
         if not hasattr(module, "why_torch"):
             place = self._paths.get(id(module), ""), type(module).__name__
@@ -59,22 +61,23 @@ class _Watch:
 
 
 def _uncompiled(module: Any) -> Any:
-    """What a call of the module runs without the compiler, which would trace past what watches its parts."""
+    """Return what a call of the module runs without the compiler. The compiler would trace past the code that watches
+    its parts."""
     return getattr(module, "_orig_mod", module._call_impl)
 
 
 _watch: ContextVar[_Watch | None] = ContextVar("cmab_kernels.explain", default=None)
 _lock = threading.Lock()
 _watches = 0
-"""How many calls of `explain` are running, in all threads."""
+"""The number of running calls of `explain`, in all threads."""
 _torchs_call = nn.Module.__call__
 
 
 def explain_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[ModuleExplanation]:
-    """Call the model, and return a row for each attention module inside, or several where its calls differed.
+    """Call the model, and return a row for each attention module in it, or several rows if its calls differed.
 
-    Modules that call the function of attention, `scaled_dot_product_attention` of `cmab_kernels.integrations`, have rows too. Compiled
-    modules run uncompiled.
+    Modules that call the attention function, `scaled_dot_product_attention` of `cmab_kernels.integrations`, have rows
+    too. Compiled modules run uncompiled.
     """
     watch = _Watch(model)
     with _calls_seen():
@@ -88,10 +91,10 @@ def explain_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[ModuleExp
 
 @contextmanager
 def _calls_seen() -> Iterator[None]:
-    """Let calls of modules be seen by the `explain` of the same thread or task.
+    """Let the `explain` of the same thread or task see calls of modules.
 
-    Nothing is put on a module, which may be copied, pickled or explained by another thread meanwhile. Hooks would be, and with hooks torch
-    and this package run other code.
+    No module is changed, because another thread may copy, pickle or explain it meanwhile. Hooks would change the
+    module, and with hooks torch and this package run other code.
     """
     global _watches, _torchs_call
     with _lock:
@@ -114,7 +117,8 @@ def _seen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def note(why: str | None) -> None:
-    """Note for an `explain` that is running why torch's own code runs in a call of the function of attention; None: the operator does."""
+    """Note for a running `explain` why torch's own code runs in a call of the attention function; None if the operator
+    runs."""
     if _watches and not torch.compiler.is_compiling():
         watch = _watch.get()
         if watch is not None:
@@ -122,7 +126,8 @@ def note(why: str | None) -> None:
 
 
 def _attentions(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) for each attention module, and each layer with operators of its own, but for none inside another."""
+    """Yield (path, module) for each attention module and each layer with operators of its own, but not for those inside
+    another."""
     if module in seen:
         return
     seen.add(module)

@@ -14,37 +14,41 @@ from .dtypes import FLOATING, state_dtype
 from .tracing import has_values, is_transformed
 
 _autocasts_anywhere = torch._C._is_any_autocast_enabled
-"""Whether autocast is enabled for some device: asked first, since to name the kind of a device takes three times as long."""
+"""Whether autocast is enabled for any device. This is asked first, because naming the type of a device takes three
+times as long."""
 
 MOST_ITERATIONS = 2**28
 """The most iterations of a pseudo-inverse: kernels count them in 32 bits."""
 
 LARGEST = 2**63 - 1
-"""The largest size that torch counts."""
+"""The largest size that torch can count."""
 
 _EXTENTS = (Integral, torch.SymInt, Tensor)
-"""The types of an extent; it is a symbol or a tensor where a call is traced."""
+"""The types of an extent. In a traced call an extent is a symbol or a tensor."""
 
 
 def wrong(argument: str, given: str, allowed: str) -> str:
-    """An error message from the argument, what was given and what is allowed: «`key` has shape (2, 3): (B, H, N, D) is needed»."""
+    """Return an error message from the argument, what was given and what is allowed: «`key` has shape (2, 3): (B, H,
+    N, D) is needed»."""
     return f"`{argument}` {given}: {allowed}"
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for a message: «a list», «an int», «None»."""
+    """Say what a value is, for a message: «a list», «an int», «None»."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def not_a_tensor(name: str, given: object, needed: str = "a torch.Tensor is needed") -> str:
-    """The message for what should be a tensor, with what makes one of an array or a list."""
+    """Return the message for an argument that should be a tensor. It says how to make a tensor of an array or a
+    list."""
     hint = f"; torch.as_tensor({name}) makes one" if isinstance(given, (list, tuple)) or hasattr(given, "__array__") else ""
     return wrong(name, f"is {kind_of(given)}", needed + hint)
 
 
 def not_a_state(name: str, given: object, kind: Any) -> str:
-    """The message for what should be a state of `kind`, a NamedTuple, with what makes one of its parts, or of a list of states."""
+    """Return the message for an argument that should be a state of `kind`, a NamedTuple. It says how to make one from
+    its parts or from a list of states."""
     made, hint = kind.__name__, ""
     if isinstance(given, (list, tuple)) and any(isinstance(part, kind) for part in given):
         hint = "; give each by itself, a list of them with *"
@@ -57,8 +61,9 @@ def not_a_state(name: str, given: object, kind: Any) -> str:
 
 
 def check_operands(**operands: Tensor) -> None:
-    """Raise unless all are tensors on one device with one floating dtype; under autocast, which casts all if the first is not float64,
-    dtypes may differ."""
+    """Raise unless all are tensors on one device with one floating dtype.
+
+    Dtypes may differ under autocast, which casts all tensors unless the first is float64."""
     first_name, device, dtype = "", None, None
     for name, tensor in operands.items():
         if not isinstance(tensor, Tensor):
@@ -74,7 +79,7 @@ def check_operands(**operands: Tensor) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is neither sparse nor nested: only then do its shape and its values answer as others' do."""
+    """Whether a tensor is neither sparse nor nested. Only then can its shape and values be read in the usual way."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -104,7 +109,7 @@ def check_key_value(key: Tensor, value: Tensor) -> None:
 
 
 def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
-    """`query` (B, H, L, D) unchanged, or (H, L, D) expanded over the batch; raise if it does not fit the key."""
+    """Return `query` (B, H, L, D) unchanged, or (H, L, D) expanded over the batch; raise if it does not fit the key."""
     given, keys = query.shape, key.shape
     if len(given) == 4 and given[0] == batch and given[1] == keys[1] and given[3] == keys[3]:
         return query
@@ -121,7 +126,8 @@ def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
 
 
 def _check_layout(query: Tensor, key: Tensor) -> None:
-    """Raise where heads of a query and a key (B, H, ., D) differ, and agree if a dimension of one or both was meant for their heads."""
+    """For a query and a key (B, H, ., D) with different heads, raise if one or both seem to have the heads in another
+    dimension."""
     given, keys = query.shape, key.shape
     swapped = [name for name, fits in (("key", given[1] == keys[2]), ("query", given[2] == keys[1])) if fits]
     if len(swapped) != 1 and given[2] == keys[2]:
@@ -135,7 +141,8 @@ def _check_layout(query: Tensor, key: Tensor) -> None:
 
 
 def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Raise unless the mask is None, or bool, on the key's device and of `shape`, by default the (B, N) of a key (B, H, N, D)."""
+    """Raise unless the mask is None, or a bool tensor on the key's device of `shape`, by default the (B, N) of a key
+    (B, H, N, D)."""
     if mask is None:
         return
     if not isinstance(mask, Tensor):
@@ -152,14 +159,15 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
 
 
 def fixed(scale: float) -> float:
-    """The factor of the scores as a float; raise for no number, and for a tensor with a derivative or mapped over, which would be lost."""
+    """Return the factor of the scores as a float. Raise for a value that is not a number, and for a tensor that is
+    differentiated or mapped, because a float would lose that."""
     if not isinstance(scale, (int, float)):
         _check_constant(scale)
     return as_float("scale", scale)
 
 
 def as_float(name: str, number: float) -> float:
-    """A number as a float; raise for an array and for an int that no float can hold."""
+    """Return a number as a float; raise for an array, and for an int that no float can hold."""
     try:
         return float(number)
     except TypeError:
@@ -169,7 +177,8 @@ def as_float(name: str, number: float) -> float:
 
 
 def _check_constant(scale: Any) -> None:
-    """Raise unless a scale may be a number, and if it is a tensor, one of one real number that nothing differentiates or maps."""
+    """Raise unless a scale may be a number. A tensor must hold one real number, and must be neither differentiated nor
+    mapped."""
     single = hasattr(scale, "__float__")
     if isinstance(scale, Tensor):
         if scale.requires_grad:
@@ -183,13 +192,14 @@ def _check_constant(scale: Any) -> None:
 
 
 def check_number(name: str, given: object) -> None:
-    """Raise unless what is given for a tensor is a real number."""
+    """Raise unless the value that was given in place of a tensor is a real number."""
     if not isinstance(given, Real):
         raise TypeError(wrong(name, f"is {kind_of(given)}", "a number or a floating tensor is needed"))
 
 
 def check_count(name: str, count: int, least: int = 1) -> int:
-    """The number of something in a module as an int, also of NumPy's; raise unless it is one >= `least` that torch can count."""
+    """Return a count in a module as an int; raise unless it is an int (also of NumPy) from `least` to the largest that
+    torch can count."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
         raise ValueError(wrong(name, f"is {count!r}", f"an int >= {least} is needed"))
     if count > LARGEST:
@@ -198,7 +208,7 @@ def check_count(name: str, count: int, least: int = 1) -> int:
 
 
 def is_count(given: object, most: int) -> bool:
-    """Whether it is an int from 1 to `most`, also one of NumPy's."""
+    """Whether a value is an int (also of NumPy) from 1 to `most`."""
     return isinstance(given, Integral) and not isinstance(given, bool) and 1 <= int(given) <= most
 
 
@@ -214,7 +224,7 @@ def check_extents(**extents: Any) -> None:
 
 
 def device_of(device: torch.device | str | int) -> torch.device:
-    """The device that is given or named; raise for what is no name, or one that torch does not know."""
+    """Return the device that is given or named; raise unless the name is a device that torch knows."""
     if isinstance(device, torch.device):
         return device
     if not isinstance(device, (str, int)):
@@ -226,7 +236,8 @@ def device_of(device: torch.device | str | int) -> torch.device:
 
 
 def check_heads(name: str, width: int, num_heads: int) -> tuple[int, int]:
-    """The width of a module's features, called `name`, and the number of heads that divides it, as ints; raise unless it does."""
+    """Return the width of a module's features, called `name`, and the number of heads, as ints; raise unless the number
+    divides the width."""
     width, num_heads = check_count(name, width), check_count("num_heads", num_heads)
     if width % num_heads:
         raise ValueError(wrong("num_heads", f"is {num_heads}", f"a divisor of {name} = {width} is needed"))
@@ -234,7 +245,8 @@ def check_heads(name: str, width: int, num_heads: int) -> tuple[int, int]:
 
 
 def check_every(every: int) -> int:
-    """The number of keys from one prefix to the next as an int, also of NumPy's; raise unless it is one >= 1."""
+    """Return the number of keys from one prefix to the next as an int; raise unless it is an int (also of NumPy) >=
+    1."""
     if isinstance(every, bool) or not isinstance(every, Integral):
         raise TypeError(wrong("every", f"is {kind_of(every)}", "an int >= 1 is needed"))
     if every < 1:
@@ -243,12 +255,14 @@ def check_every(every: int) -> int:
 
 
 def has_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> bool:
-    """Whether it has one of the shapes. `in` does not do: the compiler of torch 2.6 finds no number in a tuple with a symbol for it."""
+    """Whether a tensor has one of the shapes. `in` would not work: the compiler of torch 2.6 finds no number in a tuple
+    that has a symbol for it."""
     return any(tensor.shape == shape for shape in shapes)
 
 
 def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
-    """Weights (B, N) or (B, H, N) of the keys as (B, H, N) in `state_dtype`; None stays None. Raise if they do not fit."""
+    """Return weights (B, N) or (B, H, N) of the keys as (B, H, N) in `state_dtype`; None stays None. Raise if they do
+    not fit."""
     if weights is None:
         return None
     if not isinstance(weights, Tensor):
@@ -267,7 +281,8 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
 
 
 def _check_range(weights: Tensor) -> None:
-    """Raise if weights in float64, whose keys are not, become infinite or all 0 in float32. What is small beside others may become 0."""
+    """Raise if float64 weights of keys in another dtype become infinite or all 0 in float32. A weight that is small
+    compared with others may become 0."""
     if not is_read(weights) or not weights.numel():
         return
     largest, single = weights.amax().item(), torch.finfo(torch.float32)
@@ -279,14 +294,15 @@ def _check_range(weights: Tensor) -> None:
 
 
 def is_read(tensor: Tensor) -> bool:
-    """Whether values are checked: those on the CPU. The host would wait for those on a GPU, and others (`tracing.has_values`) have none."""
+    """Whether the values of a tensor are checked: only on the CPU, and if there are values (`tracing.has_values`). For
+    a GPU the host would wait."""
     return tensor.device.type == "cpu" and has_values(tensor)
 
 
 def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> None:
     """Raise `ValueError` if an element of a tensor on the CPU is below 0, unless it is `absent`.
 
-    On a GPU nothing is launched: `nan_if_refused`, or the `info` of a solve, says there that a value is not allowed.
+    On a GPU nothing is launched. There `nan_if_refused`, or the `info` of a solve, reports a value that is not allowed.
     """
     if not is_read(tensor) or not tensor.numel():
         return
@@ -294,17 +310,18 @@ def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> 
         least = tensor.min()
     else:
         for dim, stride in enumerate(tensor.stride()):
-            tensor = tensor if stride else tensor.narrow(dim, 0, 1)  # what is expanded holds the same numbers many times
-        least = tensor.amin()  # takes twice the time of `min`, which would copy what has gaps
+            tensor = tensor if stride else tensor.narrow(dim, 0, 1)  # an expanded dimension repeats the same numbers
+        least = tensor.amin()  # takes twice the time of `min`, but `min` would copy a tensor with gaps
     if least.item() >= 0:
         return
-    refused = tensor < 0  # none if the least is a NaN and no other is negative
+    refused = tensor < 0  # all False if the least is a NaN and no other element is negative
     if (refused if absent is None else refused & ~absent).any():
         raise ValueError(wrong(name, "has a negative element", "every element must be >= 0"))
 
 
 def nan_if_refused(tensor: Tensor, largest: float = math.inf) -> Tensor:
-    """On a GPU the tensor with NaN for elements below 0 or above `largest`, which on the CPU are refused; on the CPU as it is."""
+    """Return a GPU tensor with NaN for elements that are refused on the CPU: those below 0 or above `largest`. Return a
+    CPU tensor unchanged."""
     if not tensor.is_cuda:
         return tensor
     refused = tensor < 0 if largest == math.inf else (tensor < 0) | (tensor > largest)
@@ -312,7 +329,8 @@ def nan_if_refused(tensor: Tensor, largest: float = math.inf) -> Tensor:
 
 
 def refuse_not_finite(**tensors: Tensor) -> None:
-    """Raise `ValueError` if a tensor on the CPU holds a NaN or an infinity. Tensors on a GPU are not checked: the host would wait."""
+    """Raise `ValueError` if a tensor on the CPU holds a NaN or an infinity. Tensors on a GPU are not checked, because
+    the host would wait."""
     for name, tensor in tensors.items():
         if is_read(tensor) and not _all_finite(tensor):
             raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
@@ -332,7 +350,7 @@ def autocasts(device: torch.device) -> bool:
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors cast to the dtype of autocast; unchanged if it is off or the first is float64."""
+    """Return the tensors cast to the dtype of autocast; unchanged if autocast is off or the first tensor is float64."""
     device = tensors[0].device
     if not autocasts(device) or tensors[0].dtype == torch.float64:
         return tensors
@@ -340,5 +358,5 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_they_are(device: torch.device) -> AbstractContextManager[Any]:
-    """A context manager that disables autocast, so that operations keep the dtypes of their inputs."""
+    """Return a context manager that disables autocast, so that operations keep the dtypes of their inputs."""
     return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()

@@ -10,7 +10,8 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-"""What `torch.backends.cuda.matmul.fp32_precision` reads, which takes ten times as long; None before torch 2.9."""
+"""A fast getter of `torch.backends.cuda.matmul.fp32_precision`, which itself takes ten times as long; None before torch
+2.9."""
 
 
 @traced_as_constant

@@ -10,9 +10,11 @@ from typing import Any
 
 
 def build_report() -> dict[str, Any]:
-    """The build report of `_C`: `built`, `reason` (why it was not built), `compiler`, `targets` (instruction sets).
+    """Return the build report of `_C`: `built`, `reason` (why it was not built), `compiler`, `targets` (instruction
+    sets).
 
-    That of `_cuda` is under "cuda", with `kernels`: the registers and spills that the compiler reported for each GPU kernel.
+    The report of `_cuda` is under "cuda". Its `kernels` are the registers and spills that the compiler reported for
+    each GPU kernel.
     """
     path = Path(__file__).parents[1] / "_build.json"
     nothing = {"built": False, "reason": "the package was not built by its setup.py"}
@@ -20,7 +22,8 @@ def build_report() -> dict[str, Any]:
 
 
 def load() -> ModuleType:
-    """Return `cmab_kernels._C`; raise `ImportError` with the reason if it was not built. Import torch first: both then share one OpenMP."""
+    """Return `cmab_kernels._C`; raise `ImportError` with the reason if it was not built. Import torch first, so that
+    both share one OpenMP."""
     try:
         return importlib.import_module("cmab_kernels._C")
     except ImportError as error:

@@ -1,7 +1,8 @@
 """FLOP formulas for `torch.utils.flop_counter`, registered at the moment that module is imported.
 
-Not before, because it imports Triton, which `import cmab_kernels` must not; not at an operator's first call either, because a counter
-copies the registry when it is constructed.
+The formulas are not registered earlier, because that module imports Triton, which `import cmab_kernels` must not
+import. They are not registered at an operator's first call either, because a counter copies the registry when it is
+constructed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {}
 
 
 def flop_formula(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Decorator: register the FLOP formula of a `torch.ops` operator. It is called with shapes in place of the tensors."""
+    """Decorator: register the FLOP formula of a `torch.ops` operator. The formula is called with shapes in place of the
+    tensors."""
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         _FORMULAS[operator] = formula

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class Level(NamedTuple):
-    """What holds within a block of `holder`, on top of what holds around it. The lowest level is that of no block."""
+    """The choice within a block of `holder`, on top of the choice around the block. The lowest level belongs to no
+    block."""
 
     impl: str
     holder: object
@@ -21,7 +22,7 @@ _LOWEST = Level("auto", None, None)
 _levels: ContextVar[Level] = ContextVar("cmab_kernels.use_impl", default=_LOWEST)
 
 now: Callable[[], Level] = _levels.get
-"""The level that holds now. Under a compiler, which cannot trace it, read `impl`."""
+"""Return the current level. A compiler cannot trace this: code under a compiler reads `impl`."""
 
 
 def enter(holder: object, impl: str) -> None:
@@ -30,23 +31,23 @@ def enter(holder: object, impl: str) -> None:
 
 
 def leave(holder: object) -> None:
-    """End the newest block of `holder`, which need not be the newest of all: blocks of two generators may overlap."""
+    """End the newest block of `holder`. Other blocks may be newer: blocks of two generators may overlap."""
     _levels.set(_without(_levels.get(), holder))
 
 
 def back_to(level: Level) -> None:
-    """Let this level hold again."""
+    """Make this level the current one again."""
     _levels.set(level)
 
 
 def _without(level: Level, holder: object) -> Level:
-    if level.below is None:  # it was begun in another thread or task
+    if level.below is None:  # the block was begun in another thread or task
         return level
     return level.below if level.holder is holder else level._replace(below=_without(level.below, holder))
 
 
 class _Module(ModuleType):
-    """A module whose `impl` is read anew at each access: so a compiler's guards see it, which compile again when it has changed.
+    """A module that computes `impl` at each access. A compiler's guards then see a change and compile again.
 
     The compiler also traces an assignment, and makes it when the compiled code ends.
     """
@@ -61,6 +62,7 @@ class _Module(ModuleType):
 
 
 impl: str
-"""The implementation that is chosen now; assigned, until the block ends, or else from now on."""
+"""The implementation that is chosen now. An assignment holds until the block ends, or outside of blocks until the next
+choice."""
 
 sys.modules[__name__].__class__ = _Module

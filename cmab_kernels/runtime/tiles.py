@@ -1,7 +1,8 @@
 """The block sizes that were tuned on a GPU: `tiles.json` beside this file, which `python bench/gpu_check.py --sections tune` writes.
 
-Each entry gave correct results, and was faster than the built-in sizes by more than the noise, on a GPU of its capability. Without one,
-the tables in each set's `kernels/launch.py` hold. Keys hold no sequence length, so that the length does not change the bits of a result.
+Each entry gave correct results on a GPU of its capability, and was faster there than the built-in sizes by more than
+the noise. Without an entry, the tables in each set's `kernels/launch.py` apply. Keys hold no sequence length, so the
+length does not change the bits of a result.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ FIELDS: dict[str, dict[str, tuple[int, ...]]] = {
     "nystrom.forward": {"num_warps": _LAUNCH["num_warps"]},
     "nystrom.backward": {"num_warps": _LAUNCH["num_warps"]},
 }
-"""Kernel -> field of its tiles -> values allowed. Block sizes are powers of two; those of keys or rows divide every full run."""
+"""Kernel -> field of its tiles -> allowed values. Block sizes are powers of two. Block sizes of keys or rows divide
+every full run."""
 
 KINDS = ("half", "tf32", "tf32x3", "bf16x6", "ieee", "double")
 WIDTHS = (16, 32, 64, 128, 256)
@@ -60,7 +62,7 @@ Table = Mapping[Key, tuple[int, ...]]
 
 
 def tuned(kernel: str, device: torch.device, kind: str, width: int) -> tuple[int, ...] | None:
-    """The tuned tiles in the order of FIELDS; None if there is no entry and the built-in ones apply."""
+    """Return the tuned tiles in the order of FIELDS; None if there is no entry, so that the built-in tiles apply."""
     table = next(reversed(_planted.values()), None)
     table = _tuned() if table is None else table
     if not table:
@@ -69,18 +71,19 @@ def tuned(kernel: str, device: torch.device, kind: str, width: int) -> tuple[int
 
 
 def padded(width: int) -> int:
-    """The width that the kernels pad a head to: a power of two, at least 16."""
+    """Return the width to which the kernels pad a head: a power of two, at least 16."""
     return max(1 << (width - 1).bit_length(), WIDTHS[0])
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability (major, minor) of a GPU. On a CPU, for Triton's interpreter, it is that of Hopper."""
+    """Return the compute capability (major, minor) of a GPU. On a CPU, for Triton's interpreter, it is that of
+    Hopper."""
     return _capability(device.index) if device.type == "cuda" else HOPPER
 
 
 @traced_as_constant
 def has_little_shared_memory(device: torch.device) -> bool:
-    """Whether a block has 99 KiB of shared memory, not 163 or more."""
+    """Whether a block has 99 KiB of shared memory, rather than 163 KiB or more."""
     return capability_of(device) in LITTLE_SHARED_MEMORY
 
 
@@ -94,13 +97,14 @@ _choices: list[Any] = []
 
 
 def chosen_once(function: _Choice) -> _Choice:
-    """`functools.cache` for what follows from the tables and the compute capability; `forget` empties it."""
+    """Cache a function whose result depends only on the tables and the compute capability; `forget` empties the
+    cache."""
     _choices.append(cache(function))
     return cast(_Choice, _choices[-1])
 
 
 def forget() -> None:
-    """Choose anew from now on: the tables, or what they are asked for, have been replaced."""
+    """Empty the caches of choices, because the tables or the functions that read them have been replaced."""
     for choice in _choices:
         choice.cache_clear()
 
@@ -110,9 +114,10 @@ _planted: dict[object, Table] = {}
 
 @contextlib.contextmanager
 def using(table: Table) -> Iterator[None]:
-    """A context in which `table` replaces the file, for tuning and tests; with `{}` only built-in tiles are used.
+    """Within this context, `table` replaces the file, for tuning and tests; with `{}` only built-in tiles are used.
 
-    It holds for the process, since a backward pass on a GPU runs in a thread of torch's. Of contexts that overlap the newest holds.
+    The replacement holds for the whole process, because a backward pass on a GPU runs in one of torch's threads. If
+    contexts overlap, the newest applies.
     """
     own = object()
     _planted[own] = table
@@ -131,12 +136,13 @@ def _tuned() -> Table:
 
 
 def read(path: Path) -> Table:
-    """The table in a file, key -> tiles; `ValueError`, which names the file and the entry, if it is not valid."""
+    """Return the table in a file, key -> tiles. If it is not valid, raise a `ValueError` that names the file and the
+    entry."""
     return {key: tiles for key, tiles, _ in entries(path)}
 
 
 def entries(path: Path) -> list[tuple[Key, tuple[int, ...], Mapping[str, Any]]]:
-    """(key, tiles, evidence) of each entry of a file; `evidence` are the measurements that it was chosen by."""
+    """Return (key, tiles, evidence) of each entry of a file; `evidence` holds the measurements behind the choice."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -169,7 +175,7 @@ def _entry(entry: Any) -> tuple[Key, tuple[int, ...], Mapping[str, Any]]:
 
 
 def _checked(kernel: str, tiles: Any) -> tuple[int, ...]:
-    """The tiles in the order of FIELDS; `ValueError` if they are not valid for this kernel."""
+    """Return the tiles in the order of FIELDS; `ValueError` if they are not valid for this kernel."""
     fields = FIELDS[kernel]
     if not isinstance(tiles, dict) or tiles.keys() != fields.keys():
         raise ValueError(f"tiles are {', '.join(map(str, tiles))}: {kernel} has {', '.join(fields)}")
@@ -180,7 +186,7 @@ def _checked(kernel: str, tiles: Any) -> tuple[int, ...]:
 
 
 def as_entry(key: Key, tiles: tuple[int, ...], evidence: Mapping[str, Any]) -> dict[str, Any]:
-    """These tiles as an entry of the file, ready for JSON; `ValueError` if they are not valid for the kernel."""
+    """Return these tiles as an entry of the file, ready for JSON; `ValueError` if they are not valid for the kernel."""
     named = dict(zip(FIELDS[key.kernel], tiles, strict=True))
     _checked(key.kernel, named)
     capability = ".".join(map(str, key.capability))

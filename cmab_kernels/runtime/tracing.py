@@ -12,31 +12,34 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# Bound once here: looking a function up in torch takes as long as calling it, which a streaming step of a few us would notice.
+# Functions of torch are bound once here: looking one up takes as long as calling it, which matters in a streaming step
+# of a few us.
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _mode_of = torch._C._get_dispatch_mode
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
-"""The mode of `make_fx` and `torch.func.linearize`."""
+"""The dispatch mode of `make_fx` and `torch.func.linearize`."""
 _under_transform = torch._C._are_functorch_transforms_active
 has_memory: Callable[[Tensor], bool] = torch._C._has_storage
-"""Whether a tensor is itself in memory: what `vmap`, `torch.func` and `is_grads_batched` make of a tensor stands for one that is."""
+"""Whether a tensor has memory of its own. The wrappers of `vmap`, `torch.func` and `is_grads_batched` have none: they
+stand for a tensor that has."""
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def traced_as_constant(function: _F) -> _F:
-    """Decorate a function of Python constants: a compiler that traces its caller calls it once and treats the result as a constant.
+    """Decorate a function of Python constants. A compiler that traces its caller calls it once and treats the result as
+    a constant.
 
-    It does what `torch.compiler.assume_constant_result` does, without importing the compiler for it.
+    The decorator does what `torch.compiler.assume_constant_result` does, without importing the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo's own mark
     return function
 
 
 def specialised(size: int) -> int:
-    """A size as a number: a compiler that traces it as a symbol compiles for this value."""
+    """Return a size as a number. A compiler that traces the size as a symbol then compiles for this value."""
     return len(range(size))
 
 
@@ -46,8 +49,10 @@ def under_transform() -> bool:
 
 
 def needs_definition() -> bool:
-    """Whether only a definition can be differentiated: in forward mode, which kernels have none of, and by a transform of `torch.func` that
-    is compiled, since Dynamo traces none through an autograd Function that takes any number of arguments."""
+    """Whether only the definition can be differentiated: in forward mode, and by a compiled transform of `torch.func`.
+
+    Kernels have no forward mode. Dynamo cannot trace a transform through an autograd Function with a variable number of
+    arguments."""
     return forward_ad._current_level >= 0 or (_under_transform() and _is_compiling())
 
 
@@ -61,7 +66,8 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether it may stand for more than its value: for a tangent of forward mode, or for what a transform of `torch.func` made of it."""
+    """Whether a tensor may carry more than its value: a tangent of forward mode, or a wrapper of a transform of
+    `torch.func`."""
     if _under_transform() and _is_wrapped(tensor):
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
@@ -72,13 +78,14 @@ def is_watched() -> bool:
     return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
 
 
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 does not tell
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 lacks it
 
 
 def is_recorded() -> bool:
-    """Whether a call is recorded as a program of its own, by `torch.export`, `torch.jit.trace` or `make_fx`, with what it holds fixed.
+    """Whether a call is recorded as a separate program, by `torch.export`, `torch.jit.trace` or `make_fx`. The program
+    keeps constants fixed.
 
-    `torch.compile` records too, but looks at every call whether its constants still hold.
+    `torch.compile` records too, but checks at every call whether its constants are still valid.
     """
     if _is_compiling():
         return _is_exporting()
@@ -86,12 +93,14 @@ def is_recorded() -> bool:
 
 
 def is_profiled() -> bool:
-    """Whether torch's profiler is on: it sees no call that bypasses the dispatcher. To ask takes one look at a name."""
+    """Whether torch's profiler is on. It does not see calls that bypass the dispatcher. This check only reads one
+    variable."""
     return _profiler._is_profiler_enabled
 
 
 def as_row(name: str) -> AbstractContextManager[Any]:
-    """A context that is a row of a profile, for a call that no dispatcher sees; where no profiler is on, nothing."""
+    """Return a context that makes a row in a profile, for a call that bypasses the dispatcher. It does nothing if no
+    profiler is on."""
     return _profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else _NO_ROW
 
 
@@ -99,18 +108,21 @@ _NO_ROW = nullcontext()
 
 
 def distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an autograd Function, where a tensor that is given twice is another the second time, as Dynamo requires."""
+    """Return the arguments of an autograd Function. A tensor that is given again is replaced by a view, because Dynamo
+    requires distinct tensors."""
     if not _is_compiling():
         return args
     return tuple(a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args))
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether a call may bypass the dispatcher: no compiler, tracer or mode is active, and each tensor's memory holds its values.
+    """Whether a call may bypass the dispatcher: no compiler, tracer or mode is active, and each tensor's memory holds
+    its values.
 
-    The dispatcher costs 6 us, too much for a streaming step of few keys. It is needed for subclasses of Tensor, to resolve lazy negations
-    (`x.conj().imag`), to unbatch the gradients that `is_grads_batched` passes to a backward, and to unwrap the tensors that a pull-back of
-    `torch.func.vjp` has kept: the transform that made them has ended.
+    The dispatcher costs 6 us, too much for a streaming step with few keys. The dispatcher is needed for subclasses of
+    Tensor and for three other kinds of tensor. It resolves lazy negations (`x.conj().imag`). It unbatches the gradients
+    that `is_grads_batched` passes to a backward. It unwraps the tensors that a pull-back of `torch.func.vjp` has kept
+    after the end of the transform that made them.
     """
     if _is_compiling() or _is_tracing() or _dispatch_modes() > 0:
         return False
@@ -121,17 +133,20 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def is_direct(chosen: str, *tensors: Tensor | None) -> bool:
-    """Whether one native call may do what is otherwise composed of differentiable parts: no gradient is asked for, and nobody watches."""
+    """Whether one native call may replace a composition of differentiable parts: no gradient is requested, and no
+    compiler, tracer or mode observes the call."""
     return chosen == "native" and not is_differentiated(*tensors) and is_plain(*tensors)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether Python may read the values: meta and fake tensors have none, and a trace or transform must not depend on them."""
+    """Whether Python may read the values. Meta and fake tensors have none, and a trace or transform must not depend on
+    values."""
     if _is_compiling() or _is_tracing() or _under_transform() or _mode_of(_PROXY) is not None:
         return False
     return not tensor.is_meta and not hasattr(tensor, "fake_mode")  # torch's fake tensors have this attribute
 
 
 def extent(size: int | Tensor) -> int:
-    """An extent of a shape as an int. `torch.jit.trace` makes it a tensor; the trace then holds for the traced shapes only."""
+    """Return an extent of a shape as an int. `torch.jit.trace` makes it a tensor; the trace then holds for the traced
+    shapes only."""
     return int(size) if isinstance(size, Tensor) else size

@@ -21,8 +21,8 @@ LAWS: dict[str, Callable[..., Tensor]] = {
     "one outlier": lambda *shape: _with_outlier(torch.randn(*shape)),
     "all equal": lambda *shape: torch.full(shape, 0.75),
 }
-"""name -> a generator of test inputs of a given shape, in torch's default dtype: N(0, 1), 10 N(0, 1), N(0, 1) with one element of 1e3, and
-all elements equal"""
+"""name -> a generator of test inputs of a given shape, in torch's default dtype: N(0, 1), 10 N(0, 1), N(0, 1) with one
+element of 1e3, and all elements equal"""
 
 STREAMS: dict[str, Callable[[int], Tensor]] = {
     "normal": lambda length: torch.ones(length),
@@ -30,29 +30,30 @@ STREAMS: dict[str, Callable[[int], Tensor]] = {
     "spikes of 20": lambda length: 1 + 19.0 * (torch.arange(length) % 50 == 49),
     "spikes of 40": lambda length: 1 + 39.0 * (torch.arange(length) % 70 == 69),
 }
-"""name -> factors (length,) of the N(0, 1) keys of a stream; for queries of norm sqrt(D) logits are N(0, 1), 10 N(0, 1), or have spikes"""
+"""name -> factors (length,) of the N(0, 1) keys of a stream. For queries of norm sqrt(D), logits are N(0, 1), 10 N(0,
+1), or have spikes"""
 
 
 def row_error(result: Tensor, oracle: Tensor) -> Tensor:
     """Return ||result - oracle|| / ||oracle|| of each row (the last dimension), in float64.
 
-    Where the oracle's row is exactly 0 the error is 0 for a row that is exactly 0 too, and infinite otherwise. A NaN stays a NaN, which
-    passes no bound.
+    If the oracle's row is exactly 0, the error is 0 for a row that is exactly 0 too, and infinite otherwise. A NaN
+    stays a NaN, which passes no bound.
 
     >>> row_error(torch.tensor([[3.0, 4.5], [0.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     tensor([0.1000, 0.0000], dtype=torch.float64)
     """
     difference = (result.double() - oracle.double()).norm(dim=-1)
     size = oracle.double().norm(dim=-1)
-    exact = torch.where(difference == 0, 0.0, difference + math.inf)  # a NaN stays one
+    exact = torch.where(difference == 0, 0.0, difference + math.inf)  # a NaN stays a NaN
     return torch.where(size > 0, difference / size, exact)
 
 
 def bound(dtype: torch.dtype, score: float, torch_error: Tensor | float, factor: float = 1.0) -> Tensor:
     """Return the largest relative error that promise P2 allows, in float64, of the shape of `torch_error`.
 
-    `dtype` is the dtype of the result, `score` the largest absolute logit (0 where there are none), `torch_error` the error of torch's own
-    result in the same dtype, and `factor` scales the bound (4 for gradients):
+    `dtype` is the dtype of the result, `score` the largest absolute logit (0 if there are no logits), `torch_error` the
+    error of torch's own result in the same dtype, and `factor` scales the bound (4 for gradients):
 
     - bfloat16 and float16: twice torch's own error, and at least eps;
     - float32: three times torch's own error, 32 eps or 4 eps `score`, whichever is largest;
@@ -70,10 +71,11 @@ def bound(dtype: torch.dtype, score: float, torch_error: Tensor | float, factor:
 
 
 def lapack_ratio(matrix: Tensor, solution: Tensor, rhs: Tensor) -> Tensor:
-    """Return ||B - A X|| / (||A|| ||X|| n eps) in the 1-norm for each system A X = B of a batch: LAPACK's test of a solve (P6).
+    """Return ||B - A X|| / (||A|| ||X|| n eps) in the 1-norm for each system A X = B of a batch: LAPACK's test of a
+    solve (P6).
 
-    `matrix` is (..., n, n), `solution` and `rhs` are (..., n, k); eps is that of the solution's dtype. LAPACK's own limit is 30, usual
-    values are 0.3 to 0.9.
+    `matrix` is (..., n, n), `solution` and `rhs` are (..., n, k); eps is that of the solution's dtype. LAPACK's own
+    limit is 30. Usual values are 0.3 to 0.9.
     """
 
     def norm(matrices: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Figures of compiled Triton kernels (registers, spills, shared memory, matrix instructions), without a GPU.
 
-`record` collects the kernel launches of a call on CPU tensors without running them, `machine_code` compiles a launch as `Kernel` would,
-and `compiled` returns the figures of the machine code. Needs Triton.
+`record` collects the kernel launches of a call on CPU tensors without running them. `machine_code` compiles a launch as
+`Kernel` would. `compiled` returns the figures of the machine code. This module needs Triton.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from ..runtime.triton_launch import Kernel, compiled_kernel
 from .descriptors import lost_descriptors
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-"""Shared memory that one block may have, in bytes, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+"""Compute capability -> the bytes of shared memory that one block may have (CUDA C++ Programming Guide, technical
+specifications)."""
 
 SPILLS = 0.005
-"""The share of instructions that may access local memory: ptxas spills a few values to fit one more block on a multiprocessor."""
+"""The largest allowed share of instructions that access local memory. ptxas spills a few values to fit one more block
+on a multiprocessor."""
 
 TENSOR_COLUMNS = 512
-"""The columns of tensor memory of a multiprocessor of sm_100; a block that takes more cannot be launched."""
+"""The columns of tensor memory of a multiprocessor of sm_100. A block that needs more cannot be launched."""
 
 _CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
 class Launch(NamedTuple):
-    """One launch of a Triton kernel: the kernel, its grid, its tensors, and its numbers, constants and Triton's options by name."""
+    """One launch of a Triton kernel: the kernel, its grid, its tensors, and by name its numbers, its constants and
+    Triton's options."""
 
     kernel: Kernel
     grid: tuple[int, ...]
@@ -48,7 +51,9 @@ class Launch(NamedTuple):
 
 
 class MachineCode(NamedTuple):
-    """The machine code of a launch: registers of a thread; bytes of shared memory, columns of tensor memory and warps of a block; the
+    """The machine code of a launch.
+
+    The fields are: registers per thread; bytes of shared memory, columns of tensor memory, and warps per block; the
     disassembly; and `ttir`, Triton's first intermediate representation of the kernel."""
 
     registers: int
@@ -60,7 +65,8 @@ class MachineCode(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """Numbers of a launch's machine code. `local` counts the instructions that access local memory, where spilled registers go."""
+    """Numbers of a launch's machine code. `local` counts the instructions that access local memory, which holds spilled
+    registers."""
 
     kernel: str
     capability: int
@@ -89,12 +95,13 @@ class Figures(NamedTuple):
 
 @contextlib.contextmanager
 def as_if_on(capability: int) -> Iterator[None]:
-    """Within this context, block sizes are chosen as they are on a GPU of this compute capability (80, 86, 89, 90, 100 or 120)."""
+    """Within this context, block sizes are chosen as on a GPU of this compute capability (80, 86, 89, 90, 100 or
+    120)."""
 
     def capability_of(_: object) -> tuple[int, int]:
         return divmod(capability, 10)
 
-    for family in FAMILIES.values():  # imported before the patch, or they would import the patched function and keep it
+    for family in FAMILIES.values():  # import before the patch: a module imported later would keep the patched function
         if "triton" in family:
             importlib.import_module(family["triton"])
     ours = [module for name, module in sys.modules.items() if name.startswith("cmab_kernels.") and hasattr(module, "capability_of")]
@@ -107,7 +114,7 @@ def as_if_on(capability: int) -> Iterator[None]:
 
 
 def record(call: Callable[[], Any]) -> list[Launch]:
-    """Return the Triton launches of `call` in their order; none of them is run."""
+    """Return the Triton launches of `call` in order, without running them."""
     launches: list[Launch] = []
 
     def keep(self: Kernel, programs: int, *args: Any, **options: Any) -> None:
@@ -115,7 +122,7 @@ def record(call: Callable[[], Any]) -> list[Launch]:
         numbers = dict(zip(self.jit.arg_names[len(tensors) :], args[len(tensors) :], strict=False))
         launches.append(Launch(self, (programs,), tensors, {**numbers, **self.constants, **options}))
 
-    forget()  # what a test has replaced decides
+    forget()  # choices must follow what a test has replaced
     with mock.patch.object(Kernel, "__call__", keep):
         call()
     forget()
@@ -123,7 +130,7 @@ def record(call: Callable[[], Any]) -> list[Launch]:
 
 
 def machine_code(launch: Launch, capability: int, folder: Path) -> MachineCode:
-    """Compile a launch for one compute capability; the object file is written into `folder`."""
+    """Compile a launch for one compute capability, and write the object file into `folder`."""
     code, options = launch.kernel.source(*launch.args, **launch.options)
     kernel = compiled_kernel(code, GPUTarget("cuda", capability, 32), options)
     cubin = folder / f"{launch.kernel.__name__}.cubin"
@@ -135,7 +142,7 @@ def machine_code(launch: Launch, capability: int, folder: Path) -> MachineCode:
 
 
 def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
-    """Compile a launch for one compute capability and return its figures; the object file is written into `folder`."""
+    """Compile a launch for one compute capability, write the object file into `folder`, and return the figures."""
     code = machine_code(launch, capability, folder)
     instructions = Counter(
         re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_]+)*)", code.sass, re.M),
@@ -155,8 +162,10 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
 
 
 def faults(figures: Figures, matrix: bool, spills: float = SPILLS) -> list[str]:
-    """Return what is wrong with a kernel, as sentences; `matrix` says that its products must be done by the matrix units, and `spills` is
-    the share of its instructions that may access local memory."""
+    """Return what is wrong with a kernel, as sentences.
+
+    `matrix` says that the matrix units must compute its products. `spills` is the share of its instructions that may
+    access local memory."""
     found = []
     if figures.local > spills * figures.instructions.total():
         found.append(f"{figures.local} instructions go to local memory: registers were spilled")
@@ -170,12 +179,14 @@ def faults(figures: Figures, matrix: bool, spills: float = SPILLS) -> list[str]:
 
 
 def narrow_offsets(ttir: str) -> list[str]:
-    """Return the operations that compute tiles of offsets in 32 bits, as sentences: such offsets overflow from 2**31 elements on."""
+    """Return the operations that compute tiles of offsets in 32 bits, as sentences. Such offsets overflow from 2**31
+    elements on."""
     operation = r"%\S+, %\S+(?: \{[^}]*\})? : "
     narrow = re.findall(rf"tt\.addptr {operation}[^,]*, tensor<[0-9x]+xi32>|arith\.muli {operation}tensor<[0-9x]+xi32>", ttir)
     return [f"32-bit offsets: {line}" for line in narrow]
 
 
 def cuobjdump(*arguments: object) -> str:
-    """Return the output of the `cuobjdump` that Triton contains, called with these arguments; it reads nvcc's files as well."""
+    """Run the `cuobjdump` that Triton contains with these arguments, and return its output. It reads nvcc's files as
+    well."""
     return subprocess.run([_CUOBJDUMP, *map(str, arguments)], check=True, capture_output=True, text=True).stdout

@@ -1,6 +1,8 @@
-"""The descriptors of Hopper's matrix instructions in a disassembly: whether each says where the kernel's shared memory is.
+"""The descriptors of Hopper's matrix instructions in a disassembly: whether each holds the address of the kernel's
+shared memory.
 
-ptxas 12.8 drops the definitions of some (bench/NOTES.md): products are then wrong, or the address is illegal.
+ptxas 12.8 drops the definitions of some descriptors (bench/NOTES.md). Products are then wrong, or the address is
+illegal.
 """
 
 import re
@@ -9,23 +11,25 @@ from enum import IntEnum
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*) *([^;]*);")
 _DATA = re.compile(r"F[A-Z]|MUFU|LD[GS]|H[A-Z]|D[A-Z]|I2F")
-"""Instructions whose result is no address: floating point, and loads from memory but for constants and spilled registers."""
+"""Instructions whose result is not an address: floating point, and loads from memory other than constants and spilled
+registers."""
 
 
 class Made(IntEnum):
-    """What the value of a register was made of."""
+    """What the value of a register was computed from. The largest member that took part counts."""
 
     NUMBERS = 0
     ADDRESS = 1
-    """Or of the address of the block's shared memory, which follows from its number in a cluster."""
+    """The address of the block's shared memory took part. It follows from the block's number in a cluster."""
     NOTHING = 2
-    """Or of data, or of a register that nothing has written."""
+    """Data took part, or a register that no instruction has written."""
 
 
 def lost_descriptors(sass: str) -> list[str]:
-    """Return the matrix instructions with a descriptor that is not made of the address of shared memory, as sentences.
+    """Return the matrix instructions with a descriptor that was not computed from the address of shared memory, as
+    sentences.
 
-    Instructions are followed in their order, the body of a loop once.
+    Instructions are followed in order, and the body of a loop once.
     """
     made = {"R1": Made.NUMBERS}  # the stack
     found = []
@@ -40,8 +44,10 @@ def lost_descriptors(sass: str) -> list[str]:
 
 
 def _descriptors(operands: list[str]) -> Iterator[str]:
-    """The first registers of the descriptors of an HGMMA: of both factors, or of the second if the first is in registers. None of one that
-    multiplies nothing, which the assembler puts where it waits."""
+    """Yield the first registers of the descriptors of an HGMMA: of both factors, or of the second if the first is in
+    registers.
+
+    An HGMMA that multiplies nothing has no descriptors; the assembler puts it where the program waits."""
     given = next(operand for operand in operands if operand.startswith("gdesc"))
     if given == "gdesc[URZ]":
         return
@@ -53,7 +59,7 @@ def _descriptors(operands: list[str]) -> Iterator[str]:
 
 def _follow(made: dict[str, Made], name: str, operands: list[str]) -> None:
     """Note what the instruction writes: registers, or with STL a place on the stack."""
-    if re.fullmatch(r"U?P\w+", operands[0]):  # a predicate that it writes as well
+    if re.fullmatch(r"U?P\w+", operands[0]):  # the instruction also writes a predicate
         operands = operands[1:]
     if not operands or not re.match(r"U?R\d|\[R1\b", operands[0]):
         return
@@ -71,12 +77,12 @@ def _follow(made: dict[str, Made], name: str, operands: list[str]) -> None:
 
 
 def _of(made: dict[str, Made], words: Iterable[str]) -> Made:
-    """What is made of these: of nothing, if one of them is."""
+    """Return what a value computed from these words is made of: the largest member of `Made` among them."""
     return max((made.get(word, Made.NOTHING) for word in words if re.match(r"U?R\d|\[", word)), default=Made.NUMBERS)
 
 
 def _words(operand: str, count: int) -> list[str]:
-    """The registers, or places on the stack, of an operand of this many words."""
+    """Return the registers, or places on the stack, of an operand of this many words."""
     place = re.fullmatch(r"\[R1(?:\+(0x[0-9a-f]+))?\]", operand)
     if place:
         return [f"[{int(place[1] or '0', 16) + 4 * word}]" for word in range(count)]

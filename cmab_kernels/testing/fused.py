@@ -1,5 +1,7 @@
-"""Triton's interpreter with arithmetic as on a GPU: there the compiler fuses a product with the sum that follows, which the interpreter
-rounds, and a product of tiles adds the terms of every row in one order, where the interpreter calls a BLAS."""
+"""Triton's interpreter with arithmetic as on a GPU.
+
+The compiler for a GPU fuses a product with the sum that follows; the interpreter rounds the product. On a GPU, a
+product of tiles adds the terms of every row in one order; the interpreter calls a BLAS."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 @contextmanager
 def fused_products() -> Iterator[None]:
-    """A context in which a product that is added or subtracted next is left unrounded."""
+    """Within this context, a product is not rounded if it is added or subtracted next."""
     plain = InterpreterBuilder.binary_op
 
     def multiply(self: Any, a: TensorHandle, b: TensorHandle) -> TensorHandle:
@@ -44,8 +46,9 @@ def fused_products() -> Iterator[None]:
 
 @contextmanager
 def sums_in_one_order() -> Iterator[None]:
-    """A context in which float32 products of tiles are summed in float64 and rounded once: a BLAS may add a row's terms in an order that
-    depends on where in the tile the row is."""
+    """Within this context, float32 products of tiles are summed in float64 and rounded once.
+
+    In a BLAS, the order in which the terms of a row are added may depend on the place of the row in the tile."""
     plain = InterpreterBuilder.create_dot
 
     def dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:

@@ -1,4 +1,5 @@
-"""Tests of Triton kernels on a CPU in Triton's interpreter, in a separate process, because Triton chooses it when it is imported."""
+"""Tests of Triton kernels on a CPU in Triton's interpreter, in a separate process: Triton chooses the interpreter when
+it is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 def run_in_interpreter(*arguments: str | Path) -> str:
     """Run `python -m pytest` with these arguments and TRITON_INTERPRET=1, and return its standard output.
 
-    `AssertionError` with the end of the output if a test fails or none passes.
+    If a test fails or none passes, raise `AssertionError` with the end of the output.
     """
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *map(str, arguments)]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)

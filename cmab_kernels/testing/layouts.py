@@ -17,7 +17,8 @@ def _offset(by: int) -> Callable[[Tensor], Tensor]:
 
 
 def _step_2(tensor: Tensor, *dims: int) -> Tensor:
-    """Return a copy of `tensor` with stride 2 along each of the (negative) `dims` that it has, and NaN between its elements."""
+    """Return a copy of `tensor` with stride 2 along those of the (negative) `dims` that it has, and NaN between its
+    elements."""
     for dim in (tensor.dim() + dim for dim in dims if -dim <= tensor.dim()):
         spread = torch.stack([tensor, torch.full_like(tensor, math.nan)], dim + 1).flatten(dim, dim + 1)
         tensor = spread[(slice(None),) * dim + (slice(None, None, 2),)]
@@ -33,7 +34,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "flipped copy": lambda t: t.flip(-1).flip(-1) if t.dim() else t,
     **{f"offset by {by}": _offset(by) for by in (1, 2, 3)},
 }
-"""name -> a function that copies a floating tensor to other strides or to an offset; the memory in between is NaN"""
+"""name -> a function that copies a floating tensor to other strides or to an offset, with NaN in the memory in
+between"""
 
 
 def lazily_negated(tensor: Tensor) -> Tensor:

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 MARGIN = 512
-"""The number of elements in the guard margin before a tensor, and in the one after it."""
+"""The number of elements in each of the two guard margins, before and after a tensor."""
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Within this context `torch.empty` and its relatives return NaN on any device, so that elements that are never written show.
+    """Within this context `torch.empty` and similar functions return NaN on any device, so elements that are never
+    written show.
 
-    Torch fills memory while its deterministic algorithms are on; at the end that setting is restored.
+    torch fills memory while its deterministic algorithms are on. At the end that setting is restored.
 
     >>> with poisoned_memory():
     ...     torch.empty(2)
     tensor([nan, nan])
     """
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # some of torch's own operators have none on a GPU
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # not all operators are deterministic on a GPU
     if not torch.empty(3).isnan().all():
         raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off: uninitialised memory cannot be poisoned")
     try:
@@ -36,9 +37,10 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def between_margins(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy of `tensor` whose memory lies between `MARGIN` elements of NaN (False for a bool mask) on either side.
+    """Return a contiguous copy of `tensor` with `MARGIN` elements of NaN (False for a bool mask) before and after it in
+    memory.
 
-    A kernel that reads out of bounds then returns NaN, or, for a mask, counts a key that does not exist.
+    A kernel that reads out of bounds then returns NaN. For a mask, it counts a key that does not exist.
     """
     filler = 0 if tensor.dtype == torch.bool else math.nan
     storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype, device=tensor.device)
@@ -48,9 +50,11 @@ def between_margins(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def guarded_results() -> Iterator[None]:
-    """Within this context `Tensor.new_empty` and `torch.empty_like` return NaN (77, True) between margins of the same.
+    """Within this context `Tensor.new_empty` and `torch.empty_like` return tensors of NaN (77, True) between margins of
+    the same value.
 
-    At the end, `AssertionError` if a margin was written. Calls with other options, such as those of Triton's interpreter, are not changed.
+    At the end, raise `AssertionError` if a margin was written. Calls with other options, such as those of Triton's
+    interpreter, are not changed.
     """
     storages: list[Tensor] = []
     plain = Tensor.new_empty
@@ -76,5 +80,5 @@ def guarded_results() -> Iterator[None]:
 
 
 def _filler(dtype: torch.dtype) -> float | bool:
-    """Return what a margin of `guarded_results` is filled with."""
+    """Return the value that fills a margin of `guarded_results`."""
     return math.nan if dtype.is_floating_point else True if dtype == torch.bool else 77

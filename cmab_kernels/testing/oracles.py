@@ -13,15 +13,17 @@ from ..attention.reference import attention_reference, ignored_keys, visible
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of latent cross-attention by its definition, computed in float64 from the values that are given."""
+    """Return (out, lse) of latent cross-attention by its definition, computed in float64 from the given values."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return attention_reference(query.double(), key.double(), value.double(), mask, cu_seqlens, scale)
 
 
 def attention_terms(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of the absolute values of the terms of attention's gradients (dquery, dkey, dvalue), which scale rounding errors.
+    """Return the sums of the absolute values of the terms of attention's gradients (dquery, dkey, dvalue). Rounding
+    errors scale with them.
 
-    Where terms cancel, a gradient can be smaller than its rounding error: with all keys equal, dquery is exactly 0.
+    If terms cancel, a gradient can be smaller than its rounding error. For example, dquery is exactly 0 if all keys are
+    equal.
     """
     scale = query.shape[-1] ** -0.5
     with torch.no_grad():
@@ -31,7 +33,10 @@ def attention_terms(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out
 
 
 def norm_terms(terms: Tensor, rows: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `attention_terms` would say of the gradients of rows, weight and bias of a layer norm, from those of the normed rows."""
+    """Return the sums of absolute values, as `attention_terms` does, for the gradients of rows, weight and bias of a
+    layer norm.
+
+    `terms` are those sums for the normed rows."""
     if weight is None:
         return terms, terms.sum((0, 1)), terms.sum((0, 1))
     with torch.no_grad():
@@ -43,15 +48,18 @@ def norm_terms(terms: Tensor, rows: Tensor, weight: Tensor | None, eps: float) -
 
 
 def share_of_terms(dtype: torch.dtype) -> float:
-    """Return the share of the terms' size that a gradient is measured by where they cancel: a twentieth.
+    """Return the share of the terms' size against which a gradient is measured if its terms cancel: at most a
+    twentieth.
 
-    Kernels for half types add the terms in float32, where each is rounded to 32 eps of float32 at most.
+    It is smaller for half types. Their kernels add the terms in float32, where each is rounded to 32 eps of float32 at
+    most.
     """
     return min(0.05, 32 * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps)
 
 
 def largest_score(query: Tensor, key: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> float:
-    """Return the largest absolute logit |q' k| / sqrt(D) of unmasked keys; the error of a rounded logit is up to eps times this."""
+    """Return the largest absolute logit |q' k| / sqrt(D) of unmasked keys. The error of a rounded logit is up to eps
+    times this number."""
     if key.numel() == 0 or query.numel() == 0:
         return 0.0
     seen = visible(key.detach(), ignored_keys(key, mask, cu_seqlens), torch.float64)
@@ -93,9 +101,10 @@ def sigma_intention(
 
 
 def intention_in_torch(query: Tensor, key: Tensor, value: Tensor, alpha: float) -> Tensor:
-    """Return intention as a user would write it in torch: products in the dtype of the inputs, the system in at least float32.
+    """Return intention as a user would write it in torch: products in the dtype of the inputs, the system in at least
+    float32.
 
-    A result is NaN where rounding makes the system not positive definite.
+    A result is NaN if rounding makes the system not positive definite.
     """
     system = (key.mT @ key).to(torch.promote_types(key.dtype, torch.float32))
     system = system + alpha * torch.eye(key.shape[-1], dtype=system.dtype, device=system.device)
@@ -108,7 +117,8 @@ def intention_in_torch(query: Tensor, key: Tensor, value: Tensor, alpha: float) 
 
 
 def segment_means(tokens: Tensor, segments: int, mask: Tensor | None = None) -> Tensor:
-    """Return the landmarks (B, H, m, D) of `tokens` (B, H, N, D): the mean of each of m segments, or 0 if all its tokens are masked."""
+    """Return the landmarks (B, H, m, D) of `tokens` (B, H, N, D): the mean of each of m segments, or 0 if all its
+    tokens are masked."""
     size, longer = divmod(tokens.shape[2], segments)
     start, found = 0, []
     for j in range(segments):

@@ -1,8 +1,9 @@
 """The systems of the papers behind `cmab_kernels`, with the baselines that their numbers are compared with.
 
-Built on the public API of `cmab_kernels` alone: `neural_processes` predict functions from points, `point_processes` predict events,
-`streams` classify windows of tokens, `regressors` answer queries from keys and values. `tasks` bring data and scores, `data` where it
-comes from, `training` the loop, checkpoints and records.
+The package uses only the public API of `cmab_kernels`. The models of `neural_processes` predict functions from points,
+those of `point_processes` predict events, those of `streams` classify windows of tokens, and those of `regressors`
+answer queries from keys and values. `tasks` holds data and scores, `data` the sources of the data, and `training` the
+loop, checkpoints and records.
 """
 
 import importlib.util
@@ -10,7 +11,7 @@ import importlib.util
 import torch
 
 if _missing := [package for package in ("huggingface_hub", "safetensors", "tqdm") if importlib.util.find_spec(package) is None]:
-    # With the package's name, python -m says it in a line, without a traceback.
+    # With this `name`, `python -m` prints the error in one line, without a traceback.
     raise ImportError(f'cmab_models needs {", ".join(_missing)}: pip install "cmab-kernels[models]"', name=__name__)
 
 from .neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP, NeuralProcess
@@ -21,7 +22,7 @@ from .point_processes import CMHP, THP, CMHPState, PointProcess, THPState
 from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
 from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer, StreamState
 
-torch.serialization.add_safe_globals([Cache, CMHPState, Points, StreamState, THPState, Total])  # as for the states in cmab_kernels
+torch.serialization.add_safe_globals([Cache, CMHPState, Points, StreamState, THPState, Total])  # like the states in cmab_kernels
 
 __all__ = [
     "CMANP",

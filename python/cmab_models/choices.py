@@ -1,15 +1,15 @@
-"""The choice of the largest score, which a NaN never is."""
+"""The choice of the largest score. A NaN is never chosen."""
 
 import torch
 from torch import Tensor
 
 
 def largest(scores: Tensor) -> Tensor:
-    """Return the index of the largest of scores (..., C), int64, and -1 where all are NaN, which `argmax` would take."""
+    """Return the index, int64, of the largest of scores (..., C); -1 where all are NaN. `argmax` would choose a NaN."""
     missing = scores.isnan()
     return torch.where(missing.all(-1), -1, scores.masked_fill(missing, -torch.inf).argmax(-1))
 
 
 def classes_of(shares: Tensor) -> Tensor:
-    """Return the classes (...), int64, that rows (..., C) of 0 and 1 stand for; -1, which is no class, for a row with a NaN."""
+    """Return the classes (...), int64, of rows (..., C) of 0 and 1; -1, which is not a class, for a row with a NaN."""
     return shares.argmax(-1).masked_fill(shares.isnan().any(-1), -1)

@@ -1,4 +1,4 @@
-"""What `python -m cmab_models` does."""
+"""The commands of `python -m cmab_models`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that all commands have: which run is meant."""
+    """Add the arguments that all commands have. They say which run is meant."""
     command.add_argument("system", choices=SYSTEMS, metavar="SYSTEM", help=f"one of {', '.join(SYSTEMS)}")
     command.add_argument("--task", required=True, choices=sorted(TASKS), metavar="TASK", help=f"one of {', '.join(sorted(TASKS))}")
     command.add_argument("--config", type=Path, metavar="FILE", help='a JSON file with the settings of --set: {"steps": 100}')
@@ -95,9 +95,10 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 
 
 def _run(asked: argparse.Namespace) -> Run:
-    """Return the run that was asked for; `ValueError` names a setting that does not exist.
+    """Return the requested run; `ValueError` names a setting that does not exist.
 
-    What is not given is the task's own for the system in a training, and later what the model was trained with.
+    A setting that is not given comes from the task's values for the system in a training, and later from the training
+    of the kept model.
     """
     given = _settings(asked.config, asked.set)
     run = _made(asked, given)
@@ -120,13 +121,14 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
 
 
 def _trained(run: Run) -> dict[str, Any]:
-    """Return what the model that was kept was trained with, nothing if there is no checkpoint; `BadCheckpoint` if it is another model's."""
+    """Return the settings with which the kept model was trained; empty without a checkpoint. `BadCheckpoint` if it is
+    another model's."""
     of_model = {name: value for name, value in run.described().items() if name in ("system", "task", "seed") or name.startswith("model.")}
     return load(run.checkpoint, of_model).run if run.checkpoint.exists() else {}
 
 
 def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of a file, overridden by those that are given as KEY=VALUE."""
+    """Return the settings of a file, overridden by those given as KEY=VALUE."""
     settings: dict[str, Any] = {}
     if config is not None:
         try:
@@ -144,7 +146,8 @@ def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Refuse a NaN or an infinity, anywhere in a value, as records are JSON; a model that is not made does not refuse it."""
+    """Refuse a NaN or an infinity anywhere in a value, because records are JSON. If no model is made, no other check
+    refuses it."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError as error:
@@ -168,7 +171,7 @@ def _device(text: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """Return the number, truth value or list that the text is, or the text."""
+    """Return the number, truth value or list that the text stands for, or else the text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -181,7 +184,7 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
 
     if run.checkpoint.exists() and not asked.resume:
         raise ValueError(f"{run.checkpoint} exists: add --resume to go on from it, or choose another --folder")
-    run.model(), run.task.batch(seeded(run.seed))  # what they refuse leaves no folder
+    run.model(), run.task.batch(seeded(run.seed))  # if these calls raise, no folder is made
     with SummaryWriter(str(run.folder / "tensorboard")) as writer, tqdm(total=run.task.steps, unit="step") as bar:
 
         def report(done: int, loss: float) -> None:
@@ -207,7 +210,7 @@ def _evaluate(run: Run, asked: argparse.Namespace) -> None:
 
 
 def _show(run: Run, scores: Mapping[str, float], told: Mapping[str, Any]) -> None:
-    """Print the scores, beside those that need no model, and record them with what is `told` of them."""
+    """Print the scores and those that need no model, and record the scores together with `told`."""
     rows = [(run.system, name, value) for name, value in scores.items()]
     rows += [("without a model", name, value) for name, value in run.task.references().items()]
     for who, name, value in rows:
@@ -222,7 +225,7 @@ def _stream(run: Run, asked: argparse.Namespace) -> None:
 
 
 def _print_rows(rows: Iterable[Mapping[str, float]]) -> None:
-    """Print the first rows, then ever fewer: 1 2 3 ... 10 20 30 ... 100 200, and the last."""
+    """Print the first rows, then fewer and fewer (1 2 3 ... 10 20 30 ... 100 200), and the last."""
     count, row = 0, None
     for count, row in enumerate(rows, 1):
         if count == 1:
@@ -252,7 +255,7 @@ def kept(run: Run) -> nn.Module:
     if not (folder / "model.safetensors").exists():
         raise FileNotFoundError(f"there is no model in {folder}: train it first, with the same --task, --seed and --folder")
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub tells that it reads a folder
+        with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints that it reads a folder
             model = SYSTEMS[run.system].from_pretrained(folder)
     except (RuntimeError, TypeError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} is broken, or no {run.system}: {shorten(str(error), 300)}") from error

@@ -12,10 +12,10 @@ from cmab_kernels.nn import CMAB, CMABStack
 
 
 def prefix_states(stack: CMABStack, inputs: Tensor, *, every: int = 1) -> AttentionState:
-    """Return the states of the stack after each `every` of the inputs (B, N, dim), and after the last, in one pass.
+    """Return the states of the stack after every `every`-th of the inputs (B, N, dim), and after the last, in one pass.
 
-    They stand beside each other as a batch of B T states, T = ceil(N / every), those of a sequence in a row: out (K, B T, H, L_B, E) and
-    lse (K, B T, H, L_B), as `stack.retrieve` takes them.
+    The result is a batch of B T states, T = ceil(N / every), with the states of a sequence next to each other: out (K,
+    B T, H, L_B, E) and lse (K, B T, H, L_B). `stack.retrieve` accepts this form.
     """
     found = [_prefixes(cast("CMAB", block), inputs, every) for block in stack.blocks]
     outs, lses = zip(*found, strict=True)

@@ -1,4 +1,4 @@
-"""Models that are checked when they are made, and saved and loaded with their configuration."""
+"""The base class of models: it checks constructor arguments, and saves and loads a model with its configuration."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ if TYPE_CHECKING:
     from typing import Self
 
 NAME = "pretrained_model_name_or_path"
-"""What huggingface_hub calls the folder or repository of `from_pretrained`."""
+"""huggingface_hub's name of the folder or repository of `from_pretrained`."""
 
 
 class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     """Base class of all models: `save_pretrained(folder)` and `from_pretrained(folder)`.
 
-    A folder holds `model.safetensors`, the parameters in their dtype, and `config.json`, the arguments of the constructor, which are
-    numbers, strings and booleans. Nothing is executed when it is read, and one of another model, or with a part of the parameters, is a
-    `RuntimeError`, unless `from_pretrained` is given `strict=False`; a `config.json` that holds no JSON object is a `ValueError`. What the
-    constructor's annotations promise is checked before anything is made: a `ValueError` for a size that is not a positive int, a number
-    that is not finite, or heads that do not divide the width, and a `TypeError` for an option that is missing or not known.
+    A folder holds `model.safetensors`, the parameters in their dtype, and `config.json`, the arguments of the
+    constructor: numbers, strings and booleans. Loading a folder executes nothing. A folder of another model, or with
+    only a part of the parameters, is a `RuntimeError`, unless `from_pretrained` is given `strict=False`. A
+    `config.json` that holds no JSON object is a `ValueError`.
+
+    Arguments are checked against the constructor's annotations before anything is made. A size that is not a positive
+    int, a number that is not finite, or heads that do not divide the width are a `ValueError`. An option that is
+    missing or unknown is a `TypeError`.
 
     >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
     Traceback (most recent call last):
@@ -45,20 +48,22 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     """
 
     before: ClassVar[dict[str, Any]] = {}
-    """Arguments that an older `config.json` lacks, with what it meant: their defaults are others."""
+    """Arguments that an older `config.json` lacks -> the values that it implied. These differ from the defaults."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         _check_arguments(cls, args, kwargs)
-        # What config.json is to hold: huggingface_hub would leave out an int of NumPy's, and load the model with the default.
+        # These values go to config.json. huggingface_hub would leave out an int of NumPy, and then load the model with
+        # the default.
         made: Self = super().__new__(cls, *map(_plain, args), **{name: _plain(each) for name, each in kwargs.items()})
         return made
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
-        """Return the model of a folder, or of a repository `owner/name` on the Hugging Face Hub; the arguments are huggingface_hub's.
+        """Return the model of a folder, or of a repository `owner/name` on the Hugging Face Hub. The arguments are
+        those of huggingface_hub.
 
-        `FileNotFoundError` for a folder that does not exist or holds no model, and for a repository that is neither on the Hub nor, if the
-        Hub does not answer, in its cache on this machine.
+        `FileNotFoundError` for a folder that does not exist or holds no model. The same error for a repository that is
+        not on the Hub or, if the Hub does not answer, not in the Hub's cache on this machine.
         """
         folder = Path(pretrained_model_name_or_path)
         if folder.is_dir():
@@ -71,34 +76,36 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     @classmethod
     def _from_pretrained(cls, *, strict: bool = True, **kwargs: Any) -> Self:
-        """Refuse what `load_state_dict` refuses: by default huggingface_hub lets parameters that are missing be random.
+        """Refuse what `load_state_dict` refuses. By default huggingface_hub leaves missing parameters at random values.
 
-        Arguments that the configuration lacks are those of the version that saved it.
+        Arguments that the configuration lacks get the values of the version that saved it.
         """
-        taken = inspect.signature(cls.__init__).parameters  # those of a derived class may be others
+        taken = inspect.signature(cls.__init__).parameters  # a derived class may have other arguments
         before = {name: value for name, value in cls.before.items() if name in taken}
         loaded: Self = super()._from_pretrained(strict=strict, **before | kwargs)
         return loaded
 
     @classmethod
     def _load_as_safetensor(cls, model: Any, model_file: str, *args: Any) -> Any:
-        """Load parameters in their dtypes in the file: huggingface_hub would round them to that of a new model, float32.
+        """Load parameters with the dtypes that they have in the file. huggingface_hub would cast them to that of a new
+        model, float32.
 
-        Those that were tied when they were saved are tied again: the file holds them under one name, and lists the others.
+        Parameters that were tied when they were saved are tied again. The file holds them under one name, and lists the
+        other names.
         """
         with safe_open(model_file, "pt") as file:
             _tie(model, file.metadata() or {})
             saved, named = set(file.keys()), model.named_parameters(remove_duplicate=False)
             found = [(parameter, file.get_tensor(name).dtype) for name, parameter in named if name in saved]
         if found:
-            model.to(found[0][1])  # buffers too
+            model.to(found[0][1])  # casts buffers too
         for parameter, dtype in found:
             parameter.data = parameter.data.to(dtype)
         return super()._load_as_safetensor(model, model_file, *args)
 
 
 def _tie(model: nn.Module, names: Mapping[str, str]) -> None:
-    """Make parameters the one that was saved for them, by name, where they have its shape."""
+    """Replace parameters by the saved parameter that they were tied to, according to `names`, if the shapes agree."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, kept in names.items():
         if name in parameters and kept in parameters and parameters[name].shape == parameters[kept].shape:
@@ -107,7 +114,8 @@ def _tie(model: nn.Module, names: Mapping[str, str]) -> None:
 
 
 def _check_folder(kind: type[Pretrained], folder: Path, given: dict[str, Any]) -> None:
-    """Raise unless a folder holds parameters, and a configuration that is a JSON object: huggingface_hub reads whatever is there."""
+    """Raise unless a folder holds parameters, and a configuration that is a JSON object. huggingface_hub does not check
+    this."""
     path = folder / "config.json"
     needed = {"model.safetensors": True, path.name: bool(_missing(kind, given))}
     lacks = [name for name, is_needed in needed.items() if is_needed and not (folder / name).is_file()]
@@ -120,7 +128,8 @@ def _check_folder(kind: type[Pretrained], folder: Path, given: dict[str, Any]) -
 
 
 def _repository(given: str | Path) -> str:
-    """Return what can be the name of a repository; `FileNotFoundError` for what can only be a folder: there is none."""
+    """Return a name that can be a repository's. If it can only be that of a folder, raise `FileNotFoundError`: there is
+    no such folder."""
     if isinstance(given, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", given):
         return given
     what = "a file, not a folder" if Path(given).is_file() else "and there is no such folder"
@@ -129,7 +138,8 @@ def _repository(given: str | Path) -> str:
 
 
 def _on_hub(name: str, options: dict[str, Any]) -> bool:
-    """Whether the Hub answers, which is asked once: a download tries for 23 seconds. `FileNotFoundError` if it has no such repository."""
+    """Whether the Hub answers a single request; a download would try for 23 seconds. `FileNotFoundError` if it has no
+    such repository."""
     if options.get("local_files_only"):
         return False
     try:
@@ -138,8 +148,8 @@ def _on_hub(name: str, options: dict[str, Any]) -> bool:
         allowed = "the Hub has no such repository that you may read, and there is no such folder here"
         raise FileNotFoundError(wrong(NAME, f"is {name!r}", allowed)) from error
     except HfHubHTTPError:
-        return True  # the download says what is wrong
-    except Exception:  # whatever the HTTP library of the installed version raises without a network
+        return True  # the download then gives the error
+    except Exception:  # without a network, each version of the HTTP library raises other exceptions
         return False
     return True
 
@@ -153,7 +163,7 @@ def _check_cached(name: str, options: dict[str, Any]) -> None:
 
 
 def _missing(kind: type[Pretrained], given: Container[str]) -> list[str]:
-    """The names of the arguments without a default that are not given."""
+    """Return the names of the arguments that have no default and are not given."""
     named = [each for each in _parameters(kind) if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     return [each.name for each in named if each.default is each.empty and each.name not in given]
 
@@ -163,14 +173,14 @@ def _parameters(kind: type[Pretrained]) -> list[inspect.Parameter]:
 
 
 def _plain(value: Any) -> Any:
-    """The value of an argument; an int of another kind as Python's."""
+    """Return the value of an argument, with any other kind of int as Python's int."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise unless the arguments of a constructor are what its annotations say.
 
-    A constructor of another package, in a class derived from one of ours, takes what it likes. A copy is made without arguments.
+    The constructor of a derived class in another package is not checked. A copy is made without arguments.
     """
     if not kind.__init__.__module__.startswith(f"{__package__}."):
         return
@@ -192,7 +202,7 @@ def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict
 
 
 def _check_names(kind: type[Pretrained], known: list[str], given: dict[str, Any]) -> None:
-    """Raise `TypeError` for an argument that is not known, or one that is missing."""
+    """Raise `TypeError` for an unknown argument or a missing one."""
     for name in given:
         if name not in known:
             close = get_close_matches(name, known, 1)
@@ -203,7 +213,7 @@ def _check_names(kind: type[Pretrained], known: list[str], given: dict[str, Any]
 
 
 def _needed(value: Any, kinds: set[str]) -> str:
-    """What is needed in place of this value of an argument, if it is of the wrong kind."""
+    """Return what is needed in place of an argument's value, if the value is of the wrong kind; else ""."""
     number = isinstance(value, (Integral, float)) and not isinstance(value, bool)
     if "int" in kinds and not (number and isinstance(value, Integral) and int(value) >= 1):
         return "an int >= 1"

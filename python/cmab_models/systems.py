@@ -1,4 +1,4 @@
-"""The models by the names that the command line and the tasks know them by."""
+"""The models by the names that the command line and the tasks use."""
 
 from __future__ import annotations
 

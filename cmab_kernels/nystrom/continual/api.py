@@ -23,7 +23,7 @@ from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, S
 
 OUTPUTS = ("single", "retroactive")
 FAST = ("auto", "native")
-"""The values of `impl` with which a step may take the fast path, native code without checks in Python."""
+"""The values of `impl` with which a step may take the fast path: native code, without checks in Python."""
 
 
 def continual_nystrom_init(
@@ -37,16 +37,16 @@ def continual_nystrom_init(
     pinv_iterations: int = 6,
     scale: float | None = None,
 ) -> ContinualNystromState:
-    """The state of continual Nyström attention after its first full window of n tokens.
+    """Return the state of continual Nyström attention after its first full window of n tokens.
 
     Args:
         query: (B, H, n, D). float64, float32, bfloat16 or float16; oldest token first.
         key: (B, H, n, D).
         value: (B, H, n, E).
-        num_landmarks: m, 1 <= m <= n, for continual landmarks: the means of m segments of the window. Whenever a segment is full, every
-            n / m tokens, its mean replaces the oldest landmark. When m does not divide n, the first `n % m` segments of each n tokens have
-            one token more.
-        landmarks: fixed landmarks (q~, k~), in place of `num_landmarks`: each (H, m, D) or (B, H, m, D).
+        num_landmarks: m, 1 <= m <= n, for continual landmarks: the means of m segments of the window. A segment is
+            complete every n / m tokens. Its mean then replaces the oldest landmark. When m does not divide n, the first
+            `n % m` segments of each n tokens have one token more.
+        landmarks: fixed landmarks (q~, k~), in place of `num_landmarks`. Each is (H, m, D) or (B, H, m, D).
         pinv, pinv_iterations, scale: as in `nystrom_attention`.
 
     Returns:
@@ -84,35 +84,39 @@ def continual_nystrom_init(
 def continual_nystrom_step(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
 ) -> StepResult[ContinualNystromState]:
-    """Move the window on by t >= 1 tokens, in O(m (D + E)) each for a window of any length.
+    """Move the window on by t >= 1 tokens. Each token costs O(m (D + E)), for a window of any length.
 
-    Every landmark keeps its sums over the window with a log-scale: a new token is added and the oldest subtracted. The sums are recomputed
-    from the window every 1,024 tokens, and when subtractions would cost digits (the sum, or the size of its values, falls below half of its
-    peak). So the error stays bounded for finite logits of any size and streams of any length.
+    Every landmark keeps its sums over the window with a log-scale. A step adds the new token and subtracts the oldest.
+    The sums are recomputed from the window every 1,024 tokens, and when subtraction would cost digits: when the sum, or
+    the size of its values, falls below half of its peak. So the error stays bounded for finite logits of any size and
+    streams of any length.
 
     Args:
-        state: from `continual_nystrom_init` or an earlier step. It stays as it is while you keep it, or a view of a tensor of it. A step
-            reuses the memory of a state that the library made and that only the caller's state holds (torch counts who holds a tensor, and
-            its storage); else it copies the window. So drop older states, and clone a tensor that you take out of one.
+        state: from `continual_nystrom_init` or an earlier step. The state does not change while you keep it, or a view
+            of one of its tensors. A step reuses the memory of a state if the library made the state and only the
+            caller's state holds its tensors (torch counts the references to a tensor and its storage). Otherwise the
+            step copies the window. So drop older states, and clone a tensor that you take out of a state.
         query: (B, H, t, D), in the dtype of the state's window, any strides.
         key: (B, H, t, D).
         value: (B, H, t, E).
-        output: "single": one output for each of the t tokens, over the window that ends with it. "retroactive": the outputs of all n tokens
-            of the window after the last step.
-        impl: "auto", "reference", "native", "cuda" or "triton". A step that records a gradient, or runs under a transform such as vmap,
-            always runs "reference": O(n m) a token.
+        output: "single": one output for each of the t tokens, over the window that ends with the token. "retroactive":
+            the outputs of all n tokens of the window after the last token.
+        impl: "auto", "reference", "native", "cuda" or "triton". A step that records a gradient, or runs under a
+            transform such as vmap, always runs "reference", which costs O(n m) per token.
 
     Returns:
-        `StepResult(out, state)`, out in the dtype of query. Between replacements, continual landmarks lag behind the segment means of the
-        window: a stream equals `nystrom_attention` with the same landmarks, not with the current segment means.
+        `StepResult(out, state)`, out in the dtype of query. Between replacements, continual landmarks lag behind the
+        segment means of the window: a stream equals `nystrom_attention` with the same landmarks, not with the current
+        segment means.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it, and the state is unchanged.
-            Tokens must be finite. On a GPU this is not checked, because it would synchronise: outputs are NaN while the window holds a
-            token that is not finite.
+            Tokens must be finite. On a GPU this is not checked, because a check would synchronise. There, outputs are
+            NaN while the window holds a token that is not finite.
         RuntimeError: `impl` cannot run here.
 
-    During the capture of a CUDA graph the state is advanced in place and returned, so that each replay takes the next step.
+    While a CUDA graph is captured, a step updates the state in place and returns it. Each replay then takes the next
+    step.
 
     >>> tokens = torch.randn(1, 4, 100, 16)
     >>> first, rest = tokens.split([64, 36], dim=2)
@@ -126,7 +130,9 @@ def continual_nystrom_step(
 
 
 def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> ContinualAttentionState:
-    """The state of exact continual attention after its first full window of n tokens: the baseline for continual Nyström attention.
+    """Return the state of exact continual attention after its first full window of n tokens.
+
+    Exact attention is the baseline for continual Nyström attention.
 
     Arguments and errors are those of `continual_nystrom_init`.
 
@@ -144,10 +150,12 @@ def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale
 def continual_attention_step(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
 ) -> StepResult[ContinualAttentionState]:
-    """Move a window of exact softmax attention on by t >= 1 tokens, in O(n (D + E)) each, for both kinds of output.
+    """Move a window of exact softmax attention on by t >= 1 tokens. Each token costs O(n (D + E)), for both kinds of
+    output.
 
-    Arguments, results and errors are those of `continual_nystrom_step`. The first retroactive step, and the first after single ones,
-    computes the sums of all rows, O(n^2 (D + E)); further ones update them, and recompute rows as there.
+    Arguments, results and errors are those of `continual_nystrom_step`. A retroactive step computes the sums of all
+    rows, O(n^2 (D + E)), if it is the first or follows single steps. Further retroactive steps update the sums, and
+    recompute rows as `continual_nystrom_step` does.
 
     Source: Continual Transformers (Hedegaard et al.), eqs. 2 to 6 of Carreto Picon et al., with a log-scale for each row.
 
@@ -163,13 +171,15 @@ def continual_attention_step(
 
 
 def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
-    """Take a fast path: native code, which checks its arguments, or a kernel that has run a step of this form. Else the checked path, which
-    runs the step, as a row of a profile if one is made, or raises."""
+    """Take a fast path if there is one: native code, which checks its arguments, or a kernel that has run a step of
+    this form.
+
+    Otherwise take the checked path. It raises or runs the step, with a row in the profile if a profiler is on."""
     retroactive = output == "retroactive"
     form = None
     is_seen = is_watched() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
     if output in OUTPUTS and not is_seen:
-        named = now().impl if impl == "auto" else impl  # no compiler traces this way
+        named = now().impl if impl == "auto" else impl  # a compiler does not trace this branch
         if named in FAST and (result := _native(step.name)(state, query, key, value, retroactive)) is not None:
             return result
         form = form_of(named, retroactive, state, query, key, value)
@@ -187,13 +197,15 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
 
 @functools.cache
 def _native(name: str) -> Callable[..., Any]:
-    """The native step, which returns None for arguments that need the checked path; a function that always returns None if not built."""
+    """Return the native step, which returns None for arguments that need the checked path. If native code was not
+    built, the step always returns None."""
     native = imported("nystrom.continual", "native")
     return getattr(native, name) if native else lambda *_: None
 
 
 def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
-    """The implementation of a step. Continual landmarks with an exact pseudo-inverse have no kernel, only "reference"."""
+    """Return the implementation of a step. Only "reference" combines continual landmarks with an exact
+    pseudo-inverse."""
     check_name("nystrom.continual", impl)
     if is_differentiated_step(state, *tokens):
         return "reference"
@@ -211,7 +223,7 @@ def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
 
 
 def _window(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Return query, key and value of the first window, checked, and cast where autocast asks for it."""
+    """Return query, key and value of the first window, checked, and cast if autocast is on."""
     check_operands(query=query, key=key, value=value)
     check_key_value(key, value)
     if query.shape != key.shape:
@@ -245,14 +257,16 @@ def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tenso
 
 
 def _scale(scale: float | None, key: Tensor) -> Tensor:
-    """The scale of a state: a number in the host's memory whatever the default device, so that a step reads it without waiting."""
+    """Return the scale of a state: a number in the host's memory, whatever the default device is. A step then reads it
+    without waiting."""
     factor = torch.tensor(key.shape[-1] ** -0.5 if scale is None else fixed(scale), dtype=torch.float64, device="cpu")
     refuse_not_finite(scale=factor)
     return factor
 
 
 def _rings(*tokens: Tensor) -> Any:
-    """The rings of a new state, each with one spare row, so that a step can write without changing the state before it."""
+    """Return the rings of a new state. Each has one spare row, so a step can write without changing the state before
+    it."""
     return tuple(F.pad(t, (0, 0, 0, 1)).contiguous() for t in tokens)
 
 

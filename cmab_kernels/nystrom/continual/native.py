@@ -1,7 +1,8 @@
 """The steps of continual attention on the CPU: the functions of csrc/continual, called directly.
 
-Each takes (state, query, key, value, retroactive) and returns a `StepResult`, or None, without having written anything, if the checked
-path must decide: for an unexpected shape, dtype, device or layout, a token that is not finite, or a tensor subclass.
+Each takes (state, query, key, value, retroactive) and returns a `StepResult`. It returns None, without having written
+anything, if the checked path must decide: for an unexpected shape, dtype, device or layout, a token that is not finite,
+or a tensor subclass.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Ten
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:
-    """The reason why this implementation cannot run these inputs, as a phrase; None if it can. It takes any number of landmarks."""
+    """Return why this implementation cannot run these inputs, as a phrase; None if it can. Any number of landmarks is
+    supported."""
     if key.device.type != "cpu":
         return f"native code runs on the CPU, key is on {key.device}"
     if key.dtype not in FLOATING:

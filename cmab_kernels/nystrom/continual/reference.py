@@ -1,16 +1,17 @@
 """The definition of a continual step: token by token, everything is recomputed from the window.
 
-After P tokens the window consists of the last n. Continual landmarks are the means of segments of the stream: when a segment ends with
-token P (`segment_ending`), its mean replaces the oldest landmark. With the landmarks after that,
+After P tokens the window consists of the last n. Continual landmarks are the means of segments of the stream. When a
+segment ends with token P (`segment_ending`), its mean replaces the oldest landmark. With the landmarks after this
+replacement,
 
     Delta V = rho(q~, K) V      phi(Delta) = rho(q~, K) 1      Z = pinv(Gamma / phi(Gamma))
     single:       out = (rho(q, k~) / phi(rho(q, k~))) Z (Delta V / phi(Delta)),   q the newest query
     retroactive:  the same for every query of the window
 
-Exact attention is Delta V / phi(Delta) with the queries in place of the landmarks. The cost is O(n m) a token, and all of it is
-differentiable; kernels are compared with it. Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.). The updates
-printed there contain errors (inverted terms of a sum, a missing pseudo-inverse of kept rows, the new landmark's column subtracted);
-recomputation does not need them.
+Exact attention is Delta V / phi(Delta) with the queries in place of the landmarks. A token costs O(n m), and every
+operation is differentiable. Kernels are compared with this definition. Source: Continual Low-Rank Scaled Dot-product
+Attention (Carreto Picon et al.). The updates printed in that paper contain errors (inverted terms of a sum, a missing
+pseudo-inverse of kept rows, the new landmark's column subtracted). Recomputation does not need these updates.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, S
 
 
 def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """The sums (B, H, rows, E + 5) of queries (B, H, rows, D) over a window, with c the largest logit: exp(-c) Delta V, exp(-c) phi(Delta),
-    c, the peak of the second, exp(-c) sum exp(S) |v|_1, and, for its peak, the largest number.
+    """Return the sums (B, H, rows, E + 5) of queries (B, H, rows, D) over a window.
 
-    A kernel rounds logits otherwise: it could not take away what was added here. Below that peak it makes the row anew.
+    With c the largest logit, the columns are exp(-c) Delta V, exp(-c) phi(Delta), c, the peak of exp(-c) phi(Delta),
+    exp(-c) sum exp(S) |v|_1, and the peak of the latter, set to the largest number of the dtype.
+
+    A kernel rounds logits in another way, so it could not subtract exactly what was added here. With the largest number
+    as its peak, the next step of a kernel recomputes the row.
     """
     scores = logits(queries, keys.to(queries.dtype), scale)
     top = scores.amax(-1, keepdim=True).detach()
@@ -42,12 +46,13 @@ def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Te
 
 
 def row_means(sums: Tensor) -> Tensor:
-    """The attention output Delta V / phi(Delta), (B, H, rows, E), from the sums of `row_sums`."""
+    """Return the attention output Delta V / phi(Delta), (B, H, rows, E), from the sums of `row_sums`."""
     return sums[..., :-EXTRA_SUMS] / sums[..., -EXTRA_SUMS, None]
 
 
 def segment_ending(position: Tensor, window: int, landmarks: int) -> Tensor:
-    """The length (B, H) of the segment that ends after `position` (B, H) tokens of the stream; 0 if none ends there."""
+    """Return the length (B, H) of the segment that ends after `position` (B, H) tokens of the stream; 0 if no segment
+    ends there."""
     bounds = torch.tensor([0, *segment_ends(window, landmarks)], device=position.device)
     phase = (position - 1) % window + 1
     return ((phase[..., None] == bounds[1:]) * bounds.diff()).sum(-1)
@@ -56,7 +61,8 @@ def segment_ending(position: Tensor, window: int, landmarks: int) -> Tensor:
 def nystrom_step_reference(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualNystromState]:
-    """Return (out, state) after the tokens (B, H, t, *): one output for each, or, retroactive, those of the whole window after the last."""
+    """Return (out, state) after the tokens (B, H, t, *). Single outputs: one for each token. Retroactive: those of the
+    window after the last token."""
     outs = []
     for tokens in zip(query.split(1, -2), key.split(1, -2), value.split(1, -2), strict=True):
         state = _advanced(state, *tokens)
@@ -68,7 +74,8 @@ def nystrom_step_reference(
 
 
 def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystromState:
-    """The state after one more token: the token enters the window, may complete a landmark, and the sums are recomputed."""
+    """Return the state after one more token. The token enters the window and may complete a landmark, and the sums are
+    recomputed."""
     state = _pushed(state, *tokens)
     if not state.fixed:
         segment = segment_ending(state.position, state.window, state.sums.shape[-2])
@@ -81,19 +88,21 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
 
 def _pushed(state: State, *tokens: Tensor) -> State:
     rows = (state.position % state.keys.shape[-2])[..., None, None]
-    rings = (state.queries, state.keys, state.values)  # no slice of the state: the compiler of torch 2.6 knows none
+    rings = (state.queries, state.keys, state.values)  # no slice of the state: the compiler of torch 2.6 cannot trace it
     queries, keys, values = (ring.scatter(-2, rows.expand_as(token), token) for ring, token in zip(rings, tokens, strict=True))
     return _with(state, queries=queries, keys=keys, values=values, position=state.position + 1)
 
 
 def _with(state: State, **changed: Any) -> State:
-    """`state._replace`, which the compiler of torch 2.6 does not know."""
+    """Do what `state._replace` does, which the compiler of torch 2.6 cannot trace."""
     return type(state)(**{name: changed.get(name, getattr(state, name)) for name in type(state)._fields})
 
 
 def _replaced(state: ContinualNystromState, segment: Tensor) -> ContinualNystromState:
-    """The state with the mean of the newest `segment` (B, H) tokens in place of the oldest landmark, and the new pseudo-inverse; where
-    `segment` is 0, no landmark is replaced."""
+    """Return the state whose oldest landmark is replaced by the mean of the newest `segment` (B, H) tokens, with the
+    new pseudo-inverse.
+
+    Where `segment` is 0, no landmark is replaced."""
     longest = -(-state.window // state.sums.shape[-2])
     length, ends = segment[..., None, None].clamp(min=1), segment[..., None, None] > 0
     too_old = torch.arange(-longest, 0, device=segment.device)[:, None] < -length
@@ -115,7 +124,7 @@ def _nystrom_rows(state: ContinualNystromState, queries: Tensor) -> Tensor:
 def attention_step_reference(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualAttentionState]:
-    """Return (out, state) as `nystrom_step_reference` does, for exact attention over the window."""
+    """Do for exact attention over the window what `nystrom_step_reference` does; return (out, state)."""
     outs = []
     for tokens in zip(query.split(1, -2), key.split(1, -2), value.split(1, -2), strict=True):
         state = _pushed(state, *tokens)

@@ -1,7 +1,8 @@
 """The continual steps as `torch.library` operators: dispatch, shapes of the results, and operation counts.
 
-A `torch.library` operator must return new tensors, so it copies the window. A step goes through it only under torch.compile, tracing, a
-dispatch mode or with tensor subclasses; otherwise it calls the kernel directly, which reuses the state's memory.
+A `torch.library` operator must return new tensors, so it copies the window. A step goes through the operator only under
+torch.compile, tracing or a dispatch mode, or with tensor subclasses. Otherwise the step calls the kernel directly,
+which reuses the state's memory.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ LIB.define(f"continual_attention_step({_RINGS}, {_COUNTS}, {_TOKENS}) -> (Tensor
 
 
 def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
-    """Run an implementation's kernel and return (out, state); raise if it returns None, as it does for tokens that are not finite."""
-    if impl == "native":  # it takes plain Tensors only
+    """Run an implementation's kernel and return (out, state). Raise if the kernel returns None, as it does for tokens
+    that are not finite."""
+    if impl == "native":  # native code takes plain Tensors only
         state, query, key, value = _plain_state(state), _plain(query), _plain(key), _plain(value)
     result = kernel("nystrom.continual", impl, name)(state, query, key, value, retroactive)
     if result is None:
@@ -45,12 +47,13 @@ def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value
 
 
 def _plain(token: Tensor) -> Tensor:
-    """A token as a plain Tensor, for a Parameter, or for a subclass that the dispatcher has handed on."""
+    """Return a Parameter, or a subclass that the dispatcher has passed on, as a plain Tensor."""
     return token if type(token) is Tensor else token.detach()
 
 
 def _plain_state(state: Any) -> Any:
-    """The state with plain Tensors in place of Parameters: clones, since a step may write to what only its state holds."""
+    """Return the state with clones in place of Parameters. A step may write to tensors that only its state holds, so it
+    must not get aliases."""
     if torch.nn.Parameter not in map(type, state):
         return state
     return type(state)._make(field.detach().clone() if type(field) is torch.nn.Parameter else field for field in state)
@@ -86,7 +89,7 @@ LIB.impl("continual_attention_step", _attention_body, "CompositeExplicitAutograd
 
 
 def _grown(ring: Tensor, window: int, tokens: int) -> Tensor:
-    """An uninitialised ring of the capacity that it has after a step of this number of tokens."""
+    """Return an uninitialised ring with the capacity that it has after a step of this number of tokens."""
     batch, heads, capacity, width = ring.shape
     return ring.new_empty(batch, heads, capacity if capacity >= window + tokens else window + min(tokens, window), width)
 
@@ -120,7 +123,8 @@ def _(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, *rest: Any) -
 
 @flop_formula(torch.ops.cmab.continual_nystrom_step)
 def _nystrom_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
-    """Count the operations of a step at no position in particular, except for rows recomputed because of the data."""
+    """Count the operations of a step, as a mean over positions, without the rows that are recomputed because of the
+    data."""
     *_head, window, iterations, fixed, query, _key, _value, retroactive, _impl = rest
     batch, heads, _, width = keys
     one = mean_operations(window, sums[2], width, values[-1], query[2], iterations, bool(fixed), retroactive)
@@ -129,7 +133,7 @@ def _nystrom_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, 
 
 @flop_formula(torch.ops.cmab.continual_attention_step)
 def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
-    """Count the operations; the first retroactive step computes the sums of all rows."""
+    """Count the operations. The first retroactive step computes the sums of all rows."""
     *_head, window, query, _key, value, retroactive, _impl = rest
     batch, heads, tokens, width = query
     first = retroactive and sums[2] == 0
@@ -139,27 +143,29 @@ def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any
 # ---- as the api calls them
 
 Form = tuple[Any, ...]
-"""What decides whether a step is allowed, and how it runs: everything but the numbers in its tensors."""
+"""All that decides whether a step is allowed and how it runs: everything but the numbers in its tensors."""
 
 MOST_FORMS = 1000
-"""How many forms are remembered: the steps of a model have few."""
+"""The most forms that are remembered. The steps of one model have few forms."""
 
 _TENSORS: dict[type, int] = {ContinualNystromState: 10, ContinualAttentionState: 7}
-"""Kind of state -> how many of its fields are tensors: they come first, and ints follow."""
+"""Kind of state -> the number of its fields that are tensors. The tensors come first; ints follow."""
 
 _TYPES: dict[type, list[type]] = {
     ContinualNystromState: [*[Tensor] * 10, int, int, int, *[Tensor] * 3],
     ContinualAttentionState: [*[Tensor] * 7, int, *[Tensor] * 3],
 }
-"""Kind of state -> the types of its fields, and of a query, a key and a value."""
+"""Kind of state -> the types of its fields, then those of query, key and value."""
 
 _shape, _dtype, _device, _requires_grad = map(attrgetter, ("shape", "dtype", "device", "requires_grad"))
 
 
 def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | None:
-    """The form of a step: if one step of a form is allowed, all are, and run alike.
+    """Return the form of a step. If one step of a form is allowed, all steps of that form are allowed and run in the
+    same way.
 
-    None where only the checked path decides: under autocast, for subclasses of Tensor, lazy negations, and fields with gaps.
+    The form is None if only the checked path can decide: under autocast, and for subclasses of Tensor, lazy negations,
+    and fields that are not contiguous.
     """
     kind = type(state)
     if [*map(type, state), *map(type, tokens)] != _TYPES.get(kind):
@@ -172,14 +178,15 @@ def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | No
         if autocasts(fields[0].device):
             return None
         return (impl, retroactive, *state[_TENSORS[kind] :], *map(_shape, tensors), *map(_dtype, tensors), *map(_device, tensors))
-    except RuntimeError:  # a sparse or a nested tensor has no strides, or no shape
+    except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
         return None
 
 
 def carries_gradient(state: Any, *tokens: Any) -> bool:
-    """Whether a tensor requires a gradient. True as well for what is no state or no tensor: the checked path says so."""
+    """Whether a tensor requires a gradient. Also True if an argument is not a state or not a tensor: the checked path
+    then raises."""
     try:
-        fields = state[: _TENSORS[type(state)] - 1]  # the last, a position, never requires one
+        fields = state[: _TENSORS[type(state)] - 1]  # the last tensor is the position, which never requires a gradient
         return any(map(_requires_grad, (*fields, *tokens)))
     except (AttributeError, KeyError):
         return True
@@ -188,8 +195,8 @@ def carries_gradient(state: Any, *tokens: Any) -> bool:
 class StepOperator:
     """A step as the api calls it: (state, query, key, value, retroactive, impl) -> (out, state).
 
-    "reference" runs the definition, which supports autograd and transforms. Any other `impl` runs its kernel: directly, or through torch's
-    dispatcher where a compiler, a tracer or a dispatch mode must see the call.
+    "reference" runs the definition, which supports autograd and transforms. Any other `impl` runs its kernel. The call
+    goes through torch's dispatcher if a compiler, a tracer or a dispatch mode must see it, and directly otherwise.
     """
 
     def __init__(self, name: str, reference: Callable[..., Any], dispatched: Callable[..., Any]) -> None:
@@ -197,14 +204,15 @@ class StepOperator:
         self._ready: dict[Form, Callable[..., Any]] = {}
 
     def ready(self, form: Form | None) -> Callable[..., Any] | None:
-        """The kernel's function that ran a step of this form, for (state, query, key, value, retroactive); None if there was none."""
+        """Return the kernel's function that has run a step of this form, for (state, query, key, value, retroactive);
+        None if there is none."""
         try:
             return self._ready.get(form) if form else None
-        except TypeError:  # a list as `impl` or as an int of the state, say: the checked path names it
+        except TypeError:  # for example a list as `impl` or as an int of the state: the checked path names it
             return None
 
     def remember(self, form: Form | None, impl: str) -> None:
-        """Steps of this form pass all checks, and run `impl`."""
+        """Remember that steps of this form pass all checks and run `impl`."""
         if len(self._ready) == MOST_FORMS:
             self._ready.clear()
         if form and impl not in ("reference", "native"):  # native code has a fast path of its own
@@ -219,8 +227,8 @@ class StepOperator:
         return run_step(self.name, impl, own_memory(state), query, key, value, retroactive)
 
 
-# Separate functions look at the state's tensors and return before the step: a local variable left over would be one more reference to a
-# tensor, and the step would copy the window.
+# Separate functions look at the state's tensors and return before the step. A local variable left over would be one
+# more reference to a tensor, and the step would copy the window.
 
 
 def is_differentiated_step(state: Any, *tokens: Tensor) -> bool:
@@ -233,7 +241,8 @@ def _is_plain(state: Any, *tokens: Tensor) -> bool:
 
 
 def _rings(state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What every state keeps of its window, by name: the compiler of torch 2.6 knows no slice of a NamedTuple."""
+    """Return the tensors that every state keeps of its window, by name, because the compiler of torch 2.6 cannot trace
+    a slice of a NamedTuple."""
     return state.queries, state.keys, state.values, state.sums
 
 

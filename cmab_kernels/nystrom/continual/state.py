@@ -1,7 +1,8 @@
 """The state of continual attention between steps: a ring that holds the tokens of the window, and a few sums over them.
 
-A step returns a new state, and the state that it was given stays valid. This needs no copy if the library made the state's tensors and
-nothing else can reach their memory: the step then writes only to what the given state does not read, a free row of the ring and `spare`.
+A step returns a new state, and the state that it was given stays valid. No copy is needed if the library made the
+state's tensors and nothing else can reach their memory. The step then writes only to memory that the given state does
+not read: a free row of the ring, and `spare`.
 """
 
 from __future__ import annotations
@@ -30,61 +31,64 @@ class ContinualNystromState(NamedTuple):
     queries: Tensor
     """(B, H, C, D), a ring of C > n rows in the dtype of the tokens: token p = 0, 1, ... of the stream is in row p % C."""
     keys: Tensor
-    """(B, H, C, D), likewise."""
+    """(B, H, C, D), a ring like `queries`."""
     values: Tensor
-    """(B, H, C, E), likewise."""
+    """(B, H, C, E), a ring like `queries`."""
     sums: Tensor
-    """(B, H, m, E + 5) in the state dtype. A row, with log-scale c, is exp(-c) Delta V, exp(-c) phi(Delta), c, and the largest value that
-    the second has had since the row was last recomputed; then exp(-c) sum exp(S) |v|_1 over the window, and its largest value likewise. The
-    last is the largest number if torch computed the sums: the next step of a kernel, which rounds otherwise, recomputes the row."""
+    """(B, H, m, E + 5) in the state dtype. A row, with log-scale c, holds exp(-c) Delta V, exp(-c) phi(Delta), c, the
+    peak of exp(-c) phi(Delta), exp(-c) sum exp(S) |v|_1 over the window, and the peak of the latter.
+
+    A peak is the largest value since the row was last recomputed. If torch computed the sums, the last peak is the
+    largest number of the dtype. A kernel rounds in another way than torch, so its next step then recomputes the row."""
     spare: Tensor
-    """The shape and dtype of `sums`: memory that the next step writes to."""
+    """Memory that the next step writes to, with the shape and dtype of `sums`."""
     landmark_queries: Tensor
     """(B, H, m, D) in the state dtype, oldest first."""
     landmark_keys: Tensor
-    """(B, H, m, D), likewise."""
+    """(B, H, m, D) in the state dtype, oldest first."""
     inverse: Tensor
     """(B, H, m, m) in the state dtype: the pseudo-inverse of Gamma_phi."""
     scale: Tensor
-    """() float64 on the CPU: what logits are multiplied by."""
+    """() float64 on the CPU: the factor of the logits."""
     position: Tensor
-    """(B, H) int64: how many tokens each stream of the batch has had."""
+    """(B, H) int64: the number of tokens that each stream has read."""
     window: int
     """The number n of tokens in the window."""
     pinv_iterations: int
-    """Iterations of the pseudo-inverse; 0 means the exact one."""
+    """Iterations of the pseudo-inverse; 0 means the exact pseudo-inverse."""
     fixed: int
-    """1 where landmarks were given and stay, 0 where they follow the window."""
+    """1 if the landmarks were given and stay, 0 if they follow the window."""
 
 
 class ContinualAttentionState(NamedTuple):
-    """The state of exact continual attention over a window of n tokens: (n + 1)(2 D + E) elements a head, and 2 n (E + 5) more after a
-    retroactive step."""
+    """The state of exact continual attention over a window of n tokens.
+
+    It has (n + 1)(2 D + E) elements per head, and 2 n (E + 5) more after a retroactive step."""
 
     queries: Tensor
     """(B, H, C, D), a ring of C > n rows in the dtype of the tokens: token p = 0, 1, ... of the stream is in row p % C."""
     keys: Tensor
-    """(B, H, C, D), likewise."""
+    """(B, H, C, D), a ring like `queries`."""
     values: Tensor
-    """(B, H, C, E), likewise."""
+    """(B, H, C, E), a ring like `queries`."""
     sums: Tensor
-    """(B, H, n, E + 5) in the state dtype: as in `ContinualNystromState`, row i for the query of the window's i-th token. (B, H, 0, E + 5)
-    while only single outputs are asked for."""
+    """(B, H, n, E + 5) in the state dtype, as in `ContinualNystromState`: row i is for the query of the i-th token of
+    the window. (B, H, 0, E + 5) while all steps ask for single outputs."""
     spare: Tensor
-    """The shape and dtype of `sums`: memory that the next step writes to."""
+    """Memory that the next step writes to, with the shape and dtype of `sums`."""
     scale: Tensor
-    """() float64 on the CPU: what logits are multiplied by."""
+    """() float64 on the CPU: the factor of the logits."""
     position: Tensor
-    """(B, H) int64: how many tokens each stream of the batch has had."""
+    """(B, H) int64: the number of tokens that each stream has read."""
     window: int
     """The number n of tokens in the window."""
 
 
 EXTRA_SUMS = 5
-"""The columns of a row of sums beside those of the values."""
+"""The columns of a row of sums besides those of the values."""
 
 LAST_POSITION = 2**62
-"""The most tokens that a state may say its stream has had: sums of positions and lengths stay within 64 bits."""
+"""The largest position that a state may have. Sums of positions and lengths then stay within 64 bits."""
 
 RINGS = ("queries", "keys", "values")
 """The fields of a state that are rings."""
@@ -94,7 +98,7 @@ ContinualState = ContinualNystromState | ContinualAttentionState
 State = TypeVar("State", ContinualNystromState, ContinualAttentionState)
 
 
-if TYPE_CHECKING:  # Python 3.10 has no generic NamedTuple, and torch takes one for no NamedTuple
+if TYPE_CHECKING:  # Python 3.10 has no generic NamedTuple, and torch does not recognise one
 
     class StepResult(NamedTuple, Generic[State]):
         out: Tensor
@@ -106,26 +110,29 @@ else:
         """The result of a step."""
 
         out: Tensor
-        """(B, H, t, E), for each new token over the window that ends with it; retroactive (B, H, n, E), for the window after the last."""
+        """Single outputs: (B, H, t, E), each over the window that ends with its token. Retroactive: (B, H, n, E), for
+        the window after the last token."""
         state: State
-        """The state for the next step, of the kind that this step was given, which can still be used."""
+        """The state for the next step, of the same kind as the given state. The given state can still be used."""
 
 
 def window_of(ring: Tensor, position: Tensor, window: int) -> Tensor:
-    """A copy (B, H, n, *) of the newest `window` tokens in a ring (B, H, C, *) after `position` (B, H) tokens, oldest first."""
+    """Return a copy (B, H, n, *) of the newest `window` tokens of a ring (B, H, C, *) after `position` (B, H) tokens,
+    oldest first."""
     rows = _rows_of(position, window, ring.shape[-2])
     return ring.gather(-2, rows[..., None].expand(*rows.shape, ring.shape[-1]))
 
 
 def ring_of(tokens: Tensor, position: Tensor, capacity: int) -> Tensor:
-    """A ring (B, H, C, *) of C = `capacity` rows that holds these as its newest tokens, after `position` (B, H) tokens of the stream."""
+    """Return a ring (B, H, C, *) of C = `capacity` rows whose newest tokens are `tokens`, after `position` (B, H)
+    tokens of the stream."""
     rows = _rows_of(position, tokens.shape[-2], capacity)
     empty = tokens.new_zeros(*tokens.shape[:-2], capacity, tokens.shape[-1])
     return empty.scatter(-2, rows[..., None].expand_as(tokens), tokens)
 
 
 def _rows_of(position: Tensor, tokens: int, capacity: int) -> Tensor:
-    """The rows (B, H, t) that the newest `tokens` tokens have in a ring of `capacity` rows, oldest first."""
+    """Return the rows (B, H, t) of the newest `tokens` tokens in a ring of `capacity` rows, oldest first."""
     return (position[..., None] + torch.arange(-tokens, 0, device=position.device)) % capacity
 
 
@@ -148,10 +155,10 @@ COUNTS = ("window", "pinv_iterations", "fixed")
 
 
 def state_to_tensors(state: ContinualState) -> dict[str, Tensor]:
-    """Return a state as tensors alone, as files of safetensors need them; `state_from_tensors` makes the state of them again.
+    """Return a state as a dictionary of tensors, as safetensors files need it. `state_from_tensors` restores the state.
 
-    The entries are the fields of the state without `spare`, in memory of their own: `queries`, `keys` and `values` (B, H, n, *) are the
-    window, oldest token first, and ints are int64 tensors ().
+    The entries are the fields of the state without `spare`, in memory of their own. `queries`, `keys` and `values` (B,
+    H, n, *) are the window, oldest token first. Ints become int64 tensors ().
 
     >>> tokens = torch.randn(1, 4, 64, 16)
     >>> state = cmab_kernels.continual_nystrom_init(tokens, tokens, tokens, num_landmarks=8)
@@ -172,12 +179,12 @@ def state_to_tensors(state: ContinualState) -> dict[str, Tensor]:
 
 
 def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: str = "tensors") -> State:
-    """Return the state of this kind that `state_to_tensors` took apart, in memory of its own, on the device of the tensors.
+    """Restore a state from the tensors of `state_to_tensors`, in memory of its own, on the device of the tensors.
 
     Args:
         kind: `ContinualNystromState` or `ContinualAttentionState`.
-        tensors: all entries, and no other. `position` may also be a number () that all streams of the batch share.
-        name: what errors call `tensors`.
+        tensors: all entries, and no other. `position` may also be one number () for all streams of the batch.
+        name: the name of `tensors` in error messages.
 
     Raises:
         ValueError, TypeError: an entry is missing, or has a wrong shape, dtype or value; the message names it.
@@ -212,7 +219,7 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
 
 
 def unlikely_totals(name: str, sums: Tensor) -> str:
-    """The reason why no stream can have these sums, or "" if one can."""
+    """Return why no stream can have these sums, or "" if a stream can."""
     if (sums[..., -EXTRA_SUMS] <= 0).any():
         return wrong(name, "holds a total that is not positive", "a sum of exponentials is")
     return ""
@@ -226,7 +233,7 @@ def _loaded_count(name: str, count: Tensor) -> int:
 
 
 def _check_window(name: str, tokens: Tensor, keys: Tensor, window: int) -> None:
-    """Raise unless these are the n tokens of a window (B, H, n, *), for the streams and on the device of the keys."""
+    """Raise unless `tokens` is a window (B, H, n, *) with the batch, heads and device of the keys."""
     streams = tuple(keys.shape[:2]) if keys.dim() == 4 else ("B", "H")
     if tokens.dim() != 4 or tokens.shape[:3] != (*keys.shape[:2], window):
         needed = f"({streams[0]}, {streams[1]}, {window}, *), a window for the streams of keys, is needed"
@@ -236,7 +243,7 @@ def _check_window(name: str, tokens: Tensor, keys: Tensor, window: int) -> None:
 
 
 def _loaded_position(name: str, position: Tensor, keys: Tensor) -> Tensor:
-    """The position of each stream (B, H), on the device of keys (B, H, n, D), from that or from a number ()."""
+    """Return the position of each stream (B, H), on the device of keys (B, H, n, D), from a tensor (B, H) or ()."""
     _check_loaded(name, position)
     if position.is_meta and not keys.is_meta:
         raise ValueError(wrong(name, "is on meta", "a tensor with a value is needed"))
@@ -247,7 +254,7 @@ def _loaded_position(name: str, position: Tensor, keys: Tensor) -> Tensor:
 
 
 def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
-    """A contiguous copy without a gradient of numbers that are finite."""
+    """Return a contiguous copy without a gradient; raise unless all numbers are finite."""
     _check_loaded(name, tensor)
     check_floats(name, tensor)
     if not tensor.is_meta and not tensor.isfinite().all():
@@ -268,7 +275,8 @@ def _on_host(name: str, tensor: Tensor) -> Tensor:
 
 
 def own_memory(state: State) -> State:
-    """Return the state with all tensors contiguous and without gradients: itself if they are, else with clones of those that are not."""
+    """Return a state whose tensors are contiguous and without gradients: `state` itself if it has only such
+    tensors, else a state with clones of the others."""
     if all(map(_is_own, state)):
         return state
     return type(state)._make(map(_owned, state))
@@ -282,31 +290,34 @@ def _owned(field: Any) -> Any:
     return field if _is_own(field) else field.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-# ---- which memory the next state takes
+# ---- the memory of the next state
 
 
 _WRITTEN = 5
-"""How many fields of a state a step may write to: they come first."""
+"""The number of fields of a state that a step may write to. These fields come first."""
 
 
 @functools.cache
 def _ownership() -> Any:
-    """The native code, which counts who holds a tensor (csrc/common/ownership.h); None if it was not built: then all is copied."""
+    """Return the native code that counts the references to a tensor (csrc/common/ownership.h). None if it was not
+    built; every step then copies."""
     return imported("nystrom.continual", "native")
 
 
 def remembered(state: State) -> State:
-    """The state itself, whose tensors are new and have memory of their own: steps may write to it while nothing else can reach it."""
+    """Record that the state's tensors are new and have memory of their own, and return the state. Steps may write to it
+    while nothing else can reach it."""
     if not torch.compiler.is_compiling() and _ownership() is not None:
         _ownership().remember(state)
     return state
 
 
 def next_state(state: State, tokens: int, retroactive: bool) -> State:
-    """The state after a step of this number of tokens on a GPU, whose memory the step is to fill.
+    """Return the state after a step of this number of tokens on a GPU, with memory that the step still has to fill.
 
-    The rule is that of csrc/continual/next_state.h. A state that alone holds its tensors is stepped in place: new tokens go to free rows of
-    its rings, and its sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
+    The rule is that of csrc/continual/next_state.h. If the state alone holds its tensors, the step works in place: new
+    tokens go to free rows of its rings, and its sums and spare memory swap. A step never writes to memory that others
+    may read: it takes new memory instead.
     """
     sole = _ownership() is not None and _ownership().is_sole_owner(state)
     fields: tuple[Any, ...] = state
@@ -323,17 +334,18 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
         sums, spare = spare, sums
     elif rows or before:
         sums, spare = (sums.new_empty(batch, heads, rows, sums.shape[3]) for _ in range(2))
-    landmarks: Any = fields[_WRITTEN:-5] if followed else ()  # new ones always: whether one is replaced may be known on a GPU only
+    landmarks: Any = fields[_WRITTEN:-5] if followed else ()  # always new: only the GPU may know whether a landmark is replaced
     counts: Any = fields[-3 if followed else -1 :]
     made = (queries, keys, values, sums, spare, *map(torch.empty_like, landmarks), state.scale, torch.empty_like(state.position), *counts)
     return remembered(type(state)._make(made))
 
 
 def _sent(state: State) -> tuple[Any, ...]:
-    """Reduce a state that goes to another process to bytes: torch would share its memory, and no side sees who holds it on the other."""
+    """Reduce a state to bytes for another process. torch would share its memory, and neither process could see the
+    references of the other."""
     fields: tuple[Any, ...] = state
     if any(isinstance(field, Tensor) and field.requires_grad for field in fields):
-        return type(state)._make, (fields,)  # torch shares a leaf, and refuses what has a history
+        return type(state)._make, (fields,)  # torch shares a leaf, and refuses a tensor with a history
     file = io.BytesIO()
     torch.save(fields, file)
     return _received, (type(state), file.getvalue())
@@ -348,7 +360,8 @@ for _kind in KINDS:
 
 
 def refuse_other_output(state: State, retroactive: bool) -> None:
-    """Raise `RuntimeError` if a step of this kind cannot be captured in a CUDA graph, since the state's sums would take other memory."""
+    """Raise `RuntimeError` if a step of this kind cannot be captured in a CUDA graph because the state's sums would
+    need other memory."""
     known = state.sums.shape[-2] > 0
     if isinstance(state, ContinualAttentionState) and known != retroactive:
         kinds = ("single", "retroactive")
@@ -360,7 +373,7 @@ _HOST = torch.device("cpu")
 
 
 def check_state(state: State, kind: type[State], name: str = "state") -> None:
-    """Raise unless `state` is of this kind and its parts fit together."""
+    """Raise unless `state` is a `kind` and its parts fit together."""
     if not isinstance(state, kind):
         made_by = "continual_nystrom_init" if kind is ContinualNystromState else "continual_attention_init"
         raise TypeError(wrong(name, f"is {kind_of(state)}", f"a {kind.__name__}, from {made_by} or a step, is needed"))
@@ -382,7 +395,7 @@ def check_state(state: State, kind: type[State], name: str = "state") -> None:
 
 
 def _check_any(state: Any) -> None:
-    """Raise unless `state` is of either kind and its parts fit together."""
+    """Raise unless `state` is one of `KINDS` and its parts fit together."""
     kind = type(state)
     if kind not in KINDS:
         raise TypeError(wrong("state", f"is {kind_of(state)}", "a ContinualNystromState or a ContinualAttentionState is needed"))
@@ -390,7 +403,7 @@ def _check_any(state: Any) -> None:
 
 
 _BOUNDS = {"window": (1, LAST_POSITION), "pinv_iterations": (0, MOST_ITERATIONS), "fixed": (0, 1)}
-"""The least and the most of each int of a state."""
+"""The smallest and the largest value of each int of a state."""
 
 
 def _check_counts(state: ContinualState, name: str) -> None:
@@ -401,7 +414,8 @@ def _check_counts(state: ContinualState, name: str) -> None:
 
 
 def _check_positions(state: ContinualState, name: str) -> None:
-    """Raise for a position that no stream can have. On a GPU it is not read: the host would wait."""
+    """Raise for a position that no stream can have. On a GPU positions are not checked, because the host would have to
+    wait."""
     if not is_read(state.position) or not state.position.numel():
         return
     for extreme in map(int, state.position.aminmax()):
@@ -411,7 +425,8 @@ def _check_positions(state: ContinualState, name: str) -> None:
 
 
 def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and dtype that each tensor must have, given those of the rings. Where one of them has another dtype, that one is wrong."""
+    """Return the shape and dtype that each tensor must have, given those of the rings. If one ring has another dtype,
+    that ring is wrong."""
     queries, keys, values, sums = state.queries, state.keys, state.values, state.sums
     for part, ring in (("queries", queries), ("keys", keys), ("values", values), ("sums", sums)):
         if isinstance(ring, Tensor):

@@ -22,22 +22,23 @@ __all__ = ["DTYPES", "Declaration", "Measured", "OperatorSuite", "failures"]
 
 
 class OperatorSuite(OnGpu, Gradients, Errors):
-    """Tests of an operator: inherit, name the class Test..., and declare the operator; pytest finds the checks.
+    """Tests of an operator: inherit, name the class Test..., and declare the operator. pytest then finds the checks.
 
-    A declaration says which tensors the operator takes (`arguments`, a letter for each dimension), how it is called (`call`) and what the
-    right result is (`oracle`); `Declaration` lists the options. The class then has checks of
+    A declaration gives the tensors that the operator takes (`arguments`, a letter for each dimension), the call
+    (`call`) and the right result (`oracle`). `Declaration` lists the options. The class then has these checks:
 
     - P1: empty dimensions, masked keys with NaN under the mask, a NaN that stays in its batch element;
-    - P2: results and gradients against the oracle in float64, row by row, for every dtype and several laws of the inputs, and with logits
-      up to 2^60 in any order;
-    - P3: the same bits on every run, for any number of threads, for a batch element by itself;
+    - P2: results and gradients against the oracle in float64, row by row, for every dtype and several distributions of
+      the inputs, and with logits up to 2^60 in any order;
+    - P3: the same bits on every run, for any number of threads, and for a batch element by itself;
     - P5: strides, offsets, expanded and lazily negated arguments;
     - P8: gradcheck and gradgradcheck, third order, torch.library.opcheck, torch.compile, vmap, autocast, checkpointing;
     - errors that name the argument, what was given and what is allowed;
-    - on a GPU (`gpu`): streams, CUDA graphs, and calls that wait for nothing.
+    - on a GPU (`gpu`): streams, CUDA graphs, and calls that do not wait for the device.
 
-    Every check runs on one thread, with uninitialised memory that holds NaN. A check without parameters in this declaration (such as
-    `test_masks` where there is no mask) is removed from the class. `failures` runs the checks without pytest.
+    Every check runs on one thread, with uninitialised memory that holds NaN. A check that has no parameters in this
+    declaration (such as `test_masks` without a mask) is removed from the class. `failures` runs the checks without
+    pytest.
 
     >>> from cmab_kernels.testing import OperatorSuite, failures
     >>> class TestLatentAttention(OperatorSuite):
@@ -56,7 +57,8 @@ class OperatorSuite(OnGpu, Gradients, Errors):
     """
 
     _without_parameters: ClassVar[dict[str, Callable[..., None]]] = {}
-    """Check that is removed for want of parameters -> its function, which a subclass with parameters has again."""
+    """Check that was removed because it has no parameters -> its function. A subclass that has parameters gets the
+    check back."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -75,7 +77,7 @@ class OperatorSuite(OnGpu, Gradients, Errors):
 
     @classmethod
     def _move_to_gpu(cls) -> None:
-        """Test the operator's implementations for a GPU instead of those declared, with the changes of `on_gpu`."""
+        """Test the operator's GPU implementations in place of the declared ones, with the changes of `on_gpu`."""
         there = FAMILIES.get(OPERATORS.get(cls.operator, ""), {})
         cls.impls = tuple(impl for impl in there if impl == "triton" or (impl == "cuda" and not INTERPRETING))
         for name, value in vars(cls).get("on_gpu", {}).items():
@@ -92,7 +94,7 @@ class OperatorSuite(OnGpu, Gradients, Errors):
         torch.manual_seed(0)
 
     def teardown_method(self) -> None:
-        """Undo what `setup_method` has set."""
+        """Undo the settings of `setup_method`."""
         self._context.close()
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
@@ -122,9 +124,10 @@ def _cases(suite: OperatorSuite, only: tuple[str, ...]) -> Iterator[tuple[str, C
 
 
 def failures(suite: type[OperatorSuite], *checks: str) -> dict[str, Exception]:
-    """Run the checks of a suite, or only those named, without pytest; return the exceptions by check name and parameters.
+    """Run the checks of a suite, or only those named, without pytest; return the exceptions by check name and
+    parameters.
 
-    Checks that the class itself defines are run as well; their parameters must be among those of `Declaration.parameters`.
+    Checks that the class itself defines run as well. Their parameters must be among those of `Declaration.parameters`.
     """
     tests, found = suite(), {}
     for label, check, chosen in _cases(tests, checks):

@@ -18,7 +18,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Measured(NamedTuple):
-    """A result or a gradient of the operator (`ours`), of the oracle (`right`) and of torch (`theirs`), and the data of its bound."""
+    """A result or a gradient of the operator (`ours`), of the oracle (`right`) and of torch (`theirs`), with the data
+    of its bound."""
 
     name: str
     """The name of the result, or of the argument whose gradient this is."""
@@ -46,26 +47,27 @@ def _along_the_first_column(sizes: Tensor, like: Tensor) -> Tensor:
 class Declaration:
     """The declaration of an operator: its arguments, its oracle, and its promises.
 
-    Tensor shapes are words with a letter for each dimension: "BHND" is (B, H, N, D), and `extents` gives each letter a length. Dimensions
-    with the same letter have the same length, so that the checks can take one batch element, empty a dimension, or mask keys.
+    Tensor shapes are words with a letter for each dimension: "BHND" is (B, H, N, D). `extents` gives each letter a
+    length. Dimensions with the same letter have the same length, so the checks can take one batch element, empty a
+    dimension, or mask keys.
     """
 
     operator: ClassVar[str] = ""
     """The name of the operator, for messages."""
     arguments: ClassVar[Mapping[str, str]] = {}
-    """argument -> its dimensions, a letter each; arguments without a letter are scalars"""
+    """argument -> its dimensions, one letter each; an argument without letters is a scalar"""
     outputs: ClassVar[tuple[str, ...]] = ("out",)
     """The names of the results of `call`, in order."""
     extents: ClassVar[Mapping[str, int]] = {}
     """letter -> its usual length"""
     small: ClassVar[Mapping[str, int]] = {}
-    """letter -> its length where numerical derivatives are taken"""
+    """letter -> its length in checks with numerical derivatives"""
     shapes: ClassVar[Sequence[Mapping[str, int]]] = ({},)
-    """The lengths of the accuracy checks, each a change of `extents`."""
+    """The lengths of the accuracy checks, each as changes of `extents`."""
     differentiable: ClassVar[tuple[str, ...] | None] = None
     """The arguments that have gradients; None: all of them."""
     impls: ClassVar[tuple[str, ...]] = ("reference",)
-    """The implementations to be tested."""
+    """The implementations to test."""
     repeatable: ClassVar[tuple[str, ...]] = ()
     """The implementations that promise the same bits on every run, for any number of threads, alone or in a batch."""
     definition: ClassVar[str] = "reference"
@@ -77,23 +79,26 @@ class Declaration:
     batch: ClassVar[str] = "B"
     """The letter of the batch dimension; "" if there is none."""
     logits: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
-    """The arguments (..., rows, D) whose products are the operator's logits: any of the first with any of the second; none: not checked."""
+    """The arguments (..., rows, D) whose products are the operator's logits: any of the first with any of the second.
+    Empty: not checked."""
     empty: ClassVar[str] = ""
     """The letters of dimensions that may be empty."""
     mask: ClassVar[str | None] = None
     """The name of a bool argument (B, `masked`), True = ignore; None if there is none."""
     masked: ClassVar[str] = "N"
-    """The letter of the dimension that is masked."""
+    """The letter of the masked dimension."""
     masked_length: ClassVar[int] = 200
     """The length of that dimension in the checks of masks, at least 128."""
     mask_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 4e-6}
-    """dtype -> the relative error allowed for a row of a result with masked keys; a thousand times as much for gradients"""
+    """dtype -> the relative error allowed for a row of a result with masked keys; gradients may have a thousand times
+    as much"""
     layout_tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float64: 1e-12, torch.float32: 4e-6}
     """dtype -> the relative difference allowed between layouts; 1e-2 for dtypes that are not listed"""
     gradient_tolerance: ClassVar[float] = 1e-9
-    """The relative difference allowed in float64 for results and gradients that are compiled or under vmap, and for higher derivatives."""
+    """The relative difference allowed in float64 for compiled or vmapped results and gradients, and for higher
+    derivatives."""
     bits: ClassVar[Sequence[Mapping[str, int]]] = ()
-    """The lengths for the checks of equal bits, each a change of `extents`; none: `extents` alone."""
+    """The lengths for the checks of equal bits, each as changes of `extents`. Empty: `extents` alone."""
     repeats: ClassVar[int] = 100
     """The number of runs that must give the same bits."""
     many: ClassVar[Mapping[str, int] | None] = None
@@ -103,20 +108,23 @@ class Declaration:
     autocast: ClassVar[tuple[str, ...]] = ()
     """The arguments that are cast under autocast; none: not checked."""
     ungraded: ClassVar[bool] = False
-    """Whether a call without gradients takes another path; then the results, but not the gradients, are taken from such a call."""
+    """Whether a call without gradients takes another path. Then results are taken from such a call, and gradients from
+    a call with gradients."""
     batched_gradcheck: ClassVar[bool] = True
     """Whether gradcheck also takes batched gradients."""
     forward_mode: ClassVar[bool] = True
-    """Whether the operator has derivatives in forward mode, which are then checked."""
+    """Whether the operator has derivatives in forward mode; if so, they are checked."""
     accepted: ClassVar[tuple[str, ...]] = ()
-    """The error checks whose argument the operator accepts, by name, such as "value of another dtype"; they are not run."""
+    """The names of error checks that are not run, because the operator accepts the argument, such as "value of another
+    dtype"."""
 
     gpu: ClassVar[bool] = False
-    """Whether the checks run on a GPU, for the implementations there; set it on `OperatorSuite` before suites are declared."""
+    """Whether the checks run on a GPU, for the implementations there. Set it on `OperatorSuite` before suites are
+    declared."""
     on_gpu: ClassVar[Mapping[str, Any]] = {}
-    """attribute -> its value where `gpu` is set, such as more `shapes`; a subclass does not take it over"""
+    """attribute -> its value if `gpu` is set, such as more `shapes`; subclasses do not inherit it"""
     captured: ClassVar[bool] = True
-    """Whether a call on a GPU waits for nothing, so that a CUDA graph can capture it."""
+    """Whether a call on a GPU does not wait for the device, so that a CUDA graph can capture it."""
 
     # ---- what a declaration must define
 
@@ -125,40 +133,47 @@ class Declaration:
         raise NotImplementedError
 
     def oracle(self, **inputs: Any) -> Sequence[Tensor]:
-        """Return the right results, computed by the formula and differentiable; the inputs are float64."""
+        """Return the right results, computed by the formula and differentiable. The inputs are float64."""
         raise NotImplementedError
 
     # ---- what a declaration may override
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        """Return a random argument for the checks, float32 or wider; override it for arguments that must be positive, symmetric, ..."""
+        """Return a random argument for the checks, float32 or wider. Override this for arguments that must be positive,
+        symmetric, ..."""
         return LAWS[law](*shape)
 
     def in_torch(self, **inputs: Any) -> Sequence[Tensor]:
-        """Return the results of plain torch in the dtype of the inputs; the bounds of P2 are multiples of their errors."""
+        """Return the results of plain torch in the dtype of the inputs. The bounds of P2 are multiples of the errors of
+        these results."""
         return self.oracle(**inputs)
 
     def incoming(self, results: Sequence[Tensor]) -> Results:
-        """Return the incoming gradients of the results in the accuracy checks; zeros for a result that `in_torch` does not have."""
+        """Return the incoming gradients of the results in the accuracy checks; zeros for a result that `in_torch` does
+        not have."""
         return tuple(torch.randn(r.shape) for r in results)
 
     def torch_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which `in_torch` is run for results of `dtype`; its error is then scaled by the ratio of their eps."""
+        """Return the dtype in which `in_torch` runs for results of `dtype`. Its error is then scaled by the ratio of
+        the two eps."""
         return dtype
 
     def score(self, inputs: Inputs) -> float:
-        """Return the largest absolute logit; 0 where there is none."""
+        """Return the largest absolute logit; 0 if there are no logits."""
         return 0.0
 
     def row_sizes(self, found: Measured) -> Tensor:
-        """Return the number by which each row's error is divided: by default the norm of the right row, and for a gradient at least a
-        twentieth of the largest norm in the matrix.
+        """Return the number by which each row's error is divided.
+
+        By default this is the norm of the right row. For a gradient it is at least a twentieth of the largest norm in
+        the matrix.
         """
         size = found.right.norm(dim=-1)
         return size.maximum(0.05 * size.amax(-1, keepdim=True)) if found.is_gradient and size.dim() else size
 
     def torch_errors(self, error: Tensor) -> Tensor:
-        """Return the error of plain torch to use in the bound of each row; override it where all rows of a matrix share one error."""
+        """Return the error of plain torch to use in the bound of each row. Override this if all rows of a matrix share
+        one error."""
         return error
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
@@ -166,7 +181,8 @@ class Declaration:
         return True
 
     def check_result(self, name: str, ours: Tensor, right: Tensor, allowed: float) -> None:
-        """Assert that each row's relative error is at most `allowed`; where the right row is 0, the result must be exactly 0."""
+        """Assert that each row's relative error is at most `allowed`. If the right row is 0, the result must be exactly
+        0."""
         assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
         infinite = right.isinf() & (ours == right)
         ours, right = (t.masked_fill(infinite, 0.0) for t in (ours.double(), right.double()))
@@ -177,7 +193,7 @@ class Declaration:
 
     @property
     def device(self) -> torch.device:
-        """The device of all tensors of the checks; in Triton's interpreter, that of the CPU."""
+        """The device of all tensors of the checks. For Triton's interpreter it is the CPU."""
         return torch.device("cuda" if self.gpu and not INTERPRETING else "cpu")
 
     def inputs(self, dtype: torch.dtype = torch.float64, law: str = "normal", extents: Mapping[str, int] | None = None) -> Inputs:
@@ -191,10 +207,11 @@ class Declaration:
         return self.inputs(extents=self.small)
 
     def huge_inputs(self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None) -> Inputs:
-        """Return arguments whose logits are 2^20 to 2^60, times D^-0.5, as far as `dtype` holds their factors, with both signs.
+        """Return arguments with logits of 2^20 to 2^60, times D^-0.5, of both signs, as far as `dtype` holds their
+        factors.
 
-        The logits of successive keys are in this order: "rising", "falling" or "mixed". Each is so far from the others that a softmax
-        over them has a single weight that is not 0.
+        `order` is the order of the logits of successive keys: "rising", "falling" or "mixed". The logits are so far
+        apart that a softmax over them has only one weight that is not 0.
         """
         inputs = self.inputs(dtype, extents=extents)
         lefts, rights = self.logits
@@ -223,7 +240,8 @@ class Declaration:
         return {name: t.detach().requires_grad_() if name in self.graded else t for name, t in inputs.items()}
 
     def function_of(self, impl: str, inputs: Inputs, names: Sequence[str] | None = None) -> tuple[Callable[..., Results], Results]:
-        """Return the call as a function of the named arguments (None: all differentiable ones) by position, and their values."""
+        """Return the call as a function of the named arguments (None: all differentiable ones) by position, and the
+        values of these arguments."""
         chosen = self.graded if names is None else tuple(names)
 
         def function(*tensors: Tensor) -> Results:
@@ -249,7 +267,7 @@ class Declaration:
         else:
             results_alone = tuple(r.detach() for r in results)
         pairs = [(r, c) for r, c in zip(results, along, strict=True) if r.requires_grad]
-        if not pairs:  # no result requires a gradient, for example if a dimension is empty
+        if not pairs:  # no result requires a gradient, for example because a dimension is empty
             return results_alone, {name: torch.zeros_like(leaves[name]) for name in self.graded}
         grads = torch.autograd.grad([r for r, _ in pairs], graded, [c for _, c in pairs], allow_unused=True)
         kept = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(self.graded, grads, strict=True)}
@@ -261,13 +279,13 @@ class Declaration:
         return (*results, *grads.values())
 
     def axis_of(self, name: str, letter: str) -> int:
-        """Return the index of an argument's first dimension with this letter, or -1 if there is none."""
+        """Return the index of an argument's first dimension with this letter, or -1 if it has none."""
         return self.arguments[name].find(letter)
 
     # ---- the parameters of the checks, by name
 
     def parameters(self) -> dict[str, Sequence[Any]]:
-        """Return the values of each parameter of the checks, by the name that it has in their signatures."""
+        """Return the values of each parameter of the checks, by the name that the parameter has in their signatures."""
         letters = "".join(dict.fromkeys("".join(self.arguments.values())))
         n = self.masked_length
         outer = [letter for letter in letters if letter in self.empty]

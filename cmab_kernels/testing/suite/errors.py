@@ -26,7 +26,8 @@ def _changed(tensor: Tensor, kind: str) -> Any:
 
 
 def _described(value: Any) -> tuple[str, ...]:
-    """Return the words that describe a value, its dtype, device and shape or its type; an error message must contain one of them."""
+    """Return the words that describe a value: its dtype, device and shape, or its type. An error message must contain
+    one of them."""
     if not isinstance(value, Tensor):
         return (type(value).__name__,)
     return str(value.dtype), str(value.device), str(tuple(value.shape))
@@ -36,7 +37,8 @@ class Errors(Declaration):
     """Checks that a wrong argument raises an error with a helpful message."""
 
     def bad_arguments(self) -> list[str]:
-        """Return the names of the error checks: each of `KINDS` for each argument, and a wrong length where arguments share a letter."""
+        """Return the names of the error checks: each of `KINDS` for each argument, and a wrong length if arguments
+        share a letter."""
         named = [f"{name} {kind}" for name, axes in self.arguments.items() for kind in KINDS if axes]
         shared = {a for a in self.extents if sum(a in axes for axes in self.arguments.values()) > 1}
         named += [f"{name} longer in {a}" for name, axes in self.arguments.items() for a in dict.fromkeys(axes) if a in shared]
@@ -44,7 +46,8 @@ class Errors(Declaration):
         return [name for name in named if name not in self.accepted]
 
     def test_bad_arguments(self, impl: str, bad: str) -> None:
-        """The error is a TypeError or a ValueError that names an argument, what was given and what is allowed, and changes nothing."""
+        """The error is a TypeError or a ValueError that names an argument, what was given and what is allowed. The call
+        changes nothing."""
         inputs = self.inputs(torch.float32, extents=self.small)
         name, kind = bad.split(" ", 1)
         given = self._spoilt(inputs, name, kind)

@@ -14,7 +14,8 @@ from .numerics import Numerics, same_bits
 
 @contextmanager
 def side_stream() -> Iterator[None]:
-    """Within this context work goes to a stream of its own, which starts after the current stream; at the end it is waited for."""
+    """Within this context work goes to a stream of its own, which starts after the current stream. At the end the host
+    waits for it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -33,13 +34,14 @@ def no_waiting() -> Iterator[None]:
 
 
 class OnGpu(Numerics):
-    """Checks of a call and its gradients in circumstances that only a GPU has; `captured` says whether the operator promises them."""
+    """Checks of a call and its gradients under conditions that only a GPU has. `captured` says whether the operator
+    promises them."""
 
     def _stream_inputs(self) -> Inputs:
         return self.bit_inputs(torch.float32 if torch.float32 in self.dtypes else self.dtypes[0], 0)
 
     def _streamed(self, impl: str, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Return the results and, unless a call with gradients takes another path, the gradients."""
+        """Return the results, and the gradients unless a call with gradients takes another path."""
         if not self.ungraded:
             return self.run(impl, inputs)
         with torch.no_grad():
@@ -54,7 +56,8 @@ class OnGpu(Numerics):
         assert same_bits(other, first)
 
     def test_a_captured_graph(self, streamed: str) -> None:
-        """A graph that is captured once and replayed on other inputs in the same memory gives the bits of a call with those inputs."""
+        """A graph is captured once and replayed on other inputs in the same memory. The bits are those of a call with
+        these inputs."""
         inputs = self._stream_inputs()
         with side_stream():
             self._streamed(streamed, inputs)

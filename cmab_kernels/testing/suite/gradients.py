@@ -52,7 +52,7 @@ class Gradients(Declaration):
         assert torch.autograd.gradgradcheck(function, tensors)
 
     def test_only_the_gradients_that_are_asked_for(self, impl: str, subset: tuple[str, ...]) -> None:
-        """If only some arguments require gradients, these are right, to second order."""
+        """If only some arguments require gradients, these gradients are right, to second order."""
         function, tensors = self.function_of(impl, self.small_inputs())
         some = tuple(t.detach().requires_grad_() if name in subset else t for name, t in zip(self.graded, tensors, strict=True))
         assert torch.autograd.gradcheck(function, some) and torch.autograd.gradgradcheck(function, some, fast_mode=True)
@@ -83,7 +83,8 @@ class Gradients(Declaration):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
     def test_derivatives_of_forward_mode(self, optimised: str, outer: str) -> None:
-        """A forward-mode derivative in all arguments, differentiated once more in either mode, is that of reverse mode twice."""
+        """A forward-mode derivative in all arguments, differentiated again in either mode, equals two derivatives in
+        reverse mode."""
         function, tensors = self.function_of(optimised, self.small_inputs())
         directions = tuple(torch.randn_like(t) for t in tensors)
 
@@ -137,7 +138,8 @@ class Gradients(Declaration):
             torch.testing.assert_close(a, b, rtol=self.gradient_tolerance, atol=self.gradient_tolerance * (1 + float(b.abs().max())))
 
     def test_vmap(self, impl: str, mapped: str) -> None:
-        """vmap of the call and of its gradient equals a loop: over all arguments, or over the first (dim -1) and the last (dim 0)."""
+        """vmap of the call and of its gradient equals a loop: over all arguments, or over the first (dim -1) together
+        with the last (dim 0)."""
         function, tensors = self.function_of(impl, self.small_inputs())
         several = [self.small_inputs() for _ in range(3)]
         dims: list[int | None] = [0] * len(tensors) if mapped == "all" else [None] * len(tensors)
@@ -162,7 +164,8 @@ class Gradients(Declaration):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * (1 + float(b.abs().max())))
 
     def test_autocast(self, impl: str, cast: bool) -> None:
-        """Results under autocast equal those of arguments cast by hand; gradients are finite and have the arguments' dtypes."""
+        """Results under autocast equal those of arguments cast by hand. Gradients are finite and have the arguments'
+        dtypes."""
         inputs = self.inputs(torch.float32)
         leaves = self.leaves(inputs)
         with torch.autocast(self.device.type, dtype=torch.bfloat16):

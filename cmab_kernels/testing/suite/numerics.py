@@ -12,7 +12,7 @@ from .declaration import Declaration, Inputs, Measured, Results
 
 
 def same_bits(a: Results, b: Results) -> bool:
-    """Return whether all are equal bit for bit, where NaNs count as equal."""
+    """Return whether all are equal bit for bit. NaNs count as equal."""
     return all(
         x.dtype == y.dtype and torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
         for x, y in zip(a, b, strict=True)
@@ -20,7 +20,7 @@ def same_bits(a: Results, b: Results) -> bool:
 
 
 class Numerics(Declaration):
-    """Checks that compare results with the oracle, or with the same call in other circumstances."""
+    """Checks that compare results with the oracle, or with the same call under other conditions."""
 
     # ---- P1: nothing finite or masked gives a NaN
 
@@ -35,7 +35,8 @@ class Numerics(Declaration):
             assert grad.shape == inputs[name].shape and not grad.isnan().any(), name
 
     def test_masks(self, impl: str, hidden: tuple[int, int]) -> None:
-        """With various ranges of keys masked, or all: NaN and infinity under the mask reach no result and no gradient."""
+        """Various ranges of keys, or all keys, are masked. NaN and infinity under the mask reach no result and no
+        gradient."""
         assert self.mask
         (start, stop), length = hidden, self.masked_length
         inputs = self.inputs(extents={self.masked: length, self.batch: 2})
@@ -79,7 +80,7 @@ class Numerics(Declaration):
     # ---- P2: the error of every row is bounded
 
     def test_accuracy(self, impl: str, dtype: torch.dtype, law: str, shape: int) -> None:
-        """Each row of results and gradients is within the bounds of P2 of the oracle in float64."""
+        """Each row of results and gradients is within the bounds of P2 around the oracle in float64."""
         inputs = self.inputs(dtype, law, self.shapes[shape])
         self.check_accuracy(impl, dtype, law, inputs)
 
@@ -102,9 +103,10 @@ class Numerics(Declaration):
                 self.check_rows(Measured(name, is_gradient, mine, correct, scaled, dtype, score, wide, cotangents))
 
     def test_huge_logits(self, impl: str, dtype: torch.dtype, order_of_logits: str) -> None:
-        """Logits from 2^20 to 2^60 in any order: results, and gradients of what is weighted, are the oracle's; all gradients are finite.
+        """Logits from 2^20 to 2^60 in any order: results, and gradients of weighted values, are the oracle's; all
+        gradients are finite.
 
-        A kernel that compares a logit with a maximum kept in another unit, such as base 2, is seen here.
+        This check finds a kernel that compares a logit with a maximum kept in another unit, such as base 2.
         """
         tolerance = 8 * torch.finfo(dtype).eps
         for _ in range(3):
@@ -125,7 +127,7 @@ class Numerics(Declaration):
         assert ours.shape == right.shape, f"{what} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
         if right.numel() == 0:
             return
-        beyond = (right.abs() > torch.finfo(found.ours.dtype).max) & (ours == right.sign() * math.inf)  # and so it is right
+        beyond = (right.abs() > torch.finfo(found.ours.dtype).max) & (ours == right.sign() * math.inf)  # a right overflow
         ours, right, theirs = (t.masked_fill(beyond, 0.0) for t in (ours, right, theirs))
         size = self.row_sizes(found._replace(right=right)).clamp(min=1e-300)
         error, own = ((t - right).norm(dim=-1) / size for t in (ours, theirs))
@@ -186,7 +188,8 @@ class Numerics(Declaration):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * size, equal_nan=True)
 
     def test_layouts(self, impl: str, dtype: torch.dtype, layout: str) -> None:
-        """Results and gradients do not depend on the strides and offsets of the arguments and of the incoming gradients."""
+        """Results and gradients do not depend on the strides and offsets of the arguments and of the incoming
+        gradients."""
         inputs = self.inputs(dtype)
         plain = self.call(impl, **inputs)
         along = tuple(torch.randn(r.shape).to(r) for r in plain)
@@ -195,7 +198,8 @@ class Numerics(Declaration):
         self._close(self.run(impl, moved, odd), self.run(impl, inputs, along), dtype)
 
     def test_expanded_arguments(self, impl: str, expanded: str) -> None:
-        """Arguments expanded with stride 0, and incoming gradients with all strides 0, give the same as contiguous copies."""
+        """Expanded arguments (stride 0) and incoming gradients whose strides are all 0 give the same as contiguous
+        copies."""
         inputs = self.inputs()
         spread, copied = dict(inputs), dict(inputs)
         for name in inputs:
@@ -211,7 +215,8 @@ class Numerics(Declaration):
         self._close((*(r.detach() for r in results), *kept), self.run(impl, copied), torch.float64)
 
     def test_a_lazy_negation_is_seen(self, impl: str, argument: str) -> None:
-        """An argument whose memory holds its negative, such as `x.conj().imag`, gives the same as its contiguous copy."""
+        """An argument whose memory holds its negative, such as `x.conj().imag`, gives the same as its contiguous
+        copy."""
         inputs = self.inputs(torch.float32)
         lazy = {**inputs, argument: lazily_negated(inputs[argument])}
         with torch.no_grad():

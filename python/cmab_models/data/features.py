@@ -1,9 +1,10 @@
-"""Streams of features in the formats in which they are published for GTZAN and THUMOS14, which have to be downloaded by hand.
+"""Streams of features in the formats in which GTZAN and THUMOS14 are published. Both must be downloaded by hand.
 
-- GTZAN (Tzanetakis and Cook, 2002; no licence is stated): `features_3_sec.csv`, ten pieces of 3 seconds for each of 1,000 tracks, of
+- GTZAN (Tzanetakis and Cook, 2002; no licence is stated): `features_3_sec.csv`, ten pieces of 3 seconds for each of
+  1,000 tracks, from
   https://www.kaggle.com/datasets/andradaolteanu/gtzan-dataset-music-genre-classification
-- THUMOS14 (Idrees et al., 2017; for research): a folder of arrays for each kind of feature, a frame in a row, as the code of LSTR (Xu et
-  al., 2021) and of its successors reads them, with the `data_info.json` of that code.
+- THUMOS14 (Idrees et al., 2017; for research): a folder of arrays for each kind of feature, with a frame per row, and a
+  `data_info.json`. This is the format of the code of LSTR (Xu et al., 2021) and its successors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from .packages import imported
 
 PIECES = 10
-"""Pieces of a track."""
+"""The number of pieces of a track."""
 NOT_FEATURES = ["filename", "length", "label"]
 
 
@@ -28,23 +29,24 @@ class Tracks(NamedTuple):
     tokens: Tensor
     """(tracks, 10, features) float32, unscaled"""
     labels: Tensor
-    """(tracks,) int64, positions in `genres`"""
+    """(tracks,) int64, indices into `genres`"""
     genres: list[str]
     names: list[str]
-    """Such as blues.00000, to split by track."""
+    """Names such as blues.00000, for a split by track."""
 
 
 class Video(NamedTuple):
-    """A video as a stream of its frames, each of a class."""
+    """A video as a stream of frames, each with its classes."""
 
     tokens: Tensor
     """(frames, features) float32"""
     labels: Tensor
-    """(frames, classes) float32, 1 where a class is seen"""
+    """(frames, classes) float32, 1 where a frame shows a class"""
 
 
 def gtzan(path: str | Path) -> Tracks:
-    """Return the tracks of a `features_3_sec.csv`, of which those that lack a piece are left out; `ValueError` for another format."""
+    """Return the tracks of a `features_3_sec.csv`, without tracks that lack a piece; `ValueError` for another
+    format."""
     pandas = imported("pandas", "pandas")
     table = pandas.read_csv(_existing(Path(path)))
     missing = [column for column in NOT_FEATURES if column not in table]
@@ -67,9 +69,9 @@ def thumos(
 ) -> dict[str, Video]:
     """Return the videos of `part`, "train" or "test", by name.
 
-    The folder has `data_info.json`, with `THUMOS`: {`train_session_set`: names, `test_session_set`: names}, a folder of `name.npy` (frames,
-    width) for each of `features`, and one `target_perframe` (frames, classes). Features stand side by side; a video whose arrays have
-    different lengths is a `ValueError`.
+    The folder has `data_info.json`, with `THUMOS`: {`train_session_set`: names, `test_session_set`: names}. It has a
+    folder of `name.npy` (frames, width) for each of `features`, and one folder `target_perframe` (frames, classes). The
+    features of a frame are joined into one row. A video whose arrays have different lengths is a `ValueError`.
     """
     if part not in ("train", "test"):
         raise ValueError(f"part is {part!r}; it must be train or test")

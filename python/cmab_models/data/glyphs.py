@@ -1,8 +1,8 @@
 """Small images of digits and letters.
 
 - scikit-learn's digits (BSD): 1,797 written digits of 8 x 8 pixels, of the UCI repository (E. Alpaydin, C. Kaynak; CC BY 4.0).
-- Letters: drawn from the Noto fonts (SIL Open Font License 1.1) of Debian's fonts-noto-core, where it is installed; or from the DejaVu
-  fonts (Bitstream Vera's licence, which is free, and public domain) that come with matplotlib.
+- Letters: drawn from the Noto fonts (SIL Open Font License 1.1) of Debian's fonts-noto-core, if it is installed; or
+  from the DejaVu fonts (Bitstream Vera's licence, which is free, and public domain) that come with matplotlib.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEJAVU = tuple(
     )
 )
 ALPHABETS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz", "ΓΔΘΛΞΠΣΦΨΩαβγδεζηθλμξπστφχψωБДЖЗИЛЦЧШЩЫЭЮЯбвгджзилмнптфцчшщыэюя"
-"""Letters to train on, and held-out letters, which are of other alphabets and look unlike those."""
+"""Letters for training, and held-out letters of other alphabets, which look different."""
 SIDE = 16
 """Rows and columns of a letter's image."""
 
@@ -42,18 +42,19 @@ class Glyphs(NamedTuple):
     labels: Tensor
     """(N,) int64"""
     train_classes: int
-    """Classes below this number are trained on where others are held out."""
+    """In a split by class, classes below this number are for training, and the others are held out."""
 
     def part(self, held_out: bool) -> tuple[Tensor, Tensor]:
-        """Return the images of all classes for training, the first five of seven, or the rest, and their classes."""
+        """Return the first five sevenths of the images, for training, or the rest, and their classes. Both have all
+        classes."""
         bound = len(self.labels) * 5 // 7
         which = slice(bound, None) if held_out else slice(bound)
         return self.images[which], self.labels[which]
 
     def of_classes(self, held_out: bool) -> tuple[Tensor, Tensor]:
-        """Return the images of the classes that are held out, or of those that are trained on, and their classes.
+        """Return the images of the held-out classes or of the training classes, with their classes.
 
-        For training each class becomes eight: turned by quarters, and mirrored.
+        For training each class becomes eight classes, by quarter turns and mirroring.
         """
         which = (self.labels >= self.train_classes) == held_out
         images, labels = self.images[which], self.labels[which]
@@ -67,16 +68,17 @@ class Glyphs(NamedTuple):
 
 @cache
 def digits() -> Glyphs:
-    """Return scikit-learn's digits; the classes 6 to 9 are those that may be held out."""
+    """Return scikit-learn's digits. The classes 6 to 9 may be held out."""
     data = imported("sklearn.datasets", "scikit-learn").load_digits()
     return Glyphs(torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target), 6)
 
 
 @cache
 def letters(folder: str = NOTO, faces: tuple[str, ...] = tuple(f"{face}-{style}.ttf" for face in FACES for style in STYLES)) -> Glyphs:
-    """Return Latin letters, and Greek and Cyrillic ones that may be held out, of 16 x 16 pixels, in each face that the folder has.
+    """Return 16 x 16 images of Latin letters, and of Greek and Cyrillic letters that may be held out, in each face that
+    the folder has.
 
-    `ImportError` if it has fewer than 6: five examples and a query are the least that is learned from.
+    `ImportError` if the folder has fewer than 6 faces, because a question needs at least five examples and a query.
     """
     truetype = imported("PIL.ImageFont", "pillow").truetype
     found = [str(Path(folder) / face) for face in faces if (Path(folder) / face).exists()]
@@ -94,18 +96,18 @@ def dejavu() -> Glyphs:
 
 
 def turned(images: Tensor, degrees: float, generator: torch.Generator) -> Tensor:
-    """Return images (..., pixels) of squares, each turned about its middle by an angle of U(-degrees, degrees)."""
+    """Return square images (..., pixels), each turned about its middle by an angle of U(-degrees, degrees)."""
     square = images.flatten(0, -2).unflatten(-1, (1, math.isqrt(images.shape[-1]), -1))
     angle = math.radians(degrees) * (2 * torch.rand(len(square), 1, 1, generator=generator) - 1)
     sine, cosine = angle.sin(), angle.cos()
-    middles = (2 * torch.arange(square.shape[-1]) + 1) / square.shape[-1] - 1  # of pixels, as grid_sample counts
+    middles = (2 * torch.arange(square.shape[-1]) + 1) / square.shape[-1] - 1  # pixel centres, in the coordinates of grid_sample
     row, column = middles.unsqueeze(1), middles
     grid = torch.stack([cosine * column - sine * row, sine * column + cosine * row], -1)
     return F.grid_sample(square, grid, align_corners=False).view_as(images)
 
 
 def _drawn(letter: str, font: Any) -> Tensor:
-    """Return the letter in the middle of an image, as (pixels,), drawn at four times the size."""
+    """Return the letter in the middle of an image, as (pixels,). It is drawn at four times the size, then reduced."""
     image = imported("PIL.Image", "pillow")
     large = image.new("L", (4 * SIDE, 4 * SIDE))
     imported("PIL.ImageDraw", "pillow").Draw(large).text((2 * SIDE, 2 * SIDE), letter, 255, font, anchor="mm")

@@ -1,8 +1,8 @@
 """Functions drawn from Gaussian processes, and the exact predictions for them.
 
-The length scale of each function is drawn from U(0.1, 0.6), its output scale from U(0.1, 1); x ~ U(-2, 2), and the noise has deviation
-0.02. These are the numbers of the code behind the published tables; the text of the paper names other length scales, which no published
-number fits.
+The length scale of each function is drawn from U(0.1, 0.6), its output scale from U(0.1, 1); x ~ U(-2, 2). The noise
+has a standard deviation of 0.02. These numbers are those of the code behind the published tables. The text of the paper
+gives other length scales, which fit no published number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NOISE = 0.02
 
 
 def rbf(distance: Tensor) -> Tensor:
-    """Return exp(-r^2 / 2) of distances r in length scales."""
+    """Return exp(-r^2 / 2) for distances r in length scales."""
     return (-0.5 * distance.square()).exp()
 
 
 def matern(distance: Tensor) -> Tensor:
-    """Return the Matérn 5/2 kernel, (1 + a + a^2 / 3) exp(-a) with a = sqrt(5) r, of distances r in length scales."""
+    """Return the Matérn 5/2 kernel, (1 + a + a^2 / 3) exp(-a) with a = sqrt(5) r, for distances r in length scales."""
     a = math.sqrt(5.0) * distance
     return (1 + a + a.square() / 3) * (-a).exp()
 
@@ -51,10 +51,11 @@ class Prior(NamedTuple):
         return self.scale.square()[:, None, None] * KERNELS[self.kernel](distance) + noise
 
     def posterior(self, x: Tensor, y: Tensor, target_x: Tensor) -> MultivariateNormal:
-        """Return the joint distribution of noisy values at M targets given N >= 0 points: batch shape (B,), event shape (M,), float64.
+        """Return the joint distribution of noisy values at M targets given N >= 0 points: batch shape (B,), event shape
+        (M,), float64.
 
-        The factor of the joint covariance of points and targets has all of it: the targets' own rows are the factor of their covariance
-        given the points.
+        It follows from the Cholesky factor of the joint covariance of points and targets. The block of the factor that
+        belongs to the targets alone is the factor of their covariance given the points.
         """
         points = x.shape[1]
         factor = torch.linalg.cholesky(self.covariance(torch.cat([x, target_x], 1)))
@@ -64,13 +65,13 @@ class Prior(NamedTuple):
 
 
 def priors(kernel: str, functions: int, generator: torch.Generator) -> Prior:
-    """Return processes with length and output scales as the published code draws them."""
+    """Return processes whose length and output scales are drawn as in the published code."""
     length, scale = torch.rand(2, functions, dtype=torch.float64, generator=generator)
     return Prior(kernel, 0.1 + 0.5 * length, 0.1 + 0.9 * scale)
 
 
 def draw(prior: Prior, context: int, targets: int, generator: torch.Generator) -> Batch:
-    """Return a function of each process at points of U(-2, 2), float32."""
+    """Return one function of each process, at points of U(-2, 2), float32."""
     shape = (len(prior.scale), context + targets, 1)
     x = 4 * torch.rand(shape, generator=generator) - 2
     factor = torch.linalg.cholesky(prior.covariance(x))
@@ -79,9 +80,11 @@ def draw(prior: Prior, context: int, targets: int, generator: torch.Generator) -
 
 
 def exact_log_prob(prior: Prior, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the log-likelihoods (B,) of the targets, each given the context, and all jointly divided by their number.
+    """Return two log-likelihoods (B,) of the targets: each target given the context, and all targets jointly, divided
+    by their number.
 
-    The first is the highest expected score of predictions that are independent between targets, the second of any predictions.
+    The first is the highest expected score of predictions that are independent between targets. The second is the
+    highest of any predictions.
     """
     posterior = prior.posterior(batch.context_x, batch.context_y, batch.target_x)
     y = batch.target_y.squeeze(-1).double()

@@ -1,6 +1,6 @@
 """Hawkes processes: events that make further events more likely, simulated exactly, with their exact likelihood.
 
-Synthetic: nothing is downloaded.
+The data is synthetic: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ class Exact(NamedTuple):
     """The exact log-likelihoods of events, 0 at padding."""
 
     time: Tensor
-    """(B, N), of each event's time, given the events before"""
+    """(B, N), for each event's time, given the events before"""
     mark: Tensor
-    """(B, N), of its mark, given the events before and its time"""
+    """(B, N), for its mark, given the events before and its time"""
     mark_alone: Tensor
-    """(B, N), of its mark, given the events before: the ceiling of a model whose mark does not depend on the time"""
+    """(B, N), for its mark, given the events before: the best possible value for a model whose mark does not depend on
+    the time"""
     survival: Tensor
-    """(B,), of no event between the last and the end"""
+    """(B,), for no event between the last event and the end"""
     compensator: Tensor
-    """(B, N), the integral of all intensities from one event to the next: independent exponential numbers of mean 1"""
+    """(B, N), the integral of all intensities from one event to the next. These are independent exponential numbers of
+    mean 1"""
 
 
 @dataclass(frozen=True)
 class Hawkes:
     """A process of K marks with the intensities base_k + the sum over events i before of excitation_k,m_i exp(-decay (t - t_i)).
 
-    As all marks share one decay, all that is above the bases decays together. The time to the next event is then the smaller of two
-    independent times, one for the bases and one for what is above them, which are drawn by inverting their survival functions.
+    All marks share one decay, so the sum of the excitations decays with it. The time to the next event is the smaller
+    of two independent times: one for the base intensities and one for the excitations. Both are drawn by inverting
+    their survival functions.
 
-    By default there are three marks. Each event has 0.6 children on average, all of the next mark in turn, and 1.5 events come in a unit of
-    time.
+    By default there are three marks. Each event has 0.6 children on average, all with the next mark in turn, and 1.5
+    events come per unit of time.
     """
 
     base: tuple[float, ...] = (0.2, 0.2, 0.2)
@@ -46,14 +49,14 @@ class Hawkes:
     decay: float = 2.0
 
     def simulate(self, sequences: int, end: float, generator: torch.Generator) -> Events:
-        """Return sequences of all events from time 0, before which there are none, until `end`."""
+        """Return sequences of all events from time 0 until `end`. There are no events before time 0."""
         base, excitation = self._parameters
         now = torch.zeros(sequences, dtype=torch.float64)
         above = torch.zeros(sequences, len(base), dtype=torch.float64)
         times, marks = [], []
         while bool((now < end).any()):
             of_base, of_above = -torch.rand(2, sequences, dtype=torch.float64, generator=generator).log()
-            left = (1 - self.decay * of_above / above.sum(1)).clamp(min=0)  # 0: never, as what is above the bases has died out
+            left = (1 - self.decay * of_above / above.sum(1)).clamp(min=0)  # 0: the excitations have died out and cause no event
             gap = torch.minimum(of_base / base.sum(), -left.log() / self.decay)
             now, above = now + gap, above * (-self.decay * gap).exp().unsqueeze(1)
             mark = torch.multinomial(base + above, 1, generator=generator).squeeze(1)
@@ -69,7 +72,7 @@ class Hawkes:
         return Events(all_times, all_marks, lengths, torch.full((sequences,), end, dtype=torch.float64))
 
     def log_prob(self, events: Events) -> Exact:
-        """Return the exact log-likelihoods of sequences that start at time 0 with no events before."""
+        """Return the exact log-likelihoods of sequences that start at time 0 without earlier events."""
         base, _ = self._parameters
         there, gaps, above = events.there, events.gaps(), self._above(events)
         at_events = base + above[:, :-1] * (-self.decay * gaps).exp().unsqueeze(-1)
@@ -84,7 +87,7 @@ class Hawkes:
         return Exact(time, mark, mark_alone, survival, compensator)
 
     def intensity(self, times: Tensor, marks: Tensor, at: Tensor) -> Tensor:
-        """Return the intensities (M, K) at times `at` (M,), each just before what may happen then, after events at times (N,)."""
+        """Return the intensities (M, K) just before each of the times `at` (M,), after events at times (N,)."""
         base, excitation = self._parameters
         since = at.unsqueeze(1) - times
         return base + torch.exp(-self.decay * since).where(since > 0, 0.0) @ excitation.T[marks]
@@ -94,7 +97,7 @@ class Hawkes:
         return torch.tensor(self.base, dtype=torch.float64), torch.tensor(self.excitation, dtype=torch.float64)
 
     def _above(self, events: Events) -> Tensor:
-        """Return what is above the bases just after 0, 1, ..., N events, (B, N + 1, K)."""
+        """Return the excitations, the intensities above the bases, just after 0, 1, ..., N events, (B, N + 1, K)."""
         base, excitation = self._parameters
         every = [torch.zeros(len(events.lengths), len(base), dtype=torch.float64)]
         for gap, mark in zip(events.gaps().T, events.marks.T, strict=True):
@@ -102,11 +105,12 @@ class Hawkes:
         return torch.stack(every, 1)
 
     def _compensator(self, above: Tensor, gap: Tensor) -> Tensor:
-        """Return the integral of all intensities over a `gap` (...) without events, from `above` (..., K) on."""
+        """Return the integral of all intensities over a `gap` (...) without events. It starts with the excitations
+        `above` (..., K)."""
         return sum(self.base) * gap - above.sum(-1) * torch.expm1(-self.decay * gap) / self.decay
 
     def _next_mark(self, above: Tensor) -> Tensor:
-        """Return the probabilities (..., K) of the next event's mark, whenever it comes.
+        """Return the probabilities (..., K) of the next event's mark, at whatever time it comes.
 
         They are base J0 + above J1, the integrals of S(t) and of exp(-decay t) S(t) over all t. With v = exp(-B t), B the sum of the bases,
         J0 is the integral of exp(-A (1 - v^(decay / B)) / decay) / B over v from 0 to 1, for which 64 points of Gauss and Legendre suffice,

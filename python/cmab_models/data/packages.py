@@ -1,4 +1,4 @@
-"""Packages that bring data: imported when their data is asked for."""
+"""Packages that contain data. Each is imported when its data is needed."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from .packages import imported
 
 LARGEST = 512
-"""Rows and columns that are taken of a photograph, from its middle."""
+"""The most rows and columns taken from the middle of a photograph."""
 HELD_OUT_EVERY = 4
-"""One of so many bands is held out."""
+"""One band in this many is held out."""
 FROM_SKIMAGE = (
     "astronaut",
     "brick",
@@ -34,11 +34,11 @@ FROM_SKIMAGE = (
 )
 FROM_SKLEARN = ("china.jpg", "flower.jpg")
 NAMES = (*FROM_SKIMAGE, *FROM_SKLEARN)
-"""The classes."""
+"""The names of the classes."""
 
 
 def photographs() -> list[Tensor]:
-    """Return the photographs in the order of `NAMES`, grey, (rows, columns) float32 of mean 0 and variance 1."""
+    """Return the photographs in the order of `NAMES`, in grey, (rows, columns) float32 of mean 0 and variance 1."""
     data, samples = imported("skimage.data", "scikit-image"), imported("sklearn.datasets", "scikit-learn")
     loaded = [getattr(data, name)() for name in FROM_SKIMAGE] + [samples.load_sample_image(name) for name in FROM_SKLEARN]
     return [_grey(torch.tensor(image, dtype=torch.float32)) for image in loaded]
@@ -47,8 +47,8 @@ def photographs() -> list[Tensor]:
 def bands(side: int, columns: int, *, held_out: bool) -> tuple[list[Tensor], Tensor]:
     """Return streams of patches, each (T, side^2), and the class of each, (number of streams,) int64.
 
-    A photograph is cut into vertical bands, `columns` patches wide, and a band is read row by row from the top. Every fourth band is held
-    out: training and evaluation are neighbours in each photograph, and share no pixel.
+    A photograph is cut into vertical bands, `columns` patches wide. A band is read row by row from the top. Every
+    fourth band is held out: training and evaluation bands are neighbours in each photograph, but share no pixel.
     """
     streams, labels = [], []
     for label, image in enumerate(photographs()):

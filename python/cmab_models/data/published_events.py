@@ -1,7 +1,8 @@
-"""Events in the formats that Mooc and Reddit are published in. The data itself must be downloaded, and comes with no package.
+"""Events in the published formats of Mooc and Reddit. The data comes with no package; it must be downloaded.
 
-Mooc (411,749 actions of 7,047 students of an online course) and Reddit (posts of its 10,000 most active users) are those of Kumar et al.,
-KDD 2019, from the project JODIE at Stanford (https://snap.stanford.edu/jodie). For the terms of their use, see there.
+Mooc (411,749 actions of 7,047 students of an online course) and Reddit (posts of its 10,000 most active users) are from
+Kumar et al., KDD 2019, the project JODIE at Stanford (https://snap.stanford.edu/jodie). That page gives the terms of
+use.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from ..point_processes import Events
 from .windows import windows
 
 DAY = 86_400.0
-"""Seconds."""
+"""Seconds in a day."""
 
 _HEADERS = {"user_id,item_id,timestamp,state_label": (",", (0, 1, 2)), "ACTIONID\tUSERID\tTARGETID\tTIMESTAMP": ("\t", (1, 2, 3))}
-"""The starts of first lines, what separates columns, and which hold user, item and time."""
+"""Start of a file's first line -> what separates columns, and the columns of user, item and time."""
 
 
 def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -> Events:
-    """Return the interactions of users with items as a stream of events for each user: items are marks, times are in seconds.
+    """Return the interactions of users with items as a stream of events for each user. Items are marks; times are in
+    seconds.
 
-    Two formats are known by their first lines: `mooc.csv` and `reddit.csv` of JODIE, with features after the fourth column, which are not
-    read, and `mooc_actions.tsv`, the form in which Stanford's collection of networks has Mooc. Streams are cut as `windows` says. Any other
-    first line is a `ValueError`.
+    The first line of a file tells its format. `mooc.csv` and `reddit.csv` of JODIE have features after the fourth
+    column, which are not read. `mooc_actions.tsv` is the form of Mooc in Stanford's collection of networks. `windows`
+    describes how streams are cut. Any other first line is a `ValueError`.
     """
     with open(path, encoding="utf-8") as file:
         first = file.readline().strip()
@@ -48,8 +50,9 @@ def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -
 def read_sequences(path: str | Path) -> Events:
     """Return the sequences of a file of `torch.save`, in the format of Intensity-Free Learning of Temporal Point Processes (Shchur et al.).
 
-    It holds {"sequences": [{"arrival_times": [...], "marks": [...], "t_start": 0.0, "t_end": 10.0}, ...]}, with lists, arrays or tensors.
-    Without "marks" all are 0. Only data is read: a file that would execute something is an error. Another content is a `ValueError`.
+    The file holds {"sequences": [{"arrival_times": [...], "marks": [...], "t_start": 0.0, "t_end": 10.0}, ...]}, with
+    lists, arrays or tensors. Without "marks" all marks are 0. Only data is read: a file that would execute code raises
+    an error. Any other content is a `ValueError`.
     """
     with torch.serialization.safe_globals(_ARRAYS):
         found: Any = torch.load(path, weights_only=True)
@@ -74,4 +77,5 @@ _ARRAYS: list[Any] = [
     *(np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("f8", "f4", "i8", "i4"))),
     *((_reconstruct, f"{module}.multiarray._reconstruct") for module in ("numpy.core", "numpy._core")),
 ]
-"""What an array of NumPy is made of, so that files with arrays can be read; its module's name changed with NumPy 2."""
+"""The types that a pickled NumPy array needs, so that files with arrays can be read. NumPy 2 renamed one of the
+modules."""

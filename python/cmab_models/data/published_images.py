@@ -1,4 +1,4 @@
-"""Images in the formats in which EMNIST and CelebA are published, which have to be downloaded by hand.
+"""Images in the formats in which EMNIST and CelebA are published. Both must be downloaded by hand.
 
 - EMNIST (Cohen et al. 2017, made of NIST's Special Database 19, public domain): `gzip.zip` of
   https://www.nist.gov/itl/products-and-services/emnist-dataset
@@ -24,8 +24,8 @@ from .packages import imported
 def emnist(folder: str, part: str, split: str = "balanced") -> tuple[Tensor, Tensor]:
     """Return images (N, 28, 28, 1) uint8 and labels (N,) of `part`, "train" or "test".
 
-    The folder has emnist-{split}-{part}-images-idx3-ubyte and -labels-idx1-ubyte, as they are or with the ending .gz. Images are stored
-    with columns as rows there, and upright here.
+    The folder has emnist-{split}-{part}-images-idx3-ubyte and -labels-idx1-ubyte, unchanged or with the ending .gz. The
+    files store the columns of an image as rows; the returned images are upright.
     """
     images, labels = (idx(_found(folder, f"emnist-{split}-{part}-{kind}-ubyte")) for kind in ("images-idx3", "labels-idx1"))
     if len(images) != len(labels):
@@ -34,7 +34,7 @@ def emnist(folder: str, part: str, split: str = "balanced") -> tuple[Tensor, Ten
 
 
 def idx(path: Path) -> Tensor:
-    """Return the array of unsigned bytes in a file of the format IDX, which may be compressed by gzip."""
+    """Return the array of unsigned bytes in an IDX file, which may be compressed by gzip."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise ValueError(f"{path} is no IDX file of unsigned bytes: it begins with {content[:4].hex(' ')}, not 00 00 08")
@@ -49,8 +49,8 @@ def idx(path: Path) -> Tensor:
 def celeba(folder: str, part: int, size: int) -> Tensor:
     """Return the faces (N, size, size, 3) uint8 of a part: 0 for training, 1 for validation, 2 for tests.
 
-    The folder has list_eval_partition.txt, lines such as "000001.jpg 0", and img_align_celeba with the images. They are resized whole, as
-    the published code does.
+    The folder has list_eval_partition.txt, with lines such as "000001.jpg 0", and img_align_celeba with the images.
+    Whole images are resized, as in the published code.
     """
     image = imported("PIL.Image", "pillow")
     lines = [line.split() for line in _found(folder, "list_eval_partition.txt").read_text().splitlines() if line.strip()]

@@ -28,9 +28,11 @@ LONGEST_VOWEL = 29
 
 @cache
 def series(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the training series (N, T, channels) and their classes (N,), and those of the test: float32 and int64.
+    """Return the training series (N, T, channels) and their classes (N,), then those of the test part: float32 and
+    int64.
 
-    Channels have mean 0 and variance 1 over the training series. Vowels are resampled, linearly, to the length of the longest.
+    Channels have mean 0 and variance 1 over the training series. Vowels are resampled linearly to the length of the
+    longest.
     """
     if name not in LOADERS:
         raise ValueError(f"there are no series {name!r}; there are {', '.join(LOADERS)}")
@@ -46,7 +48,7 @@ def series(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _values(table: Any, name: str) -> Tensor:
-    """Return a table with a series in each cell as (N, T, channels)."""
+    """Return a table whose cells are series as a tensor (N, T, channels)."""
     rows = [torch.tensor([list(channel) for channel in row], dtype=torch.float32) for row in table.to_numpy().tolist()]
     if name == "JapaneseVowels":
         rows = [F.interpolate(row[None], LONGEST_VOWEL, mode="linear", align_corners=True)[0] for row in rows]

@@ -1,8 +1,9 @@
 """The wheel bandit (Riquelme et al., ICLR 2018): five arms, and contexts in the unit disk.
 
-Within the radius delta the first arm pays 1.2 and the others 1.0. Beyond it, the arm of the context's quadrant pays 50, the others what
-they pay within. Deviations are 0.05, and 0.01 of the 50. An agent sees the reward of the arm that it chose: the others' are replaced by
-numbers from N(0, 1), as in the code behind the published tables.
+Within the radius delta the first arm pays 1.2 and the others 1.0. Beyond it, the arm of the context's quadrant pays 50,
+and the others pay what they pay within the radius. Standard deviations are 0.05, and 0.01 for the reward of 50. An
+agent sees only the reward of the arm that it chose. The other rewards are replaced by numbers from N(0, 1), as in the
+code behind the published tables.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ STD, LARGE, LARGE_STD = 0.05, 50.0, 0.01
 
 
 class Wheel(NamedTuple):
-    """Contexts, what each arm would pay there, and the arm with the highest mean."""
+    """Contexts, the reward of each arm in each context, and the arm with the highest mean."""
 
     x: Tensor
     """(B, N, 2)"""

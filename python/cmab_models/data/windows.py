@@ -11,13 +11,15 @@ from ..point_processes import Events
 
 
 def windows(streams: list[tuple[Tensor, Tensor]], end: float, day: float, window: int, shortest: int) -> Events:
-    """Return all runs of up to `window` consecutive events of streams, as sequences; runs of fewer than `shortest` are left out.
+    """Cut streams into runs of up to `window` consecutive events, and return these as sequences. Runs of fewer than
+    `shortest` are left out.
 
-    `ValueError` if none is left.
+    `ValueError` if no run is left.
 
     Args:
         streams: times and marks (N,) of each stream, the times in order.
-        end: until when all streams were observed, and with them their last runs; others count as observed until their last event.
+        end: the end of the observation of all streams, and so of the last run of each. Any other run counts as observed
+            until its last event.
         day: the length of a day. The clock of a run starts at the midnight before its first event.
     """
     times, marks, ends = [], [], []
@@ -26,7 +28,7 @@ def windows(streams: list[tuple[Tensor, Tensor]], end: float, day: float, window
         for number, (time, mark) in enumerate(runs, 1):
             if len(time) < shortest:
                 continue
-            midnight = (math.ceil(time[0] / day) - 1) * day  # for an event at midnight sharp, a day before it
+            midnight = (math.ceil(time[0] / day) - 1) * day  # an event exactly at midnight belongs to the day before
             times.append(time - midnight)
             marks.append(mark)
             ends.append((end if number == len(runs) else float(time[-1])) - midnight)

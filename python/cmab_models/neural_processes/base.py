@@ -1,4 +1,4 @@
-"""What all neural processes have in common: a context is read, and asked for the values at targets."""
+"""The common part of all neural processes: a model reads a context, then predicts the values at targets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..pretrained import Pretrained
 
 
 class Batch(NamedTuple):
-    """Functions as sets of points: a context to learn each from, and targets to predict."""
+    """Functions as sets of points: a context from which a model learns each function, and targets to predict."""
 
     context_x: Tensor
     """(B, N, dim_x)"""
@@ -31,15 +31,18 @@ class Batch(NamedTuple):
 
 
 class NeuralProcess(Pretrained):
-    """Base class of models that predict the values of a function at targets from points of it.
+    """Base class of models that predict the values of a function at targets from points of the function.
 
-    `condition` reads points into a state, in pieces if they come in pieces, and `predict` answers from the state. The state of a new
-    context is None before the first point. What a state is differs: of constant size for `CMANP` and `CNP`, all points for the others.
+    `condition` reads points into a state, all at once or in pieces, and `predict` answers from the state. Before the
+    first point, the state is None. The state of `CMANP` and `CNP` has constant size; the state of the other models
+    holds all points.
 
-    Shapes: x (B, N, dim_x), y (B, N, dim_y), target_x (B, M, dim_x), all in the model's dtype. A wrong shape is a `ValueError`, a wrong
-    dtype or anything but a tensor a `TypeError`. On a CPU a NaN or an infinity is a `ValueError` too, but for points that are masked: a
-    target whose value is missing has no likelihood. On a GPU values are not read, since the program would wait; there a NaN makes the
-    predictions or likelihoods of its function NaN. Those of a model in bfloat16 or float16 are float32.
+    Shapes: x (B, N, dim_x), y (B, N, dim_y), target_x (B, M, dim_x), all in the model's dtype. A wrong shape is a
+    `ValueError`. A wrong dtype, or an argument that is not a tensor, is a `TypeError`. On a CPU a NaN or an infinity is
+    a `ValueError` too, except in masked points. This also holds for target values: a target without a value has no
+    likelihood. On a GPU values are not checked, because the program would have to wait. There, a NaN makes the
+    predictions or likelihoods of its function NaN. A model in bfloat16 or float16 returns predictions and likelihoods
+    in float32.
 
     >>> model = cmab_models.CMANP(dim_x=1, dim_y=2, dim=16, num_latents=8, num_heads=2, depth=2)
     >>> x, y, target_x, target_y = torch.randn(3, 50, 1), torch.randn(3, 50, 2), torch.randn(3, 7, 1), torch.randn(3, 7, 2)
@@ -50,26 +53,28 @@ class NeuralProcess(Pretrained):
     dim_x: int
     dim_y: int
     state_type: ClassVar[type[tuple[Any, ...]]]
-    """What `condition` returns."""
+    """The type of the state that `condition` returns."""
     block_size: int | None = None
-    """How many targets are predicted jointly where likelihoods and samples are autoregressive; None: all at once."""
+    """How many targets are predicted jointly in autoregressive likelihoods and samples; None: all at once."""
 
     @abstractmethod
     def condition(self, x: Tensor, y: Tensor, state: Any = None, mask: Tensor | None = None) -> Any:
-        """Return the state of the points x, y and those of `state`, of the same batch; points where `mask` (B, N) bool is True are ignored.
+        """Return the state of the points x, y together with those of `state`, of the same batch. A point is ignored
+        where `mask` (B, N) bool is True.
 
-        What these hold does not matter; it may be NaN.
+        The values of ignored points do not matter; they may be NaN.
         """
 
     @abstractmethod
     def forget(self, state: Any, x: Tensor, y: Tensor) -> Any:
-        """Return the state without the points x, y, which are part of it."""
+        """Return the state without the points x, y, which must be part of it."""
 
     @abstractmethod
     def predict(self, state: Any, target_x: Tensor) -> Distribution:
         """Return the distribution of the values at the targets.
 
-        A `Normal` of batch shape (B, M, dim_y), or a `MultivariateNormal` over all M dim_y values, targets first.
+        The distribution is a `Normal` of batch shape (B, M, dim_y), or a `MultivariateNormal` over all M dim_y values,
+        ordered by target.
         """
 
     def forward(self, context_x: Tensor, context_y: Tensor, target_x: Tensor) -> Distribution:
@@ -79,10 +84,12 @@ class NeuralProcess(Pretrained):
     def log_prob(
         self, context_x: Tensor, context_y: Tensor, target_x: Tensor, target_y: Tensor, *, block_size: int | None = None
     ) -> Tensor:
-        """Return the log-likelihood (B,) of the targets given the context: summed over output dimensions, mean over targets.
+        """Return the log-likelihood (B,) of the targets given the context: summed over output dimensions, mean over
+        targets.
 
-        With a `block_size`, or the model's own, targets are predicted that many at a time, and each block becomes context of the next.
-        The mean over no targets is 0. That and the likelihoods of a batch of 0 have a backward pass: all gradients are 0.
+        With a `block_size`, or the model's own, that many targets are predicted at a time, and each block becomes
+        context of the next. The mean over no targets is 0. This 0, and the likelihoods of an empty batch, have a
+        backward pass: all gradients are 0.
         """
         self._check(context_x, context_y, of="context_")
         self._check(target_x, target_y, batch=len(context_x), of="target_")
@@ -101,12 +108,13 @@ class NeuralProcess(Pretrained):
     def prefix_log_prob(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the log-likelihood (B, N - 1) of every point but the first, each given the points before it.
 
-        Its mean is a loss at every length of the context; `CMANP` and `IncTNP` compute it in one pass over the points. Of less than two
-        points there is nothing to predict, and the result (B, 0) has a backward pass all the same.
+        The mean of the result is a loss at every length of the context. `CMANP` and `IncTNP` compute it in one pass
+        over the points. With fewer than two points there is nothing to predict; the empty result (B, 0) still has a
+        backward pass.
         """
         self._check(x, y)
         if x.shape[1] < 2:
-            known_x, known_y = (F.pad(part, (0, 0, 0, 1))[:, :1] for part in (x, y))  # of none some models predict nothing: one of zeros
+            known_x, known_y = (F.pad(part, (0, 0, 0, 1))[:, :1] for part in (x, y))  # some models need a point: one of zeros
             return self.log_prob(known_x, known_y, x[:, :0], y[:, :0]).unsqueeze(1)[:, :0]
         state, found = None, []
         for i in range(1, x.shape[1]):
@@ -116,7 +124,8 @@ class NeuralProcess(Pretrained):
 
     @torch.no_grad()
     def sample(self, context_x: Tensor, context_y: Tensor, target_x: Tensor, *, block_size: int | None = None) -> Tensor:
-        """Return one draw (B, M, dim_y) of the values at the targets, blocks of them given the blocks before."""
+        """Return one draw (B, M, dim_y) of the values at the targets. Each block of targets is drawn given the blocks
+        before it."""
         self._check(context_x, context_y, of="context_")
         self._check(target_x, batch=len(context_x), of="target_")
         state, targets, drawn = self.condition(context_x, context_y), target_x.shape[1], []
@@ -126,8 +135,9 @@ class NeuralProcess(Pretrained):
         return torch.cat(drawn, 1)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the mean negative log-likelihood of a batch, all targets at once; 0, with gradients of 0, if it is of no functions or no
-        targets."""
+        """Return the mean negative log-likelihood of a batch, with all targets at once.
+
+        It is 0, with gradients of 0, if the batch has no functions or no targets."""
         batch = Batch(*batch)
         self._check(batch.target_x, of="target_")
         found = self.log_prob(*batch, block_size=max(batch.target_x.shape[1], 1))
@@ -137,7 +147,7 @@ class NeuralProcess(Pretrained):
         return check_count("block_size", self.block_size or max(targets, 1) if asked is None else asked)
 
     def _known(self, state: Any) -> Any:
-        """Return a state; raise `TypeError` for what `condition` does not return."""
+        """Return the state; raise `TypeError` if `condition` cannot have returned it."""
         if not isinstance(state, self.state_type):
             raise TypeError(wrong("state", f"is {kind_of(state)}", f"what `condition` returns is needed, of {self.state_type.__name__}"))
         return state
@@ -151,10 +161,10 @@ class NeuralProcess(Pretrained):
         of: str = "",
         values: bool = True,
     ) -> None:
-        """Raise unless x is (B, N, dim_x), y, if there is one, (B, N, dim_y) and mask (B, N) bool, and values are finite.
+        """Raise unless x is (B, N, dim_x), y, if given, (B, N, dim_y), and mask (B, N) bool, and values are finite.
 
-        `batch` is B of a state or a context, and `of` says what x and y belong to. `values=False` leaves these to `without_masked`, which
-        knows the points that count, and in `CMANP` gets them in chunks.
+        `batch` is the B of a state or a context, and `of` says what x and y belong to. With `values=False`,
+        `without_masked` checks the values instead: it knows which points count, and in `CMANP` it gets them in chunks.
         """
         given = {f"{of}x": x} | {f"{of}y": y for y in values_of_x}
         weight = weight_of(self)
@@ -182,9 +192,10 @@ def _check_mask(mask: Tensor, x: Tensor) -> None:
 
 
 def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return points with zeros for those that are ignored: a NaN times a weight of 0, or a gradient of 0, would be a NaN.
+    """Return the points with zeros in place of ignored points, because a NaN times a weight or gradient of 0 would be a
+    NaN.
 
-    On a CPU a NaN or an infinity in the others is a `ValueError`.
+    On a CPU a NaN or an infinity in the other points is a `ValueError`.
     """
     if mask is not None:
         ignored = mask.unsqueeze(-1)
@@ -194,10 +205,10 @@ def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, T
 
 
 def joint_log_prob(predicted: Distribution, y: Tensor) -> Tensor:
-    """Return the log-density (B,) of all values y (B, M, dim_y), 0 where there are none."""
+    """Return the log-density (B,) of all values y (B, M, dim_y); 0 if there are no values."""
     if not isinstance(predicted, MultivariateNormal):
         return predicted.log_prob(y).flatten(1).sum(1)
     values = y.flatten(1)
-    if not y.numel():  # of which torch's raises: sums over nothing, with the graph of what was computed
+    if not y.numel():  # torch's log_prob raises without values; sums over nothing keep the graph
         return (values - predicted.loc).sum(1) + predicted.scale_tril.sum((1, 2))
     return predicted.log_prob(values)

@@ -22,30 +22,34 @@ if TYPE_CHECKING:
     from typing import Self
 
 CHUNK = 2048
-"""Points that are embedded at a time where nothing is kept for a backward pass: 5 MiB at the papers' size, and 20 MiB with 8,192."""
+"""How many points are embedded at a time if no backward pass follows. At the papers' size, 2,048 take 5 MiB and 8,192
+take 20 MiB."""
 
 
 class CMANP(NeuralProcess):
     """A neural process whose context is an `AttentionState`: of constant size, updated in time O(new points).
 
-    Points are embedded and read by a `cmab_kernels.nn.CMABStack`; layer i of the decoder attends to the latents of block i. States of parts
-    of a context can be merged (`cmab_kernels.merge_states`), and points can be forgotten. Source: Memory Efficient Neural Processes via
-    Constant Memory Attention Block (Feng et al., ICML 2024), section 4. The defaults are the paper's.
+    Points are embedded and read by a `cmab_kernels.nn.CMABStack`; layer i of the decoder attends to the latents of
+    block i. States of parts of a context can be merged (`cmab_kernels.merge_states`), and points can be forgotten.
+    Source: Memory Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
+    The defaults are the paper's.
 
     Args:
         dim_x, dim_y: columns of x and y.
         dim: width of all features.
-        num_latents: L_I, latents that the decoder attends to.
+        num_latents: L_I, the number of latents that the decoder attends to.
         num_heads: a divisor of dim.
-        depth: K, blocks of the encoder and layers of the decoder.
+        depth: K, the number of blocks of the encoder and of layers of the decoder.
         ff_dim: hidden width of feed-forward layers and of the head; None means 2 dim.
         embedding_depth: linear layers of the two embeddings, at least 2.
-        bound_std: standard deviations of at least 0.05.
-        num_block_latents: L_B, latents of each block that attend to the points; None means num_latents.
-        residual: what a layer adds its result to. "normed": its normed input, as in the authors' code; "input": its input. Small models
-            learn functions better with the first (`RESULTS.md`), and a bandit with the second (`python/examples/forgetful_bandit.py`).
+        bound_std: whether standard deviations are at least 0.05.
+        num_block_latents: L_B, the number of latents of each block that attend to the points; None means num_latents.
+        residual: the tensor to which a layer adds its result. "normed": its normed input, as in the authors' code;
+            "input": its input. Small models learn functions better with "normed" (`RESULTS.md`), and a bandit better
+            with "input" (`python/examples/forgetful_bandit.py`).
 
-    The state of a context has out (K, B, num_heads, L_B, dim / num_heads) and lse without the last axis.
+    The state of a context has out (K, B, num_heads, L_B, dim / num_heads), and lse of the same shape without the last
+    axis.
 
     >>> model = cmab_models.CMANP(dim_x=1, dim_y=1, dim=16, num_latents=8, num_heads=2, depth=2).eval()
     >>> x, y, target_x = torch.randn(3, 50, 1), torch.randn(3, 50, 1), torch.randn(3, 7, 1)
@@ -85,16 +89,19 @@ class CMANP(NeuralProcess):
 
     @classmethod
     def from_official(cls, state_dict: Mapping[str, Tensor], *, num_heads: int, bound_std: bool = False) -> Self:
-        """Return a model with the weights that the authors' code saves, in their dtype; all sizes but `num_heads` follow from them.
+        """Return a model with the weights that the authors' code saves, in their dtype. All sizes but `num_heads`
+        follow from the weights.
 
-        `ValueError` names entries that are missing, left over or of another shape. The tests compare with outputs of the authors' code.
+        `ValueError` names entries that are missing, unexpected or of a wrong shape. The tests compare with outputs of
+        the authors' code.
         """
         return official.load(cls, state_dict, num_heads=num_heads, bound_std=bound_std)
 
     def condition(self, x: Tensor, y: Tensor, state: AttentionState | None = None, mask: Tensor | None = None) -> AttentionState:
-        """Return the state of the points x, y and those of `state`; points where `mask` (B, N) bool is True are ignored.
+        """Return the state of the points x, y together with those of `state`. A point is ignored where `mask` (B, N)
+        bool is True.
 
-        Under `torch.no_grad()` points are embedded a chunk at a time, so that memory does not depend on their number.
+        Under `torch.no_grad()` points are embedded a chunk at a time, so memory does not depend on their number.
         """
         self._check(x, y, mask=mask, values=False)
         if torch.is_grad_enabled() or x.shape[1] <= CHUNK:
@@ -104,13 +111,14 @@ class CMANP(NeuralProcess):
         for some_x, some_y, ignored in zip(xs, ys, masks, strict=True):
             embedded = self._embedded(*without_masked(some_x, some_y, ignored))
             state = self.blocks.read(embedded, state, key_padding_mask=ignored)
-        assert state is not None  # a split has at least one chunk
+        assert state is not None  # a split returns at least one chunk
         return state
 
     def forget(self, state: AttentionState, x: Tensor, y: Tensor) -> AttentionState:
-        """Return the state without the points x, y, which are part of it, in time O(these points).
+        """Return the state without the points x, y, which must be part of it, in time O(these points).
 
-        Where that loses more than half of the digits, a `RuntimeWarning` says so: condition anew on the points that are left.
+        If this loses more than half of the digits, there is a `RuntimeWarning`: call `condition` on the remaining
+        points instead.
         """
         self._known(state)
         self._check(x, y)
@@ -146,14 +154,15 @@ class CMANP(NeuralProcess):
 
 
 class CMANPAND(CMANP):
-    """A CMANP with a joint distribution over blocks of targets, each block conditioned on those before (AND: autoregressive, not diagonal).
+    """A CMANP with a joint distribution over blocks of targets, each block given the blocks before it.
 
-    Memory is constant in the context and linear in the targets. Trained with all targets as one block (`loss`), as in the authors' code;
-    likelihoods and samples go through blocks of `block_size`. Blocks smaller than any in training get deviations that are too small: a
-    single target about half of what it should have. Source: the paper of `CMANP`, section 4.3.
+    AND means autoregressive, not diagonal. Memory is constant in the context and linear in the targets. In training,
+    all targets are one block (`loss`), as in the authors' code; likelihoods and samples go through blocks of
+    `block_size`. Blocks smaller than any block in training get deviations that are too small: a single target gets
+    about half of the right deviation. Source: the paper of `CMANP`, section 4.3.
 
     Args:
-        block_size: b_Q, targets that are predicted jointly.
+        block_size: b_Q, the number of targets that are predicted jointly.
         rank: columns of the factor's projection, for each output dimension.
         projection_depth: linear layers of that projection.
         Others are those of `CMANP`.

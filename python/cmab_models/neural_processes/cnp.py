@@ -14,22 +14,22 @@ from .parts import NormalHead, point_embedding
 
 
 class Total(NamedTuple):
-    """The sum of the embeddings of a context, and how many they are."""
+    """The sum of the embeddings of a context, and the number of points in it."""
 
     features: Tensor
-    """(B, dim), in float32 at least"""
+    """(B, dim), at least float32"""
     points: Tensor
-    """(B, 1), likewise: a half type cannot count beyond 2,048"""
+    """(B, 1), at least float32, because a half type cannot count beyond 2,048"""
 
 
 class CNP(NeuralProcess):
-    """The least neural process: a perceptron at each point, a mean over the context, a perceptron at each target.
+    """The simplest neural process: a perceptron at each point, a mean over the context, a perceptron at each target.
 
     Args:
         dim_x, dim_y: columns of x and y.
         dim: width of all layers.
         depth: linear layers of the encoder and of the decoder, at least 2.
-        bound_std: standard deviations of at least 0.05.
+        bound_std: whether standard deviations are at least 0.05.
 
     The state of a context has constant size. Source: Conditional Neural Processes (Garnelo et al., ICML 2018).
 
@@ -66,7 +66,7 @@ class CNP(NeuralProcess):
         return result
 
     def _total(self, x: Tensor, y: Tensor, mask: Tensor | None, state: Total | None) -> Total:
-        """Return the total of the points x, y, which can be added to `state` or taken out of it."""
+        """Return the total of the points x, y, which can be added to `state` or subtracted from it."""
         self._check(x, y, mask=mask, batch=None if state is None else len(self._known(state).points), values=False)
         features = in_single(self.embedding(torch.cat(without_masked(x, y, mask), -1)))
         if mask is None:

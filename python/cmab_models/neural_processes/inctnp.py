@@ -1,4 +1,4 @@
-"""Incremental Transformer Neural Processes: a causal mask over the context, whose keys and values are kept."""
+"""Incremental Transformer Neural Processes: a causal mask over the context, with a cache of its keys and values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CachedLayer(nn.Module):
         return key, value
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-        """Return x (B, T, dim) after attention over the keys that are `allowed` (B, 1, T, N) bool, and a feed-forward layer."""
+        """Return x (B, T, dim) after attention over the `allowed` keys (B, 1, T, N) bool, and a feed-forward layer."""
         query = self.query(self.norm(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         attended = F.scaled_dot_product_attention(query, key, value, allowed)
         x = x + self.output(attended.transpose(1, 2).flatten(2))
@@ -52,10 +52,11 @@ class CachedLayer(nn.Module):
 
 
 class IncTNP(NeuralProcess):
-    """A Transformer Neural Process that takes new points without reading the old ones again: each point sees those before it.
+    """A Transformer Neural Process that takes new points without reading the old ones again: each point sees those
+    before it.
 
-    The state is a cache of keys and values, which grows with the context; the order of the points matters, and none can be forgotten.
-    One pass gives a prediction after every point of a sequence (`prefix_log_prob`).
+    The state is a cache of keys and values, which grows with the context. The order of the points matters, and no point
+    can be forgotten. One pass gives a prediction after every point of a sequence (`prefix_log_prob`).
 
     Args:
         dim_x, dim_y, dim, num_heads, ff_dim, embedding_depth, bound_std: as in `CMANP`.
@@ -110,7 +111,7 @@ class IncTNP(NeuralProcess):
         return Cache(torch.stack(keys), torch.stack(values), ignored)
 
     def forget(self, state: Cache, x: Tensor, y: Tensor) -> Cache:
-        """Raise `RuntimeError`: later points have seen the earlier ones."""
+        """Raise `RuntimeError`, because later points have seen the earlier ones."""
         raise RuntimeError("points of an IncTNP cannot be forgotten: later points have seen them; condition anew on those that are left")
 
     def predict(self, state: Cache, target_x: Tensor) -> Distribution:
@@ -126,7 +127,7 @@ class IncTNP(NeuralProcess):
         return self._answered(state, x[:, 1:], earlier).log_prob(y[:, 1:]).sum(-1)
 
     def _answered(self, state: Cache, target_x: Tensor, allowed: Tensor) -> Distribution:
-        """Return the prediction for targets that see the points that are `allowed`."""
+        """Return the prediction for targets that see the `allowed` points."""
         features = self.embedding(torch.cat([target_x, target_x.new_zeros(*target_x.shape[:2], self.dim_y)], -1))
         for layer, key, value in zip(self._layers, state.keys, state.values, strict=True):
             features = layer(features, key, value, allowed)

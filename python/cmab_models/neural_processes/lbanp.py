@@ -1,4 +1,5 @@
-"""Latent Bottlenecked Attentive Neural Processes: every layer of latents attends to all points, which must be kept."""
+"""Latent Bottlenecked Attentive Neural Processes: every layer of latents attends to all points, so the state keeps all
+points."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class LBANP(KeepsPoints):
-    """A neural process whose latents attend to the points in every layer, so that all points are read again for each prediction.
+    """A neural process whose latents attend to the points in every layer, so each prediction reads all points again.
 
-    The baseline of `CMANP`, with the same decoder and the same arguments but `num_block_latents`. Source: Latent Bottlenecked Attentive
-    Neural Processes (Feng et al., ICLR 2023).
+    It is the baseline of `CMANP`, with the same decoder and the same arguments except `num_block_latents`. Source:
+    Latent Bottlenecked Attentive Neural Processes (Feng et al., ICLR 2023).
 
     >>> model = cmab_models.LBANP(dim_x=1, dim_y=1, dim=16, num_latents=8, num_heads=2, depth=2)
     >>> model(torch.randn(3, 50, 1), torch.randn(3, 50, 1), torch.randn(3, 7, 1)).mean.shape

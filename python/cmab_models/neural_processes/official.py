@@ -1,4 +1,5 @@
-"""Weights that the authors' code of CMANP and LBANP saves, in the models of this package: see `cmab_kernels.nn.cmab.official`."""
+"""Load weights saved by the authors' code of CMANP and LBANP into the models of this package; see
+`cmab_kernels.nn.cmab.official`."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ PLACES = {
     "head.encoder": "std_encoder",
     "head.projection": "projector",
 }
-"""What stands outside the layers, and what the authors call it."""
+"""Name of each part outside the layers -> the authors' name."""
 
 
 def load(kind: type[Model], state_dict: Mapping[str, Tensor], *, num_heads: int, bound_std: bool) -> Model:
-    """Return a model of this kind with the weights of `state_dict`, in their dtype, and with the authors' residual.
+    """Return a model of this kind with the weights of `state_dict`, in their dtype, and with the authors' kind of
+    residual.
 
-    `ValueError` names what is missing or belongs to another model.
+    `ValueError` names entries that are missing or belong to another model.
     """
     check_weights(state_dict)
     low_rank = [name for name in state_dict if name.startswith("diag_net.")]
@@ -74,12 +76,12 @@ def _sizes(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _official_name(name: str) -> str:
-    """Return what the authors call a parameter of a model."""
+    """Return the authors' name of a parameter of a model."""
     found = re.fullmatch(r"(blocks\.blocks|layers|decoder\.layers)\.(\d+)\.(.+)", name)
     if found:
         place, index, rest = found.groups()
         coder = "decoder" if place == "decoder.layers" else "encoder"
-        # A layer of LBANP and of the decoder is the second half of a block, or a part of it.
+        # A layer of LBANP or of the decoder is the second half of a block, or part of that half.
         return f"{coder}.layers.{index}.{name_in_block(rest if place == 'blocks.blocks' else f'retrieve.{rest}')}"
     for ours, theirs in PLACES.items():
         if name.startswith(f"{ours}."):

@@ -25,11 +25,12 @@ def perceptron(inputs: int, hidden: int, outputs: int, depth: int) -> nn.Sequent
 
 
 def point_embedding(inputs: int, dim: int, depth: int) -> nn.Sequential:
-    """Return a perceptron of width `dim` whose features differ between points before anything is learned.
+    """Return a perceptron of width `dim` whose features differ between points already before training.
 
-    With torch's initialisation a layer keeps a sixth of the variance of its inputs and adds a constant: after four, 2% of what a LayerNorm
-    leaves differs between the points of a square, and attention, which sees hardly more than their mean, takes thousands of steps to find
-    out that there is more. Layers between two others are therefore initialised to keep the variance (He et al., ICCV 2015): 19%.
+    With torch's initialisation a layer keeps a sixth of the variance of its inputs and adds a constant. After four such
+    layers and a LayerNorm, 2% of the result differs between the points of a square. Attention then sees hardly more
+    than the mean of the points, and takes thousands of steps to learn to tell points apart. Layers between two other
+    layers are therefore initialised to keep the variance (He et al., ICCV 2015); 19% then differs.
     """
     layers = perceptron(inputs, dim, dim, depth)
     for layer in list(layers)[2:-1]:
@@ -53,7 +54,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Takes targets through a layer for each entry of the latents (K, B, L, dim), and a last norm."""
+    """Passes targets through one layer per entry of the latents (K, B, L, dim), and a last norm."""
 
     def __init__(self, dim_x: int, dim: int, num_heads: int, ff_dim: int, depth: int, embedding_depth: int, residual: str) -> None:
         super().__init__()
@@ -71,9 +72,10 @@ class Decoder(nn.Module):
 
 
 def encoded(encoder: nn.TransformerEncoder, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return what the encoder makes of tokens (B, N, dim) but those where `mask` (B, N) is True.
+    """Return the encoder's output for tokens (B, N, dim), without those where `mask` (B, N) is True.
 
-    torch's attention over none may raise: the encoder then reads one of zeros, so that its weights have gradients, of 0.
+    torch's attention may raise without tokens. The encoder then reads one token of zeros, so its weights have gradients,
+    of 0.
     """
     if tokens.numel():
         return encoder(tokens, src_key_padding_mask=mask)
@@ -99,8 +101,8 @@ class NormalHead(nn.Module):
 class JointHead(nn.Module):
     """The joint distribution of all values of a set of targets, from features (B, M, dim).
 
-    The factor of the covariance is tril(P P'), where P (M dim_y, rank) is projected from features that have attended to each other, and
-    its diagonal d is 0.05 + 0.95 tanh(d) with `bound_std`.
+    The factor of the covariance is tril(P P'). P (M dim_y, rank) is projected from features that have attended to each
+    other. With `bound_std`, the factor's diagonal d is replaced by 0.05 + 0.95 tanh(d).
     """
 
     def __init__(self, dim: int, num_heads: int, hidden: int, dim_y: int, rank: int, depth: int, bound_std: bool) -> None:
@@ -113,7 +115,7 @@ class JointHead(nn.Module):
     def forward(self, features: Tensor) -> MultivariateNormal:
         mean = in_single(self.mean(features)).flatten(1)
         rows = in_single(self.projection(encoded(self.encoder, features))).view(*mean.shape, self.rank)
-        with as_they_are(rows.device):  # there is no triangular solve in half types
+        with as_they_are(rows.device):  # torch has no triangular solve in half types
             factor = (rows @ rows.mT).tril()
         if self.bound_std:
             diagonal = factor.diagonal(dim1=-2, dim2=-1)

@@ -11,7 +11,7 @@ from .base import NeuralProcess, without_masked
 
 
 class Points(NamedTuple):
-    """The points of a context, and which of them count."""
+    """The points of a context, and a mask of the points that are ignored."""
 
     x: Tensor
     """(B, N, dim_x), 0 where a point was masked"""
@@ -31,11 +31,11 @@ class KeepsPoints(NeuralProcess):
         ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         new = Points(*without_masked(x, y, mask), ignored)
         if state is None:
-            return Points(*(part.clone() for part in new))  # the caller's may change
+            return Points(*(part.clone() for part in new))  # the caller may change its own tensors
         return Points(*(torch.cat(parts, 1) for parts in zip(state, new, strict=True)))
 
     def forget(self, state: Points, x: Tensor, y: Tensor) -> Points:
-        """Return the state without the points x, y; one that is not part of it is a `ValueError`."""
+        """Return the state without the points x, y; `ValueError` for a point that is not part of it."""
         self._check(x, y, batch=len(self._known(state).ignored))
         ignored = state.ignored.clone()
         for i in range(x.shape[1]):

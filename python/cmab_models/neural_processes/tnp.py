@@ -14,10 +14,11 @@ from .points import KeepsPoints, Points
 
 
 class TNPD(KeepsPoints):
-    """A neural process that is a Transformer over points and targets; a target sees the context, not the other targets.
+    """A neural process that is a Transformer over points and targets. A target sees the context, but not the other
+    targets.
 
-    Time is quadratic in the context, which is read again for each prediction, and must not be empty. Source: Transformer Neural Processes
-    (Nguyen and Grover, ICML 2022), the diagonal form.
+    Time is quadratic in the context. Each prediction reads the context again, and the context must not be empty.
+    Source: Transformer Neural Processes (Nguyen and Grover, ICML 2022), the diagonal form.
 
     Args:
         dim_x, dim_y, dim, num_heads, ff_dim, embedding_depth, bound_std: as in `CMANP`.

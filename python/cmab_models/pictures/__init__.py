@@ -24,7 +24,7 @@ PICTURES = {
     "few-shot": "shots",
     "least-squares": "width",
 }
-"""The module that draws a task; its `figure(task, models)` returns the picture."""
+"""Task -> the module that draws it; its `figure(task, models)` returns the picture."""
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -42,14 +42,14 @@ PAPERS = ("cmanp", "cmanp-and", "cmhp", "continual-nystromformer", "intention", 
 
 
 def colour(name: str) -> str:
-    """Return the colour of a system, named such as "cmanp" or "continual-nystromformer, fixed landmarks"."""
+    """Return the colour of a system, given a name such as "cmanp" or "continual-nystromformer, fixed landmarks"."""
     return OURS if name.partition(",")[0] in PAPERS else OTHER
 
 
 def draw(task: Task, models: Mapping[str, nn.Module], output: Path) -> None:
-    """Write the task's picture with these trained models, by name, to `output` (.png, .pdf or .svg).
+    """Draw the task's picture with these trained models, by name, and write it to `output` (.png, .pdf or .svg).
 
-    `ValueError` if the task has no picture, or the file's ending is not one of these.
+    `ValueError` if the task has no picture, or the file has another ending.
     """
     if task.name not in PICTURES:
         raise ValueError(f"{task.name} has no picture; {', '.join(PICTURES)} have")

@@ -1,4 +1,4 @@
-"""Predictions over a function of a Gaussian process as its points arrive, beside the exact posterior."""
+"""Predictions of a function of a Gaussian process as its points arrive, next to the exact posterior."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = (1, 3, 8, 20)
-"""After how many points of the stream the prediction is shown."""
+"""The numbers of points after which the prediction is shown."""
 
 
 def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
-    """Return a row for each model: mean and two deviations after 1, 3, 8 and 20 points, which are read one at a time."""
+    """Return a row for each model: mean and two standard deviations after 1, 3, 8 and 20 points, which are read one at
+    a time."""
     from matplotlib import pyplot as plt
 
     generator = seeded(3)

@@ -1,4 +1,4 @@
-"""Completed images beside the truth, from more and more known pixels."""
+"""Completed images next to the true images, from more and more known pixels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SHARES = (0.03, 0.1, 0.3)
 
 
 def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
-    """Return, for an image of each set that is held out and each share, what is known, each model's means and deviations, and the truth."""
+    """Return a picture for one image of each held-out set and each share: known pixels, each model's means and
+    deviations, and the image."""
     from matplotlib import pyplot as plt
 
     sets = {name: crops(images, task.size, 1, seeded(5))[0] for name, images in task.images().items() if name != "train"}
@@ -42,7 +43,7 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
 
 
 def _show(axes: Any, image: Tensor) -> None:
-    """Show an image of one or three colours, 0 to 1, without frame and ticks."""
+    """Show an image of one or three colours, with values from 0 to 1, without frame and ticks."""
     axes.imshow(image.clamp(0, 1).expand(-1, -1, 3).numpy(), interpolation="nearest")
     axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)

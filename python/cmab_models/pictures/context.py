@@ -1,4 +1,4 @@
-"""Memory and time of a prediction against the size of the context: paper 003, figure 3, measured."""
+"""Memory and time of a prediction against the size of the context, as measured: figure 3 of paper 003."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COMPARED = ("cmanp", "lbanp", "tnp-d")
 SIZES = (100, 1_000, 10_000, 100_000, 1_000_000)
 BUDGET = 60.0
 MOST_MEMORY = 4096.0
-"""A system is not measured on a context for which it would need more seconds, or MiB, than these."""
+"""The limits of a measurement, in seconds and MiB. Contexts for which a system would exceed either are left out."""
 TARGETS = 100
 
 
 class Cost(NamedTuple):
-    """What reading a context and predicting 100 targets takes."""
+    """The cost of reading a context and predicting 100 targets."""
 
     system: str
     points: int
@@ -35,7 +35,7 @@ class Cost(NamedTuple):
 
 
 def measured(systems: Iterable[str] = COMPARED, sizes: Iterable[int] = SIZES) -> list[Cost]:
-    """Return the costs of systems of the papers' size, without a gradient, one thread."""
+    """Return the costs of systems of the papers' size, without gradients, on one thread."""
     found, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -43,7 +43,8 @@ def measured(systems: Iterable[str] = COMPARED, sizes: Iterable[int] = SIZES) ->
             for points in sizes:
                 cost = _cost(system, points)
                 found.append(cost)
-                # The next context is ten times as large, and attention of all its points costs a hundred times as much.
+                # The next context is ten times as large. Attention between all its points costs a hundred times as
+                # much.
                 growth = 100 if system == "tnp-d" else 10
                 if growth * cost.seconds > BUDGET or growth * cost.mebibytes > MOST_MEMORY:
                     break
@@ -58,7 +59,7 @@ def _cost(system: str, points: int) -> Cost:
 
 
 def _prepared(system: str, points: int) -> Any:
-    """Return a call that predicts targets from this many points; the points and the model are made here."""
+    """Return a call that predicts targets from this many points. The points and the model are made before the call."""
     generator = torch.Generator().manual_seed(0)
     x, y, target_x = (torch.randn(1, count, width, generator=generator) for count, width in ((points, 2), (points, 3), (TARGETS, 2)))
     model: Any = SYSTEMS[system](dim_x=2, dim_y=3).eval()

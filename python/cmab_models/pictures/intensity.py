@@ -1,4 +1,4 @@
-"""Intensities over a held-out sequence of events, and what the marks that came were given."""
+"""Intensities over a held-out sequence of events, and the predicted probabilities of the marks that came."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = 24
-"""The last events of the sequence, which are drawn. The models know all before them."""
+"""The number of events at the end of the sequence that are drawn. The models read all events before them, too."""
 
 
 def figure(task: EventTask, models: Mapping[str, nn.Module]) -> Figure:
-    """Return the intensity of the next event between the last events of a sequence, and below it the probability of each mark that came.
+    """Draw the intensity of the next event between the last events of a sequence, and below it the probability of each
+    mark that came.
 
-    The clock is in the task's `period`: departures are in days. A Hawkes process has its exact intensity beside the models'.
+    The unit of the clock is the task's `period`: departures are in days. For a Hawkes process the exact intensity is
+    drawn as well.
     """
     from matplotlib import pyplot as plt
 

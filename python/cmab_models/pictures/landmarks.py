@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
-    """Return the accuracy over windows and in streams, and the median time of a step on this machine, with a point for each model.
+    """Draw the accuracy over windows and in streams, and the median time of a step on this machine, with a point for
+    each model.
 
-    A model without landmarks, which attends to all tokens, is at the length of the window.
+    A model without landmarks attends to all tokens; its point is at the length of the window.
     """
     from matplotlib import pyplot as plt
 

@@ -1,4 +1,4 @@
-"""What bandits lose to the best arm, play by play."""
+"""The regret of bandits, play by play."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
-    """Return the cumulative regret for each radius: the mean over wheels, their least and largest, and that of a uniform policy."""
+    """Draw the cumulative regret for each radius: the mean over wheels, the smallest and the largest, and that of a
+    uniform policy."""
     from matplotlib import pyplot as plt
 
     made, panels = plt.subplots(1, len(DELTAS), figsize=(2.6 * len(DELTAS), 2.6))

@@ -17,7 +17,8 @@ SHOTS = (1, 2, 3, 5, 10)
 
 
 def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
-    """Return the accuracy of each model with 1 to 10 examples of a class, as far as there are, and that of nearest means."""
+    """Draw the accuracy of each model with 1 to 10 examples of a class, if there are as many, and the accuracy of
+    nearest means."""
     from matplotlib import pyplot as plt
 
     made, axes = plt.subplots(figsize=(3.6, 2.8))

@@ -1,4 +1,4 @@
-"""The error of least squares by the width of the features: paper 004's question of how wide they have to be."""
+"""The error of least squares by the width of the features. Paper 004 asks how wide they have to be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
-    """Return the errors of models named such as "intention" or "intention, width 8", a line for each system; `Regressor`s."""
+    """Draw the errors of `Regressor`s, with a line for each system; names are such as "intention" or "intention, width
+    8"."""
     from matplotlib import pyplot as plt
 
     made, axes = plt.subplots(figsize=(3.6, 2.8))
@@ -33,6 +34,7 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
 
 
 def _width(model: Any) -> int:
-    """Return what the last linear layer reads: that of a perceptron, which has no head, is the last of its layers."""
+    """Return the input width of the last linear layer: the head, or, in an `MLP`, which has no head, the last of its
+    layers."""
     head: Any = model.layers[-1] if isinstance(model, MLP) else model.head
     return int(head.in_features)

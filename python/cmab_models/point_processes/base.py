@@ -1,4 +1,5 @@
-"""What all point processes have in common: events are observed one by one, or all at once, and the next is predicted."""
+"""The common part of all point processes: events are observed one by one, or all at once, and the next event is
+predicted."""
 
 from __future__ import annotations
 
@@ -21,28 +22,32 @@ from .parts import EventEmbedding, EventHead, NextEvent
 
 
 class LogProb(NamedTuple):
-    """Log-likelihoods of sequences of events: the sum of the first three is that of the sequences."""
+    """Log-likelihoods of sequences of events. The sum of the first three fields is the log-likelihood of the
+    sequences."""
 
     time: Tensor
     """(B, N): the log-density of each event's time, given the events before; 0 at padding"""
     mark: Tensor
     """(B, N): the log-probability of each event's mark, given the events before; 0 at padding"""
     survival: Tensor
-    """(B,): the log-probability that no event comes between the last and the end of the observation; 0 where no end is given"""
+    """(B,): the log-probability that no event comes between the last event and the end of the observation; 0 if no end
+    is given"""
     correct: Tensor
-    """(B, N) bool: whether the mark that was thought the most likely came; False at padding"""
+    """(B, N) bool: whether the most likely mark was the right one; False at padding"""
 
 
 class PointProcess(Pretrained):
     """Base class of models that predict the time and the mark of the next event from the events so far.
 
-    `observe` reads an event into a state, and `next_event` predicts the next from it. The state before the first event is None.
-    `log_prob` predicts every event of sequences from those before it, all at once, as they would be predicted one by one.
+    `observe` reads an event into a state, and `next_event` predicts the next event from the state. The state before the
+    first event is None. `log_prob` predicts every event of sequences from the events before it. It does so for all
+    events at once, with the results of predicting them one by one.
 
-    Shapes: times (B, N), positive and in order, and marks (B, N) int64, smaller than `num_marks`; others are a `ValueError`, and anything
-    but a tensor a `TypeError`. A time that is NaN or infinite is a `ValueError` too. All this is checked on a GPU as well, for which the
-    program waits. Times are best kept in float64, whatever the model's dtype: the differences between late times lose digits in float32.
-    Likelihoods are float64 in a float64 model and else float32, finite also where events are at the same time.
+    Shapes: times (B, N), positive and in order, and marks (B, N) int64, smaller than `num_marks`. Other values are a
+    `ValueError`, and an argument that is not a tensor is a `TypeError`. A time that is NaN or infinite is a
+    `ValueError` too. All this is checked on a GPU as well; the program waits for the values. Keep times in float64,
+    whatever the model's dtype, because differences between late times lose digits in float32. Likelihoods are float64
+    in a float64 model and otherwise float32. They are finite even if events have equal times.
 
     >>> model = cmab_models.CMHP(num_marks=5, dim=16, num_latents=4, num_heads=2).eval()
     >>> times, marks = torch.rand(3, 20).cumsum(1), torch.randint(5, (3, 20))
@@ -55,14 +60,15 @@ class PointProcess(Pretrained):
     """
 
     state_type: ClassVar[type[tuple[Any, ...]]]
-    """What `observe` returns."""
+    """The type of the state that `observe` returns."""
     num_marks: int
     embedding: EventEmbedding
     head: EventHead
 
     @abstractmethod
     def _read(self, state: Any, time: Tensor, embedded: Tensor) -> Any:
-        """Return the state after an event, embedded (B, 1, dim); it has the event's `time` (B,) float64 as an attribute."""
+        """Return the state after an event, embedded (B, 1, dim). The state has the event's `time` (B,) float64 as an
+        attribute."""
 
     @abstractmethod
     def _summary(self, state: Any) -> Tensor:
@@ -72,33 +78,35 @@ class PointProcess(Pretrained):
     def _summaries(self, embedded: Tensor, there: Tensor) -> Tensor:
         """Return features (B, N + 1, features) of the first 0, 1, ..., N events, embedded (B, N, dim).
 
-        Where `there` (B, N) is False there is padding, after the events of a sequence; what is returned after it does not matter.
+        `there` (B, N) is False at padding, which follows the events of a sequence. Features after padding may be
+        anything.
         """
 
     def observe(self, state: Any, time: Tensor, mark: Tensor) -> Any:
-        """Return the state after one more event of each sequence: time (B,), not before that of the event before, and mark (B,) int64."""
+        """Return the state after one more event of each sequence: time (B,), not earlier than the event before, and
+        mark (B,) int64."""
         self._check(time=time, mark=mark)
         if time.dim() != 1 or mark.shape != time.shape:
             raise ValueError(f"time, mark have shapes {tuple(time.shape)}, {tuple(mark.shape)}; both must be (batch,)")
         if state is not None and self._known(state).time.shape != time.shape:
             raise ValueError(wrong("time", f"has batch {len(time)}", f"the state has {len(state.time)}"))
-        time = time.to(torch.float64, copy=True)  # the state keeps it, and a clock may go on in place
+        time = time.to(torch.float64, copy=True)  # a copy, because a clock may change the caller's tensor in place
         gap = _checked("time", time if state is None else time - state.time)
         self._check_marks("mark", mark)
         return self._read(state, time, self.embedding(*(part.unsqueeze(1) for part in (time, gap, mark))))
 
     def next_event(self, state: Any) -> NextEvent:
-        """Return what is predicted after the events in `state`; for None, before any event, with a batch of 1."""
+        """Return the prediction after the events in `state`. None means before any event; the batch is then 1."""
         result: NextEvent = self.head(self._summary(None if state is None else self._known(state)))
         return result
 
     def log_prob(self, times: Tensor, marks: Tensor, lengths: Tensor | None = None, end: Tensor | None = None) -> LogProb:
-        """Return the log-likelihood of every event of sequences given those before it, in one pass.
+        """Return the log-likelihood of every event of sequences, given the events before it, in one pass.
 
         Args:
-            times, marks: (B, N). The first event is predicted too, from nothing, as a time after 0.
-            lengths: (B,) int64, the number of events of each sequence, whose padding does not matter; None: N for all.
-            end: (B,), until when each sequence was observed, not before its last event; None: until its last event.
+            times, marks: (B, N). The first event is predicted too, from no events; its gap is counted from time 0.
+            lengths: (B,) int64, the number of events of each sequence; padding may be anything. None: N for all.
+            end: (B,), the end of each sequence's observation, not before its last event; None: its last event.
         """
         self._check(times=times, marks=marks, **({} if end is None else {"end": end}))
         if times.dim() != 2 or marks.shape != times.shape:
@@ -123,14 +131,15 @@ class PointProcess(Pretrained):
         dtype = state_dtype(features.dtype)
         survival = features.new_zeros(batch, dtype=dtype)
         if end is not None:
-            wait = _checked("end", end.double() - F.pad(times, (1, 0)).amax(1))  # from 0 where there is no event
+            wait = _checked("end", end.double() - F.pad(times, (1, 0)).amax(1))  # counted from 0 without events
             last = torch.arange(batch, device=times.device) * (longest + 1) + lengths
             survival = self.head(features.index_select(0, last)).time.log_survival(wait.to(dtype))
         time, correct = predicted.time.log_prob(gaps[there].to(dtype)), largest(predicted.mark.logits) == came
         return LogProb(padded(time), padded(predicted.mark.log_prob(came)), survival, padded(correct))
 
     def intensity(self, times: Tensor, marks: Tensor, at: Tensor) -> Tensor:
-        """Return the intensity (M,) of any event at each of the times `at` (M,), given the events before it among times, marks (N,)."""
+        """Return the intensity (M,) of any event at each of the times `at` (M,), given the earlier events of times,
+        marks (N,)."""
         self._check(times=times, marks=marks, at=at)
         if times.dim() != 1 or marks.shape != times.shape or at.dim() != 1:
             shapes = ", ".join(str(tuple(each.shape)) for each in (times, marks, at))
@@ -145,7 +154,7 @@ class PointProcess(Pretrained):
         return result
 
     def _known(self, state: Any) -> Any:
-        """Return a state; raise `TypeError` for what `observe` does not return."""
+        """Return the state; raise `TypeError` if `observe` cannot have returned it."""
         if not isinstance(state, self.state_type):
             raise TypeError(
                 wrong("state", f"is {kind_of(state)}", f"None, or what `observe` returns, is needed, {self.state_type.__name__}")
@@ -186,7 +195,7 @@ def _check_lengths(lengths: Tensor, batch: int, longest: int) -> None:
 
 
 def _checked(name: str, gaps: Tensor) -> Tensor:
-    """Return times between events, which must be finite and not negative, and none shorter than the shortest."""
+    """Return times between events, each at least `SHORTEST`; raise unless all are finite and not negative."""
     if gaps.numel() and has_values(gaps) and not 0 <= gaps.min() <= gaps.max() < math.inf:
         given = "is before 0 or before an event before it, or is infinite or NaN"
         raise ValueError(wrong(name, given, "finite times from 0 on, in order, are needed"))

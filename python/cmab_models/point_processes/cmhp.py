@@ -16,44 +16,49 @@ from .base import PointProcess
 from .parts import EventEmbedding, EventHead, LogGaps
 
 QUERIES = ("newest", "latents")
-"""What a CMHP's queries can be."""
+"""The values of a CMHP's `queries`."""
 
 
 class CMHPState(NamedTuple):
-    """What is left of the events so far, of a size that does not depend on their number."""
+    """A summary of the events so far, of a size that does not depend on their number."""
 
     attention: AttentionState
-    """out (K, B, num_heads, num_latents, dim / num_heads), lse without the last axis"""
+    """out (K, B, num_heads, num_latents, dim / num_heads), lse of the same shape without the last axis"""
     newest: Tensor
-    """(B, dim), the last event's embedding; what `queries="latents"` does not read"""
+    """(B, dim), the last event's embedding; with `queries="latents"` it is not read"""
     time: Tensor
     """(B,) float64, of the last event"""
 
 
 class CMHP(PointProcess):
-    """A point process in constant memory: events are read by a `cmab_kernels.nn.CMABStack`, whose latents predict the next.
+    """A point process in constant memory: a `cmab_kernels.nn.CMABStack` reads the events, and its latents predict the
+    next event.
 
-    An event is observed and the next predicted in constant time. In training, the losses of all events cost one pass over the sequence: the
-    states of the first cross-attentions after each event come from `cmab_kernels.prefix_attention_states`. Source: Constant Memory
-    Attention Block (Feng et al., 2023), and Memory Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML
-    2024), appendix B.1: the encoder of a Transformer Hawkes Process with `CMAB`s for layers, and the latents flattened into its heads.
+    Observing an event and predicting the next one take constant time. In training, the losses of all events cost one
+    pass over the sequence: `cmab_kernels.prefix_attention_states` gives the states of the first cross-attentions after
+    each event. Source: Constant Memory Attention Block (Feng et al., 2023), and Memory Efficient Neural Processes via
+    Constant Memory Attention Block (Feng et al., ICML 2024), appendix B.1. The model is the encoder of a Transformer
+    Hawkes Process with `CMAB`s as layers; its heads read the flattened latents.
 
-    The queries of the first cross-attention are the same for all events, so that the states alone tell hardly which event was the last.
-    With `queries="newest"` the embedding of the newest event, which is the query of a causal Transformer too, is added to the latents.
+    The queries of the first cross-attention are the same for all events. So the states alone hardly tell which event
+    was the last. With `queries="newest"` the embedding of the newest event is added to the latents. In a causal
+    Transformer this event is the query, too.
 
     Args:
         num_marks: marks are 0 to num_marks - 1.
         dim: width of all features, even.
-        num_latents: L_B, latents of each block.
-        output_latents: L_I, latents that the heads read, flattened.
+        num_latents: L_B, the number of latents of each block.
+        output_latents: L_I, the number of latents that the heads read, flattened.
         num_heads: a divisor of dim.
-        depth: blocks.
+        depth: the number of blocks.
         ff_dim: hidden width of feed-forward layers; None means 2 dim.
-        components: log-normal distributions in the mixture of the next event's time.
-        log_gap_mean, log_gap_std: of the logarithms of the times between events in the training data.
-        period: a time with which events recur, as a day, or else a typical time between them: see `EventEmbedding`.
-        queries: what asks the blocks for the next event: "latents", learned alone, which is the papers' form; or "newest", latents plus
-            the embedding of the newest event.
+        components: number of log-normal distributions in the mixture of the next event's time.
+        log_gap_mean, log_gap_std: mean and standard deviation of the logarithms of the times between events in the
+            training data.
+        period: a time after which patterns of events recur, such as a day, or else a typical time between events: see
+            `EventEmbedding`.
+        queries: the queries with which the blocks read the events. "latents": learned latents alone, as in the papers.
+            "newest": latents plus the embedding of the newest event.
 
     >>> model = cmab_models.CMHP(num_marks=5, dim=16, num_latents=4, num_heads=2).eval()
     >>> with torch.no_grad():
@@ -105,11 +110,11 @@ class CMHP(PointProcess):
         states = zip(nothing, prefix_states(self.blocks, embedded), strict=True)
         attention = AttentionState(*(torch.cat([before, after.index_select(1, rows)], 1) for before, after in states))
         summaries = self._retrieved(attention, torch.cat([zero, embedded.flatten(0, 1).index_select(0, rows)]))
-        place = F.pad(there.flatten().cumsum(0).view_as(there).where(there, 0), (1, 0))  # among the summaries, of which 0 is of no events
+        place = F.pad(there.flatten().cumsum(0).view_as(there).where(there, 0), (1, 0))  # rows of summaries; row 0: of no events
         return summaries.index_select(0, place.flatten()).unflatten(0, place.shape)
 
     def _nothing(self) -> tuple[AttentionState, Tensor]:
-        """Return the state of no events, and zeros (1, dim) in place of the newest."""
+        """Return the state of no events, and zeros (1, dim) in place of the newest event."""
         return self.blocks.init_state(1), self.latents.new_zeros(1, self.latents.shape[1])
 
     def _retrieved(self, attention: AttentionState, newest: Tensor) -> Tensor:

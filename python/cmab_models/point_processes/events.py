@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class Events(NamedTuple):
-    """Sequences of events, each with a time and a mark, which were observed from time 0 until `end`."""
+    """Sequences of events, each with a time and a mark. Each sequence was observed from time 0 until `end`."""
 
     times: Tensor
-    """(B, N) float64: positive and in order; beyond a sequence's length they are 0"""
+    """(B, N) float64: positive and in order; 0 beyond a sequence's length"""
     marks: Tensor
-    """(B, N) int64, as long"""
+    """(B, N) int64, with the same lengths"""
     lengths: Tensor
     """(B,) int64: the number of events of each sequence"""
     end: Tensor
@@ -24,9 +24,10 @@ class Events(NamedTuple):
 
     @staticmethod
     def pad(times: Sequence[Any], marks: Sequence[Any], end: Sequence[float] | Tensor) -> Events:
-        """Return sequences of any lengths as one batch; `ValueError` for none, and names one that is not as it should be.
+        """Return sequences of any lengths as one batch; `ValueError` for no sequence, and for an invalid sequence,
+        which it names.
 
-        A sequence of times or marks is a tensor (events,), or an array or a list, as `torch.as_tensor` takes them.
+        A sequence of times or marks is a tensor (events,), or an array or a list that `torch.as_tensor` accepts.
         """
         if not len(times):
             raise ValueError("times is empty; at least one sequence is needed")
@@ -56,5 +57,5 @@ class Events(NamedTuple):
         return torch.arange(self.times.shape[1], device=self.lengths.device) < self.lengths.unsqueeze(1)
 
     def gaps(self) -> Tensor:
-        """Return the times (B, N) from one event to the next, the first from time 0; 0 at padding."""
+        """Return the times (B, N) from one event to the next, the first counted from time 0; 0 at padding."""
         return self.times.diff(dim=1, prepend=torch.zeros_like(self.times[:, :1])).where(self.there, 0.0)

@@ -1,4 +1,4 @@
-"""The parts that both models share: what an event is to them, and what they say of the next."""
+"""The parts that both models share: the embedding of an event, and the head that predicts the next event."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ LOG_SCALES = (-5.0, 3.0)
 
 
 class NextEvent(NamedTuple):
-    """What is predicted of the next event."""
+    """The prediction of the next event."""
 
     time: LogNormalMixture
-    """of the time from the last event to the next, from time 0 if there is none yet; batch shape (B,)"""
+    """the distribution of the time from the last event to the next, from time 0 before the first event; batch shape
+    (B,)"""
     mark: Categorical
-    """of its mark; batch shape (B,)"""
+    """the distribution of its mark; batch shape (B,)"""
 
 
 class LogGaps(NamedTuple):
-    """Mean and standard deviation of the logarithms of the times between events, by which models standardise them."""
+    """Mean and standard deviation of the logarithms of the times between events. Models standardise gaps with them."""
 
     mean: float
     std: float
@@ -37,14 +38,16 @@ class LogGaps(NamedTuple):
 
 
 class EventEmbedding(nn.Module):
-    """Embeds events: a vector for the mark, plus a temporal encoding of the time and of the time since the event before.
+    """Embeds events: a vector for the mark, plus a temporal encoding of the time and of the time since the event
+    before.
 
-    The time is encoded by sines and cosines with periods of `period` / 8, / 4, / 2, 1, 2, 4, ..., so that what recurs with the period
-    looks alike, and the longest, of dim / 2 in all, tell early events from late ones. `ValueError` for an odd dim, and for a period or a
-    spread of gaps that is not positive.
+    The time is encoded by sines and cosines with dim / 2 periods in all: `period` times 1/8, 1/4, 1/2, 1, 2, 4, ... So
+    events that recur with the period look alike, and the longest periods tell early events from late ones. `ValueError`
+    for an odd dim, and for a `period` or a standard deviation of gaps that is not positive.
 
-    The periods are float64 whatever the weights are cast to: float16 does not hold them, and bfloat16 shifts late events by whole periods.
-    They follow from the arguments and are not saved; a module from the meta device gets them together with its weights.
+    The periods stay float64 when the weights are cast: float16 cannot hold them, and bfloat16 shifts late events by
+    whole periods. The periods follow from the arguments and are not saved. A module on the meta device gets its periods
+    together with its weights.
     """
 
     periods: Tensor
@@ -64,12 +67,13 @@ class EventEmbedding(nn.Module):
         self.register_load_state_dict_post_hook(_with_periods)
 
     def _periods(self, device: torch.device) -> Tensor:
-        """Return the periods (dim / 2,) float64, of the same bits on every device."""
+        """Return the periods (dim / 2,) float64, with the same bits on every device."""
         powers = torch.arange(-3, self.gap.out_features // 2 - 3, dtype=torch.float64, device="cpu")
         return (self.period * 2.0**powers).to(device)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> EventEmbedding:
-        """Cast or move the module. The periods are computed anew: a cast rounds them, and `to_empty` gives memory without values."""
+        """Cast or move the module, and recompute the periods. A cast rounds them, and `to_empty` gives memory without
+        values."""
         before = self.periods
         super()._apply(fn, recurse)
         if self.periods is not before:
@@ -77,8 +81,9 @@ class EventEmbedding(nn.Module):
         return self
 
     def forward(self, times: Tensor, gaps: Tensor, marks: Tensor) -> Tensor:
-        """Return features (B, N, dim) of events at times (B, N) float64, gaps (B, N) after those before, with marks (B, N) int64."""
-        dtype = self.mark.weight.dtype  # an embedding, which dynamic quantisation leaves as it is
+        """Return features (B, N, dim) of events at times (B, N) float64, with gaps (B, N) since the event before and
+        marks (B, N) int64."""
+        dtype = self.mark.weight.dtype  # read from the embedding, which dynamic quantisation does not change
         phases = (2 * math.pi * (times.unsqueeze(-1) / self.periods).frac()).to(dtype)
         gap = self.gap(self.log_gaps.standardise(gaps).to(dtype).unsqueeze(-1))
         result: Tensor = self.mark(marks) + gap + torch.cat([phases.sin(), phases.cos()], -1)
@@ -86,13 +91,15 @@ class EventEmbedding(nn.Module):
 
 
 def _with_periods(embedding: EventEmbedding, _: Any) -> None:
-    """Let the periods follow weights that were loaded with `assign=True`, which leave the meta device."""
+    """Move the periods to the device of weights that were loaded with `assign=True`. Such a load takes weights off the
+    meta device."""
     if embedding.periods.device != embedding.mark.weight.device:
         embedding.periods = embedding._periods(embedding.mark.weight.device)
 
 
 class EventHead(nn.Module):
-    """Predicts the next event from features (..., features): a log-normal mixture for its time, a categorical distribution of its mark."""
+    """Predicts the next event from features (..., features): a log-normal mixture for its time, a categorical
+    distribution for its mark."""
 
     def __init__(self, features: int, num_marks: int, log_gaps: LogGaps, components: int) -> None:
         super().__init__()

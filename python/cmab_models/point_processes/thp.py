@@ -22,13 +22,15 @@ class THPState(NamedTuple):
 
 
 class THP(PointProcess):
-    """A point process on a Transformer encoder with a causal mask: the baseline of `CMHP`, with its embedding, heads and arguments.
+    """A point process on a Transformer encoder with a causal mask: the baseline of `CMHP`, with its embedding, heads
+    and arguments.
 
-    It keeps all events, and reads all of them for each prediction. The Transformer Hawkes Process (Zuo et al., ICML 2020) on
-    `torch.nn.TransformerEncoder`; two things differ from its published code, and make likelihoods comparable. There the likelihood of an
-    event is computed from features that have seen that event, its mark among them (its repository's question 10), and integrals of the
-    intensity are estimated by Monte Carlo, as in the package easy-tpp, which mends the first. Here an event is predicted from those before
-    it, and the log-normal mixture's likelihood is exact.
+    The state keeps all events, and each prediction reads all of them. This is the Transformer Hawkes Process (Zuo et
+    al., ICML 2020) on `torch.nn.TransformerEncoder`. Two differences from the published code make likelihoods
+    comparable. The published code computes the likelihood of an event from features that have seen this event and its
+    mark (question 10 of its repository). It also estimates integrals of the intensity by Monte Carlo. The package
+    easy-tpp corrects the first point, and keeps the second. Here an event is predicted from the events before it, and
+    the likelihood of the log-normal mixture is exact.
 
     Args:
         depth: layers of the encoder.

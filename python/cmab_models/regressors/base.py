@@ -1,4 +1,4 @@
-"""What all regressors have in common."""
+"""The common part of all regressors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ..pretrained import Pretrained
 class Regressor(Pretrained):
     """Base class of models that answer queries (B, M, dim_key) from keys (B, N, dim_key) and values (B, N, dim_value).
 
-    All have the model's dtype. A wrong shape is a `ValueError`, a wrong dtype or anything but a tensor a `TypeError`, and on a CPU a NaN or
-    an infinity a `ValueError`. On a GPU values are not read, since the program would wait; a NaN reaches the answers of its batch element.
+    All tensors have the model's dtype. A wrong shape is a `ValueError`. A wrong dtype, or an argument that is not a
+    tensor, is a `TypeError`. On a CPU a NaN or an infinity is a `ValueError`. On a GPU values are not checked, because
+    the program would have to wait. There, a NaN reaches the answers of its batch element.
     """
 
     dim_key: int
@@ -38,4 +39,4 @@ class Regressor(Pretrained):
 
     @abstractmethod
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return `forward` of tensors of the right shapes."""
+        """Return what `forward` returns, for tensors of the right shapes."""

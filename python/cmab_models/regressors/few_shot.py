@@ -17,14 +17,16 @@ from .base import Regressor
 class FewShot(Regressor):
     """Scores of classes for queries, from examples: keys, with their classes as values of 0 and 1.
 
-    Features are learned so that an estimator, fitted to the examples in closed form, classifies the queries; gradients pass through it.
-    Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), whose "QDA" is `pooled_class_scatter`.
+    Features are learned so that an estimator, fitted to the examples in closed form, classifies the queries. Gradients
+    pass through the estimator. Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and
+    Czarnecki). The paper's "QDA" is `pooled_class_scatter`.
 
     Args:
-        dim_key: columns of examples, the pixels of an image.
-        dim_value: classes.
-        estimator: "lssvm", the least-squares support vector machine; "scatter", `pooled_class_scatter`; "kernel", the former with a
-            Gaussian kernel; "attention", a softmax over the examples, as in a matching network (Vinyals et al., NeurIPS 2016).
+        dim_key: columns of examples, such as the pixels of an image.
+        dim_value: the number of classes.
+        estimator: "lssvm", the least-squares support vector machine; "scatter", `pooled_class_scatter`; "kernel", the
+            support vector machine with a Gaussian kernel; "attention", a softmax over the examples, as in a matching
+            network (Vinyals et al., NeurIPS 2016).
         dim: width of the features.
 
     >>> model = cmab_models.FewShot(dim_key=64, dim_value=3)
@@ -43,7 +45,7 @@ class FewShot(Regressor):
         self.log_scale = nn.Parameter(torch.ones(()))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the scores (B, M, dim_value); the values, which tell the class, may be of any dtype."""
+        """Return the scores (B, M, dim_value). The values, which tell the class, may have any dtype."""
         tensors = isinstance(query, Tensor) and isinstance(value, Tensor)
         return super().forward(query, key, value.to(query.dtype) if tensors else value)
 
@@ -63,7 +65,8 @@ def _scatter(query: Tensor, key: Tensor, value: Tensor, alpha: Tensor) -> Tensor
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, alpha: Tensor) -> Tensor:
-    """A Gaussian kernel of width sqrt(dim), as far as features of norm sqrt(dim) are apart."""
+    """Return the scores with a Gaussian kernel. Its width sqrt(dim) is the scale of distances between features of norm
+    sqrt(dim)."""
     both = kernel_features(torch.cat([query, key], 1).unsqueeze(1), key.unsqueeze(1), 1 / key.shape[-1]).squeeze(1)
     query, key = both.split([query.shape[1], key.shape[1]], 1)
     return _lssvm(query, key, value, alpha)

@@ -1,4 +1,4 @@
-"""Regressors of one layer, Intention or attention, and a perceptron."""
+"""Regressors with a single layer of Intention or attention, and a perceptron."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class OneLayer(Regressor):
 
 
 class Intention(OneLayer):
-    """One layer of Intention: the regression of values on learned features of the keys, asked at the features of the queries.
+    """One layer of Intention: it regresses the values on learned features of the keys, and predicts at the features of
+    the queries.
 
     Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki).
 
@@ -55,7 +56,8 @@ class Intention(OneLayer):
 
 
 class Attention(OneLayer):
-    """The same with `torch.nn.MultiheadAttention`: weighted means of values. The arguments are those of `Intention`.
+    """A regressor like `Intention`, with `torch.nn.MultiheadAttention`: weighted means of values. The arguments are
+    those of `Intention`.
 
     >>> model = cmab_models.Attention(dim_key=1, dim_value=1, dim_out=1)
     >>> model(torch.randn(3, 5, 1), torch.randn(3, 10, 1), torch.randn(3, 10, 1)).shape
@@ -67,11 +69,11 @@ class Attention(OneLayer):
 
 
 class MLP(Regressor):
-    """A perceptron that takes a query and all keys and values in a row, in their order, for a fixed number of them.
+    """A perceptron that reads a query and all keys and values as one row, in their order. The number of keys is fixed.
 
     Args:
-        num_points: N.
-        depth: linear layers.
+        num_points: N, the number of keys.
+        depth: the number of linear layers.
         Others are those of `Intention`.
 
     >>> model = cmab_models.MLP(dim_key=1, dim_value=1, dim_out=1, num_points=10)

@@ -15,7 +15,8 @@ from .base import Regressor
 
 
 class Stack(Regressor):
-    """Base class: points, each a key with its value, are encoded by layers over all of them; queries read the result at their keys."""
+    """Base class: layers encode the points, each a key with its value. Queries then read the encoded points at the
+    points' keys."""
 
     def __init__(
         self, dim_key: int, dim_value: int, dim_out: int, dim: int = 64, num_heads: int = 4, depth: int = 2, ff_dim: int | None = None
@@ -36,7 +37,8 @@ class Stack(Regressor):
 
     @abstractmethod
     def _cross(self, dim: int, num_heads: int) -> nn.Module:
-        """Return the layer by which queries read, with the arguments and results of `torch.nn.MultiheadAttention`, batch first."""
+        """Return the layer through which queries read, with the arguments and results of `torch.nn.MultiheadAttention`,
+        batch first."""
 
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         points = self.encoder(self.point(torch.cat([key, value], -1)))
@@ -49,8 +51,8 @@ class Stack(Regressor):
 class Informer(Stack):
     """A Transformer with Intention, regularised least squares, in place of every attention.
 
-    It is not the time-series model of the same name (Zhou et al., AAAI 2021), which attends with a sample of the queries. Source: Exploring
-    the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki).
+    It is not the time-series model of the same name (Zhou et al., AAAI 2021), in which only a sample of the queries
+    attends. Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki).
 
     Args:
         dim_key: columns of queries and keys.
@@ -73,7 +75,8 @@ class Informer(Stack):
 
 
 class SigmaInformer(Stack):
-    """The same with sigma-Intention, which takes a softmax of Intention's weights. The arguments are those of `Informer`.
+    """An `Informer` with sigma-Intention, which takes a softmax of Intention's weights. The arguments are those of
+    `Informer`.
 
     It is not the time-series model called Informer (Zhou et al., AAAI 2021).
 
@@ -90,7 +93,7 @@ class SigmaInformer(Stack):
 
 
 class Transformer(Stack):
-    """The same with torch's own attention and encoder layers. The arguments are those of `Informer`.
+    """An `Informer` with torch's own attention and encoder layers. The arguments are those of `Informer`.
 
     >>> model = cmab_models.Transformer(dim_key=3, dim_value=3, dim_out=3, dim=16)
     >>> model(torch.randn(2, 4, 3), torch.randn(2, 5, 3), torch.randn(2, 5, 3)).shape

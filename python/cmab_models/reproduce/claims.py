@@ -7,7 +7,7 @@ from .results import LOWER, Results, Side
 
 
 def _better(text: str, source: str, ours: Side, theirs: Side, published: tuple[float, float] | None = None) -> Claim:
-    """Return the claim that one side is better than another; `published` are the paper's figures of both."""
+    """Return the claim that one side is better than another. `published` holds the paper's figures of both."""
     return Claim(text, source, lambda results: compared(results, ours, theirs), _told(published))
 
 
@@ -21,7 +21,7 @@ def _near(
 
 
 def _behind(side: Side, published: tuple[float, float] | None) -> float | None:
-    """Return how much worse the first of two figures is, 0 if it is better, None if they are not known."""
+    """Return by how much the first of two figures is worse: 0 if it is better, None if the figures are not known."""
     if published is None:
         return None
     ours, theirs = published
@@ -33,7 +33,8 @@ def _told(published: tuple[float, float] | None) -> str:
 
 
 def _constant_memory(results: Results) -> Verdict:
-    """Judge that from 10,000 points on less than one number is kept for each more point, if it is not so of LBANP."""
+    """Judge that from 10,000 points on, CMANP keeps less than one number per further point. The claim is
+    not judged if LBANP does so, too."""
     grown = {system: _bytes_a_point(results, system) for system in ("cmanp", "lbanp")}
     told = ", ".join(f"{system} {each:.1f}" for system, each in grown.items()) + " bytes for each more point; a number has 4"
     if grown["lbanp"] < 4:
@@ -42,7 +43,8 @@ def _constant_memory(results: Results) -> Verdict:
 
 
 def _bytes_a_point(results: Results, system: str) -> float:
-    """Return how much memory grows from 10,000 points, or the most below, to the most that were measured."""
+    """Return how much memory grows per point, from 10,000 points (or the largest context below) to the largest measured
+    context."""
     costs = [(cost.points, cost.mebibytes) for cost in results.costs if cost.system == system]
     if len(costs) < 2 or costs[-1][0] < 10_000:
         raise KeyError("no large context was measured")
@@ -64,15 +66,16 @@ FUNCTIONS = {
     "functions": {"cmanp": 1.24, "lbanp": 1.27, "tnp-d": 1.39, "cnp": 0.26, "cmanp-and": 1.48},
     "functions, Matérn": {"cmanp": 0.80, "lbanp": 0.85, "cnp": 0.04},
 }
-"""The paper's table of 1-D regression: log-likelihoods of functions with an RBF and with a Matérn 5/2 kernel."""
+"""The paper's table of 1-D regression: log-likelihoods of functions with an RBF kernel and with a Matérn 5/2
+kernel."""
 WHEEL = {"0.7": (0.93, 1.11), "0.9": (1.56, 1.75), "0.95": (1.87, 1.65), "0.99": (9.04, 6.13), "0.995": (13.02, 8.76)}
-"""The paper's regrets of CMANP and LBANP, in percent of a uniform policy's."""
+"""The paper's regrets of CMANP and LBANP, in percent of those of a uniform policy."""
 
 TRAINED_ON_ALL = "no figures at hand; trained on all targets as one block, as in the public code: its joint head has never seen one alone"
 
 
 def _functions(experiment: str, ours: str, theirs: str, near: bool = False) -> Claim:
-    """Return a claim on functions, of the kernel that the name of the experiment tells."""
+    """Return a claim on functions. The name of the experiment tells the kernel."""
     kernel = experiment.partition(", ")[2] or "RBF"
     relation = f"is as near to {theirs.upper()} as published" if near else f"is above {theirs.upper()}"
     published = (FUNCTIONS[experiment][ours], FUNCTIONS[experiment][theirs])
@@ -92,7 +95,7 @@ def _wheel(delta: str, ours: float, theirs: float) -> Claim:
 
 
 def _events(paper: bool) -> tuple[Claim, ...]:
-    """Return the claims on events of the paper's CMHP, or of the one whose queries hold the newest event."""
+    """Return the claims on events for the paper's CMHP, or for the CMHP whose queries hold the newest event."""
     variant = ", latents alone" if paper else ""
     what = "CMHP" if paper else "CMHP with the newest event in its queries, which is not the paper's,"
     return tuple(

@@ -1,5 +1,6 @@
-"""What `make reproduce` trains. Steps are chosen so that the whole takes one to two hours on two cores; they are the tasks' own, by
-system, where an experiment says nothing."""
+"""What `make reproduce` trains. The steps are chosen so that the whole takes one to two hours on two cores.
+
+If an experiment does not set the steps, they are the task's own for each system."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ _SETS = ("intention", "attention", "transformer", "mlp")
 _LETTERS = {"glyphs": "dejavu", "ways": 5, "turn": 45.0}
 
 _BEFORE = {"model.residual": "input"}
-"""The residual of the usual pre-norm layers, in place of the authors', which goes to the normed rows."""
+"""The residual of the usual pre-norm layers. In the authors' code the residual goes to the normed rows instead."""
 
 EXPERIMENTS = (
-    # The slowest first, so that at the end no process is left alone with one of them.
+    # The slowest come first, so that at the end none of them runs alone.
     Experiment("functions", "gp-rbf", ("cmanp", "cmanp-and", "lbanp", "tnp-d", "cnp"), settings={"autoregressive": True}),
     Experiment("functions, residual of the input", "gp-rbf", ("cmanp",), settings={"autoregressive": True} | _BEFORE),
     Experiment("functions, Matérn", "gp-matern", ("cmanp", "lbanp", "cnp")),
@@ -30,7 +31,7 @@ EXPERIMENTS = (
     Experiment("patches, fixed landmarks", "patches", ("continual-nystromformer",), settings={"landmarks": "fixed"}),
     *(Experiment(task, task, _SETS) for task in ("kabsch", "sine", "target")),
     Experiment("outlier", "outlier", ("transformer", "informer", "sigma-informer")),
-    # Of digits the nearest mean of the pixels tells more right than features that were learned from six of them.
+    # For digits, the nearest mean of the pixels is right more often than features learned from only six digits.
     Experiment("few shots", "few-shot", ("few-shot", "intention", "attention"), settings=_LETTERS),
     *(
         Experiment(f"few shots, {estimator}", "few-shot", ("few-shot",), settings=_LETTERS | {"estimator": estimator})

@@ -1,4 +1,4 @@
-"""What is trained: experiments, as tables of systems, seeds and settings."""
+"""The experiments as tables of systems, seeds and settings."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..training import Run
 
 @dataclass(frozen=True)
 class Experiment:
-    """Systems that learn one task, from several seeds."""
+    """Systems that learn one task, with several seeds."""
 
     name: str
-    """What tables and claims call it."""
+    """The name in tables and claims."""
     task: str
     systems: tuple[str, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
     settings: dict[str, Any] = field(default_factory=dict)
-    """Numbers of the task that differ from those of each system, and `model.NAME`, arguments of the models."""
+    """Settings of the task that replace those of each system, and `model.NAME`, arguments of the models."""
 
     def runs(self, folder: Path) -> Iterator[Run]:
-        """Yield the runs, the slowest systems as they are listed, seed by seed."""
+        """Yield the runs seed by seed, with the systems in the listed order, the slowest first."""
         numbers = {name: value for name, value in self.settings.items() if not name.startswith("model.")}
         model = {name.removeprefix("model."): value for name, value in self.settings.items() if name not in numbers}
         for seed in self.seeds:

@@ -1,4 +1,4 @@
-"""How results judge a claim: by one rule, with the error of the seeds."""
+"""How results judge a claim: by one rule, with the standard error over seeds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 from .results import Results, Side, Spread, number
 
 SEEDS = 3
-"""With fewer the seeds' error is not known."""
+"""The fewest seeds with which a claim is judged. With fewer, the standard error is not known."""
 EQUAL = 1.25
-"""CPU seconds count as equal if the larger are at most so many times the smaller."""
+"""CPU seconds count as equal if the larger number is at most this many times the smaller."""
 
 MORE_SEEDS = "more seeds or longer training"
 HARDER_TASK = "a task, or a training, in which the weakest baseline fails"
@@ -23,10 +23,10 @@ class Verdict(NamedTuple):
     """Whether a claim held here."""
 
     held: bool | None
-    """None: it could not be judged at this scale."""
+    """None means that the claim could not be judged at this scale."""
     reason: str
     missing: str = ""
-    """What a verdict would need, where there is none."""
+    """What is missing for a verdict, if there is none."""
 
 
 class Claim(NamedTuple):
@@ -40,7 +40,7 @@ class Claim(NamedTuple):
 
 
 def judged(claim: Claim, results: Results) -> Verdict:
-    """Return the verdict; where a run is missing, it could not be judged."""
+    """Return the verdict. If a run is missing, the claim could not be judged."""
     try:
         return claim.judge(results)
     except KeyError as missing:
@@ -48,11 +48,13 @@ def judged(claim: Claim, results: Results) -> Verdict:
 
 
 def compared(results: Results, ours: Side, theirs: Side, allowed: float | None = 0.0, equal_seconds: bool = False) -> Verdict:
-    """Judge that one side is better than another, or at most `allowed` worse; None for a distance that the paper does not tell.
+    """Judge that one side is better than another, or at most `allowed` worse. None means that the paper does not tell
+    how much worse is allowed.
 
-    It held if it is so by more than two standard errors of the difference, over three seeds or more, and was refuted if the opposite is. It
-    is not judged between these, nor if a baseline that should fail is not worse than what is asked by as much, nor, with `equal_seconds`,
-    if one side was trained for longer.
+    The claim held if the difference is on the right side of `allowed` by more than two standard errors, over three
+    seeds or more. It was refuted if the difference is on the wrong side by as much. It is not judged in between. It is
+    not judged either if a baseline that should fail is not clearly worse than what the claim asks, or, with
+    `equal_seconds`, if one side was trained for longer.
     """
     mine, other = results.spread(*ours), results.spread(*theirs)
     asked = Spread(other.mean - results.sign(ours.score) * (allowed or 0.0), other.deviation, other.seeds)
@@ -81,5 +83,5 @@ def _error(one: Spread, other: Spread) -> float:
 
 
 def _named(side: Side, other: Side) -> str:
-    """Return what tells a side from another: its system and variant, and its score where these are the same."""
+    """Return the words that tell one side from the other: system and variant, and the score if these are the same."""
     return f"{side.label}, {side.score.replace('_', ' ')}" if side.label == other.label else side.label

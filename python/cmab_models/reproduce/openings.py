@@ -1,7 +1,9 @@
-"""How each run begins: the losses of its first steps and its scores then, which tell whether changed code gives the same numbers.
+"""The opening of each run: the losses of its first steps and its scores then. They show whether changed code gives the
+same numbers.
 
-A result is older than its system if the system's code has changed since, and is trained anew. Not every change changes a number: where
-every first loss and score is the same as the recorded one, to rounding, `confirm` lets the result stand for the new code, and says so.
+If the code of a system has changed since a result was trained, the result is out of date and is trained again. But not
+every change of code changes a number. If every first loss and score equals the recorded one to rounding, `confirm`
+accepts the result for the new code, and reports this.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ from ..training import Run, first_losses
 from .experiments import EXPERIMENTS
 
 STEPS = 10
-"""How many steps are compared."""
+"""The number of steps that are compared."""
 NEAR = 2e-3
-"""The largest difference, of numbers larger than 1 relative to them, that processors and versions of torch make in so many steps.
+"""The largest difference that other processors and versions of torch make in so many steps, relative to numbers larger
+than 1.
 
-The largest seen is 1e-3: one commit on an AMD EPYC and on a Xeon with AMX differs in 5 of 5,000 answers of few shots.
+The largest difference seen is 1e-3: one commit on an AMD EPYC and on a Xeon with AMX differs in 5 of 5,000 few-shot
+answers.
 """
 FEW = {"evaluation_batches": 1, "plays": 50, "seeds": 1}
-"""Settings of tasks with which the scores take a second."""
+"""Settings of tasks with which computing the scores takes a second."""
 
 Opening = dict[str, float]
 
 
 def opening(run: Run) -> Opening:
-    """Return the losses of the first steps of a run, by number, and the scores after them, by name."""
+    """Return the losses of the first steps of a run, by step, and the scores after them, by name."""
     few = {name: value for name, value in FEW.items() if name in asdict(run.task)}
     short = replace(run, task=run.task.changed(few) if few else run.task)
     model, losses = first_losses(short, STEPS)
@@ -40,7 +44,7 @@ def opening(run: Run) -> Opening:
 
 
 def differing(one: Opening, other: Opening) -> list[str]:
-    """Return the names of the numbers that differ by more than rounding, or that one of both lacks."""
+    """Return the names of the numbers that differ by more than rounding, or that only one of the two openings has."""
     return [name for name in one | other if not _near(one.get(name), other.get(name))]
 
 
@@ -65,7 +69,8 @@ def record(file: Path, report: Callable[[str], None]) -> None:
 
 
 def confirm(file: Path, report: Callable[[str], None]) -> list[str]:
-    """Let results stand for code that has changed and begins as before; return those that begin otherwise, and why."""
+    """Accept results for changed code whose openings are the same as before. Return the runs with another opening, and
+    the reasons."""
     told: dict[str, Any] = json.loads(file.read_text())
     failed = []
     for name, run in first_runs():
@@ -75,7 +80,7 @@ def confirm(file: Path, report: Callable[[str], None]) -> list[str]:
         if others := differing(told["openings"][name][run.system], _alone(run)):
             failed.append(f"{run.system} in {name}: another {', '.join(others[:3])}")
             continue
-        told.setdefault("confirmed", {}).setdefault(name, {}).setdefault(run.system, known[run.system])  # what it was trained with
+        told.setdefault("confirmed", {}).setdefault(name, {}).setdefault(run.system, known[run.system])  # the code that it was trained with
         known[run.system] = digest
         report(f"{run.system} in {name}: begins as before")
     file.write_text(json.dumps(told, indent=1) + "\n")
@@ -83,7 +88,7 @@ def confirm(file: Path, report: Callable[[str], None]) -> list[str]:
 
 
 def _alone(run: Run) -> Opening:
-    """Return an opening, computed as runs are, by one thread."""
+    """Return an opening, computed on one thread, as in a run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,5 @@
-"""The pictures on the page of results: those of the tasks, with the models of the first seed, and the costs of contexts."""
+"""The pictures on the page of results: the tasks' pictures, with the models of the first seed, and the costs of
+contexts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def drawn(runs: Mapping[str, Sequence[Run]], costs: list[context.Cost], folder: 
 
 
 def _models(task: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, nn.Module]:
-    """Return the models of the first seed by system, and by what follows a comma in the name of their experiment."""
+    """Return the models of the first seed by system, with the part of their experiment's name that follows a comma."""
     found = {}
     for experiment, each in runs.items():
         variant = experiment.partition(", ")[2]

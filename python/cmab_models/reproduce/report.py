@@ -1,4 +1,4 @@
-"""The page that `make reproduce` writes, and what of it programs read."""
+"""The page that `make reproduce` writes, and the parts of it that programs read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ RULE = (
 
 
 def write(path: Path, results: Results, pictures: Sequence[tuple[str, Path]], failed: Sequence[Run], share: float) -> None:
-    """Write tables, verdicts and pictures as Markdown, and beside it, as JSON, the digests of the code that they are results of."""
+    """Write tables, verdicts and pictures as Markdown. Next to it, write as JSON the digests of the code behind the
+    results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     verdicts = {claim: judged(claim, results) for claim in CLAIMS}
     parts = [*_head(results, verdicts, share), _claims(verdicts), *_tables(results), *_pictures(pictures, path), *_failures(failed)]
@@ -33,7 +34,7 @@ def write(path: Path, results: Results, pictures: Sequence[tuple[str, Path]], fa
 
 
 def codes(results: Results) -> dict[str, dict[str, str]]:
-    """Return by experiment and system the digest of the code of its runs, several with commas between."""
+    """Return the digest of the code of the runs, by experiment and system; several digests are joined with commas."""
     return {
         name: {system: ", ".join(sorted({str(record.get("code")) for record in records})) for system, records in systems.items()}
         for name, systems in results.records.items()
@@ -83,14 +84,15 @@ def _listed(claims: Iterable[Claim]) -> str:
 
 
 def _spent(records: Sequence[Mapping[str, Any]]) -> str:
-    """Say what the training of all runs took."""
+    """Say how long the training of all runs took."""
     cpu, wall = (sum(record[kind] for record in records) / 60 for kind in ("cpu_seconds", "wall_seconds"))
     took = f"The training of {len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one after the other"
     return f"{took}; their evaluation and the pictures are not in it."
 
 
 def _warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say of which commit the runs are, in bold where it is not one, or changes in no commit were in it."""
+    """Say at which commit the runs were made, in bold if there are several commits, or changes that were not
+    committed."""
     commits = list(dict.fromkeys(str(record["commit"])[:7] for record in records))
     told = f"Commit{'s' if len(commits) > 1 else ''}: {', '.join(f'`{commit}`' for commit in commits)}"
     wrong = ["runs of several commits are mixed"] if len(commits) > 1 else []
@@ -120,7 +122,8 @@ def _summary(task: Task) -> str:
 
 
 def _settings(results: Results, experiment: str) -> str:
-    """Say what all runs have changed of the task's own numbers, besides the steps, which are in the table, and of the model's."""
+    """Say which settings of the task, and of the model, all runs have changed. The steps are left out, because the
+    table has them."""
     records = [record for each in results.records[experiment].values() for record in each]
     own = {each.name: each.default for each in fields(results.tasks[experiment]) if each.name != "steps"}
     own |= {name: None for name in records[0] if name.startswith("model.")}
@@ -129,7 +132,8 @@ def _settings(results: Results, experiment: str) -> str:
 
 
 def _differing(results: Results, experiment: str) -> list[str]:
-    """Say which settings of the training and arguments of the models differ between the systems, by setting."""
+    """Say which settings of the training and arguments of the models differ between systems, one setting after the
+    other."""
     task, systems = results.tasks[experiment], results.records[experiment]
     known = {each.name for each in fields(task)}
     of = {

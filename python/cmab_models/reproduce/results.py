@@ -1,4 +1,4 @@
-"""What came out of all runs, and tables of it."""
+"""The results of all runs, and tables of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..training import Run
 from .runner import finished
 
 LOWER = ("mse", "regret", "simple")
-"""What scores begin with of which lower ones are better."""
+"""Scores whose names begin with one of these are better if they are lower."""
 BASELINES = ("cnp", "mlp")
-"""Systems that see their context as a mean, or as one vector: what these reach, a task does not ask of attention."""
+"""Systems that see their context as a mean or as one vector. If they reach a score, the task does not need attention
+for it."""
 CEILINGS = "exact"
-"""What references begin with that are no baselines."""
+"""References whose names begin with this are ceilings, not baselines."""
 
 
 class Spread(NamedTuple):
@@ -24,7 +25,7 @@ class Spread(NamedTuple):
 
     mean: float
     deviation: float
-    """Between seeds; 0 for one."""
+    """The standard deviation between seeds; 0 for one seed."""
     seeds: int
 
     def __str__(self) -> str:
@@ -40,13 +41,13 @@ class Side(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The system, and what follows a comma in the name of its experiment."""
+        """The system, and the part of its experiment's name that follows a comma."""
         variant = self.experiment.partition(", ")[2]
         return f"{self.system}, {variant}" if variant else self.system
 
 
 class Results:
-    """The records of runs that are finished, by experiment and system, and the costs of contexts."""
+    """The records of finished runs, by experiment and system, and the costs of contexts."""
 
     def __init__(self, runs: Mapping[str, Iterable[Run]], costs: Sequence[Cost] = ()) -> None:
         self.costs = costs
@@ -62,7 +63,7 @@ class Results:
 
     @staticmethod
     def sign(score: str) -> int:
-        """Return 1 for a score of which higher ones are better, else -1."""
+        """Return 1 if higher values of a score are better, else -1."""
         return -1 if score.startswith(LOWER) else 1
 
     def every(self) -> list[dict[str, Any]]:
@@ -70,7 +71,7 @@ class Results:
         return [record for systems in self.records.values() for records in systems.values() for record in records]
 
     def scores(self, experiment: str, system: str, score: str) -> list[float]:
-        """Return a score of each seed; `KeyError` says what was not run."""
+        """Return a score for each seed. A `KeyError` says which run is missing."""
         records = self.records.get(experiment, {}).get(system)
         if records is None:
             raise KeyError(f"{system} was not run in {experiment}")
@@ -95,7 +96,8 @@ class Results:
         return self._references[experiment]
 
     def baselines(self, ours: Side, theirs: Side) -> dict[str, Spread]:
-        """Return by name what the weakest have of a score: the `BASELINES` that are not compared, and what needs no model."""
+        """Return by name the values of a score for what should do worst: the `BASELINES` that are not compared, and
+        references without a model."""
         systems, known = self.records[theirs.experiment], self.references(theirs.experiment)
         found = {
             name: self.spread(theirs.experiment, name, theirs.score)
@@ -108,13 +110,14 @@ class Results:
 
 
 def _nearest(reference: str, scores: Iterable[str]) -> list[str]:
-    """Return the scores that end in the most words that the name of a reference ends in: "pixel_mean_seen" is one of "..._seen"."""
+    """Return the scores that share the most words at the end with the name of a reference: "pixel_mean_seen" belongs to
+    "..._seen"."""
     shared = {score: _shared(reference.split("_"), score.split("_")) for score in scores}
     return [score for score, words in shared.items() if words == max(shared.values())]
 
 
 def _shared(one: list[str], other: list[str]) -> int:
-    """Return how many words two lists end in."""
+    """Return how many words two lists share at their ends."""
     pairs = list(zip(reversed(one), reversed(other), strict=False))
     return next((i for i, (word, same) in enumerate(pairs) if word != same), len(pairs))
 
@@ -125,12 +128,13 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def number(value: float) -> str:
-    """Return the value as text, with three decimals or, where these would show little, two digits."""
+    """Return the value as text: with three decimals, or with two digits if three decimals would show little."""
     return f"{value:.3f}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}"
 
 
 def table(results: Results, experiment: str) -> str:
-    """Return the scores of all systems, in Markdown: one row for each, and below what needs no model."""
+    """Return the scores of all systems in Markdown, with one row per system, and below them the scores that need no
+    model."""
     systems = results.records[experiment]
     scores = list(dict.fromkeys(score for records in systems.values() for score in records[0]["scores"]))
     lines = ["| | " + " | ".join(score.replace("_", " ") for score in scores) + " | seeds | steps | CPU s | wall s |"]

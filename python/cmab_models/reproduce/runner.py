@@ -1,4 +1,4 @@
-"""Runs side by side: one process and one thread for each, so that CPU seconds can be compared."""
+"""Runs several training processes at once, each with one thread, so that CPU seconds can be compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..training.checkpoint import load
 
 
 def finished(run: Run) -> dict[str, Any] | None:
-    """Return the record of this run, if it was finished with just these settings and this code."""
+    """Return the record of this run if it finished with exactly these settings and this code."""
     recorded = json.loads(json.dumps(run.recorded()))
     for record in reversed(list(records(run.folder / "results.jsonl"))):
         if "cpu_seconds" in record and {name: record.get(name) for name in recorded} == recorded:
@@ -35,10 +35,11 @@ def command(run: Run) -> list[str]:
 
 
 def run_all(runs: Sequence[Run], workers: int, report: Callable[[Run, int], None]) -> list[Run]:
-    """Finish all runs, `workers` at a time; return those that failed. What was finished before is not run again.
+    """Finish all runs, `workers` at a time; return those that failed. Runs that are already finished do not run again.
 
-    `report(run, exit_code)` is called when one has ended. What a run prints is kept in `log.txt` in its folder. On Ctrl-C the processes
-    write their checkpoints, and the next call goes on from them. A run whose settings, or code, have changed since starts anew.
+    `report(run, exit_code)` is called when a run ends. Its output is kept in `log.txt` in its folder. On Ctrl-C the
+    processes write their checkpoints, and the next call continues from them. A run whose settings or code have changed
+    starts from the beginning.
     """
     waiting = [run for run in runs if finished(run) is None]
     running: dict[subprocess.Popen[bytes], Run] = {}

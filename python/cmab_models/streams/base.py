@@ -1,4 +1,4 @@
-"""What all classifiers of streams have in common: layers over a window of tokens, and steps of one token."""
+"""The common part of all classifiers of streams: layers over a window of tokens, and steps of one token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class StreamState(NamedTuple):
     place: int
     """The place of the next token on the circle of the positional encoding."""
     window: Tensor | None
-    """The newest tokens (B, at most n, dim), embedded, for layers that read the window anew; None where there is no such layer."""
+    """The newest tokens (B, at most n, dim), embedded, for layers that read the whole window at every step; None if
+    there is no such layer."""
     last: Any
     """The state of the last layer; see `cmab_kernels.nn.ContinualEncoderLayer.get_state`."""
     batch: int
@@ -35,20 +36,24 @@ class StreamState(NamedTuple):
 class StreamClassifier(Pretrained):
     """Base class of models that classify a window of tokens by its newest token, which has attended to the window.
 
-    `forward` takes whole windows; `forward_step` takes the tokens of streams one by one, and `forward_stream` takes them all at once, with
-    gradients, and returns the scores of the steps: what is streamed is best trained by it. Layers before the last
-    read the window anew at every step. The last is continual, if it is a `ContinualEncoderLayer`: the newest output of the layers before it
-    is the next token of its stream. With `depth` 1 a step is therefore `forward` of the window, as far as the attention's landmarks follow
-    the window. With more layers it is so for the first full window; later, the older tokens of the last layer are what they were when they
-    were the newest of their windows, where `forward` computes all of them from one window. The `state_dict` holds the streams while there
-    are any, and loading weights alone ends them.
+    `forward` takes whole windows. `forward_step` takes the tokens of streams one by one. `forward_stream` takes all
+    tokens of streams at once, with gradients, and returns the scores of the steps: use it to train a model that will
+    run on streams.
 
-    Tokens have the model's dtype. A wrong shape is a `ValueError`, a wrong dtype or anything but a tensor a `TypeError`, and on a CPU a NaN
-    or an infinity a `ValueError`. On a GPU values are not read, since the program would wait; scores are NaN there.
+    Layers before the last read the whole window at every step. The last layer is continual if it is a
+    `ContinualEncoderLayer`: its stream gets as its next token the newest output of the layers before it. With `depth`
+    1, a step therefore equals `forward` of the window, as long as the attention's landmarks follow the window. With
+    more layers, the two are equal for the first full window. Later, the older tokens of the last layer keep the
+    values that they had as the newest tokens of their windows; `forward` computes all of them from one window. The
+    `state_dict` holds the streams while there are any. Loading weights without streams ends the streams.
+
+    Tokens have the model's dtype. A wrong shape is a `ValueError`. A wrong dtype, or an argument that is not a tensor,
+    is a `TypeError`. On a CPU a NaN or an infinity is a `ValueError`. On a GPU values are not checked, because the
+    program would have to wait; scores are NaN there.
 
     Args:
-        layers: of width `dim`, batch first, and without dropout: layers over a window (B, n, dim), and last one of these or a
-            `cmab_kernels.nn.ContinualEncoderLayer`.
+        layers: layers of width `dim`, batch first, and without dropout. Each is a layer over a window (B, n, dim); the
+            last may also be a `cmab_kernels.nn.ContinualEncoderLayer`.
         dim_in: C, columns of the tokens.
         num_classes: columns of the scores.
         sequence_len: n, tokens of the window.
@@ -68,7 +73,7 @@ class StreamClassifier(Pretrained):
         self._over_window = len(layers) - isinstance(layers[-1], ContinualEncoderLayer)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the scores (B, num_classes) of windows (B, n, C), oldest token first. The stream stays as it is.
+        """Return the scores (B, num_classes) of windows (B, n, C), oldest token first. The stream does not change.
 
         In training, windows begin at a random place of the positional encoding; in eval mode, at the stream's place.
         """
@@ -76,11 +81,12 @@ class StreamClassifier(Pretrained):
         return self.forward_stream(tokens)[:, 0]
 
     def forward_stream(self, tokens: Tensor) -> Tensor:
-        """Return the scores (B, T - n + 1, num_classes) that `forward_step` of new streams has for T >= n tokens (B, T, C), from the first
-        full window on, with gradients.
+        """Return the scores of all steps at once, with gradients.
 
-        In training, streams begin at a random place of the positional encoding; in eval mode, at the stream's place. The stream stays as it
-        is. Layers before the last compute every window: they take T - n + 1 times as long as in `forward`.
+        They are the scores (B, T - n + 1, num_classes) that `forward_step` of new streams returns for T >= n tokens (B,
+        T, C), from the first full window on. In training, streams begin at a random place of the positional encoding;
+        in eval mode, at the stream's place. The stream does not change. Layers before the last compute every window:
+        they take T - n + 1 times as long as in `forward`.
         """
         self._check("tokens", tokens, f"(batch, T >= {self.sequence_len}, dim_in)", 3)
         if tokens.shape[1] < self.sequence_len:
@@ -99,10 +105,11 @@ class StreamClassifier(Pretrained):
 
     @torch.no_grad()
     def forward_step(self, token: Tensor) -> Tensor | None:
-        """Take the next token (B, C) of B streams, and return their scores (B, num_classes), or None before the window is full.
+        """Take the next token (B, C) of B streams, and return their scores (B, num_classes), or None before the window
+        is full.
 
-        An error leaves the streams as they were: also that of a token of another batch, or on a CPU of one that is not finite when it is
-        embedded.
+        An error leaves the streams unchanged. This also holds for a token of another batch size, and on a CPU for a
+        token that is not finite when it is embedded.
         """
         self._check("token", token, "(batch, dim_in)", 2)
         if self._batch not in (None, token.shape[0]):
@@ -114,7 +121,7 @@ class StreamClassifier(Pretrained):
         newest = embedded if window is None else self._read(window)
         if newest is not None and self._is_continual:
             newest = self._last.forward_steps(newest)
-        self.stream.hold(window)  # only now: a layer that raises leaves all of the stream where it was
+        self.stream.hold(window)  # at the end, so that the stream is unchanged if a layer raises
         self.positions.set_state((self.positions.get_state() + 1) % self.positions.period)
         return None if newest is None else self._scores(newest)
 
@@ -123,14 +130,16 @@ class StreamClassifier(Pretrained):
         self.set_state(None)
 
     def get_state(self) -> StreamState | None:
-        """Return the state of the streams, which later steps do not change, or None before the first token."""
+        """Return the state of the streams, or None before the first token. Later steps do not change the returned
+        state."""
         if self._batch is None:
             return None
         window, last = self.stream.state, self._last.get_state() if self._is_continual else None
         return StreamState(self.positions.get_state(), None if window is None else window.tokens, last, self._batch)
 
     def set_state(self, state: StreamState | None) -> None:
-        """Go on from a state that `get_state` returned, which is checked and copied. None is the same as `clean_state`."""
+        """Continue from a state that `get_state` returned. The state is checked and copied. None has the effect of
+        `clean_state`."""
         if state is not None and not isinstance(state, StreamState):
             raise TypeError(wrong("state", f"is {kind_of(state)}", "None, or what `get_state` returns, is needed, a StreamState"))
         place, window, last, _ = (None,) * 4 if state is None else state
@@ -158,7 +167,7 @@ class StreamClassifier(Pretrained):
             self.set_state(state)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Refuse a window without the stream of the last layer that belongs to it, and the other way round."""
+        """Refuse a window without the last layer's stream that belongs to it, and a stream without its window."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         last = f"{prefix}layers.{len(self.layers) - 1}.self_attn.stream.queries"
         misfit = self._misfit(state_dict, f"{prefix}stream.tokens", last)
@@ -166,7 +175,7 @@ class StreamClassifier(Pretrained):
             args[-1].append(misfit)
 
     def _misfit(self, entries: Mapping[str, Any], window: str, last: str) -> str:
-        """Return why the entry of a window and that of the last layer's queries are not of one state, or "" if they may be."""
+        """Return why a window and the last layer's queries cannot belong to one state; "" if they can."""
         batch, tokens, streams = extent(entries, window, 0), extent(entries, window, 1), extent(entries, last, 0)
         begun = batch if tokens == self.sequence_len else 0
         if not self._is_continual or (streams == begun if self._over_window else batch == 0):
@@ -196,7 +205,8 @@ class StreamClassifier(Pretrained):
         return RecentTokens(newest if held is None else torch.cat([held.tokens, newest], 1)[:, -self.sequence_len :].contiguous())
 
     def _read(self, window: RecentTokens) -> Tensor | None:
-        """Return what the layers over the window make of it: of all tokens (B, n, dim) when it is first full, of the newest later."""
+        """Return the output of the layers over the window: for all tokens (B, n, dim) when it is first full, later for
+        the newest token."""
         features, held = window.tokens, self.stream.held
         if features.shape[1] < self.sequence_len:
             return None

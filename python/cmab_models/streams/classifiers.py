@@ -16,10 +16,10 @@ from .base import StreamClassifier
 class ContinualNystromformer(StreamClassifier):
     """A Nyströmformer for streams: a token takes O(m) time in its last layer, whatever the window.
 
-    `forward` takes whole windows with the same kind of landmarks. A step of a model of depth 1 equals it to rounding at every token with
-    fixed landmarks; with continual ones it does so every n / m tokens, where m divides n, and in between the landmarks lag behind the
-    window by less than one segment. `forward_stream` equals the steps at every token, and is differentiable. `StreamClassifier` says what
-    more layers change.
+    `forward` takes whole windows with the same kind of landmarks. In a model of depth 1 with fixed landmarks, every
+    step equals `forward` to rounding. With continual landmarks and m a divisor of n, a step equals `forward` every n /
+    m tokens; in between, the landmarks lag behind the window by less than one segment. `forward_stream` equals the
+    steps at every token, and is differentiable. `StreamClassifier` describes the effect of more layers.
 
     Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.).
 
@@ -27,12 +27,13 @@ class ContinualNystromformer(StreamClassifier):
         dim_in: C, columns of the tokens.
         num_classes: columns of the scores.
         sequence_len: n, tokens of the window.
-        num_landmarks: m.
-        landmarks: "continual": means of segments of the window, those of the last layer's stream as it goes on. "fixed": parameters, which
-            `fit_landmarks` makes from training tokens, random before.
+        num_landmarks: m, the number of landmarks.
+        landmarks: "continual": means of segments. In a stream, the last layer uses streaming landmarks, and the other
+            layers recompute segment means. "fixed": parameters, which are random until `fit_landmarks` computes them
+            from training tokens.
         dim: width of all features.
         num_heads: a divisor of dim.
-        depth: layers; all but the last read the whole window at every step.
+        depth: the number of layers. All but the last read the whole window at every step.
         ff_dim: hidden width of the perceptrons; None means 2 dim.
 
     >>> model = cmab_models.ContinualNystromformer(dim_in=6, num_classes=3, sequence_len=16, num_landmarks=4).eval()
@@ -73,8 +74,9 @@ class ContinualNystromformer(StreamClassifier):
     def fit_landmarks(self, tokens: Tensor, layer: int | None = None, *, seed: int = 0) -> None:
         """Set the fixed landmarks of one layer, or of all from first to last, by k-means on training windows (B, n, C).
 
-        Each layer is fitted on the outputs of those before it, so the paper fits one layer at a time and trains on after each. The
-        landmarks stay the same parameters, so an optimiser that has them goes on. The stream ends.
+        Each layer is fitted on the outputs of the layers before it. So the paper fits one layer at a time, and
+        continues to train after each. The landmarks stay the same parameters, so an optimiser that holds them can go
+        on. The stream ends.
         """
         self._check_window(tokens)
         if not self.fixed:
@@ -90,10 +92,10 @@ class ContinualNystromformer(StreamClassifier):
 
 
 class ContinualTransformer(StreamClassifier):
-    """The same with exact attention: a token takes O(n) time in the last layer.
+    """A `ContinualNystromformer` with exact attention instead: a token takes O(n) time in the last layer.
 
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023). The arguments are those of
-    `ContinualNystromformer`. With `depth` 1 every step equals `forward` of the window to rounding.
+    `ContinualNystromformer`. With `depth` 1, every step equals `forward` of the window to rounding.
 
     >>> model = cmab_models.ContinualTransformer(dim_in=6, num_classes=3, sequence_len=16)
     >>> model(torch.randn(2, 16, 6)).shape
@@ -117,10 +119,11 @@ class ContinualTransformer(StreamClassifier):
 
 
 class Nystromformer(StreamClassifier):
-    """The same without a stream: every layer reads the whole window anew for each token, with the means of its segments as landmarks.
+    """A Nyströmformer without continual layers: every layer reads the whole window for each token, with the means of
+    its segments as landmarks.
 
-    Source: Nyströmformer (Xiong et al., AAAI 2021). The arguments are those of `ContinualNystromformer`, whose weights fit. Every step
-    equals `forward` of the window to rounding.
+    Source: Nyströmformer (Xiong et al., AAAI 2021). The arguments are those of `ContinualNystromformer`, whose weights
+    fit. Every step equals `forward` of the window to rounding.
 
     >>> model = cmab_models.Nystromformer(dim_in=6, num_classes=3, sequence_len=16)
     >>> model(torch.randn(2, 16, 6)).shape
@@ -144,11 +147,12 @@ class Nystromformer(StreamClassifier):
 
 
 _LIKE_ALL: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
-"""What all layers have in common."""
+"""The arguments that all layers share."""
 
 
 def _layers(number: int, sizes: tuple[int, int, int], attention: Any) -> list[Any]:
-    """Return torch's encoder layers of these sizes (dim, heads, hidden width) over a window, with another attention."""
+    """Return torch's encoder layers of these sizes (dim, heads, hidden width) over a window, with their attention
+    replaced."""
     layers = nn.ModuleList(nn.TransformerEncoderLayer(*sizes, **_LIKE_ALL) for _ in range(number))
     replace_modules(layers, {nn.MultiheadAttention: attention}, verbose=False)
     return list(layers)

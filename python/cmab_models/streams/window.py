@@ -1,4 +1,4 @@
-"""The window of tokens that layers read anew at every step, as a module that saves, loads, moves and casts it."""
+"""The window of tokens that layers read at every step, as a module that saves, loads, moves and casts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from cmab_kernels.nn.stream import Part, extent
 
 
 class TokenWindow(RecentStream):
-    """Holds the newest tokens of streams, 1 to n of them, or None. `state_dict` has them as `tokens` (B, p, dim), oldest first."""
+    """Holds the newest tokens of streams, 1 to n of them, or None. `state_dict` holds them as `tokens` (B, p, dim),
+    oldest first."""
 
     def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
         window, width = self.shape

@@ -22,12 +22,13 @@ DELTAS = (0.7, 0.9, 0.95, 0.99, 0.995)
 class WheelBandit(Task):
     """Wheels of radius delta ~ U(0, 1): learned from 512 contexts of which half of the rewards are hidden, and 50 targets.
 
-    An agent takes the arm with the highest mean plus deviation and reads what it pays into the state, for `plays` contexts. Scores are
-    its regrets in percent of those of a uniform policy, means over `seeds`: `regret_0.9` over all contexts at delta = 0.9, `simple_0.9`
-    over the last quarter, of one play at least. With a `memory` it forgets rewards that are older; with a `later_delta` the radius changes
-    half-way.
+    An agent takes the arm with the highest mean plus standard deviation, and reads the reward into the state, for
+    `plays` contexts. Scores are the agent's regrets in percent of those of a uniform policy, as means over `seeds`.
+    `regret_0.9` is the regret over all contexts at delta = 0.9. `simple_0.9` is the regret over the last quarter, at
+    least one play. With a `memory`, the agent forgets older rewards. With a `later_delta`, the radius changes half-way.
 
-    References: `uniform...`, 100 by definition; `first_arm...`, the regrets of the arm that is best within the radius.
+    References: `uniform...`, 100 by definition; `first_arm...`, the regrets of always taking the arm that is best
+    within the radius.
     """
 
     name: ClassVar[str] = "wheel"
@@ -42,9 +43,9 @@ class WheelBandit(Task):
     plays: int = 2000
     seeds: int = 10
     memory: int = 0
-    """Rewards that the agent remembers; 0: all."""
+    """The number of rewards that the agent remembers; 0 means all."""
     later_delta: float = 0.0
-    """The radius after half of the plays; 0: the same."""
+    """The radius after half of the plays; 0 means that the radius does not change."""
 
     def sizes(self, system: str) -> dict[str, Any]:
         if system == "inctnp" and self.memory:
@@ -78,12 +79,13 @@ class WheelBandit(Task):
         return self._by_delta(torch.stack([play.regret for play in plays], 1))
 
     def uniform_regrets(self) -> Tensor:
-        """Return the regrets (deltas, seeds, plays) that a uniform policy would expect there."""
+        """Return the expected regrets (deltas, seeds, plays) of a uniform policy for the same contexts."""
         game = self._game(DELTAS, self.seeds)
         return self._by_delta(_best_paid(game) - game.rewards.mean(2))
 
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield after each play of one wheel of delta 0.95 its regret, the sum so far, and the time of the update in milliseconds."""
+        """Yield after each play of one wheel of delta 0.95: its regret, the sum so far, and the time of the update in
+        milliseconds."""
         total = 0.0
         for i, play in enumerate(_played(model, self._game((0.95,), 1), self.memory)):
             total += play.regret.item()
@@ -117,7 +119,7 @@ class _Play(NamedTuple):
 
 @torch.no_grad()
 def _played(model: nn.Module, game: wheel.Wheel, memory: int) -> Iterator[_Play]:
-    """Play all wheels at once. The first arm is drawn, and later ones have the highest mean plus deviation."""
+    """Play all wheels at once. The first arm is random. Later arms have the highest mean plus standard deviation."""
     model, generator, device = cast("NeuralProcess", model), seeded(2), next(model.parameters()).device
     state, known = None, []
     for x, rewards, best in zip(game.x.split(1, 1), game.rewards.split(1, 1), game.best.split(1, 1), strict=True):

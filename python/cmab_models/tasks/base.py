@@ -1,4 +1,4 @@
-"""What a task is: data, a model's size for it, a loss and scores."""
+"""The definition of a task: data, a model's size for it, a loss and scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 BySystem: TypeAlias = "Mapping[str, Mapping[str, Any]]"
-"""Settings of a task for each system that has its own."""
+"""System -> the settings of a task that differ for it."""
 TASKS: dict[str, type[Task]] = {}
 """The tasks that the command line knows, by name."""
 
@@ -27,15 +27,15 @@ TASKS: dict[str, type[Task]] = {}
 class Task(ABC):
     """Base class of tasks. A task is a frozen dataclass: its fields are the settings that `--set` changes.
 
-    Randomness comes from the generators that are passed, so that a seed gives the same numbers on every run.
+    All random numbers come from generators that are passed as arguments, so a seed gives the same numbers on every run.
     """
 
     name: ClassVar[str]
-    """What the command line calls it."""
+    """The name on the command line."""
     systems: ClassVar[tuple[str, ...]]
-    """The names of the models that can learn it, in `systems.SYSTEMS`."""
+    """The names, in `systems.SYSTEMS`, of the models that can learn the task."""
     of_system: ClassVar[BySystem] = {}
-    """Settings by system that differ from the defaults, such as `steps` where the same time allows for more."""
+    """System -> settings that differ from the defaults, such as more `steps` if the same time allows for more."""
 
     steps: int = 1000
     """Steps of the optimiser."""
@@ -45,7 +45,7 @@ class Task(ABC):
 
     @classmethod
     def for_system(cls, system: str) -> Self:
-        """Return the task as the system is trained on it unless other settings are given."""
+        """Return the task with the settings that a training of this system uses by default."""
         return cls(**cls.of_system.get(system, {}))
 
     def __init_subclass__(cls) -> None:
@@ -63,27 +63,29 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a batch, a scalar: 0, with gradients of 0, of a batch of nothing."""
+        """Return the loss of a batch, a scalar. For an empty batch it is 0, with gradients of 0."""
 
     def before_step(self, model: nn.Module, step: int) -> None:  # noqa: B027 - most tasks change nothing
-        """Change the model before step `step` of the optimiser, counted from 0; its parameters stay the same objects."""
+        """Change the model before step `step` of the optimiser, counted from 0. The parameters stay the same
+        objects."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the model's scores on held-out data, the same data on every call."""
+        """Return the model's scores on held-out data. The data is the same in every call."""
 
     def references(self) -> dict[str, float]:
-        """Return scores that need no model, on the data of `evaluate`: a ceiling, if it is known, and a trivial prediction."""
+        """Return scores that need no model, on the data of `evaluate`: a ceiling, if one is known, and a trivial
+        prediction."""
         return {}
 
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield what is known after each new point, event or token of one held-out stream."""
+        """Yield what is known, such as scores, after each new point, event or token of one held-out stream."""
         raise NotImplementedError(f"{self.name} has no stream")
 
     def model(self, system: str, **changes: Any) -> nn.Module:
         """Return a new model of the size that suits this task, with `changes` to the arguments of its constructor.
 
-        `ValueError` for a system that cannot learn the task, and for changes that it cannot be made with.
+        `ValueError` for a system that cannot learn the task, and for changes that the constructor refuses.
         """
         if system not in self.systems:
             raise ValueError(f"{system} cannot learn {self.name}; {', '.join(self.systems)} can")
@@ -93,7 +95,7 @@ class Task(ABC):
             raise ValueError(f"{system} has no argument {name!r}; it has {', '.join(known)}")
         try:
             return kind(**(sizes | changes))
-        except RuntimeError as error:  # more than fits into memory
+        except RuntimeError as error:  # the model does not fit into memory
             if not changes:
                 raise
             raise ValueError(f"{system} cannot be made with {changes}: {error}") from error
@@ -101,8 +103,8 @@ class Task(ABC):
     def changed(self, settings: Mapping[str, Any]) -> Task:
         """Return the task with other settings.
 
-        `ValueError` for a name that it does not have, a value of another type, and a number that is not positive and finite; it may be 0
-        where that is the default.
+        `ValueError` for an unknown name, a value of another type, and a number that is not positive and finite. A
+        number may also be 0 if that is its default.
         """
         known = {field.name: field.default for field in fields(self)}
         for name, value in settings.items():
@@ -118,7 +120,8 @@ class Task(ABC):
 
 
 def reduction(answers: Tensor) -> str:
-    """Return what torch's losses are to take of all answers: the mean, which is NaN where there are none; the sum is 0 there."""
+    """Return the reduction of torch's losses over all answers: "mean", or "sum" without answers, because the mean would
+    then be NaN."""
     return "mean" if answers.numel() else "sum"
 
 

@@ -1,4 +1,5 @@
-"""Tasks of keys, values and queries over small images: which is the odd one, and classes learned from a few examples."""
+"""Tasks of keys, values and queries over small images: finding the odd one out, and learning classes from a few
+examples."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ from .sets import Question
 
 GLYPHS: dict[str, Callable[[], Glyphs]] = {"digits": digits, "letters": letters, "dejavu": dejavu}
 HELD_OUT = 1000
-"""Questions that are evaluated."""
+"""The number of held-out questions."""
 
 
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """Base class of tasks with questions over images, scored by how many answers are right. An answer is the place of the largest score."""
+    """Base class of tasks with questions over images. The score is the share of right answers; an answer is the index
+    of the largest score."""
 
     batch_size: int = 32
     steps: int = 1000
@@ -63,7 +65,8 @@ class Outlier(ImageTask):
 
     of_system: ClassVar[BySystem] = {"informer": {"steps": 770}, "sigma-informer": {"steps": 690}}
     learning_rate: float = 1e-3
-    """A third of the other tasks': a Transformer has .94 at 1e-3 and at 3e-4, .88 at 3e-3."""
+    """A third of the other tasks' rate. A Transformer has an accuracy of .94 at 1e-3 and at 3e-4, and of .88 at
+    3e-3."""
     depth: int = 4
 
     def sizes(self, system: str) -> dict[str, Any]:
@@ -87,7 +90,8 @@ class Outlier(ImageTask):
         return scores.mT
 
     def references(self) -> dict[str, float]:
-        """Return the share of sets whose image furthest from the mean is the odd one, and that of chance."""
+        """Return how often the image furthest from the mean is the odd one out, and how often a random choice is
+        right."""
         question = self._held_out()
         away = (question.key - question.key.mean(1, keepdim=True)).norm(dim=-1)
         return {"furthest": _share(largest(away).unsqueeze(-1), question.answer), "chance": 0.1}
@@ -102,11 +106,13 @@ class FewShotTask(ImageTask):
 
     steps: int = 400
     glyphs: str = "digits"
-    """Or "letters", which need fonts, or "dejavu", letters that come with matplotlib: see `cmab_models.data.glyphs`."""
+    """The images: "digits"; "letters", which needs fonts; or "dejavu", letters that come with matplotlib. See
+    `cmab_models.data.glyphs`."""
     turn: float = 0.0
-    """Degrees; every image of a question is turned by an angle of its own, at most so far to either side."""
+    """The largest angle in degrees by which an image is turned, to either side. Every image of a question has an angle
+    of its own."""
     estimator: str = "lssvm"
-    """Or "scatter", "kernel", "attention"; of the system few-shot: see `cmab_models.FewShot`."""
+    """One of "lssvm", "scatter", "kernel" and "attention", for the system few-shot: see `cmab_models.FewShot`."""
     ways: int = 4
     shots: int = 5
     dim: int = 32
@@ -116,7 +122,7 @@ class FewShotTask(ImageTask):
         return sizes | ({"estimator": self.estimator} if system == "few-shot" else {"dim_out": self.ways})
 
     def drawn(self, generator: torch.Generator, count: int, held_out: bool) -> Question:
-        """Return questions with one query of each class; classes are in an order drawn for each question."""
+        """Return questions with one query of each class. Each question has a random order of classes."""
         if self.shots > self.most_shots():
             raise ValueError(f"shots is {self.shots}; there are {self.most_shots()} examples of a class beside the query")
         images, labels = self._classes(held_out)
@@ -136,13 +142,13 @@ class FewShotTask(ImageTask):
         return scores
 
     def references(self) -> dict[str, float]:
-        """Return the accuracy of the nearest mean of the pixels, and of chance."""
+        """Return the accuracy of the nearest mean of the pixels, and of a random choice."""
         question = self._held_out()
         means = question.key.unflatten(1, (self.ways, self.shots)).mean(2)
         return {"nearest mean": _share(largest(-torch.cdist(question.query, means)), question.answer), "chance": 1 / self.ways}
 
     def most_shots(self) -> int:
-        """Return how many examples a question can have of every held-out class, beside the query."""
+        """Return how many examples of every held-out class a question can have, besides the query."""
         return int(self._classes(held_out=True)[1].unique(return_counts=True)[1].min()) - 1
 
     def _classes(self, held_out: bool) -> tuple[Tensor, Tensor]:
@@ -157,7 +163,7 @@ def _of_classes(glyphs: str, held_out: bool) -> tuple[Tensor, Tensor]:
 
 
 def _some(which: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return the places of `count` different True elements."""
+    """Return the indices of `count` different True elements."""
     places = which.nonzero().flatten()
     return places[torch.randperm(len(places), generator=generator)[:count]]
 

@@ -1,4 +1,4 @@
-"""Tasks on streams of events: when the next comes, and with which mark."""
+"""Tasks on streams of events: predict the time and the mark of the next event."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from .base import BySystem, Task, seeded
 
 @dataclass(frozen=True)
 class EventTask(Task):
-    """Base class of tasks on events. Scores are log-likelihoods for an event, in nats, and the share of marks that were guessed.
+    """Base class of tasks on events. Scores are log-likelihoods per event, in nats, and the share of marks that were
+    predicted correctly.
 
-    The score of times has the likelihood that no event came between the last and the end of the observation in it.
+    The score of times includes the likelihood that no event came between the last event and the end of the observation.
     """
 
     systems: ClassVar[tuple[str, ...]] = ("cmhp", "thp")
     period: ClassVar[float]
-    """A time with which events recur: see `EventEmbedding`."""
+    """A time after which patterns of events recur: see `EventEmbedding`."""
 
     batch_size: int = 16
     """Sequences in a training batch."""
     queries: str = QUERIES[0]
-    """Or "latents"; of the system cmhp."""
+    """Either "newest" or "latents". Only the system cmhp reads this."""
 
     def __post_init__(self) -> None:
-        """Refuse a wrong word here, as thp is never given it."""
+        """Refuse an unknown word here, because thp never reads it."""
         if self.queries not in QUERIES:
             raise ValueError(f"queries is {self.queries!r}; it must be one of {', '.join(QUERIES)}")
 
@@ -46,7 +47,7 @@ class EventTask(Task):
 
     @abstractmethod
     def events(self, part: str) -> Events:
-        """Return the sequences of a part of the data, "train" or "test"."""
+        """Return the sequences of one part of the data, "train" or "test"."""
 
     def sizes(self, system: str) -> dict[str, Any]:
         train = self.events("train")
@@ -63,7 +64,7 @@ class EventTask(Task):
 
     def loss(self, model: nn.Module, batch: Events) -> Tensor:
         found = cast("PointProcess", model).log_prob(*batch)
-        events = batch.lengths.sum().clamp(min=1)  # a batch without any has a likelihood, too: that of none
+        events = batch.lengths.sum().clamp(min=1)  # a batch without events has a likelihood, too: that of no event
         return -(found.time.sum() + found.mark.sum() + found.survival.sum()) / events
 
     @torch.no_grad()
@@ -75,7 +76,8 @@ class EventTask(Task):
         return dict(zip(("time", "mark", "accuracy"), (total / test.lengths.sum()).tolist(), strict=True))
 
     def references(self) -> dict[str, float]:
-        """Return the scores of counting in the training data: one rate of events, marks by frequency, and marks by the mark before."""
+        """Return scores from counts in the training data: one rate of events, frequencies of marks, and frequencies
+        given the mark before."""
         train, test = self.events("train"), self.events("test")
         rate, events = train.lengths.sum() / train.end.sum(), test.lengths.sum()
         before, mark = _pairs(train, self.num_marks)
@@ -93,14 +95,15 @@ class EventTask(Task):
         }
 
     def shown(self) -> tuple[Tensor, Tensor]:
-        """Return times and marks (N,) of the held-out sequence that is streamed and drawn: the longest of the first hundred."""
+        """Return times and marks (N,) of the held-out sequence that is streamed and drawn: the longest of the first
+        hundred."""
         test = self.events("test")
         row = int(test.lengths[:100].argmax())
         return test.times[row, : test.lengths[row]], test.marks[row, : test.lengths[row]]
 
     @torch.no_grad()
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield each event of one held-out sequence, what was predicted of it, and what came."""
+        """Yield each event of one held-out sequence, with its prediction and what came."""
         process, state, last = cast("PointProcess", model), None, 0.0
         times, marks = (part.to(next(model.parameters()).device) for part in self.shown())
         for time, mark in zip(times, marks, strict=True):
@@ -116,11 +119,11 @@ class EventTask(Task):
 
 
 _PRIOR = 10.0
-"""How many events the frequencies count for, where marks are predicted from the one before."""
+"""The weight of the frequencies, in events, when marks are predicted from the mark before."""
 
 
 def _pairs(events: Events, first: int) -> tuple[Tensor, Tensor]:
-    """Return the mark before each event, `first` where there is none, and its own."""
+    """Return for each event the mark before it, `first` if there is none, and its own mark."""
     before = torch.cat([torch.full_like(events.marks[:, :1], first), events.marks[:, :-1]], 1)
     return before[events.there], events.marks[events.there]
 
@@ -137,7 +140,7 @@ class HawkesTask(EventTask):
     sequences: int = 2000
     """Training sequences."""
     end: float = 80.0
-    """How long each is observed: about 120 events."""
+    """The time for which each is observed: about 120 events."""
 
     @property
     def num_marks(self) -> int:
@@ -147,7 +150,8 @@ class HawkesTask(EventTask):
         return _simulated(self.sequences if part == "train" else 256, self.end, 1 if part == "train" else 2)
 
     def references(self) -> dict[str, float]:
-        """Return the scores of counting, and the exact ones. Only a model whose mark depends on its time can reach `exact_mark`."""
+        """Return the scores from counts, and the exact scores. Only a model whose mark depends on its time can reach
+        `exact_mark`."""
         test = self.events("test")
         exact, events = Hawkes().log_prob(test), test.lengths.sum()
         return super().references() | {

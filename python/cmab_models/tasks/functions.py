@@ -1,4 +1,5 @@
-"""What tasks of neural processes have in common: functions as sets of points, and the likelihood of targets given a context."""
+"""The common part of tasks of neural processes: functions as sets of points, and the likelihood of targets given a
+context."""
 
 from __future__ import annotations
 
@@ -24,23 +25,24 @@ SIZES: dict[str, dict[str, Any]] = {
     "inctnp": WIDTH,
     "cnp": {"dim": 128, "depth": 4},
 }
-"""Sizes that a few minutes on a core can train, by system; the papers' are the defaults of the models."""
+"""System -> sizes that can be trained in a few minutes on one core. The papers' sizes are the defaults of the
+models."""
 
 
 @dataclass(frozen=True)
 class FunctionTask(Task):
     """Base class of tasks whose batches are sets of points (`Batch`) and whose score is the likelihood of targets.
 
-    Scores are means over fixed batches of the log-likelihood of a target, summed over output dimensions: `log_likelihood` as the model
-    gives it by itself, and, with `autoregressive`, also with all targets at once, in blocks of 5 and one by one, where each block becomes
-    context of the next.
+    Scores are means over fixed batches of the log-likelihood of a target, summed over output dimensions.
+    `log_likelihood` is the score that the model gives by itself. With `autoregressive`, there are also scores with all
+    targets at once, in blocks of 5, and one by one, where each block becomes context of the next.
     """
 
     systems: ClassVar[tuple[str, ...]] = tuple(SIZES)
     dim_x: ClassVar[int]
     dim_y: ClassVar[int]
     bound_std: ClassVar[bool] = False
-    """Whether values repeat exactly, so that deviations need a bound."""
+    """Whether values repeat exactly, so that standard deviations need a bound."""
 
     functions: int = 16
     """Functions in a batch."""
@@ -87,10 +89,11 @@ def on_device_of(model: nn.Module, batch: Batch) -> Batch:
 
 @torch.no_grad()
 def streamed(model: nn.Module, batch: Batch, chunk: int = 1) -> Iterator[dict[str, float]]:
-    """Condition on the context of one function `chunk` points at a time, and yield after each the likelihood of its targets.
+    """Condition on the context of one function, `chunk` points at a time, and yield after each chunk the likelihood of
+    its targets.
 
-    Yields `points`, those known so far; `log_likelihood`, the mean over the targets, each given these points alone; and `update_ms`,
-    the time that the last chunk took.
+    The yielded values are `points`, the number of known points; `log_likelihood`, the mean over the targets, each given
+    these points alone; and `update_ms`, the time that the last chunk took.
     """
     model = cast("NeuralProcess", model)
     x, y, target_x, target_y = on_device_of(model, batch)

@@ -1,4 +1,4 @@
-"""Regression of functions from a Gaussian process, whose exact predictions are the ceiling."""
+"""Regression of functions from a Gaussian process. Its exact predictions are the ceiling."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from .functions import FunctionTask, sizes_of_sets, streamed
 class _GP(FunctionTask):
     """Functions of x in (-2, 2) from points with noise 0.02; N ~ U[3, most_points - 3) points and M ~ U[3, most_points - N) targets.
 
-    References: `exact`, the Gaussian process of each function with its own scales, the highest score that a prediction can have whose
-    targets are independent; `exact_joint`, the highest of any; `prior`, the normal distribution before the first point.
+    References: `exact`, the Gaussian process of each function with its own scales, which has the highest score of all
+    predictions with independent targets; `exact_joint`, the highest score of any prediction; `prior`, the normal
+    distribution before the first point.
     """
 
     kernel: ClassVar[str]
     dim_x: ClassVar[int] = 1
     dim_y: ClassVar[int] = 1
     of_system: ClassVar[BySystem] = {"cmanp": {"learning_rate": 1e-3}, "cmanp-and": {"learning_rate": 1e-3}}
-    """At 3e-3 one seed of three of CMANP learned the mean of its context only, and all of CMANP-AND; LBANP learns faster at 3e-3."""
+    """At 3e-3, one of three seeds of CMANP and all of CMANP-AND learned only the mean of their context. LBANP learns
+    faster at 3e-3."""
 
     steps: int = 10_000
     most_points: int = 50
     stream_points: int = 40
-    """Points of the streamed function."""
+    """The number of points of the streamed function."""
 
     def batch(self, generator: torch.Generator) -> Batch:
         return self._drawn(generator)[1]
@@ -52,7 +54,8 @@ class _GP(FunctionTask):
         return dict(zip(("exact", "exact_joint", "prior"), means, strict=True))
 
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield after each point of one function the likelihood of 200 targets beside that of the exact process, and the update's time."""
+        """Yield after each point of one function: the likelihood of 200 targets, that of the exact process, and the
+        time of the update."""
         generator = seeded(2)
         prior = gp.priors(self.kernel, 1, generator)
         batch = gp.draw(prior, self.stream_points, 200, generator)

@@ -1,4 +1,4 @@
-"""Completion of images: the values of pixels at coordinates, given those of others."""
+"""Completion of images: predict the values of pixels at coordinates, given the values of other pixels."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from .base import BySystem, seeded
 from .functions import FunctionTask, sizes_of_sets, streamed
 
 Pictures: TypeAlias = "Tensor | list[Tensor]"
-"""Images (N, H, W, C) of a size, or (H, W, C) of several, uint8."""
+"""Images of one size (N, H, W, C), or of several sizes, each (H, W, C), uint8."""
 Images: TypeAlias = "Mapping[str, Pictures]"
-"""Images by set: "train", and sets that are held out."""
+"""Images by set: "train", and held-out sets."""
 
 
 @dataclass(frozen=True)
 class _Completion(FunctionTask):
     """Squares of images of `size` pixels; N ~ U[3, most_points - 3) pixels are known and M ~ U[3, most_points - N) others are asked for.
 
-    Scores are named by the set of images that they are of, such as `log_likelihood_seen`. References: `pixel_mean_...`, a normal
-    distribution at each pixel with the mean and deviation of the training images there.
+    The name of a score ends in the set of images that it is for, such as `log_likelihood_seen`. References:
+    `pixel_mean_...`, a normal distribution at each pixel with the mean and standard deviation of the training images
+    there.
     """
 
     dim_x: ClassVar[int] = 2
@@ -39,21 +40,23 @@ class _Completion(FunctionTask):
     of_system: ClassVar[BySystem] = {"cnp": {"steps": 3600}}
     steps: int = 4500
     learning_rate: float = 1e-3
-    """A third of the other tasks': at 3e-3 models learn what all images have in common, and then little of the known pixels."""
+    """A third of the other tasks' rate. At 3e-3, models learn what all images have in common, and then little from the
+    known pixels."""
     size: int = 28
     most_points: int = 200
-    """The paper takes 200 at 32 pixels, 800 at 64 and 1,600 at 128."""
+    """The paper uses 200 at 32 pixels, 800 at 64 and 1,600 at 128."""
     evaluation_batches: int = 50
     chunk: int = 16
-    """Pixels that arrive at a time in `stream`."""
+    """The number of pixels that arrive at a time in `stream`."""
 
     def sizes(self, system: str) -> dict[str, Any]:
-        """Return those of all tasks of functions, with the paper's four layers in embeddings: places in a plane need more than two."""
+        """Return the sizes of all tasks of functions, with the paper's four layers in embeddings: places in a plane
+        need more than two."""
         return super().sizes(system) | ({} if system == "cnp" else {"embedding_depth": 4})
 
     @abstractmethod
     def images(self) -> Images:
-        """Return the images for training, "train", and sets that are held out."""
+        """Return the images for training, "train", and the held-out sets."""
 
     def batch(self, generator: torch.Generator) -> Batch:
         return self._drawn(self.images()["train"], generator)
@@ -77,7 +80,8 @@ class _Completion(FunctionTask):
         return scores
 
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield the likelihood of up to 500 pixels of a whole image that is held out, while the others arrive in random order."""
+        """Yield the likelihood of up to 500 pixels of a whole held-out image, while the other pixels arrive in random
+        order."""
         image = self.images()[self._held_out()[-1]][0]
         x, y = data.coordinates(*image.shape[:2]), data.values(image)
         order = torch.randperm(len(x), generator=seeded(2))
@@ -155,7 +159,7 @@ class EMNIST(_Completion):
 
     name: ClassVar[str] = "emnist"
     folder: str = ""
-    """Where the published files are (`data.published_images`)."""
+    """The folder of the published files (`data.published_images`)."""
 
     def images(self) -> Images:
         return _emnist(self.folder)
@@ -170,26 +174,26 @@ class CelebA(_Completion):
     bound_std: ClassVar[bool] = False
     size: int = 32
     folder: str = ""
-    """Where the published files are (`data.published_images`)."""
+    """The folder of the published files (`data.published_images`)."""
 
     def images(self) -> Images:
         return {"train": celeba(self.folder, 0, self.size), "unseen": celeba(self.folder, 2, self.size)}
 
 
 class Completed(NamedTuple):
-    """An image of which some pixels were known, and the prediction of all."""
+    """An image with some known pixels, and the prediction of all pixels."""
 
     known: Tensor
     """(H, W) bool"""
     mean: Tensor
-    """(H, W, C), 0 for black and 1 for full colour; it may leave these bounds"""
+    """(H, W, C), 0 for black and 1 for full colour; values may lie outside this range"""
     std: Tensor
     """(H, W, C)"""
 
 
 @torch.no_grad()
 def complete(model: nn.Module, image: Tensor, share: float, seed: int = 0) -> Completed:
-    """Return what the model makes of a random share of the pixels of an image (H, W, C) uint8."""
+    """Return the model's prediction from a random share of the pixels of an image (H, W, C) uint8."""
     if not 0 <= share <= 1:
         raise ValueError(f"share is {share}; a share of the pixels is between 0 and 1")
     model, device = cast("NeuralProcess", model), next(model.parameters()).device
@@ -203,7 +207,8 @@ def complete(model: nn.Module, image: Tensor, share: float, seed: int = 0) -> Co
 
 
 def _background(images: Pictures, size: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and deviation (size, size, C) of each pixel of images, or of all pixels of images that squares are cut from."""
+    """Return the mean and standard deviation (size, size, C) of each pixel. If squares are cut from images, each pixel
+    gets those of all pixels."""
     if isinstance(images, Tensor) and images.shape[1:3] == (size, size):
         pixels = data.values(images)
     else:

@@ -13,14 +13,15 @@ from .base import BySystem
 from .streaming import Streams, StreamTask
 
 COLUMNS = 8
-"""Patches in a row of a band."""
+"""The number of patches in a row of a band."""
 
 
 @dataclass(frozen=True)
 class Patches(StreamTask):
     """Tell from the newest 64 patches which of 16 photographs a stream of patches comes from.
 
-    A stream reads a band of a photograph, 8 patches wide, row by row; no held-out band shares a pixel with a training band.
+    A stream reads a band of a photograph, 8 patches wide, row by row. No held-out band shares a pixel with a training
+    band.
     """
 
     name = "patches"
@@ -40,7 +41,7 @@ class Patches(StreamTask):
 
 @cache
 def _data(side: int, length: int) -> Streams:
-    """Return the bands, the held-out ones in streams of `length` patches."""
+    """Return the bands. The held-out bands are cut into streams of `length` patches."""
     train, labels = patches.bands(side, COLUMNS, held_out=False)
     bands, classes = patches.bands(side, COLUMNS, held_out=True)
     pieces = [band[: len(band) // length * length].unflatten(0, (-1, length)) for band in bands]

@@ -1,4 +1,5 @@
-"""Streams of features that have to be downloaded: music, and actions in videos. See `cmab_models.data.features` for the files."""
+"""Streams of features that must be downloaded: music, and actions in videos. `cmab_models.data.features` describes the
+files."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from .streaming import EVERY, Streams, StreamTask
 class GTZAN(StreamTask):
     """Tell the genre of a track of music from its ten pieces of three seconds; every fifth track of a genre is held out.
 
-    A genre of one track alone is left out, and the others are the classes, in alphabetical order.
+    A genre with only one track is left out. The other genres are the classes, in alphabetical order.
     """
 
     name: ClassVar[str] = "gtzan"
 
     num_landmarks: int = 5
     folder: str = ""
-    """Where `features_3_sec.csv` is."""
+    """The folder of `features_3_sec.csv`."""
 
     @property
     def sequence_len(self) -> int:
@@ -40,14 +41,14 @@ class GTZAN(StreamTask):
 class THUMOS(StreamTask):
     """Tell from the newest 16 frames of features which action a video of THUMOS14 shows.
 
-    Streams are runs of frames that show one action alone; those held out are of the published test part, in pieces of two windows. To find
-    the actions among frames that show none, which is what is published, is another task.
+    Streams are runs of frames that show exactly one action. Held-out streams come from the published test part, in
+    pieces of two windows. The published task, to find actions among frames without any, is another task.
     """
 
     name: ClassVar[str] = "thumos"
 
     folder: str = ""
-    """Where `data_info.json` and the folders of arrays are."""
+    """The folder of `data_info.json` and of the folders of arrays."""
 
     @property
     def sequence_len(self) -> int:
@@ -60,11 +61,11 @@ class THUMOS(StreamTask):
 @cache
 def _tracks(folder: str) -> Streams:
     tracks = gtzan(Path(folder) / "features_3_sec.csv")
-    several = tracks.labels.bincount()[tracks.labels] > 1  # a genre's only track would be held out, and nobody could have learned it
+    several = tracks.labels.bincount()[tracks.labels] > 1  # a genre's only track would be held out, so no model could learn it
     if not several.any():
         raise ValueError(f"{folder} has no genre of two tracks with all of {PIECES} pieces: one to learn from, and one that is held out")
     tokens, labels = tracks.tokens[several], tracks.labels[several].unique(return_inverse=True)[1]
-    number = (labels.unsqueeze(1) == labels).tril().sum(1) - 1  # of the track among those of its genre
+    number = (labels.unsqueeze(1) == labels).tril().sum(1) - 1  # the number of the track within its genre
     held_out = number % 5 == 0
     std, mean = torch.std_mean(tokens[~held_out], (0, 1))
     tokens = (tokens - mean) / std.clamp(min=1e-6)
@@ -96,7 +97,8 @@ def _actions(folder: str, window: int) -> Streams:
 
 
 def _runs(videos: Mapping[str, Video]) -> Iterator[tuple[Tensor, int]]:
-    """Yield all runs of frames that show one action alone, and its column: not the first, of no action, nor the last, of doubtful ones."""
+    """Yield all runs of frames that show exactly one action, with its column. The first column (no action) and the last
+    (doubtful) are skipped."""
     for tokens, labels in videos.values():
         shown = labels.argmax(1).where(labels.sum(1) == 1, 0)
         actions, lengths = shown.unique_consecutive(return_counts=True)

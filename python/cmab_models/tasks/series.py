@@ -9,7 +9,7 @@ from ..data.series import series
 from .streaming import Streams, StreamTask
 
 TOKENS = {"OSULeaf": (6, 64), "ACSF1": (20, 64), "BasicMotions": (1, 64), "JapaneseVowels": (1, 16)}
-"""Values of each channel in a token, and tokens in a window."""
+"""Data set -> values of each channel in a token, and tokens in a window."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Series(StreamTask):
 
     steps: int = 500
     dataset: str = "BasicMotions"
-    """Or "OSULeaf", "ACSF1", "JapaneseVowels"; see `cmab_models.data.series`."""
+    """One of "BasicMotions", "OSULeaf", "ACSF1" and "JapaneseVowels"; see `cmab_models.data.series`."""
 
     @property
     def sequence_len(self) -> int:

@@ -1,4 +1,4 @@
-"""Tasks of keys, values and queries: what follows from a set of points."""
+"""Tasks of keys, values and queries: answers that follow from a set of points."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from .base import Task, reduction, seeded
 
 HELD_OUT = 2000
-"""Questions that are evaluated."""
+"""The number of held-out questions."""
 
 
 class Question(NamedTuple):
-    """Points, what is asked about them, and the answer."""
+    """Points, a query about them, and the answer."""
 
     query: Tensor
     """(B, M, dim_key)"""
@@ -32,7 +32,8 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class SetTask(Task):
-    """Base class of tasks whose questions are drawn anew for every batch, with the mean squared error as loss and score."""
+    """Base class of tasks with new random questions in every batch. The loss and the score are the mean squared
+    error."""
 
     systems: ClassVar[tuple[str, ...]] = ("intention", "informer", "sigma-informer", "attention", "transformer", "mlp")
 
@@ -46,7 +47,7 @@ class SetTask(Task):
 
     @abstractmethod
     def exact(self, question: Question) -> Tensor:
-        """Return the best answers that can be computed from what a model is given."""
+        """Return the best answers that can be computed from the inputs of a model."""
 
     def sizes(self, system: str) -> dict[str, Any]:
         one = self.drawn(seeded(0), 1)
@@ -65,7 +66,7 @@ class SetTask(Task):
         return {"mse": self.loss(model, Question(*(part.to(device) for part in self._held_out()))).item()}
 
     def references(self) -> dict[str, float]:
-        """Return the errors of the exact answers, in float64, and of the mean of all answers."""
+        """Return the error of the exact answers, in float64, and the error of the mean of all answers."""
         question = Question(*(part.double() for part in self._held_out()))
         exact = F.mse_loss(self.exact(question), question.answer).item()
         return {"exact": exact, "mean": question.answer.var((0, 1), correction=0).mean().item()}
@@ -108,7 +109,7 @@ class Kabsch(SetTask):
         return Question(query, key, value, answer)
 
     def exact(self, question: Question) -> Tensor:
-        """Return what the algorithm of Kabsch and Umeyama answers."""
+        """Return the answers of the algorithm of Kabsch and Umeyama."""
         query, key, value, _ = question
         centre, moved_centre = key.mean(1, keepdim=True), value.mean(1, keepdim=True)
         away, moved = key - centre, value - moved_centre
@@ -145,7 +146,8 @@ class Target(SetTask):
     name = "target"
 
     def sizes(self, system: str) -> dict[str, Any]:
-        """Return those of all, and 4 heads for a layer too: with one query, a head tells one number of all values."""
+        """Return the usual sizes, with 4 heads also for a single layer: with one query, a head gives only one
+        number from all values."""
         return super().sizes(system) | ({"num_heads": 4} if system in ("intention", "attention") else {})
 
     def drawn(self, generator: torch.Generator, count: int) -> Question:

@@ -1,4 +1,5 @@
-"""What tasks of streams of tokens have in common: pieces of streams to train on, and held-out streams that are scored at every step."""
+"""The common part of tasks of streams of tokens: pieces of streams for training, and held-out streams that are scored
+at every step."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from ..streams import ContinualNystromformer, Nystromformer, StreamClassifier
 from .base import Task, reduction, seeded
 
 EVERY = 5
-"""Every fifth window of a held-out stream is scored: 5 divides no segment's length, so windows end anywhere in segments."""
+"""Every fifth window of a held-out stream is scored. 5 divides no segment's length, so windows end at all places of
+segments."""
 CLUSTERED = 16
-"""Batches of windows that landmarks are fitted to."""
+"""The number of batches of windows to which landmarks are fitted."""
 LANDMARKS = ("continual", "fixed")
 """The kinds of landmarks of the system continual-nystromformer."""
 
@@ -31,7 +33,7 @@ class Streams(NamedTuple):
     """Streams of tokens, each of one class throughout."""
 
     train: list[Tensor]
-    """(T, C) each, with T at least that of a window"""
+    """(T, C) each, with T at least the length of a window"""
     train_labels: Tensor
     """(len(train),) int64"""
     held_out: Tensor
@@ -42,30 +44,30 @@ class Streams(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamTask(Task):
-    """Base class of tasks that tell, at every token of a stream, the stream's class from the newest n tokens."""
+    """Base class of tasks that, at every token of a stream, classify the stream from its newest n tokens."""
 
     systems: ClassVar[tuple[str, ...]] = ("continual-nystromformer", "continual-transformer", "nystromformer")
 
     batch_size: int = 64
     num_landmarks: int = 4
     landmarks: str = "continual"
-    """One of `LANDMARKS`; of the system continual-nystromformer."""
+    """One of `LANDMARKS`. Only the system continual-nystromformer reads this."""
     dim: int = 32
     depth: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a wrong word here, as the systems that have no such landmarks are never given it."""
+        """Refuse an unknown word here, because other systems never read it."""
         if self.landmarks not in LANDMARKS:
             raise ValueError(f"landmarks is {self.landmarks!r}; it must be one of {', '.join(LANDMARKS)}")
 
     @abstractmethod
     def data(self) -> Streams:
-        """Return the streams, the same on every call."""
+        """Return the streams. They are the same in every call."""
 
     @property
     @abstractmethod
     def sequence_len(self) -> int:
-        """n, the tokens of a window."""
+        """n, the number of tokens of a window."""
 
     def sizes(self, system: str) -> dict[str, Any]:
         data = self.data()
@@ -75,9 +77,11 @@ class StreamTask(Task):
         return sizes | ({"landmarks": self.landmarks} if system == "continual-nystromformer" else {})
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return pieces (B, T, C) at random places of training streams, classes equally often, and their classes (B,).
+        """Return pieces (B, T, C) at random places of training streams, with equal chances for all classes, and their
+        classes (B,).
 
-        A piece is a window and what a stream's landmarks can lag behind it, n / m - 1 tokens, if all training streams are as long.
+        A piece holds a window and n / m - 1 more tokens, by which a stream's landmarks can lag behind the window. It is
+        shorter if a training stream is shorter.
         """
 
         def below(bound: int) -> int:
@@ -95,12 +99,13 @@ class StreamTask(Task):
         return torch.stack(pieces), labels
 
     def windows(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return the newest windows (B, n, C) of the pieces of a batch, and their classes (B,)."""
+        """Return the newest window of each piece of a batch, (B, n, C), and the classes (B,)."""
         pieces, labels = self.batch(generator)
         return pieces[:, -self.sequence_len :], labels
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of every step over the pieces; of the last alone for a model that would read all windows anew."""
+        """Return the loss of every step over the pieces. For a model that would read the whole window at every step,
+        use the last step only."""
         assert isinstance(model, StreamClassifier)
         pieces, labels = batch
         if isinstance(model, Nystromformer):
@@ -109,7 +114,8 @@ class StreamTask(Task):
         return F.cross_entropy(scores.flatten(0, 1), labels.repeat_interleave(scores.shape[1]), reduction=reduction(labels))
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Fit fixed landmarks: of all layers at the start, then layer by layer, each followed by an equal part of the training."""
+        """Fit fixed landmarks: those of all layers at the start, then layer by layer, each followed by an equal part of
+        the training."""
         if not isinstance(model, ContinualNystromformer) or not model.fixed:
             return
         parts = len(model.layers) + 1
@@ -120,7 +126,8 @@ class StreamTask(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the accuracy over windows of held-out streams, each by itself, and when they are streamed."""
+        """Return the accuracy over separate windows of held-out streams, and the accuracy when the streams are read
+        token by token."""
         assert isinstance(model, StreamClassifier)
         data = self.data()
         tokens, labels = data.held_out.to(model.head.weight), data.held_out_labels.to(model.head.weight.device)
@@ -134,7 +141,8 @@ class StreamTask(Task):
         return {name: (torch.stack(each, 1) == labels[:, None]).double().mean().item() for name, each in found.items()}
 
     def references(self) -> dict[str, float]:
-        """Return the accuracy of the most frequent class, and of linear discriminant analysis on means and deviations over the window."""
+        """Return the accuracy of the most frequent class, and of linear discriminant analysis on means and deviations
+        over the window."""
         data, n = self.data(), self.sequence_len
         held_out = data.held_out.unfold(1, n, EVERY).transpose(2, 3)
         labels = data.held_out_labels[:, None].expand(held_out.shape[:2])
@@ -147,7 +155,8 @@ class StreamTask(Task):
 
     @torch.no_grad()
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield for each full window of a held-out stream whether its class was found, its probability, and the time of the step."""
+        """Yield for each full window of a held-out stream: whether its class was found, its probability, and the time
+        of the step."""
         assert isinstance(model, StreamClassifier)
         data = self.data()
         model.clean_state()

@@ -1,4 +1,4 @@
-"""Checkpoints: one file, written whole or not at all, and read without executing anything."""
+"""Checkpoints: one file that is written completely or not at all, and is read without executing anything."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ FORMAT = "cmab_models checkpoint, version 1"
 
 
 class BadCheckpoint(ValueError):
-    """A file that cannot be resumed from; the message says why."""
+    """A file from which training cannot be resumed; the message says why."""
 
 
 class Checkpoint(NamedTuple):
     """Everything that the rest of a training run depends on."""
 
     run: dict[str, Any]
-    """What is trained on what: numbers and strings alone."""
+    """The system, the task and their settings, as numbers and strings only."""
     step: int
-    """Steps done."""
+    """The number of finished steps."""
     cpu_seconds: float
     wall_seconds: float
     model: dict[str, Any]
@@ -31,7 +31,8 @@ class Checkpoint(NamedTuple):
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Write the file, by way of another beside it, so that an interruption leaves the last one as it was."""
+    """Write the file through a second file next to it, so that an interruption leaves the previous checkpoint
+    unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".part")
     torch.save({"format": FORMAT, **checkpoint._asdict()}, beside)
@@ -39,12 +40,13 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def load(path: Path, run: dict[str, Any]) -> Checkpoint:
-    """Return the checkpoint of this run; `BadCheckpoint` if there is none, it is broken, or it belongs to another run."""
+    """Return the checkpoint of this run; `BadCheckpoint` if there is none, it is broken, or it belongs to another
+    run."""
     if not path.exists():
         raise BadCheckpoint(f"{path} does not exist: there is nothing to resume; leave out --resume")
     try:
         entries = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # bytes that are no pickle can make the unpickler raise anything, also without a message
+    except Exception as error:  # if bytes are not a pickle, the unpickler can raise anything, also without a message
         why = str(error).splitlines() or [type(error).__name__]
         raise BadCheckpoint(f"{path} is broken, or no checkpoint: {why[0]}") from error
     if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT or entries.keys() != set(Checkpoint._fields):
@@ -57,7 +59,8 @@ def load(path: Path, run: dict[str, Any]) -> Checkpoint:
 
 
 def resumed(path: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
-    """Load the checkpoint of this run into its model and optimiser, and return it; `BadCheckpoint` also where it does not fit them."""
+    """Load the checkpoint of this run into its model and optimiser, and return it; `BadCheckpoint` also if it does not
+    fit them."""
     checkpoint = load(path, run)
     try:
         model.load_state_dict(checkpoint.model)

@@ -1,4 +1,4 @@
-"""A digest of the code that a result depends on, so that results can be seen to be older than what they are results of."""
+"""A digest of the code that a result depends on. It shows whether a result is older than its code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pathlib import Path
 PACKAGES = ("cmab_models", "cmab_kernels")
 DEFINITIONS = ("cmab_models.", "cmab_kernels.nn.", "cmab_kernels.intention.variants.")
 REGISTRIES = ("cmab_models.systems",)
-"""Modules that name all systems: what one is made of does not follow from them."""
+"""Modules that name all systems. A digest leaves them out, because no system depends on the others."""
 
 
 def digest(*modules: str) -> str:
-    """Return a hash of these modules and of those of `PACKAGES` that they import, and so on, without comments and docstrings.
+    """Return a hash of these modules and of the modules of `PACKAGES` that they import, directly or not, without
+    comments and docstrings.
 
-    Of cmab_kernels the modules of `nn`, the references and the estimators of Intention, which are the definitions, are in it; its kernels
-    are held to these by tests.
+    From cmab_kernels, the hash includes the definitions: the modules of `nn`, the references, and the estimators of
+    Intention. It leaves out the kernels, because tests hold them to the definitions.
     """
     found = hashlib.sha256()
     for module in sorted(reached(modules)):
@@ -29,7 +30,7 @@ def digest(*modules: str) -> str:
 
 
 def reached(modules: tuple[str, ...]) -> set[str]:
-    """Return these modules and all of `PACKAGES` that they import, directly or by way of others."""
+    """Return these modules and all modules of `PACKAGES` that they import, directly or through others."""
     found: set[str] = set()
     waiting = list(modules)
     while waiting:
@@ -64,13 +65,14 @@ def _tree(module: str) -> ast.Module:
 
 @cache
 def _imports(module: str) -> frozenset[str]:
-    """Return the modules of `PACKAGES` that a module imports from; a package stands for the modules that define the names."""
+    """Return the modules of `PACKAGES` from which a module imports. A package is replaced by the modules that define
+    the names."""
     names = ((source, name) for source, names in _import_lines(module) for name in names)
     return frozenset(found for source, name in names if (found := _defining(source, name)) not in (None, *REGISTRIES))
 
 
 def _import_lines(module: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the modules of `PACKAGES` that names are imported from, and the names."""
+    """Yield the modules of `PACKAGES` from which names are imported, and the names."""
     path = _path(module)
     assert path is not None, module
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -85,7 +87,8 @@ def _import_lines(module: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _defining(source: str, name: str) -> str | None:
-    """Return the module that a name comes from; a package without the name, or the whole of one, is not followed."""
+    """Return the module that defines a name. A package without the name, and the import of a whole package, are not
+    followed."""
     path = _path(source)
     if path is None or path.name != "__init__.py":
         return source if path else None
@@ -101,7 +104,8 @@ def _text(module: str) -> str:
 
 
 def _written(node: object) -> str:
-    """Return a syntax tree as text, the same by all versions of Python: without places, empty fields, and strings that only document."""
+    """Return a syntax tree as text that is the same in all versions of Python: without positions, empty fields, and
+    docstrings."""
     if isinstance(node, list):
         return f"[{','.join(_written(each) for each in node if not _documents(each))}]"
     if isinstance(node, ast.AST):

@@ -28,12 +28,12 @@ class Interrupted(Exception):
 
 
 class Diverged(ArithmeticError):
-    """A loss was not finite, or what the last step left is not; the message names the step."""
+    """A loss was not finite, or the loss or the weights after the last step are not; the message names the step."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained on what, from which seed, and where it is kept."""
+    """A system, a task, a seed, and the folder of the training run."""
 
     system: str
     task: Task
@@ -48,12 +48,13 @@ class Run:
         return self.folder / "checkpoint.pt"
 
     def described(self) -> dict[str, Any]:
-        """Return everything that the result depends on, besides the device and the code, as numbers and strings."""
+        """Return everything that the result depends on, except the device and the code, as numbers and strings."""
         model = {f"model.{name}": value for name, value in self.model_settings.items()}
         return {"system": self.system, "task": self.task.name, "seed": self.seed, **asdict(self.task), **model}
 
     def recorded(self) -> dict[str, Any]:
-        """Return what is `described`, and `code`, a digest of the code of the system, the task and the training."""
+        """Return the entries of `described`, and `code`, a digest of the code of the system, the task and the
+        training."""
         return self.described() | {"code": digest(SYSTEMS[self.system].__module__, type(self.task).__module__, __name__)}
 
     def model(self) -> nn.Module:
@@ -63,11 +64,13 @@ class Run:
 
 
 def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None] | None = None) -> tuple[nn.Module, dict[str, float]]:
-    """Train, and return the model and the seconds that it took (`cpu_seconds`, `wall_seconds`, those before a resumption included).
+    """Train; return the model and the seconds of the training, `cpu_seconds` and `wall_seconds`, including those before
+    a resumption.
 
-    `report(steps_done, loss)` is called after each step. The checkpoint in `run.folder` is written at the end and on an interruption, which
-    waits until the step, or the checkpoint, is done and becomes `Interrupted`; with `resume` it is gone on from, to the numbers of a run
-    that was not interrupted on the same machine.
+    `report(steps_done, loss)` is called after each step. The checkpoint in `run.folder` is written at the end and on an
+    interruption. An interruption waits until the step, or the checkpoint, is finished, and then raises `Interrupted`.
+    With `resume`, training continues from the checkpoint, with the numbers of a run that was not interrupted on the
+    same machine.
     """
     model, task = run.model(), run.task
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
@@ -112,10 +115,11 @@ def first_losses(run: Run, steps: int) -> tuple[nn.Module, list[float]]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the block: an optimiser that is stopped half-way has updated some of the weights."""
+    """Delay Ctrl-C until the end of the block: an optimiser that is stopped half-way would have updated only some of
+    the weights."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # only the main thread is interrupted, and only it may change what happens then
+        yield  # only the main thread gets interrupts, and only it may change how they are handled
         return
     waiting: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda *interruption: waiting.append(interruption))
@@ -128,7 +132,8 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: int) -> float:
-    """Take one step. All its randomness follows from the seed and the number of the step, so that it can be resumed."""
+    """Take one step. All its random numbers follow from the seed and the number of the step, so training can be
+    resumed."""
     task, generator = run.task, _generator(run, done)
     task.before_step(model, done)
     (group,) = optimizer.param_groups
@@ -146,9 +151,11 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: in
 
 @torch.no_grad()
 def _check_last(model: nn.Module, run: Run) -> None:
-    """Raise `Diverged` if the last step did: the loss of a step tells of the steps before it, and after the last none comes.
+    """Raise `Diverged` if the last step diverged. A loss shows the effect of earlier steps only, so the last step needs
+    a check of its own.
 
-    Weights of 1e30 are finite, and what is computed from them is not; infinite ones can be hidden by a ReLU. So both are looked at.
+    Weights of 1e30 are finite, but results computed from them are not. A ReLU can hide infinite weights. So both the
+    loss and the weights are checked.
     """
     loss = float(_loss(model, run, _generator(run, run.task.steps)))
     largest = float(nn.utils.parameters_to_vector(model.parameters()).abs().max())
@@ -157,13 +164,13 @@ def _check_last(model: nn.Module, run: Run) -> None:
 
 
 def _generator(run: Run, done: int) -> torch.Generator:
-    """Return the generator of the step after `done` steps, and seed torch's own as it is."""
+    """Return the generator of the step after `done` steps, and seed torch's global generator in the same way."""
     generator = seeded(run.seed, done)
     torch.manual_seed(generator.initial_seed())
     return generator
 
 
 def _loss(model: nn.Module, run: Run, generator: torch.Generator) -> torch.Tensor:
-    """Return the loss of a batch from the generator."""
+    """Return the loss of a batch drawn from the generator."""
     batch = tree_map(lambda entry: entry.to(run.device) if isinstance(entry, torch.Tensor) else entry, run.task.batch(generator))
     return run.task.loss(model, batch)

@@ -17,12 +17,13 @@ import torch
 import cmab_kernels
 
 RESULTS = ("cmab_models/RESULTS.", "cmab_models/pictures_of_results/")
-"""What `make reproduce` itself writes into a checkout."""
+"""The files that `make reproduce` itself writes into a checkout."""
 
 
 def provenance() -> dict[str, Any]:
-    """Return where and with what a result was computed: versions, the commit if this is a checkout and whether its tree is `dirty`,
-    results aside, and the time."""
+    """Return where and with what software a result was computed, and the time.
+
+    For a checkout, this includes the commit, and whether its tree is `dirty` apart from results."""
     return {
         "cmab_kernels": cmab_kernels.__version__,
         "torch": torch.__version__,
@@ -36,13 +37,13 @@ def provenance() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git says of the checkout that this is part of, None where it says nothing, or this is none."""
+    """Return git's answer for the checkout that this file is part of; None if there is no answer, or no checkout."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Add a line to the file, a new one also where the last was cut off."""
+    """Add a line to the file. If the last line was cut off, begin a new line first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         if file.tell():
@@ -52,7 +53,8 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of the file, of which there may be none; a line that was cut off when its process ended is passed over."""
+    """Yield the records of the file. The file may be missing. A line that was cut off when its process ended is
+    skipped."""
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with suppress(json.JSONDecodeError):
             yield json.loads(line)
