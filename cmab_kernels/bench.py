@@ -1,7 +1,7 @@
 """`python -m cmab_kernels bench`: runs the benchmarks, or loads a saved run, and writes a report of HTML, JSON and PNG files.
 
-The benchmarks themselves are in the checkout's bench/, beside this package. A request is checked before anything is measured, and files
-get their final names only when they are complete.
+The benchmarks themselves are in the checkout's bench/, beside this package. A request is checked before any
+measurement. Files get their final names only when they are complete.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {"cpuinfo": "py-cpuinfo", "matplotlib": "matplotlib"}
-"""Importable module -> name of the package to install."""
+"""Module to import -> name of the package to install."""
 
 
 class Refusal(Exception):
-    """The request cannot be carried out; the message says what is wrong, why, and what to do."""
+    """The command cannot carry out the request. The message says what is wrong, why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Request:
     quick: bool = False
     compare: Path | None = None
     saved: Path | None = None
-    """The saved run named by `--from`, shown in place of a measurement."""
+    """The saved run named by `--from`. The report shows this run instead of a new measurement."""
     output: Path = Path("bench_report")
     device: str | None = None
     threads: int | None = None
@@ -44,7 +44,10 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Measure or load a run and write the report; return the exit status, 1 if a result is wrong. Raises `Refusal`."""
+    """Measure or load a run, and write the report. Return the exit status, which is 1 if a result is wrong.
+
+    A request that cannot be carried out raises a `Refusal`.
+    """
     _check(request)
     runs, session, compare, page, table = (_module(name) for name in ("runs", "session", "report.compare", "report.page", "report.table"))
     try:
@@ -114,7 +117,10 @@ def _check(request: Request) -> None:
 
 @contextlib.contextmanager
 def _unfinished(request: Request) -> Iterator[Path]:
-    """A temporary folder for files that are still being written, within the output folder so that a rename suffices; always removed."""
+    """Yield a temporary folder for unfinished files, and always remove it at the end.
+
+    It is inside the output folder, so that a rename is enough to publish a file.
+    """
     try:
         request.output.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=request.output)

@@ -20,8 +20,8 @@ _CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "a
 def report() -> str:
     """Describe this installation as a page of text.
 
-    The sections are versions, the native extension, the CUDA kernels, the processor, the GPU, and the implementation that `auto` takes for
-    each operator, with footnotes that say why others cannot run.
+    The sections are versions, the native extension, the CUDA kernels, the processor, the GPU, and the implementation
+    that `auto` takes for each operator. Footnotes say why other implementations cannot run.
     """
     sections = {
         "Versions": _versions(),
@@ -35,7 +35,7 @@ def report() -> str:
 
 
 def _columns(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """The rows as lines of left-aligned columns, each two characters wider than its longest cell."""
+    """Yield the rows as lines of left-aligned columns. Each column is two characters wider than its longest cell."""
     cells = list(rows)
     widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
     for row in cells:
@@ -67,7 +67,7 @@ def _extension() -> Iterator[str]:
         yield f"runs {load().instruction_set()} on this processor"
     except ImportError as error:
         yield f"cannot be loaded: {error}; reinstall with this Python"
-    except RuntimeError as error:  # the environment asks for instructions that there are not
+    except RuntimeError as error:  # the environment asks for instructions that this processor lacks
         yield str(error)
 
 
@@ -111,9 +111,9 @@ def _implementations() -> Iterator[str]:
 
 
 def _choice(operator: str, family: str, device: str, notes: dict[str, int]) -> tuple[str, str, str, str]:
-    """A row: operator, device, the implementation that "auto" takes there, and those that cannot run, each with the number of the reason.
+    """Return a row: operator, device, the implementation that "auto" takes there, and those that cannot run.
 
-    A reason that `notes` does not have yet is added to them with the next number.
+    Each implementation that cannot run has the number of its reason. A new reason enters `notes` with the next number.
     """
     rows = explain(operator, *_sample(family, device))
     taken = next(row.impl for row in rows if row.usable)
@@ -122,9 +122,10 @@ def _choice(operator: str, family: str, device: str, notes: dict[str, int]) -> t
 
 
 def _sample(family: str, device: str) -> tuple[torch.Tensor, ...]:
-    """Small float32 inputs for the operators of a set.
+    """Return small float32 inputs for the operators of a set.
 
-    A system and its right-hand sides for solves; a query, inputs and two weights for projected attention; else a query, a key and a value.
+    Solves get a system and its right-hand sides. Projected attention gets a query, inputs and two weights. All other
+    operators get a query, a key and a value.
     """
     if family == "intention.solve":
         return torch.zeros(1, 16, 16, device=device), torch.zeros(1, 16, 16, device=device)

@@ -1,7 +1,8 @@
 """Measurements for the demo and the benchmarks: the time of competing calls, and peak memory.
 
-On a GPU, time is measured with events and memory is the allocator's peak. On a CPU, memory is the rise of the peak resident set size in a
-separate process, which first builds the inputs and makes a small call, so that inputs, libraries and thread pools do not count.
+On a GPU, time is measured with events and memory is the allocator's peak. On a CPU, memory is the rise of the peak
+resident set size in a separate process. That process first builds the inputs and makes a small call, so that inputs,
+libraries and thread pools do not count.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ import torch
 from torch import Tensor
 
 Task = Callable[[], Iterable[Tensor]]
-"""A function whose memory is measured; it returns the tensors that it made."""
+"""A function whose memory is measured. It returns the tensors that it made."""
 
 
 class Peak(NamedTuple):
     """The memory that a task took, in bytes."""
 
     extra: int
-    """The peak beyond the inputs: intermediates and results."""
+    """The peak of memory beyond the inputs. It includes intermediates and results."""
     results: int
-    """The size of the tensors that it returned, which every implementation needs."""
+    """The size of the tensors that the task returned. Every implementation needs this memory."""
 
 
 def interleave(
     calls: Mapping[str, Callable[[], Any]], rounds: int, device: str = "cpu", repeats: Mapping[str, int] | None = None
 ) -> dict[str, list[float]]:
-    """Measure every call once in each of `rounds` rounds, in an order that rotates; return the seconds of each, `rounds` samples.
+    """Measure every call once in each of `rounds` rounds, in a rotating order; return `rounds` samples of each.
 
-    Thus a change of clock frequency, or other load on the machine, affects all of them. A sample is the mean of `repeats[name]` consecutive
-    calls (default: 1). There is no warm-up: make each call once before.
+    Samples are in seconds. The rotation lets a change of clock frequency, or other load on the machine, affect all
+    calls. A sample is the mean of `repeats[name]` consecutive calls (default: 1). There is no warm-up: make each call
+    once before.
 
     >>> samples = cmab_kernels.measure.interleave({"one": lambda: torch.zeros(10), "other": lambda: torch.ones(10)}, rounds=3)
     >>> {name: len(seconds) for name, seconds in samples.items()}
@@ -57,7 +59,7 @@ def interleave(
 
 
 def seconds(call: Callable[[], Any], device: str = "cpu", repeats: int = 1) -> float:
-    """Seconds per call, the mean of `repeats` consecutive calls, including the time to free what they return."""
+    """Return the seconds per call, as the mean of `repeats` consecutive calls. The time to free results is included."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -86,11 +88,12 @@ def _gpu_seconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 def peak_memory(prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[Any, ...], device: str = "cpu", limit: float = 120.0) -> Peak:
-    """The most memory that `prepare(*arguments)()` holds at once, beyond what `prepare` has built.
+    """Return the most memory that `prepare(*arguments)()` holds at once, beyond the memory that `prepare` allocated.
 
-    `prepare` must be picklable: a function of a module. Its task returns its results. `prepare(*warm_up)()` is a small
-    task of the same kind. On Linux it is accurate to about 0.3 MiB, the kernel's granularity; where the high-water mark cannot be reset
-    (macOS) it is a lower bound. On a CPU: `TimeoutError` after `limit` seconds, `RuntimeError` if the task failed or the process died.
+    `prepare` must be picklable: a function of a module. It returns a task, which returns its results.
+    `prepare(*warm_up)()` is a small task of the same kind. On Linux the measurement is accurate to about 0.3 MiB, the
+    kernel's granularity. Where the high-water mark cannot be reset (macOS), the result is a lower bound. On a CPU, a
+    `TimeoutError` is raised after `limit` seconds, and a `RuntimeError` if the task failed or the process died.
     """
     if torch.device(device).type == "cuda":
         _hold_results(prepare(*warm_up))
@@ -118,7 +121,7 @@ def peak_memory(prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[An
 
 
 def readable(seconds: float) -> str:
-    """A duration as text with three significant digits and a unit: s, ms or us.
+    """Return a duration as text with three significant digits and a unit: s, ms or us.
 
     >>> cmab_kernels.measure.readable(0.01234)
     '12.3 ms'
@@ -128,7 +131,7 @@ def readable(seconds: float) -> str:
 
 
 def available_memory(device: str = "cpu") -> float:
-    """Bytes of memory that are free on the device; infinity if the system does not tell."""
+    """Return the bytes of free memory on the device, or infinity if the system does not report them."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info()[0]
     meminfo = Path("/proc/meminfo")
@@ -137,7 +140,7 @@ def available_memory(device: str = "cpu") -> float:
 
 
 def _left_in_container() -> float:
-    """Bytes left before the process reaches the memory limit of its control group; infinity if it has none."""
+    """Return the bytes left before the process reaches the memory limit of its control group; infinity without one."""
     group = Path("/sys/fs/cgroup")
     try:
         return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
@@ -168,19 +171,19 @@ def _measure_in_child(answer: Connection, prepare: Callable[..., Task], argument
 
 
 def _hold_results(task: Task) -> int:
-    """Run the task; return the bytes of its results, which are all alive when it ends."""
+    """Run the task, and return the bytes of its results. All results are alive when the task ends."""
     return sum(result.nbytes for result in task())
 
 
 def _return_free_memory() -> None:
-    """Return freed memory to the system; the task would otherwise reuse it, and its peak would look smaller."""
+    """Return freed memory to the system. Otherwise the task would reuse it, and its peak would look smaller."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reset_high_water() -> int:
-    """Lower the high-water mark to what is resident now, if the system allows it; return the mark in bytes."""
+    """Lower the high-water mark to the current resident size, if the system allows it. Return the mark in bytes."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _high_water()

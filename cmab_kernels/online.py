@@ -22,25 +22,31 @@ if TYPE_CHECKING:
 
 
 class OnlineRidge:
-    """Ridge regression whose examples come and go: the minimum of sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over those that it holds.
+    """Ridge regression that can add and remove examples.
 
-    It keeps sums of products in float64, of a size that does not depend on how many examples were read. `partial_fit` adds to them and
-    `forget` subtracts from them, so that what was forgotten was never seen, to rounding: where that is large, `info_` says so.
+    It minimises sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over the examples that it holds. It keeps sums of products
+    in float64. Their size does not depend on the number of examples read. `partial_fit` adds to the sums and `forget`
+    subtracts from them. The result is then as if the forgotten examples were never seen, up to rounding. If rounding is
+    large, `info_` says so.
 
     Args:
-        alpha: the penalty, >= 0, a number, or an array of one for each of the E targets. The intercept b is not penalised.
+        alpha: the penalty, a number >= 0, or an array with one penalty for each of the E targets. The intercept b is
+            not penalised.
         fit_intercept: False fixes b = 0.
-        forgetting: a factor from 0 (excluded) to 1: each example of `partial_fit` multiplies the weights of all before it. The result does
-            not depend on how a stream is cut into calls. 1 forgets nothing by itself.
+        forgetting: a factor from 0 (excluded) to 1. Each example of `partial_fit` multiplies the weights of all earlier
+            examples by this factor. The result does not depend on how a stream is divided into calls. With 1 the
+            weights do not fade.
 
-    X is (N, D) and y (N,) or (N, E). Results have the kind and the dtype of X: a tensor for a tensor, on its device, a NumPy array for all
-    else, float64 unless X is of a smaller floating dtype. Predictions at a tensor carry its gradient; examples record none. Every wrong
-    argument is a `ValueError` or `TypeError` that names it, and leaves the estimator as it was. With scikit-learn it is an estimator:
-    pipelines, searches and `sklearn.base.clone` take it; scikit-learn is not needed otherwise.
+    X is (N, D) and y is (N,) or (N, E). Results have the kind and the dtype of X. For a tensor they are a tensor on its
+    device. For other inputs they are a NumPy array, float64 unless X has a smaller floating dtype. Predictions at a
+    tensor carry its gradient; examples record no gradient. Every wrong argument raises a `ValueError` or `TypeError`
+    that names the argument, and leaves the estimator unchanged. The class works as an estimator of scikit-learn:
+    pipelines, searches and `sklearn.base.clone` accept it. All other uses work without scikit-learn.
 
-    Attributes: `coef_`, (D,) or (E, D); `intercept_`, a number or (E,); `n_features_in_`, D; `feature_names_in_`, the columns
-    of the data frame that the first examples came in, which other data frames must have in this order; `n_samples_seen_`, how many examples
-    are held; `info_`, 0 where the solution is sound, else as in `cmab_kernels.RidgeSolution`.
+    Attributes: `coef_`, (D,) or (E, D); `intercept_`, a number or (E,); `n_features_in_`, D; `feature_names_in_`, the
+    columns of the data frame with the first examples (later data frames must have the same columns in the same order);
+    `n_samples_seen_`, the number of examples held; `info_`, 0 for a sound solution, otherwise a code as in
+    `cmab_kernels.RidgeSolution`.
 
     >>> x, y = torch.randn(100, 3), torch.randn(100)
     >>> model = cmab_kernels.OnlineRidge(alpha=0.1)
@@ -58,19 +64,25 @@ class OnlineRidge:
         self.forgetting = forgetting
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Forget everything, and hold these examples; `sample_weight` (N,) >= 0, a number: the same for each, None: 1."""
+        """Forget all examples, and hold these.
+
+        `sample_weight` is (N,) >= 0. A number is the weight of each example, and None means 1.
+        """
         return self._hold(X, y, sample_weight, None)
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Hold these examples too, in O(N D (D + E)) whatever is held; on a stream in order, oldest first."""
+        """Hold these examples too, in time O(N D (D + E)), for any number of examples held before.
+
+        In a stream, the examples come oldest first.
+        """
         return self._hold(X, y, sample_weight, self._held())
 
     @torch.no_grad()
     def forget(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Let these examples go, which must be held, with the weights that they were added with.
+        """Remove these examples. The estimator must hold them, with the same weights.
 
-        An estimator that holds no example afterwards is as if it were never fitted. `ValueError` with a `forgetting` below 1, which has
-        changed the weights of what is held.
+        An estimator that holds no example afterwards behaves as if it was never fitted. With a `forgetting` below 1 the
+        method raises a `ValueError`, because the weights of the held examples have changed.
         """
         held = self._fitted()
         self._check_parameters()
@@ -92,7 +104,10 @@ class OnlineRidge:
 
     @torch.no_grad()
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """Return R^2, 1 - (sum of squared errors) / (sum of squared distances from the mean), as a mean over the E targets."""
+        """Return R^2, averaged over the E targets.
+
+        R^2 is 1 - (sum of squared errors) / (sum of squared distances from the mean).
+        """
         held = self._fitted()
         rows = _Rows(self, X, y, sample_weight, held)
         if rows.weights is not None and not rows.weights.any():
@@ -121,15 +136,15 @@ class OnlineRidge:
 
     @property
     def info_(self) -> int:
-        """0 where the solution is sound, 1 where there is none, 2 where it is ill-conditioned or sums hold two digits at most.
+        """0 for a sound solution, 1 for no solution, 2 for an ill-conditioned solution or sums with two digits at most.
 
-        That is where examples lie too far from the first, or lay there before they were forgotten, or where no weight is left.
+        Sums lose digits if examples, held or forgotten, lie too far from the first examples, or if no weight is left.
         """
         return self._fitted().solved(self, sound=False).info
 
     @property
     def feature_names_in_(self) -> Any:
-        """The names of the columns of a data frame that the first examples came in, (D,); `AttributeError` if they had none."""
+        """The column names of the data frame with the first examples, (D,); `AttributeError` if they had no names."""
         names = self._fitted().names
         if names is None:
             raise AttributeError("the first examples had no names of columns")
@@ -139,12 +154,12 @@ class OnlineRidge:
 
     @property
     def n_samples_seen_(self) -> int:
-        """How many examples are held."""
+        """The number of examples held."""
         return int(self._fitted().state.count)
 
     @torch.no_grad()
     def _hold(self, X: Any, y: Any, sample_weight: Any, held: _Sums | None) -> Self:
-        """Add examples to the sums `held`, or to those of no examples."""
+        """Add examples to the sums `held`; None stands for the sums of no examples."""
         self._check_parameters()
         rows = _Rows(self, X, y, sample_weight, held)
         _penalties(self.alpha, rows.y.shape[1])
@@ -156,7 +171,7 @@ class OnlineRidge:
             allowed = "the examples so far were added with the other; change it before `fit`, which starts anew"
             raise ValueError(wrong("fit_intercept", f"is {self.fit_intercept!r}", allowed))
         weights, state, number = rows.weights, held.state, len(rows.x)
-        forgetting = float(self.forgetting)  # powers of one of NumPy's have its few digits
+        forgetting = float(self.forgetting)  # powers of a small NumPy float would keep few digits
         faded = forgetting**number
         if forgetting != 1:
             ages = torch.arange(number - 1, -1, -1, dtype=torch.float64, device=rows.x.device)
@@ -179,7 +194,7 @@ class OnlineRidge:
         return held
 
     def _fitted(self) -> _Sums:
-        """Return what is held; scikit-learn's `NotFittedError`, or without it an `AttributeError`, if that is nothing."""
+        """Return the sums held. If there are none, raise `NotFittedError`, or `AttributeError` without scikit-learn."""
         held = self._held()
         if held is None:
             try:
@@ -189,14 +204,14 @@ class OnlineRidge:
             raise error("OnlineRidge holds no example; call fit or partial_fit first")
         return held
 
-    # ---- what scikit-learn asks of an estimator
+    # ---- the interface of an estimator of scikit-learn
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the arguments of the constructor by name."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params: Any) -> Self:
-        """Change arguments of the constructor; `ValueError` for an unknown name."""
+        """Change arguments of the constructor. An unknown name raises a `ValueError`."""
         known = self.get_params()
         for name, value in params.items():
             if name not in known:
@@ -213,10 +228,13 @@ class OnlineRidge:
         return self._held() is not None
 
     def get_metadata_routing(self) -> Any:
-        """Return which methods ask for `sample_weight` where scikit-learn routes metadata, as a `MetadataRequest` of scikit-learn."""
+        """Return a `MetadataRequest` of scikit-learn that says which methods ask for `sample_weight`.
+
+        scikit-learn uses it for metadata routing.
+        """
         from sklearn.utils.metadata_routing import MetadataRequest
 
-        request = getattr(self, "_metadata_request", None)  # scikit-learn's name, by which `clone` takes it along
+        request = getattr(self, "_metadata_request", None)  # scikit-learn's name: `clone` copies this attribute
         if request is None:
             request = MetadataRequest(owner=type(self).__name__)
             for method in ("fit", "partial_fit", "score"):
@@ -224,7 +242,10 @@ class OnlineRidge:
         return copy.deepcopy(request)
 
     def set_fit_request(self, *, sample_weight: bool | str | None) -> Self:
-        """Ask a search or a pipeline for the `sample_weight` of `fit`: True, False, None (an error if given), or another name of it."""
+        """Say whether a search or a pipeline passes `sample_weight` to `fit`.
+
+        True or False says so directly. None makes a given weight an error. A string is another name of the weight.
+        """
         return self._ask("fit", sample_weight)
 
     def set_partial_fit_request(self, *, sample_weight: bool | str | None) -> Self:
@@ -249,7 +270,10 @@ class OnlineRidge:
 
 
 class _Solution(NamedTuple):
-    """The function offset + (x - centre) weight of a point x, in float64, which takes no gradient. A centre avoids cancellation."""
+    """The function offset + (x - centre) weight of a point x, in float64. The centre avoids cancellation.
+
+    Its parts require no gradient.
+    """
 
     weight: Tensor
     """(D, E)."""
@@ -271,11 +295,12 @@ class _Solution(NamedTuple):
 
 
 class _Sums:
-    """The examples held, as the sums of a ridge regression of y - `target_origin` on x - `origin` and, for an intercept, a column of ones.
+    """The examples held, as the sums of a ridge regression of y - `target_origin` on x - `origin`.
 
-    The origins are near the means of the first examples, as seen from their spread, so that data far from 0 lose no digits. `peak` is the
-    largest size that the diagonal of the sums has had, faded as they are: rounding of that size stays in them. The solution is kept until
-    sums change.
+    For an intercept, x has an additional column of ones. The origins are close to the means of the first examples,
+    compared with their spread, so that data far from 0 lose no digits. `peak` is the largest absolute value that the
+    diagonal of the sums ever had, faded like the sums: rounding errors of that size stay in the sums. The solution is
+    kept until the sums change.
     """
 
     def __init__(
@@ -295,24 +320,27 @@ class _Sums:
 
     @classmethod
     def of_none(cls, rows: _Rows, given: Any, intercept: bool) -> _Sums:
-        """Return the sums of no examples, with the origins, kind and dtype for those that come first."""
+        """Return the sums of no examples, with the origins, kind and dtype of the first examples."""
         width, outputs = rows.x.shape[1], rows.y.shape[1]
-        counted = slice(None) if rows.weights is None else rows.weights[0] > 0  # a row of weight 0 may hold whatever fills it up
+        counted = slice(None) if rows.weights is None else rows.weights[0] > 0  # a row of weight 0 may hold padding
         origin, target_origin = (intercept * _origin(t[counted].double()) for t in (rows.x, rows.y))
         state = empty_ridge(1, 1, width + intercept, outputs, device=rows.x.device)
         return cls(state, _diagonal(state.gram), origin, target_origin, intercept, rows.flat, _result_dtype(given), _names(given))
 
     def with_state(self, state: RidgeState, faded: float = 1.0) -> _Sums:
-        """Return these sums after a change to `state`, in which the weights of what was held are `faded`."""
+        """Return these sums after a change to `state`, in which earlier weights were multiplied by `faded`."""
         peak = torch.maximum(self.peak if faded == 1 else faded * self.peak, _diagonal(state.gram).abs())
         return _Sums(state, peak, self.origin, self.target_origin, self.intercept, self.flat, self.dtype, self.names)
 
     def solved(self, model: OnlineRidge, sound: bool = True) -> _Solution:
-        """Return the regression with the penalty of the model. Where it must be `sound`, lost digits are a warning, and none an error."""
+        """Return the solution with the penalty of the model.
+
+        With `sound`, an ill-conditioned solution gives a warning, and a missing solution raises an error.
+        """
         penalties = _penalties(model.alpha, self.state.moment.shape[-1])
         if self._solution is None or self._solution[0] != penalties:
             model._check_parameters()
-            with torch.inference_mode(False):  # kept for later calls, which may take a gradient
+            with torch.inference_mode(False):  # kept for later calls, which may record a gradient
                 self._solution = penalties, self._solve(penalties)
         solution = self._solution[1]
         if sound and solution.info == INFO_NOT_POSITIVE_DEFINITE:
@@ -343,7 +371,10 @@ class _Sums:
 
 
 def _quick(sums: Tensor) -> Any:
-    """Return sums on a CPU as an array in the same memory: NumPy's operators take a quarter of the time of torch's on so few numbers."""
+    """Return sums on a CPU as a NumPy array in the same memory.
+
+    For so few numbers NumPy's operators take a quarter of the time of torch's.
+    """
     return sums.numpy() if sums.device.type == "cpu" else sums
 
 
@@ -352,11 +383,14 @@ def _as_tensor(quick: Any) -> Tensor:
 
 
 _LOST = torch.finfo(torch.float64).eps / ILL_CONDITIONED
-"""What is below this share of a sum has two digits at most."""
+"""A number below this share of a sum has two digits at most."""
 
 
 def _penalties(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
-    """Return the penalties, one for all targets or one for each; raise unless they are numbers >= 0, as many as there are `targets`."""
+    """Return the penalties: one for all targets, or one for each target.
+
+    Raise unless they are numbers >= 0 and there are one or `targets` of them.
+    """
     try:
         given = [float(each) for each in ([alpha] if isinstance(alpha, Real) or getattr(alpha, "ndim", 1) == 0 else alpha)]
     except (TypeError, ValueError, OverflowError):
@@ -369,12 +403,12 @@ def _penalties(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
 
 
 def _is(value: Any, default: Any) -> bool:
-    """Return whether a parameter is the default; an array never is."""
+    """Return whether a parameter equals its default. An array never does."""
     return not getattr(value, "shape", ()) and bool(value == default)
 
 
 def _solved_each(gram: Tensor, moment: Tensor, penalties: tuple[float, ...], least: Any) -> tuple[Tensor, int]:
-    """Return what `_solved` does, with one penalty for all targets or one for each: the info is the worst of any."""
+    """Return what `_solved` returns, for one penalty or one per target. The info is the worst of all targets."""
     if len(penalties) == 1:
         return _solved(gram, moment, penalties[0], least)
     weight, infos = gram.new_empty(moment.shape[1:]), set()
@@ -386,8 +420,11 @@ def _solved_each(gram: Tensor, moment: Tensor, penalties: tuple[float, ...], lea
 
 
 def _solved(gram: Tensor, moment: Tensor, alpha: float, least: Any) -> tuple[Tensor, int]:
-    """Return the weight (D, E), of sums (1, D, D) and (1, D, E), and its info, which doubts a feature of which the others leave less than
-    `least` (D,): not where alpha alone leaves more."""
+    """Return the weight (D, E) for sums (1, D, D) and (1, D, E), and its info.
+
+    The info says ill-conditioned if the other features leave less than `least` (D,) of some feature. A large alpha
+    alone leaves more, and then there is no such check.
+    """
     outputs, small = moment.shape[-1], alpha < 2 * float(least.max())
     if small:
         moment = torch.cat([moment, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)[None]], -1)
@@ -409,7 +446,10 @@ def _diagonal(gram: Tensor) -> Tensor:
 
 
 def _origin(rows: Tensor) -> Tensor:
-    """Return the means (C,) of rows (N, C), rounded to a power of two within the spread, so that differences of few bits have few bits."""
+    """Return the means (C,) of rows (N, C), rounded to a multiple of a power of two below the spread.
+
+    Differences of numbers with few bits then have few bits too.
+    """
     spread, mean = rows.std(0, correction=0), rows.mean(0)
     step = torch.ldexp(torch.ones_like(spread), spread.frexp().exponent - 1)
     return torch.where(spread > 0, (mean / step).round() * step, mean).nan_to_num(0.0, 0.0, 0.0)
@@ -444,7 +484,7 @@ class _Rows:
     def operands(self, held: _Sums) -> tuple[Tensor, Tensor]:
         """Return key (1, 1, N, D [+ 1]) and value (1, 1, N, E) of these examples for the sums `held`.
 
-        In float64, so that an example is forgotten exactly whatever dtype it comes in.
+        They are float64, so that an example of any dtype is forgotten exactly.
         """
         rows, width = self.x.shape
         key = held.origin.new_ones(1, 1, rows, width + held.intercept)
@@ -453,9 +493,9 @@ class _Rows:
 
 
 def _points(model: OnlineRidge, X: Any, held: _Sums | None) -> Tensor:
-    """Return X as a tensor (N, D) on the device of the sums `held`; raise if it has another form or width.
+    """Return X as a tensor (N, D) on the device of the sums `held`. Raise if X has another form or width.
 
-    Some messages are worded as scikit-learn's checks of estimators look for them.
+    Some messages have the wording that scikit-learn's estimator checks expect.
     """
     points = _tensor("X", X, held.state.gram.device if held is not None else None)
     if points.dim() != 2:
@@ -477,7 +517,7 @@ def _points(model: OnlineRidge, X: Any, held: _Sums | None) -> Tensor:
 
 
 def _tensor(name: str, given: Any, device: torch.device | None) -> Tensor:
-    """Return finite numbers as a float64 or float32 tensor: a half type as float32, what is not floating as float64."""
+    """Return finite numbers as a tensor: float32 for half types and float32, float64 for all other numbers."""
     if not isinstance(given, Tensor):
         return _array(name, given).to(device)
     if device is not None and given.device != device:
@@ -498,7 +538,7 @@ def _not_finite(name: str) -> str:
 
 
 def _array(name: str, given: Any) -> Tensor:
-    """Return a sequence, an array or a table of numbers as `_tensor` does, on the CPU."""
+    """Return a sequence, an array or a table of numbers as a tensor on the CPU, with the dtypes of `_tensor`."""
     import numpy as np
 
     if hasattr(given, "tocsr"):
@@ -519,19 +559,19 @@ def _array(name: str, given: Any) -> Tensor:
         raise ValueError(f"Complex data not supported: {name} is {array.dtype}")
     if not np.isfinite(array).all():
         raise ValueError(_not_finite(name))
-    is_read = array.flags.c_contiguous and array.flags.writeable and min(array.strides, default=0) >= 0  # one row backwards is in order
+    is_read = array.flags.c_contiguous and array.flags.writeable and min(array.strides, default=0) >= 0  # a reversed row is "contiguous"
     return torch.from_numpy(array if is_read else array.copy())
 
 
 def _names(given: Any) -> list[str] | None:
-    """Return the names of the columns of a data frame; None where there are none, or not all are strings."""
+    """Return the column names of a data frame, or None if there are none or not all are strings."""
     columns = getattr(given, "columns", None)
     names = None if columns is None else list(columns)
     return names if names and all(isinstance(name, str) for name in names) else None
 
 
 def _result_dtype(given: Any) -> Any:
-    """Return the dtype of results for an input: a floating dtype of torch for a tensor, of NumPy for all else."""
+    """Return the dtype of results for an input: a floating dtype of torch for a tensor, of NumPy for other inputs."""
     if isinstance(given, Tensor):
         return given.dtype if given.is_floating_point() else torch.float64
     import numpy as np
@@ -541,5 +581,5 @@ def _result_dtype(given: Any) -> Any:
 
 
 def _cast(out: Tensor, dtype: Any) -> Any:
-    """Return a tensor in a dtype of torch, or as an array in one of NumPy."""
+    """Return a tensor with a dtype of torch, or an array with a dtype of NumPy."""
     return out.to(dtype) if isinstance(dtype, torch.dtype) else out.detach().cpu().numpy().astype(dtype, copy=False)

@@ -20,14 +20,17 @@ STYLE: dict[Any, Any] = {
 
 
 def require(*packages: str) -> None:
-    """Check that the packages are installed; raises `SystemExit` with one line that names the missing ones."""
+    """Check that the packages are installed; raise `SystemExit` with one line that names the missing packages."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise SystemExit(f"the demo needs {', '.join(missing)}: pip install '.[demo]' in the checkout")
 
 
 def checked_output(output: str) -> Path:
-    """The file to draw to, as a path; raises `SystemExit` with one line if it cannot be written or its suffix is not a picture's."""
+    """Return the path of the picture to draw.
+
+    Raise `SystemExit` with one line if the file cannot be written or its suffix is not that of a picture.
+    """
     target = Path(output)
     if target.suffix not in (".png", ".pdf", ".svg"):
         raise SystemExit(f"--output is {output}: a name that ends in .png, .pdf or .svg is needed")
@@ -41,16 +44,19 @@ def checked_output(output: str) -> Path:
 
 
 def _refuse_unwritable(target: Path) -> None:
-    """Raise `OSError` if the file cannot be written. A picture that is there stays as it is, and none is left where there was none."""
+    """Raise `OSError` if the file cannot be written.
+
+    An existing picture stays unchanged. If there was no file, the check leaves none.
+    """
     existed = target.exists()
-    with target.open("ab"):  # permissions would not tell: /proc, say, takes no file from anyone
+    with target.open("ab"):  # a permission check is not enough: /proc, for example, accepts no files
         pass
     if not existed:
-        target.resolve().unlink()  # resolved, for a link that points to no file yet stays
+        target.resolve().unlink()  # resolved, so that a link to a missing file stays
 
 
 def where(device: str, impl: str) -> str:
-    """One line of text: the machine, the dtype, the version of torch, and the implementation."""
+    """Return one line of text: the machine, the dtype, the version of torch, and the implementation."""
     threads = torch.get_num_threads()
     machine = torch.cuda.get_device_name() if device == "cuda" else f"{threads} CPU thread{'' if threads == 1 else 's'}"
     return f"{machine}, float32, torch {torch.__version__}, cmab_kernels' {impl} implementation"

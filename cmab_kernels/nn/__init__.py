@@ -32,7 +32,7 @@ _MOVED = {
     "nystrom_attention": "multihead.nystrom",
     "positional": "continual.positional",
 }
-"""Where modules of this package stood in 0.1.0, for pickles that name them, and where they are."""
+"""Old place of a module in version 0.1.0 -> new place. Pickles may name the old place."""
 sys.modules.update({f"{__name__}.{old}": import_module(f"{__name__}.{new}") for old, new in _MOVED.items()})
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What callers give to modules, features and masks: their layout, and the checks that name what is wrong."""
+"""Features and masks that callers pass to modules: their layout, and checks whose errors name the wrong argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..runtime.tracing import has_values, is_differentiated
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
 ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"
 DROPOUT = "dropout is on"
-"""Reasons why torch's own code runs, as `why_torch` of several modules gives them."""
+"""Reasons why torch's own code runs. `why_torch` of several modules returns them."""
 
 
 def split_heads(features: Tensor, heads: int) -> Tensor:
@@ -27,7 +27,11 @@ def join_heads(features: Tensor) -> Tensor:
 
 
 def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor) -> None:
-    """Raise unless `features` has a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`."""
+    """Raise unless `features` fits a module.
+
+    It needs a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`.
+    `allowed` is the layout for the error message.
+    """
     if not isinstance(features, Tensor):
         raise TypeError(wrong(name, f"is {kind_of(features)}", _needed(features)))
     if features.is_nested:
@@ -41,20 +45,20 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         remedy = "load its weights, or name its class in accelerate's preload_module_classes" if weight.is_meta else "move them together"
         raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; {remedy}"))
     if features.dtype != weight.dtype:
-        double = torch.float64 in (features.dtype, weight.dtype)  # autocast leaves it as it is
+        double = torch.float64 in (features.dtype, weight.dtype)  # autocast does not cast float64
         if double or not (features.is_floating_point() and autocasts(features.device)):
             remedy = "cast them alike" + ("" if double else ", or use autocast")
             raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; {remedy}"))
 
 
 def _needed(given: Any) -> str:
-    """Return what is needed in place of what is no tensor, and how to make it."""
+    """Return, for an argument that is not a tensor, the text that a tensor is needed and how to make one."""
     array, numbers = type(given).__module__ == "numpy", isinstance(given, list | tuple)
     return "a torch.Tensor is needed" + ("; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else "")
 
 
 def _likely_layout(shape: tuple[int, ...], width: int) -> str:
-    """Return the likely cause of a wrong shape, where it shows."""
+    """Return the likely cause of a wrong shape, or "" if none is known."""
     if len(shape) > 1 and shape[-2] == width:
         return "; it seems to be transposed"
     if len(shape) > 2 and shape[-2] * shape[-1] == width:
@@ -63,9 +67,10 @@ def _likely_layout(shape: tuple[int, ...], width: int) -> str:
 
 
 def check_floating(module: nn.Module, /, **features: Any) -> None:
-    """Raise unless these are floating tensors that torch's own code may read with the weights of `module`; that tells what else is wrong.
+    """Raise unless these are floating tensors that torch's own code may read with the weights of `module`.
 
-    None may be sparse. Autocast leaves float64 as it is: under it features and weights must be float64 both, or neither.
+    torch's code finds all other errors. Sparse tensors are refused. Autocast does not cast float64, so under autocast
+    either both features and weights must be float64, or neither.
     """
     for name, each in features.items():
         if not isinstance(each, Tensor):
@@ -81,11 +86,12 @@ def check_floating(module: nn.Module, /, **features: Any) -> None:
 
 
 def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return a bool mask as it is, and a float mask, which is added to logits, as the bool mask of its -inf; and the key.
+    """Return the mask as a bool mask, and the key.
 
-    `torch.nn.TransformerEncoderLayer` makes such float masks of bool ones. A number other than 0 and -inf in it is a `ValueError`, or in a
-    compiled call a `RuntimeError`. On a GPU and under a transform or trace, where its values are not read, it makes the whole key NaN, and
-    with it every result. The meta device has no values to check.
+    torch adds a float mask to the logits. Here it becomes the bool mask of its -inf. `torch.nn.TransformerEncoderLayer`
+    makes such float masks of bool masks. A number other than 0 and -inf raises a `ValueError`, or a `RuntimeError` in a
+    compiled call. On a GPU, and under a transform or trace, the values are not read. Such a number then makes the whole
+    key NaN, and therefore every result. On the meta device there are no values to check.
     """
     if not isinstance(key_padding_mask, Tensor) or not key_padding_mask.is_floating_point():
         return key_padding_mask, key
@@ -97,7 +103,7 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     if torch.compiler.is_compiling() and not key_padding_mask.is_cuda:
         torch._assert_async(sound, message)
         return ignore, key
-    if key_padding_mask.is_cuda or not has_values(key_padding_mask):  # an assertion on the device would end every other use of it
+    if key_padding_mask.is_cuda or not has_values(key_padding_mask):  # a failed assertion on the device would end its CUDA context
         return ignore, key.masked_fill(~sound, torch.nan)
     if not sound:
         raise ValueError(message)
@@ -105,10 +111,11 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
 
 
 def is_additive(mask: Tensor | None) -> bool:
-    """Return whether a float mask must be added to logits: it has other numbers than 0 and -inf, or learns.
+    """Return whether a float mask must be added to logits: it has other numbers than 0 and -inf, or needs a gradient.
 
-    Numbers are not read on a GPU, where a program would wait for them, nor under a compiler: there `bool_mask` looks after them. Under a
-    transform or trace, which must not depend on them, any mask may be one.
+    Numbers are not read on a GPU, because a program would wait for them, nor under a compiler. There the result is
+    False, and `bool_mask` checks the numbers. A transform or trace must not depend on the numbers, so there the result
+    is True.
     """
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         return False
@@ -120,17 +127,18 @@ def is_additive(mask: Tensor | None) -> bool:
 
 
 def for_part(features: Tensor) -> Tensor:
-    """Return features for the call of a part, detached where no gradient is recorded.
+    """Return features for the call of a submodule, detached if no gradient is recorded.
 
-    A parameter, and a view of a leaf, still say there that they require one, and torch's counter, which puts hooks on all parts, fails.
+    With grad mode off, a parameter or a view of a leaf still says that it requires a gradient. torch's
+    `FlopCounterMode`, which puts hooks on all submodules, then fails.
     """
     return features if is_differentiated(features) else features.detach()
 
 
 def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
-    """Return features (..., C) with 0 where `ignore` (...) is True, if a gradient may be taken; else as they are.
+    """Return features (..., C), with 0 where `ignore` (...) is True if a gradient may be taken.
 
-    The operators do not read ignored keys, whose gradient is 0. But the gradient of a projection's weight is a product of that gradient
-    and the projection's input, and 0 times a NaN in the padding is NaN.
+    The operators do not read ignored keys, so the gradient of these keys is 0. But the gradient of a projection's
+    weight is the product of that gradient and the projection's input, and 0 times a NaN in the padding is NaN.
     """
     return features if ignore is None or not torch.is_grad_enabled() else features.masked_fill(ignore.unsqueeze(-1), 0.0)

@@ -1,4 +1,4 @@
-"""The parts of a module: which of them one call of an operator may stand for, and which must be called themselves."""
+"""The submodules of a module: which of them an operator may replace by one call, and which must be called."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def fused_impl(features: Tensor) -> str | None:
-    """Return the implementation that computes a layer of `features` in one call; None where torch's own operations are the better choice.
+    """Return the implementation that computes a layer of `features` in one call, or None for torch's own operations.
 
-    These are so where there is no kernel, and under autocast, which keeps norms and sums in float32 while one call has one dtype. In
-    forward mode, which torch's attention lacks, the definition is better.
+    torch's operations are the better choice where there is no kernel, and under autocast, which keeps norms and sums in
+    float32 while one call has one dtype. In forward mode the PyTorch definition is better, because torch's attention
+    has no forward mode.
     """
     if autocasts(features.device):
         return None
@@ -36,15 +37,16 @@ _OF_LINEAR, _OF_NORM = nn.Linear.forward, nn.LayerNorm.forward
 
 
 def has_other_forwards() -> bool:
-    """Return whether another package has put a `forward` of its own into torch's class of linear layers, or of norms, as some LoRAs do."""
+    """Return whether another package has replaced `forward` in `nn.Linear` or `nn.LayerNorm`, as some LoRAs do."""
     return nn.Linear.forward is not _OF_LINEAR or nn.LayerNorm.forward is not _OF_NORM
 
 
 def computed(module: M) -> M:
-    """Return the module or, where it has parametrizations, a stand-in with their values: to look at one is to compute it.
+    """Return the module, or a stand-in with computed values if the module has parametrizations.
 
-    A method that reads a parameter more than once begins with this, so that in training a call is one step of a power iteration. Parts are
-    those of the module; what is set on a stand-in itself is lost.
+    Every read of a parametrized parameter computes it. A method that reads a parameter more than once therefore begins
+    with this function. In training mode one call is then one step of the power iteration of a spectral norm. The
+    submodules of a stand-in are those of the module. Attributes that are set on a stand-in are lost.
     """
     parts = module._modules
     if "parametrizations" not in parts:
@@ -57,7 +59,10 @@ def computed(module: M) -> M:
 
 
 def one_like(module: nn.Module, *names: str) -> Tensor:
-    """Return one of these tensors of a module, for its dtype and device: if it can, a parameter, or what a parametrization is given."""
+    """Return one of these tensors of a module, for its dtype and device.
+
+    A parameter comes first, then the original of a parametrization, so that no parametrization is computed if possible.
+    """
     own = [module._parameters.get(name) for name in names]
     parametrized = module._modules.get("parametrizations")
     if parametrized is not None:
@@ -67,13 +72,15 @@ def one_like(module: nn.Module, *names: str) -> Tensor:
 
 
 def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
-    """Return the parameters of `module`; None if it is not just a `kind`, so that its own forward must run.
+    """Return the parameters of `module`, or None unless `module` is an unmodified `kind`.
 
-    A module with hooks, its own or those of all modules, a parametrization, or an adapter in its place is not just that. Nor is one with a
-    `forward` of its own, as accelerate gives it, one whose `weight` or `bias` is no parameter, as in the replicas of DataParallel and in
-    FullyShardedDataParallel, or a norm without weights, which the operators would take for no norm.
+    After None the caller must call the module. These modules do not count as unmodified: a module with hooks, its own
+    or global ones; a module with a parametrization; an adapter in place of a module; a module with an assigned
+    `forward`, as accelerate assigns it; a module whose `weight` or `bias` is not a parameter, as in the replicas of
+    DataParallel and in FullyShardedDataParallel; and a norm without weights, which the operators would take for a
+    missing norm.
     """
-    state = module.__dict__  # read directly: seven layers of a streaming update look up thirty parameters
+    state = module.__dict__  # read directly, for speed: a streaming update looks up thirty parameters
     if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
         return None
     if state["_backward_pre_hooks"] or "forward" in state or "weight" in state or "bias" in state:
@@ -82,7 +89,7 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
     if kind is _Linear or kind is _LayerNorm or kind is NonDynamicallyQuantizableLinear:
-        if "weight" not in parameters or "bias" not in parameters:  # one is a buffer, or a property
+        if "weight" not in parameters or "bias" not in parameters:  # a buffer or a property replaces one of them
             return None
         if kind is _LayerNorm:
             return None if parameters["weight"] is None or kind.forward is not _OF_NORM else parameters
@@ -91,9 +98,10 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
 
 
 def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
-    """Return what `own_parameters` does, for an operator to read; None also if one is a subclass of Tensor, as a quantised weight is.
+    """Return what `own_parameters` returns, but None if a parameter is of a subclass of Tensor, for use by an operator.
 
-    A subclass says what `torch.nn.functional.linear` makes of it, and need not know the operators, nor torch's stacks and slices.
+    Quantised weights are such subclasses. A subclass defines its own `torch.nn.functional.linear`. It may not support
+    the operators, or torch's stacks and slices.
     """
     parameters = own_parameters(module, kind)
     if parameters is not None:
@@ -104,7 +112,10 @@ def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.P
 
 
 def is_own(weight: Tensor | None) -> bool:
-    """Return whether a weight is none of a subclass with operations of its own, or is absent; compilers' fake tensors have none."""
+    """Return whether a weight is absent or not of a subclass of Tensor with its own operations.
+
+    The fake tensors of compilers have no such operations, so they count as plain.
+    """
     return weight is None or type(weight) in _PLAIN_TYPES or hasattr(weight, "fake_mode")
 
 
@@ -112,7 +123,10 @@ _PLAIN_TYPES = (nn.Parameter, Tensor)
 
 
 def called(part: Any, x: Tensor) -> Tensor:
-    """Return part(x). For one row torch's call of a module takes as long as the module: what is just its kind is computed without it."""
+    """Return part(x), without torch's call of a module if the part is unmodified.
+
+    For one row, the overhead of that call takes as long as the computation.
+    """
     kind: Any = type(part)
     if (kind is nn.Linear or kind is NonDynamicallyQuantizableLinear) and (own := own_parameters(part, kind)) is not None:
         return F.linear(x, cast("Tensor", own["weight"]), own["bias"])
@@ -125,15 +139,18 @@ def called(part: Any, x: Tensor) -> Tensor:
 
 
 def of_one_dtype(*parts: Mapping[str, Tensor | None] | None) -> bool:
-    """Return whether all weights of these modules have one dtype, as the operators need: a model may keep its norms in float32."""
+    """Return whether all weights of these modules have one dtype, as the operators need.
+
+    A model in half precision may keep its norms in float32.
+    """
     weights = (part.get("weight") for part in parts if part is not None)
     return len({weight.dtype for weight in weights if weight is not None}) == 1
 
 
 def check_together(name: str, features: Tensor, **parts: Mapping[str, Tensor | None]) -> None:
-    """Raise unless the parameters of all parts are where the `features` called `name` are.
+    """Raise unless the parameters of all parts are on the device of the argument `features`, which is called `name`.
 
-    With one of them on the meta device, where a load left it, torch would run the shapes of a kernel and none of its work.
+    If a load left a parameter on the meta device, torch would compute the shapes of a kernel's results, but no values.
     """
     for part, parameters in parts.items():
         for kind, each in parameters.items():
@@ -143,13 +160,18 @@ def check_together(name: str, features: Tensor, **parts: Mapping[str, Tensor | N
 
 
 TRAINED_COLUMNS = 128
-"""Columns of inputs up to which a GPU's kernels project them in training: gradients of more columns come piece by piece, each with all
-scores anew."""
+"""The largest number of input columns for which a GPU's kernels project inputs in training.
+
+Gradients of more columns are computed piece by piece, and each piece recomputes all scores.
+"""
 
 
 def projects_inside(query: Tensor, inputs: Tensor, *weights: Tensor) -> bool:
-    """Return whether `projected_attention_state` is to read the inputs: always on a CPU; on a GPU where it has a kernel for such heads,
-    and in training for inputs of few columns."""
+    """Return whether `projected_attention_state` should read the inputs.
+
+    On a CPU the result is always True. On a GPU it is True if there is a kernel for such heads and, in training, if the
+    inputs have few columns.
+    """
     if not inputs.is_cuda:
         return True
     trained = torch.is_grad_enabled() and any(part.requires_grad for part in (query, inputs, *weights))

@@ -25,13 +25,14 @@ State = TypeVar("State", bound=tuple)
 class Keeper(nn.Module, Generic[Value]):
     """Holds a value or None, saves it in the `state_dict`, and replaces it by a loaded one only if the whole load succeeds.
 
-    `torch.nn.Module.load_state_dict` visits one module after the other, collects their errors in one list, and raises at the end if that
-    list has entries; unexpected and missing keys under `strict=True` enter the list only then. The value that was loaded for this module is
-    therefore kept together with the list, and takes effect at its first use after the load, if the list is still empty.
+    `torch.nn.Module.load_state_dict` visits one module after the other, collects their errors in one list, and raises
+    at the end if the list has entries. Unexpected and missing keys under `strict=True` enter the list only at the end.
+    This module therefore keeps a loaded value together with the list. The loaded value takes effect at its first use
+    after the load, if the list is still empty.
     """
 
     fields: ClassVar[tuple[str, ...]]
-    """The names of all `state_dict` entries that a value may be saved as."""
+    """The names of all `state_dict` entries in which a value may be saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Keeper(nn.Module, Generic[Value]):
         self._value = value
 
     def __getattr__(self, name: str) -> Any:
-        """Return an entry of the `state_dict` by its name: torch.distributed.checkpoint looks up whatever a `state_dict` names."""
+        """Return an entry of the `state_dict` by its name; torch.distributed.checkpoint looks up all entries."""
         if name in type(self).fields and "_value" in self.__dict__:
             held = self.held
             entries = {} if held is None else self._entries(held)
@@ -62,7 +63,7 @@ class Keeper(nn.Module, Generic[Value]):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse an entry of the `state_dict`, as `torch.func.functional_call` sets it: it would be read by nothing."""
+        """Refuse an entry of the `state_dict`. `torch.func.functional_call` would set it, and no code would read it."""
         if isinstance(value, Tensor) and name in type(self).fields:
             allowed = "assign a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
             raise TypeError(wrong(name, "cannot be set", allowed))
@@ -70,19 +71,22 @@ class Keeper(nn.Module, Generic[Value]):
 
     @abstractmethod
     def _entries(self, value: Value) -> dict[str, Tensor]:
-        """Return the `state_dict` entries of a value, with names in `fields`: tensors that later steps do not change."""
+        """Return the `state_dict` entries of a value, named as in `fields`. Later steps do not change their tensors."""
 
     @abstractmethod
     def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
-        """Return the reason why loaded entries cannot be a value of this module, or "" if they can."""
+        """Return why loaded entries cannot be a value of this module, or "" if they can."""
 
     @abstractmethod
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> Value:
-        """Return the value made of entries that passed `_problem`, in memory of its own on a device; None: on that of the entries."""
+        """Return the value made of entries that passed `_problem`, in new memory on a device.
+
+        A device of None means the device of the entries.
+        """
 
     @property
     def _loading_device(self) -> torch.device | None:
-        """The device on which to build a loaded value; None for that of its entries."""
+        """The device on which to build a loaded value; None means the device of its entries."""
         return None
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -108,7 +112,7 @@ class Keeper(nn.Module, Generic[Value]):
         if problem:
             error_msgs.append(problem)
         else:
-            if self._loaded is None or self._loaded[1] is not error_msgs:  # else the model contains this module twice
+            if self._loaded is None or self._loaded[1] is not error_msgs:  # equal only if the model contains this module twice
                 self.hold(self.held)
             self._loaded = (self._built(entries, self._loading_device) if entries else None, error_msgs)
 
@@ -123,35 +127,40 @@ class Part(NamedTuple):
 class Stream(Keeper[State]):
     """A submodule that holds the state of a streaming module, or None.
 
-    The state moves with the module between devices. While there is a state, its tensors are entries of the `state_dict`; without one there
-    are no entries, so that weights alone are a complete checkpoint. A `load_state_dict` that succeeds restores the saved stream, whatever
-    batch was held before, and it continues with the same bits; a `state_dict` without a stream ends the stream, also with `strict=False`.
-    A `load_state_dict` that raises, for any module of the model, leaves the stream unchanged. (Not so the weights: torch copies those that
-    fit before it raises.) Entries of wrong shape or dtype, or with values that no stream can have, raise an error that names them.
+    The state moves with the module between devices. If there is a state, its tensors are entries of the `state_dict`.
+    Without a state there are no entries, so that weights alone are a complete checkpoint. A successful
+    `load_state_dict` restores the saved stream, for any batch held before, and the stream continues with the same bits.
+    A `state_dict` without a stream ends the stream, also with `strict=False`. A `load_state_dict` that raises, for any
+    module of the model, leaves the stream unchanged. (The weights may change: torch copies the weights that fit before
+    it raises.) Entries of wrong shape or dtype, or with values that no stream can have, raise an error that names them.
     """
 
     weight_like: Tensor
-    """A buffer without elements, which has the dtype and device of the module's weights after every cast, move and load."""
+    """An empty buffer that has the dtype and device of the module's weights after every cast, move and load."""
     lead: tuple[int, ...] = ()
-    """The dimensions of a state that come before its batch."""
+    """The dimensions of a state that come before the batch dimension."""
 
     def __init__(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.register_buffer("weight_like", torch.empty(0, device=device, dtype=dtype), persistent=False)
 
     def __copy__(self) -> Stream:
-        """Return a stream of its own, which goes on from the same state: a step may write to memory that it finds to be one stream's."""
+        """Return an independent stream that continues from the same state.
+
+        A step may write to the memory of a state that only one stream holds. So the copy needs a state of its own.
+        """
         return copy.deepcopy(self)
 
     @property
     def state(self) -> State | None:
-        """The state, or None before the first input. Later steps do not change the state that this returns.
+        """The state, or None before the first input. Later steps do not change the state that this property returns.
 
-        Assign a state to continue from it, or None to start again. `ValueError` or `TypeError` for a state that does not fit the module,
-        `RuntimeError` for one that requires a gradient: its autograd graph would grow with every step.
+        Assign a state to continue from it, or None to start again. A state that does not fit the module raises a
+        `ValueError` or `TypeError`. A state that requires a gradient raises a `RuntimeError`, because its autograd
+        graph would grow with every step.
         """
         held = self.held
-        return None if held is None else type(held)(*held)  # more references to the tensors: while they exist, steps write elsewhere
+        return None if held is None else type(held)(*held)  # new references to the tensors: while they exist, steps write elsewhere
 
     @state.setter
     def state(self, state: State | None) -> None:
@@ -163,7 +172,7 @@ class Stream(Keeper[State]):
         self.hold(None if state is None else self._taken(state))
 
     def hold(self, value: State | None) -> None:
-        """Replace the value; raise for tensors that belong to a transform or a mode, and would outlive it."""
+        """Replace the value. Raise for tensors that belong to a transform or a mode, because they would outlive it."""
         if value is not None and is_watched() and not torch.compiler.is_compiling():
             is_real = not hasattr(self.weight_like, "fake_mode")
             for field in value:
@@ -173,7 +182,7 @@ class Stream(Keeper[State]):
         super().hold(value)
 
     def started(self, state: State | None) -> State:
-        """Return `state`, or the held state if that is None; `RuntimeError` if both are None."""
+        """Return `state`, or the held state if `state` is None. Raise `RuntimeError` if both are None."""
         state = self.held if state is None else state
         if state is None:
             raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
@@ -181,7 +190,10 @@ class Stream(Keeper[State]):
 
     @property
     def _loading_device(self) -> torch.device | None:
-        """The device of the weights; None for the meta device, which weights leave when they are loaded with `assign=True`."""
+        """The device of the weights, or None for the meta device.
+
+        Loading with `assign=True` moves weights away from the meta device.
+        """
         return None if self.weight_like.is_meta else self.weight_like.device
 
     def follow(self, weight: Tensor) -> None:
@@ -190,10 +202,10 @@ class Stream(Keeper[State]):
 
     @abstractmethod
     def _check(self, state: State) -> None:
-        """Raise unless `state` has the type, shapes, dtypes and device that this module needs, at any batch."""
+        """Raise unless `state` has the type, shapes, dtypes and device of this module. Any batch size is valid."""
 
     def _taken(self, state: State) -> State:
-        """Return the state to hold for one that was assigned: by default itself."""
+        """Return the state to hold after `state` was assigned. By default this is `state` itself."""
         return state
 
     @abstractmethod
@@ -202,7 +214,7 @@ class Stream(Keeper[State]):
 
     @abstractmethod
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        """Return the reason why no stream can have entries with these values, or "" if one can."""
+        """Return why no stream can have entries with these values, or "" if a stream can."""
 
     def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
         parts = self._parts(entries)
@@ -224,12 +236,12 @@ class Stream(Keeper[State]):
         return {name: entry.to(parts[name].dtype) for name, entry in entries.items()}
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Stream:
-        """Cast or move the state as well; torch calls this for every cast and move of a module."""
+        """Cast or move the state too. torch calls this method for every cast and move of a module."""
         before = self.weight_like
         super()._apply(fn, recurse)
         cast = before.dtype != self.weight_like.dtype
         held = self.held
-        if before.is_meta and not self.weight_like.is_meta:  # as `to_empty` leaves it: a stream without values has ended
+        if before.is_meta and not self.weight_like.is_meta:  # after `to_empty` the state has no values, so the stream ends
             self.hold(None)
         elif held is not None and (cast or before.device != self.weight_like.device):
             entries = self._entries(held)
@@ -238,14 +250,17 @@ class Stream(Keeper[State]):
 
 
 def refuse_to_record(method: str, instead: str) -> None:
-    """Raise where a call that advances the state a module holds is recorded: each run would start from the same state."""
+    """Raise if a call that advances a module's own stream is recorded, as each run would start from the same state."""
     if is_recorded():
         given = "is recorded by torch.export, torch.jit.trace or make_fx, which would freeze the stream that the module holds"
         raise RuntimeError(wrong(method, given, f"record {instead}, with the state among its inputs and outputs"))
 
 
 def with_own_streams(module: M) -> M:
-    """Return a shallow copy of a module, whose streams are its own and go on from the same states; for its class, as `__copy__`."""
+    """Return a shallow copy of a module with independent streams that continue from the same states.
+
+    Classes use this function as `__copy__`.
+    """
     if isinstance(module, Keeper):
         return copy.copy(module)
     made: M = object.__new__(type(module))
@@ -259,19 +274,20 @@ def _keeps(module: nn.Module) -> bool:
 
 
 def follow_weights(module: nn.Module, _: Any = None) -> None:
-    """Let the submodule `stream` follow the module's weights; to be registered as a hook that runs after every load."""
+    """Let the submodule `stream` follow the module's weights. Modules register this as a hook that follows a load."""
     stream = module.stream
     assert isinstance(stream, Stream)
-    stream.follow(next(chain(module.parameters(), module.buffers())))  # a frozen module has buffers; the last of all is the stream's
+    stream.follow(next(chain(module.parameters(), module.buffers())))  # a frozen module has only buffers; the stream's is last
 
 
 class AttentionStream(Stream[AttentionState]):
-    """A submodule that holds one `AttentionState` of H heads, L queries and width E, or None; with `blocks` K, that of K stacked blocks.
+    """A submodule that holds one `AttentionState` of H heads, L queries and width E, or None.
 
-    The state moves with the module between devices, and no cast changes its bits: `out` stays float32 after `.half()` or `.bfloat16()`. It
-    is float64 in a float64 module. While there is a state, `state_dict` holds it as `out` (B, H, L, E) and `lse` (B, H, L), with a leading
-    K for stacked blocks; see `Stream` for what loading does. It refuses a NaN or +inf in `lse`, and a NaN or an infinity in `out` except
-    where `lse` is -inf: what such a row of `out` holds counts for nothing, and is 0 from then on.
+    With `blocks` K, the state is that of K stacked blocks. The state moves with the module between devices, and no cast
+    changes its bits: `out` stays float32 after `.half()` or `.bfloat16()`. `out` is float64 in a float64 module. If
+    there is a state, `state_dict` contains it as `out` (B, H, L, E) and `lse` (B, H, L), with a leading K for stacked
+    blocks. See `Stream` for the rules of loading. Loading refuses a NaN or +inf in `lse`. It also refuses a NaN or an
+    infinity in `out`, except in rows where `lse` is -inf. Such a row of `out` has no effect, and loading sets it to 0.
 
     >>> stream = cmab_kernels.nn.AttentionStream(heads=2, latents=3, width=4)
     >>> stream.state is None, list(stream.state_dict())
@@ -303,7 +319,7 @@ class AttentionStream(Stream[AttentionState]):
         return state_dtype(self.weight_like.dtype)
 
     def init_state(self, batch: int) -> AttentionState:
-        """Return the state of no keys for a batch, in the state dtype and on the device of the module."""
+        """Return the state of no keys for a batch, in the module's state dtype and on its device."""
         state = empty_state(batch, *self.shape, dtype=self.state_dtype, device=self.weight_like.device)
         return AttentionState(*(part.repeat(*self.lead, *(1 for _ in part.shape)) for part in state))
 
@@ -334,10 +350,11 @@ class AttentionStream(Stream[AttentionState]):
 
 
 class RidgeStream(Stream[RidgeState]):
-    """A submodule that holds one `RidgeState` of H heads, keys of width D and values of width E, or None, as `AttentionStream` does.
+    """A submodule that holds one `RidgeState` of H heads, keys of width D and values of width E, or None.
 
-    `gram` (B, H, D, D) and `moment` (B, H, D, E) are float64 and `count` (B, H) is int64 in a module of any dtype. Loading refuses a NaN or
-    an infinity, a gram that is not symmetric to rounding, a negative count, and sums that are not 0 where the count is 0.
+    It works like `AttentionStream`. `gram` (B, H, D, D) and `moment` (B, H, D, E) are float64 and `count` (B, H) is
+    int64 in a module of any dtype. Loading refuses a NaN or an infinity, a gram that is not symmetric up to rounding, a
+    negative count, and sums that are not 0 where the count is 0.
 
     >>> stream = cmab_kernels.nn.RidgeStream(heads=2, width=4, value_width=3)
     >>> stream.state = stream.init_state(batch=1)
@@ -385,7 +402,7 @@ class RidgeStream(Stream[RidgeState]):
         rounding = 1e-9 * gram.abs().amax((-2, -1), keepdim=True)
         if ((gram - gram.mT).abs() > rounding).any():
             return wrong(f"{prefix}gram", "is not symmetric", "a sum of products k'k is")
-        return ""  # after removals rounding may leave a gram that is not positive definite: `solve_ridge` reports it in `info`
+        return ""  # after removals, rounding may make a gram indefinite; `solve_ridge` reports that in `info`
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> RidgeState:
         return RidgeState(**copied(entries, device))
@@ -398,5 +415,5 @@ def extent(entries: Mapping[str, Any], name: str, dim: int) -> int:
 
 
 def copied(entries: Mapping[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
-    """Return contiguous, detached copies of the entries on a device; None: each on its own."""
+    """Return contiguous, detached copies of the entries on a device. None keeps the device of each entry."""
     return {name: entry.detach().to(device).clone(memory_format=torch.contiguous_format) for name, entry in entries.items()}

@@ -18,25 +18,25 @@ from .. import checked_output, require, where
 from . import conditioning as c
 
 POINTS = (10_000, 100_000, 1_000_000)
-"""Numbers of pixels to measure at by default. All pixels of the photograph are measured too."""
+"""The default numbers of pixels to measure. The demo also measures all pixels of the photograph."""
 
 POINTS_WITHOUT_KERNEL = (10_000, 30_000, 100_000, 300_000)
-"""Numbers of pixels to measure at by default if no compiled kernel can run, and the PyTorch definition is used."""
+"""The default numbers of pixels to measure if no compiled kernel can run, so that the PyTorch definition runs."""
 
 TIMING_STEPS = 3
-"""Steps of the progress bar for timing a method; measuring its memory is one step."""
+"""Steps of the progress bar for the timing of a method. The measurement of its memory is one step."""
 
 WRONG = 1e-2
-"""A difference between results of order one that is too large for rounding, even for that of tf32 on a GPU."""
+"""A difference between results of order one that is too large for rounding errors, even for those of tf32 on a GPU."""
 
 SMALL = 8192
-"""Pixels of the warm-up call before memory is measured."""
+"""Pixels of the warm-up call before the measurement of memory."""
 
 SECONDS = 3.0
-"""Seconds to spend on timing at each number of pixels, after one call of each method. At least two more calls of each are timed."""
+"""Seconds of timing at each number of pixels, after one call of each method. Each method gets at least two more."""
 
 BUSY = 1.5
-"""Where the median call takes so many times the best one, other work takes the processor, and the demo says so."""
+"""The ratio of median to best time from which on the demo reports that other work occupies the processor."""
 
 
 @dataclass
@@ -44,31 +44,31 @@ class Figures:
     """The time and memory of one method at one number of pixels."""
 
     seconds: float
-    """Time of the best call: calls of all methods take turns, and work of others on the machine only ever adds to one."""
+    """Time of the best call. The calls of all methods take turns. Other work on the machine only slows calls down."""
     memory: int
-    """Peak of memory beyond the inputs, in bytes."""
+    """Peak memory beyond the inputs, in bytes."""
 
 
 @dataclass
 class Scan:
-    """What was measured at one number of pixels. A method whose memory would not fit is left out."""
+    """The measurements at one number of pixels. A method that would not fit into memory is left out."""
 
     count: int
     conditioning: dict[str, Figures] = field(default_factory=dict)
     """Method -> its figures for the whole way from pixels to latents."""
     attention: dict[str, Figures] = field(default_factory=dict)
-    """Method -> its figures for the attention alone, with keys and values given."""
+    """Method -> its figures for the attention alone, with given keys and values."""
     difference: dict[str, float] = field(default_factory=dict)
-    """"conditioning" or "attention" -> the largest difference between any two methods' results, if more than one method ran."""
+    """"conditioning" or "attention" -> the largest difference between the results of any two methods that ran."""
     unrest: float = 1.0
     """The largest ratio of any method's median time to its best."""
 
 
 def run(output: str, points: list[int] | None = None) -> None:
-    """Measure at each number of `points` (default: `POINTS` and all), print tables, and draw them to `output`.
+    """Measure at the numbers of pixels in `points` (default: `POINTS` and all), print tables, and draw to `output`.
 
-    Raises `SystemExit` with one line if a package is missing, if a number is less than 1 or more than there are pixels, or if `output`
-    cannot be written.
+    Raises `SystemExit` with one line if a package is missing, if a number is less than 1 or larger than the number of
+    pixels, or if `output` cannot be written.
     """
     require("skimage", "matplotlib", "tqdm")
     target = checked_output(output)
@@ -95,7 +95,10 @@ def run(output: str, points: list[int] | None = None) -> None:
 
 
 def _checked_points(points: list[int] | None, default: tuple[int, ...], total: int) -> list[int]:
-    """The numbers of pixels in rising order, without repetitions; raises `SystemExit` for one that is not from 1 to `total`."""
+    """Return the numbers of pixels in rising order, without repetitions.
+
+    Raise `SystemExit` for a number outside 1 to `total`.
+    """
     counts = sorted(set(default if points is None else points))
     if not counts or counts[0] < 1 or counts[-1] > total:
         raise SystemExit(f"--points is {points}: numbers from 1 to {total}, the pixels that there are, are needed")
@@ -103,13 +106,13 @@ def _checked_points(points: list[int] | None, default: tuple[int, ...], total: i
 
 
 def _implementations(device: str) -> list[Explanation]:
-    """The implementations of the demo's attention, in the order in which `auto` tries them."""
+    """Return the implementations of the demo's attention, in the order in which `auto` tries them."""
     query, key, value = (torch.zeros(1, c.HEADS, 1, c.DIM // c.HEADS, device=device) for _ in range(3))
     return explain("latent_attention", query, key, value)
 
 
 def _introduce(rows: list[Explanation], device: str, impl: str, total: int) -> None:
-    """Print what is about to run and on what."""
+    """Print which computation starts, and on which machine."""
     print(f"A CMAB ({c.LATENTS} latents, {c.HEADS} heads of {c.DIM // c.HEADS}) reads the {total:,} pixels of a photograph.")
     print(f"On {where(device, impl)}.")
     if impl == "reference":
@@ -136,8 +139,8 @@ def _scan_all(counts: list[int], device: str, impl: str) -> list[Scan]:
 def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, impl: str, bar: Any) -> None:
     """Measure time and memory of each method that fits into memory, and the largest difference between their results.
 
-    `kind` is "conditioning" or "attention"; the results go into `figures` and `scan.difference`. Raises `RuntimeError` if two methods
-    differ by more than `WRONG`.
+    `kind` is "conditioning" or "attention". The function writes to `figures` and `scan.difference`. It raises a
+    `RuntimeError` if two methods differ by more than `WRONG`.
     """
     prepare: Callable[..., Task] = getattr(c, kind)
     names: list[str] = list(c.CONDITIONING if kind == "conditioning" else c.ATTENTION)
@@ -167,17 +170,17 @@ def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, im
 
 
 def _effort(count: int) -> int:
-    """Length of one step of the progress bar: the pixels, and a constant for starting a process."""
+    """Return the length of one step of the progress bar: the pixels, and a constant for the start of a process."""
     return count + 200_000
 
 
 def _fits(name: str, count: int, device: str, impl: str) -> bool:
-    """Whether a method needs less than 60 % of the available memory. A stream always does."""
+    """Return whether a method needs less than 60 % of the available memory. A stream always does."""
     return name == c.CMAB_NAME or c.bytes_needed(name, count, impl) < 0.6 * available_memory(device)
 
 
 def _largest_difference(results: list[Tensor]) -> float:
-    """The largest difference between any two of the results, at any element; NaN if a result is not finite."""
+    """Return the largest difference between any two results at any element, or NaN if a result is not finite."""
     stacked = torch.stack(results)
     return float((stacked.amax(0) - stacked.amin(0)).max()) if bool(stacked.isfinite().all()) else float("nan")
 
@@ -186,7 +189,7 @@ def _largest_difference(results: list[Tensor]) -> float:
 
 
 def _busy(scans: list[Scan]) -> str:
-    """A warning if other work disturbed the timing, else nothing."""
+    """Return a warning if other work disturbed the timing, else an empty text."""
     unrest = max(scan.unrest for scan in scans)
     if unrest < BUSY:
         return ""
@@ -194,19 +197,22 @@ def _busy(scans: list[Scan]) -> str:
 
 
 def _conditioning_table(scans: list[Scan]) -> Iterator[str]:
-    """Lines about the whole way from pixels to latents."""
+    """Yield the lines about the whole way from pixels to latents."""
     yield "From pixels to latents: embed, project, attend, and the rest of the block. Time; peak memory beyond pixels and weights."
     yield from _table(scans, "conditioning", list(c.CONDITIONING))
 
 
 def _attention_table(scans: list[Scan]) -> Iterator[str]:
-    """Lines about the attention alone."""
+    """Yield the lines about the attention alone."""
     yield "The attention alone, keys and values of all pixels given. Time; peak memory beyond them."
     yield from _table(scans, "attention", list(c.ATTENTION))
 
 
 def _table(scans: list[Scan], kind: str, names: list[str]) -> Iterator[str]:
-    """Lines of a table: time and memory of each method. Methods after the first also show their time divided by that of the first."""
+    """Yield the lines of a table with time and memory of each method.
+
+    Methods after the first also show their time divided by the time of the first method.
+    """
     yield f"{'pixels':>11}" + "".join(f"{name:>32}" for name in names) + f"{'results differ by':>20}"
     for scan in scans:
         figures = getattr(scan, kind)
@@ -216,7 +222,7 @@ def _table(scans: list[Scan], kind: str, names: list[str]) -> Iterator[str]:
 
 
 def _cell(figures: Figures | None, ours: Figures | None) -> str:
-    """One method's time and memory, and its time divided by ours if it is not ours."""
+    """Return a method's time and memory as text. For other methods than ours, add the time divided by ours."""
     if figures is None:
         return "would not fit into memory"
     times = f"{figures.seconds / ours.seconds:.1f} x  " if ours and figures is not ours else ""
@@ -224,7 +230,7 @@ def _cell(figures: Figures | None, ours: Figures | None) -> str:
 
 
 def _streaming(count: int, device: str, impl: str) -> Iterator[str]:
-    """Lines that say whether a stream in chunks of random sizes gives the same latents, and how long one more pixel takes."""
+    """Yield lines about a stream in chunks of random sizes: the error of its latents and the time of one more pixel."""
     while count > 1 and not _fits(c.OPERATOR_NAME, count, device, impl):
         count //= 2
     reader, inputs = c.Reader.make(device), c.pixels(device)[:, :count]
@@ -243,7 +249,7 @@ def _streaming(count: int, device: str, impl: str) -> Iterator[str]:
 
 
 def _random_sizes(count: int) -> list[int]:
-    """Random sizes of chunks from 1 to 100,000, uniform in their logarithm, that add up to `count`."""
+    """Return random chunk sizes from 1 to 100,000 that add up to `count`. Their logarithms are uniform."""
     random = torch.Generator().manual_seed(0)
     sizes: list[int] = []
     while (left := count - sum(sizes)) > 0:
@@ -252,6 +258,6 @@ def _random_sizes(count: int) -> list[int]:
 
 
 def _latency(call: Callable[[], Any], device: str) -> float:
-    """Seconds of a short call: the best of 9 samples, each the mean of 20 calls."""
+    """Return the seconds of a short call: the best of 9 samples, each the mean of 20 calls."""
     seconds(call, device, repeats=10)
     return min(seconds(call, device, repeats=20) for _ in range(9))

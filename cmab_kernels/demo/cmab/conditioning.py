@@ -1,4 +1,4 @@
-"""What the demo `cmab` measures: a block that reads the pixels of a photograph in three ways, with the same weights."""
+"""The methods of the demo `cmab`: a block reads the pixels of a photograph in three ways, with the same weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @functools.cache
 def photograph() -> Tensor:
-    """The 1411 x 1411 colour photograph of a retina that comes with scikit-image: (height, width, 3) uint8."""
+    """Return the 1411 x 1411 colour photograph of a retina from scikit-image: (height, width, 3) uint8."""
     from skimage import data
 
     return torch.from_numpy(data.retina().copy())
@@ -33,7 +33,10 @@ def photograph() -> Tensor:
 
 @functools.cache
 def pixels(device: str) -> Tensor:
-    """All pixels of the photograph in a random order: (1, N, 5), two coordinates in [-1, 1] and three colours in [-0.5, 0.5]."""
+    """Return all pixels of the photograph in a random order: (1, N, 5).
+
+    The features are two coordinates in [-1, 1] and three colours in [-0.5, 0.5].
+    """
     photo = photograph()
     axes = (torch.linspace(-1, 1, size) for size in photo.shape[:2])
     coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
@@ -50,11 +53,14 @@ class Reader:
     embed: nn.Module
     latents: Tensor
     torch_attention: nn.MultiheadAttention
-    """torch's attention module with the weights of the block's attention over the pixels. Its output projection is the identity."""
+    """torch's attention module with the weights of the block's attention over the pixels.
+
+    Its output projection is the identity.
+    """
 
     @staticmethod
     def make(device: str) -> Reader:
-        """A reader with the same random weights at every call."""
+        """Return a reader with the same random weights at every call."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             block, latents = CMAB(DIM, LATENTS, HEADS), torch.randn(LATENTS, DIM)
@@ -67,9 +73,9 @@ class Reader:
         return Reader(block.to(device), embed.to(device), latents.to(device), torch_attention.to(device))
 
     def stream(self, points: Tensor, sizes: list[int] | None = None) -> tuple[Tensor, AttentionState]:
-        """Read the points chunk by chunk, keeping only the state: the latents (1, L, C), and the state to continue from.
+        """Read the points chunk by chunk, and keep only the state. Return the latents (1, L, C) and the last state.
 
-        `sizes` are the lengths of the chunks; None means chunks of `CHUNK`.
+        `sizes` are the lengths of the chunks. None means chunks of `CHUNK`.
         """
         state, result = self.block.init_state(1), self.latents
         for chunk in points.split(CHUNK if sizes is None else sizes, dim=1):
@@ -77,25 +83,28 @@ class Reader:
         return result, state
 
     def at_once(self, points: Tensor, attend: Attend) -> Tensor:
-        """Read all points in one call, with all keys and values in memory: the latents that `attend` leads to."""
+        """Read all points in one call of `attend`, with all keys and values in memory. Return the latents."""
         query, key, value = self.project(points)
         return self.finish(attend(query, key, value))
 
     def project(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (1, H, L, D), keys and values (1, H, N, D) of the attention over the pixels."""
+        """Return queries (1, H, L, D), keys and values (1, H, N, D) of the attention over the pixels."""
         cross = self.block.compress.cross_attention
         normed = cross.context_norm(self.embed(points))
         return self._query(), cross.heads(cross.key, normed), cross.heads(cross.value, normed)
 
     def multihead(self, points: Tensor) -> Tensor:
-        """Read all points with torch's module, which also projects them, in place of the block's own attention."""
+        """Read all points with torch's module in place of the block's attention. The module also projects them."""
         cross = self.block.compress.cross_attention
         normed = cross.context_norm(self.embed(points))
         attended, _ = self.torch_attention(cross.norm(self.block.latents).unsqueeze(0), normed, normed, need_weights=False)
         return self.finish(attended.unflatten(-1, (HEADS, -1)).transpose(1, 2))
 
     def finish(self, attended: Tensor) -> Tensor:
-        """The latents after the rest of the block, given the attention's output (1, H, L, D), by an update of its state with no pixels."""
+        """Return the latents after the rest of the block, given the attention's output (1, H, L, D).
+
+        To run the rest, the method updates a state with no pixels.
+        """
         state = AttentionState(attended, attended.new_zeros(attended.shape[:-1], dtype=torch.float64))
         return self.block.update(attended.new_empty(1, 0, DIM), self.latents, state).latents
 
@@ -117,13 +126,13 @@ ATTENTION: dict[str, Attend] = {OPERATOR_NAME: latent_attention, SDPA_NAME: F.sc
 
 
 def conditioning(name: str, count: int, device: str, impl: str) -> Task:
-    """The task of reading the first `count` pixels by one method of `CONDITIONING`."""
+    """Return the task that reads the first `count` pixels by one method of `CONDITIONING`."""
     use_impl(impl)
     return _task(functools.partial(CONDITIONING[name], Reader.make(device), pixels(device)[:, :count]))
 
 
 def attention(name: str, count: int, device: str, impl: str) -> Task:
-    """The task of attending to the keys and values of the first `count` pixels by one method of `ATTENTION`."""
+    """Return the task that attends to the keys and values of the first `count` pixels by one method of `ATTENTION`."""
     use_impl(impl)
     with torch.no_grad():
         operands = Reader.make(device).project(pixels(device)[:, :count])
@@ -139,7 +148,7 @@ def _task(method: Callable[[], Tensor]) -> Task:
 
 
 def bytes_needed(name: str, count: int, impl: str) -> int:
-    """A generous estimate of the bytes that a method that is not a stream needs; methods that would not fit are not run."""
+    """Return a generous estimate of a method's bytes. The demo skips methods that would not fit; streams always fit."""
     keys_and_values = 2 * DIM * 4 * count
     scores = HEADS * LATENTS * 4 * count if name == OPERATOR_NAME and impl == "reference" else 0
     return 2**28 + (4 if name == MULTIHEAD_NAME else 2) * keys_and_values + 4 * scores

@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 COLOURS = {c.CMAB_NAME: "#c0392b", c.SDPA_NAME: "#2c6e9f", c.MULTIHEAD_NAME: "#5f6a6a"}
 LABELS = {c.CMAB_NAME: "CMAB, streamed", c.SDPA_NAME: c.SDPA_NAME, c.MULTIHEAD_NAME: c.MULTIHEAD_NAME}
 GAP = 0.11
-"""Smallest distance between two labels, as a share of the height of the axes."""
+"""The smallest distance between two labels, as a share of the height of the axes."""
 
 WARNING = "#b3261e"
 
 
 def draw(scans: list[Scan], target: Path, where: str, warning: str = "") -> None:
-    """Write the plot of `scans` to `target`; `where` is a line of text that names the machine, `warning` says what to doubt."""
+    """Write the plot of `scans` to `target`.
+
+    `where` is a line of text that names the machine. `warning` is a text about unreliable figures.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -48,7 +51,7 @@ def draw(scans: list[Scan], target: Path, where: str, warning: str = "") -> None
 
 
 def _curves(axes: Any, scans: list[Scan], figure_of: Callable[[Figures], float], told: Callable[[float], str], title: str) -> None:
-    """Draw one curve for each method on logarithmic axes, with its name and its last figure at its end."""
+    """Draw one curve for each method on logarithmic axes, with its name and its last figure at the end of the curve."""
     ends = {}
     for name, colour in COLOURS.items():
         measured = [(scan.count, figure_of(scan.conditioning[name])) for scan in scans if name in scan.conditioning]
@@ -67,7 +70,7 @@ def _curves(axes: Any, scans: list[Scan], figure_of: Callable[[Figures], float],
 
 
 def _widened(axis: Any) -> list[float]:
-    """Widen a logarithmic axis to a factor of ten or more; returns round numbers on it, two at least."""
+    """Widen a logarithmic axis to a factor of ten or more, and return at least two round numbers on it."""
     low, high = axis.get_view_interval()
     more = max(1.0, math.sqrt(10 * low / high))
     low, high = low / more, high * more
@@ -83,7 +86,7 @@ def _ticks(axis: Any, places: list[float], told: Callable[[float], str]) -> None
 
 
 def _name_ends(axes: Any, ends: dict[str, tuple[int, float]], told: Callable[[float], str]) -> None:
-    """Write each curve's name in its colour at its end, moved down where it would overlap the name above."""
+    """Write each curve's name in its colour at its end. A name that would overlap the name above is moved down."""
     to_axes = (axes.transData + axes.transAxes.inverted()).transform
     height = 1 + GAP / 2
     for name, end in sorted(ends.items(), key=lambda item: -item[1][1]):
@@ -101,7 +104,7 @@ def _mebibytes(figure: float) -> str:
 
 
 def _short(count: float) -> str:
-    """A number in short, such as 10k or 1.5M."""
+    """Return a number in a short form, such as 10k or 1.5M."""
     for size, letter in ((10**6, "M"), (10**3, "k")):
         if count >= size:
             return f"{round(count / size, 1):g}{letter}"

@@ -1,6 +1,6 @@
 """The demo `intention`: ten classes learnt from 5 examples each, and a map of points learnt from 5 pairs.
 
-Attention over the same examples and the estimators of scikit-learn are measured beside it.
+The demo compares Intention with attention over the same examples and with estimators of scikit-learn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(output: str) -> None:
 
 
 def _learn() -> tuple[digits.Lessons, list[digits.Outcome]]:
-    """Run every learner; returns the lessons, and an outcome for each learner, the most accurate first."""
+    """Run every learner. Return the lessons, and an outcome for each learner, the most accurate first."""
     from tqdm import tqdm
 
     trials, lessons = digits.draw(digits.TRIALS, half=0), digits.draw(digits.LESSONS, half=1)
@@ -53,7 +53,7 @@ def _learn() -> tuple[digits.Lessons, list[digits.Outcome]]:
 
 
 def _digit_lines(lessons: digits.Lessons, outcomes: list[digits.Outcome]) -> Iterator[str]:
-    """Lines of the table of the digits."""
+    """Yield the lines of the table of the digits."""
     draws, images = lessons.query.shape
     yield f"Ten classes of digits from {digits.SHOTS} examples each: {draws} draws of examples, each tested on {images} other images."
     yield f"Settings are the best of a grid in {digits.TRIALS} draws from images that the test does not see."
@@ -64,7 +64,7 @@ def _digit_lines(lessons: digits.Lessons, outcomes: list[digits.Outcome]) -> Ite
 
 
 def _cloud_lines(clouds: list[cloud.Comparison]) -> Iterator[str]:
-    """Lines of the table of the point cloud, a column for each noise."""
+    """Yield the lines of the table of the point cloud, with a column for each noise."""
     yield f"A cloud of {cloud.POINTS:,} points rotated, scaled and shifted, learnt from {cloud.PAIRS} pairs: root mean square error"
     yield f"as a share of the cloud's radius, median of {cloud.DRAWS} draws of pairs. Attention's temperature is the best for the answer."
     yield f"{'':<34}" + "".join(f"{_noise(comparison.noise):>20}" for comparison in clouds)

@@ -1,4 +1,7 @@
-"""A cloud of points is rotated, scaled and shifted. Given where a few of its points go, each method predicts where the others go."""
+"""A cloud of points is rotated, scaled and shifted.
+
+Each method gets the new places of a few points, and predicts the new places of the others.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ METHODS = (INTENTION, ATTENTION, LEAST_SQUARES)
 
 @functools.cache
 def source() -> Tensor:
-    """The points before the map: (points, 2) float64, with mean 0 and mean square distance 1 from it.
+    """Return the points before the map: (points, 2) float64, with mean 0 and mean square distance 1 from the mean.
 
-    They are drawn from the silhouette of a horse that comes with scikit-image.
+    They are drawn from scikit-image's silhouette of a horse.
     """
     from skimage import data
 
@@ -40,26 +43,29 @@ def source() -> Tensor:
 
 
 def target() -> Tensor:
-    """The points after the map: (points, 2) float64."""
+    """Return the points after the map: (points, 2) float64."""
     turn = torch.tensor([[math.cos(ANGLE), math.sin(ANGLE)], [-math.sin(ANGLE), math.cos(ANGLE)]], dtype=torch.float64)
     return SCALE * source() @ turn + torch.tensor(SHIFT, dtype=torch.float64)
 
 
 class Comparison(NamedTuple):
-    """What the methods predict from pairs with one standard deviation of noise."""
+    """The predictions of the methods from pairs with one standard deviation of noise."""
 
     noise: float
     """One of `NOISES`."""
     pairs: Tensor
-    """(draws, 5) indices of the points whose targets are given."""
+    """Indices (draws, 5) of the points whose targets are given."""
     predicted: dict[str, Tensor]
     """Method -> predicted points, (draws, points, 2)."""
     errors: dict[str, float]
-    """Method -> root mean square error as a share of the radius, the median over the draws."""
+    """Method -> root mean square error as a share of the radius, as the median over the draws."""
 
 
 def measure(noise: float) -> Comparison:
-    """Run every method on the same draws of pairs. Attention is given the temperature with the smallest error on the answer itself."""
+    """Run every method on the same draws of pairs.
+
+    Attention gets the temperature with the smallest error on the correct answer itself.
+    """
     random = torch.Generator().manual_seed(2)
     pairs = torch.stack([torch.randperm(POINTS, generator=random)[:PAIRS] for _ in range(DRAWS)])
     given = target()[pairs] + noise * SCALE * torch.randn(DRAWS, PAIRS, 2, generator=random, dtype=torch.float64) / 2**0.5
@@ -73,23 +79,28 @@ def measure(noise: float) -> Comparison:
 
 
 def _error(predicted: Tensor) -> float:
-    """Root mean square error of (draws, points, 2) as a share of the radius of the mapped cloud, the median over the draws."""
+    """Return the root mean square error of (draws, points, 2) as a share of the radius of the mapped cloud.
+
+    The result is the median over the draws.
+    """
     return float((predicted - target()).square().sum(-1).mean(-1).sqrt().median() / SCALE)
 
 
 def by_intention(points: Tensor, targets: Tensor) -> Tensor:
-    """Predictions (draws, points, 2) of the linear map that fits the pairs, in homogeneous coordinates (x, y, 1).
+    """Return the predictions (draws, points, 2) of the linear map that fits the pairs.
 
-    This is Kabsch's problem without the constraint that the map is a rotation. `points` and `targets` are the pairs, (draws, 5, 2) each.
+    The map acts on homogeneous coordinates (x, y, 1). This is Kabsch's problem without the constraint that the map is a
+    rotation. `points` and `targets` are the pairs, (draws, 5, 2) each.
     """
     query = _with_column(source(), torch.ones(POINTS)).expand(len(points), 1, -1, -1)
     return intention(query, _with_column(points, torch.ones(points.shape[:2]))[:, None], targets[:, None], ALPHA)[:, 0]
 
 
 def by_attention(points: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Predictions (draws, points, 2): means of the targets with weights softmax(-|q - k|^2 / (2 temperature)).
+    """Return the predictions (draws, points, 2): means of the targets, weighted by attention.
 
-    As |q|^2 is the same for all keys, it is left out; -|k|^2 / 2 is a third coordinate of the keys.
+    The weights are softmax(-|q - k|^2 / (2 temperature)). |q|^2 is the same for all keys, so the function leaves it
+    out. -|k|^2 / 2 is a third coordinate of the keys.
     """
     query = _with_column(source(), torch.ones(POINTS)).expand(len(points), 1, -1, -1)
     key = _with_column(points, points.square().sum(-1) / -2)
@@ -97,7 +108,7 @@ def by_attention(points: Tensor, targets: Tensor, temperature: float) -> Tensor:
 
 
 def by_least_squares(points: Tensor, targets: Tensor) -> Tensor:
-    """Predictions (draws, points, 2) of the same linear map by NumPy, one draw after the other."""
+    """Return the predictions (draws, points, 2) of the linear map of `by_intention`, fitted by NumPy draw by draw."""
     import numpy as np
 
     query = _with_column(source(), torch.ones(POINTS)).numpy()

@@ -1,4 +1,4 @@
-"""Recognising digits after a few examples of each: the lessons, and the learners that are compared."""
+"""The recognition of digits from a few examples of each: the lessons, and the learners that the demo compares."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ...intention.variants.models import most_likely
 
 CLASSES, SHOTS, WIDTH = 10, 5, 64
 TRIALS, LESSONS = 20, 100
-"""Numbers of draws of examples: those in which each learner's setting is chosen, and those in which learners are compared."""
+"""Numbers of draws of examples. Trials choose each learner's setting, and lessons compare the learners."""
 
 
 @functools.cache
 def images() -> tuple[Tensor, Tensor]:
-    """The 1,797 images of digits that come with scikit-learn, (N, 64) from 0 to 1, and their classes (N,)."""
+    """Return the 1,797 images of digits from scikit-learn, (N, 64) from 0 to 1, and their classes (N,)."""
     from sklearn.datasets import load_digits
 
     pixels, classes = load_digits(return_X_y=True)
@@ -30,7 +30,7 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 class Lessons(NamedTuple):
-    """Draws of examples and of images to recognise, as indices into `images`."""
+    """Random draws of examples and of images to recognise, as indices into `images`."""
 
     support: Tensor
     """The examples, (draws, 50): 5 of each class, class by class."""
@@ -38,13 +38,13 @@ class Lessons(NamedTuple):
     """The images to recognise, (draws, M): all others of the same half of the images."""
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The examples (draws, 50, 64), their classes (draws, 50), and the images to recognise (draws, M, 64)."""
+        """Return the examples (draws, 50, 64), their classes (draws, 50), and images to recognise (draws, M, 64)."""
         pixels, classes = images()
         return pixels[self.support], classes[self.support], pixels[self.query]
 
 
 def draw(count: int, half: int) -> Lessons:
-    """`count` draws from one of two disjoint halves of the images (`half` 0 or 1). They are the same at every call."""
+    """Return `count` draws from one of two disjoint halves of the images (`half` 0 or 1). All calls return the same."""
     classes = images()[1]
     ours = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0)).chunk(2)[half]
     random = torch.Generator().manual_seed(half + 1)
@@ -64,32 +64,38 @@ Predict = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def by_intention(support: Tensor, classes: Tensor, query: Tensor, alpha: float) -> Tensor:
-    """Classify by regression: each class has a column of targets, +1 for its examples and -1 for others, as in a least-squares SVM."""
+    """Classify by regression, as in a least-squares SVM.
+
+    Each class has a column of targets: +1 for its examples and -1 for others.
+    """
     labels = 2 * F.one_hot(classes, CLASSES).to(support.dtype) - 1
     return most_likely(intention(query[:, None], support[:, None], labels[:, None], alpha)[:, 0])
 
 
 def by_kernel_intention(support: Tensor, classes: Tensor, query: Tensor, setting: tuple[float, float]) -> Tensor:
-    """Classify by the same regression on features whose inner products are a Gaussian kernel; `setting` is (gamma, alpha)."""
+    """Classify by the regression of `by_intention`, on features whose inner products are a Gaussian kernel.
+
+    `setting` is (gamma, alpha).
+    """
     gamma, alpha = setting
     own, others = (kernel_features(rows[:, None], support[:, None], gamma)[:, 0] for rows in (support, query))
     return by_intention(own, classes, others, alpha)
 
 
 def by_attention(support: Tensor, classes: Tensor, query: Tensor, temperature: float) -> Tensor:
-    """Classify by attention: the classes of the examples, weighted by softmax(cosine / temperature)."""
+    """Classify by attention: weight the classes of the examples by softmax(cosine / temperature)."""
     labels = F.one_hot(classes, CLASSES).to(support.dtype)
     query, support = (F.normalize(rows, dim=-1)[:, None] for rows in (query, support))
     return most_likely(latent_attention(query, support, labels[:, None], scale=1 / temperature)[:, 0])
 
 
 def by_scikit_learn(make: Callable[[Any], Any]) -> Predict:
-    """The function of a learner that fits the estimator `make(setting)` of scikit-learn to each draw."""
+    """Return the function of a learner that fits scikit-learn's estimator `make(setting)` to each draw."""
 
     def predict(support: Tensor, classes: Tensor, query: Tensor, setting: Any) -> Tensor:
         from threadpoolctl import threadpool_limits
 
-        with threadpool_limits(1):  # matrices too small to share
+        with threadpool_limits(1):  # the matrices are too small for several threads
             lessons = zip(support.numpy(), classes.numpy(), query.numpy(), strict=True)
             return torch.stack([torch.from_numpy(make(setting).fit(x, y).predict(q)) for x, y, q in lessons])
 
@@ -122,7 +128,7 @@ def _support_vectors(setting: tuple[float, float]) -> Any:
 
 
 class Learner(NamedTuple):
-    """A way to learn, and the settings to choose from."""
+    """A method of learning, and the settings to choose from."""
 
     predict: Predict
     settings: list[Any]
@@ -148,21 +154,24 @@ LEARNERS: dict[str, Learner] = {
 
 
 class Outcome(NamedTuple):
-    """How well a learner did in the lessons."""
+    """The result of a learner in the lessons."""
 
     name: str
     told: str
     """The chosen setting, in words."""
     accuracy: float
-    """Share of images that were recognised, the mean over the lessons."""
+    """Share of correctly recognised images, as the mean over the lessons."""
     error: float
     """Standard error of that mean."""
     predicted: Tensor
-    """The classes that were predicted, (draws, M)."""
+    """The predicted classes, (draws, M)."""
 
 
 def outcome(name: str, learner: Learner, trials: Lessons, lessons: Lessons, done: Callable[[], Any]) -> Outcome:
-    """Choose the setting that does best in the trials, and use it in the lessons; `done` is called after each setting."""
+    """Choose the setting with the best accuracy in the trials, and use it in the lessons.
+
+    The function calls `done` after each setting.
+    """
     best = max(learner.settings, key=dict(_tried(learner, trials, done)).__getitem__)
     predicted = learner.predict(*lessons.parts(), best)
     right = _share_right(predicted, lessons)
@@ -172,12 +181,12 @@ def outcome(name: str, learner: Learner, trials: Lessons, lessons: Lessons, done
 
 
 def _tried(learner: Learner, trials: Lessons, done: Callable[[], Any]) -> Iterator[tuple[Any, float]]:
-    """Each setting, and its accuracy in the trials."""
+    """Yield each setting and its accuracy in the trials."""
     for setting in learner.settings:
         yield setting, float(_share_right(learner.predict(*trials.parts(), setting), trials).mean())
         done()
 
 
 def _share_right(predicted: Tensor, lessons: Lessons) -> Tensor:
-    """The share of images that were recognised in each draw: (draws,)."""
+    """Return the share of correctly recognised images in each draw: (draws,)."""
     return (predicted == images()[1][lessons.query]).double().mean(-1)

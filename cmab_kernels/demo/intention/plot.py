@@ -10,9 +10,9 @@ from torch import Tensor
 from .. import STYLE
 from . import cloud, digits
 
-OURS, ATTENTION, OTHERS, INK = "#0072B2", "#D55E00", "#B0B0B0", "#333333"  # colours that colour-blind people can tell apart
+OURS, ATTENTION, OTHERS, INK = "#0072B2", "#D55E00", "#B0B0B0", "#333333"  # colour-blind people can tell these apart
 TILE = 10
-"""Distance from one digit to the next, in pixels of a digit."""
+"""The distance from one digit to the next, in pixels of a digit."""
 
 
 def draw(lessons: digits.Lessons, outcomes: list[digits.Outcome], comparison: cloud.Comparison, target: Path) -> None:
@@ -38,7 +38,10 @@ def draw(lessons: digits.Lessons, outcomes: list[digits.Outcome], comparison: cl
 
 
 def _digits(axes: Any, lessons: digits.Lessons, learner: digits.Outcome) -> None:
-    """Draw the examples, one column for each class, and below them an unseen image of each class with its predicted class."""
+    """Draw the examples, one column for each class.
+
+    Below them, draw an unseen image of each class with its predicted class.
+    """
     pixels, classes = digits.images()
     support, query, predicted = lessons.support[0].view(digits.CLASSES, digits.SHOTS), lessons.query[0], learner.predicted[0]
     below = digits.SHOTS + 0.9
@@ -57,13 +60,13 @@ def _digits(axes: Any, lessons: digits.Lessons, learner: digits.Outcome) -> None
 
 
 def _tile(axes: Any, pixels: Tensor, column: int, row: float) -> None:
-    """Draw one digit, (64,) from 0 to 1, in a column and a row."""
+    """Draw one digit, (64,) from 0 to 1, at a column and a row."""
     left, top = column * TILE, row * TILE
     axes.imshow(pixels.view(8, 8).numpy(), cmap="gray_r", vmin=0, vmax=1, extent=(left, left + 8, top + 8, top))
 
 
 def _bars(axes: Any, outcomes: list[digits.Outcome], draws: int) -> None:
-    """Draw a bar for each learner's accuracy; those of this package and of attention have colours of their own."""
+    """Draw a bar for each learner's accuracy. The bars of this package and of attention have special colours."""
     colours = {digits.KERNEL: OURS, digits.LINEAR: OURS, digits.ATTENTION: ATTENTION}
     for place, one in enumerate(outcomes):
         percent = 100 * one.accuracy
@@ -82,7 +85,7 @@ def _bars(axes: Any, outcomes: list[digits.Outcome], draws: int) -> None:
 
 
 def _clouds(panels: Any, comparison: cloud.Comparison) -> None:
-    """Draw the cloud before the map, and as Intention and as attention map it."""
+    """Draw the cloud before the map, and the clouds that Intention and attention predict."""
     source, target, pairs = cloud.source(), cloud.target(), comparison.pairs[0]
     given, by_intention, by_attention = panels
     _cloud(given, source, source[pairs], INK)
@@ -100,7 +103,7 @@ def _clouds(panels: Any, comparison: cloud.Comparison) -> None:
 
 
 def _cloud(axes: Any, points: Tensor, marked: Tensor, colour: str) -> None:
-    """Draw points, coloured by where they were before the map, and the numbered points of the pairs."""
+    """Draw points, coloured by their place before the map, and the numbered points of the pairs."""
     axes.scatter(*points.T.numpy(), s=5, c=cloud.source()[:, 0].numpy(), cmap="cividis", linewidths=0)
     for number, (x, y) in enumerate(marked.tolist(), start=1):
         axes.scatter(x, y, s=130, facecolor="white", edgecolor=colour, linewidth=1.4, zorder=3)
@@ -108,5 +111,5 @@ def _cloud(axes: Any, points: Tensor, marked: Tensor, colour: str) -> None:
 
 
 def _share(error: float) -> str:
-    """An error as a percentage, or in scientific notation if it is tiny."""
+    """Return an error as a percentage, or in scientific notation if it is tiny."""
     return f"{100 * error:.0f} %" if error > 0.005 else f"{error:.0e}"

@@ -1,6 +1,7 @@
 """The demo `stream`: attention over a sliding window takes the noise out of a photograph that arrives patch by patch.
 
-Continual Nyström attention runs beside exact continual attention and beside attention that is computed anew for every window.
+The demo compares continual Nyström attention with exact continual attention, and with attention that is recomputed for
+every window.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from . import tokens as t
 
 WINDOW, LANDMARKS = 4096, 16
 ROWS_WITHOUT_KERNEL = 4
-"""Rows of patches to stream where no compiled kernel can run: steps then take a hundred times as long."""
+"""Rows of patches to stream if no compiled kernel can run. Steps then take a hundred times as long."""
 
 WRONG = 1e-5
-"""A relative error of exact attention that is too large for rounding."""
+"""A relative error of exact attention that is too large for rounding errors."""
 
 CONTINUAL, FIXED, EXACT, FULL = "continual landmarks", "fixed landmarks", "exact, continual", "full, recomputed"
 SCHEMES = {CONTINUAL: "continual single", FIXED: "fixed single", EXACT: "single", FULL: "full"}
@@ -44,12 +45,12 @@ class Stream:
     step: Step
     outs: list[Tensor] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """Seconds of a step: the mean over each row of patches."""
+    """Seconds of a step, as the mean over each row of patches."""
     errors: list[float] = field(default_factory=list)
     """Error of each row of patches, relative to full attention in float64."""
 
     def take(self, row: list[tuple[Tensor, ...]]) -> None:
-        """Take a step for each token (query, key, value) of a row; keeps the outputs, and the time of a step."""
+        """Take a step for each token (query, key, value) of a row. Store the outputs and the time of a step."""
 
         def steps() -> None:
             for token in row:
@@ -64,17 +65,17 @@ class Stream:
         self.errors.append(float((newest - expected).norm() / expected.norm()))
 
     def patches(self) -> Tensor:
-        """All outputs so far, (tokens, width)."""
+        """Return all outputs so far, (tokens, width)."""
         return torch.cat(self.outs, dim=2)[0, 0]
 
 
 class Run(NamedTuple):
-    """What was measured in a run of the demo."""
+    """The measurements of a run of the demo."""
 
     window: int
     landmarks: int
     first: int
-    """Index of the first row of patches that was streamed."""
+    """Index of the first streamed row of patches."""
     streams: dict[str, Stream]
     """Method -> its stream."""
     full: list[float]
@@ -82,36 +83,40 @@ class Run(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of rows of patches that were streamed."""
+        """The number of streamed rows of patches."""
         return len(self.full)
 
     def decibels(self, patches: Tensor) -> float:
-        """Peak signal-to-noise ratio in the streamed rows, given their patches or those of the whole photograph."""
+        """Return the peak signal-to-noise ratio in the streamed rows.
+
+        `patches` are those of the streamed rows or of the whole photograph.
+        """
         part = slice(self.first * t.columns(), (self.first + self.rows) * t.columns())
         truth = t.to_patches(t.photograph())[part]
         return t.decibels(patches if len(patches) == len(truth) else patches[part], truth)
 
     def step_time(self, name: str) -> float:
-        """Seconds of a step of a method, the median over the rows of patches."""
+        """Return the seconds of a step of a method, as the median over the rows of patches."""
         return statistics.median(self.full if name == FULL else self.streams[name].times)
 
     def error(self, name: str) -> float:
-        """Relative error of a method, the median over the rows of patches."""
+        """Return the relative error of a method, as the median over the rows of patches."""
         return statistics.median(self.streams[name].errors)
 
 
 def run(output: str, window: int | None = None, landmarks: int | None = None) -> None:
     """Stream the photograph, print times and errors, and draw them to `output`.
 
-    `window` is the number of patches that attention looks back on (default: `WINDOW`), `landmarks` the number of landmarks (default:
-    `LANDMARKS`). Raises `SystemExit` with one line if a package is missing, a number is out of range, or `output` cannot be written.
+    `window` is the number of newest patches that a patch attends to (default: `WINDOW`). `landmarks` is the number of
+    landmarks (default: `LANDMARKS`). Raises `SystemExit` with one line if a package is missing, a number is out of
+    range, or `output` cannot be written.
     """
     require("sklearn", "skimage", "matplotlib", "tqdm")
     target = checked_output(output)
     window, landmarks = _checked(WINDOW if window is None else window, LANDMARKS if landmarks is None else landmarks)
     with torch.no_grad():
         impl = _introduce(window)
-        # "auto", not the name of the kernel: a step that names its implementation takes the checked path, which is slower.
+        # "auto" instead of the name of the kernel: a named implementation takes the checked path, which is slower.
         with use_impl("reference" if impl == "reference" else "auto"):
             measured = _measure(window, landmarks, impl)
     for line in _lines(measured):
@@ -124,7 +129,7 @@ def run(output: str, window: int | None = None, landmarks: int | None = None) ->
 
 
 def _checked(window: int, landmarks: int) -> tuple[int, int]:
-    """The window and the number of landmarks; raises `SystemExit` with one line if either is out of range."""
+    """Return the window and the number of landmarks. Raise `SystemExit` with one line if either is out of range."""
     most = t.stream().key.shape[2] // 2
     if not 1 <= window <= most:
         raise SystemExit(f"--window is {window}: a number from 1 to {most}, half of the patches that there are, is needed")
@@ -134,7 +139,7 @@ def _checked(window: int, landmarks: int) -> tuple[int, int]:
 
 
 def _introduce(window: int) -> str:
-    """Print what is about to run and on what; returns the implementation that `auto` takes."""
+    """Print which computation starts, and on which machine. Return the implementation that `auto` takes."""
     rows: list[Explanation] = explain("continual_nystrom_step", *(part[:, :, :1] for part in t.stream()))
     impl = next(row.impl for row in rows if row.usable)
     count, size = t.stream().key.shape[2], f"{t.PATCH} x {t.PATCH}"
@@ -152,7 +157,7 @@ def _introduce(window: int) -> str:
 
 
 def _measure(window: int, landmarks: int, impl: str) -> Run:
-    """Stream the photograph row by row of patches; within a row the methods run one after the other."""
+    """Stream the photograph, one row of patches at a time. Within a row the methods run one after the other."""
     from tqdm import tqdm
 
     columns = t.columns()
@@ -169,7 +174,7 @@ def _measure(window: int, landmarks: int, impl: str) -> Run:
 
 
 def _streams(start: int, window: int, landmarks: int) -> dict[str, Stream]:
-    """A stream of each continual method, whose window holds the tokens before `start`."""
+    """Return a stream for each continual method. Its window holds the tokens before `start`."""
     seen = t.before(start, window)
     continual = continual_nystrom_init(*seen, landmarks, scale=1.0)
     fixed = continual_nystrom_init(*seen, landmarks=t.learnt_landmarks(landmarks), scale=1.0)
@@ -182,9 +187,9 @@ def _streams(start: int, window: int, landmarks: int) -> dict[str, Stream]:
 
 
 def _row(measured: Run, first: int, last: int) -> None:
-    """Run all methods over the tokens `first` to `last` - 1, which are a row of patches.
+    """Run all methods over the tokens `first` to `last` - 1, which form a row of patches.
 
-    Raises `RuntimeError` if an exact method is off by `WRONG` or more.
+    Raises `RuntimeError` if the relative error of an exact method is `WRONG` or more.
     """
     row = list(zip(*(part[:, :, first:last].split(1, dim=2) for part in t.stream()), strict=True))
     expected = t.exact(first, last, measured.window)
@@ -201,7 +206,7 @@ def _row(measured: Run, first: int, last: int) -> None:
 
 
 def _live(measured: Run, row: int) -> str:
-    """The figures of the newest row, as one line for the progress bar."""
+    """Return the figures of the newest row, as one line for the progress bar."""
     times = {name: stream.times[-1] for name, stream in measured.streams.items()} | {FULL: measured.full[-1]}
     steps = ", ".join(f"{_first_word(name)} {readable(time)}" for name, time in times.items())
     errors = " and ".join(f"{measured.streams[name].errors[-1]:.0%}" for name in (CONTINUAL, FIXED))
@@ -216,7 +221,7 @@ def _first_word(name: str) -> str:
 
 
 def _lines(measured: Run) -> Iterator[str]:
-    """Lines of the table of the run, and of the table of costs."""
+    """Yield the lines of the table of the run and of the table of costs."""
     n, m, tokens = measured.window, measured.landmarks, measured.rows * t.columns()
     yield f"{tokens:,} steps over a window of n = {n:,} patches, m = {m} landmarks, one head {t.WIDTH} wide. Medians over rows of patches:"
     yield f"{'':<22}{'step':>10}{'of full':>14}{'operations: paper':>20}{'executed':>14}{'error':>12}{'photograph':>14}"
@@ -232,7 +237,7 @@ def _lines(measured: Run) -> Iterator[str]:
 
 
 def _line(measured: Run, name: str) -> str:
-    """A method's row of the table: time of a step, operations, error, and signal-to-noise ratio."""
+    """Return a method's row of the table: time of a step, operations, error, and signal-to-noise ratio."""
     n, m = measured.window, measured.landmarks
     step, paper = measured.step_time(name), paper_operations(SCHEMES[name], n, m, t.WIDTH)
     figures = f"{name:<22}{readable(step):>10}{f'1 / {measured.step_time(FULL) / step:,.0f}':>14}"

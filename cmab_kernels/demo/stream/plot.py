@@ -27,10 +27,10 @@ PHOTOGRAPHS, FIGURES = (("arrives", EXACT), (CONTINUAL, FIXED)), [name for name 
 WINDOW = "#CC0066"
 
 PALE = 0.25
-"""Contrast of the part of the photograph that has not arrived yet."""
+"""The contrast of the part of the photograph that has not arrived yet."""
 
 GAP = 0.21
-"""Smallest distance between two names, as a share of the height of the axes."""
+"""The smallest distance between two names, as a share of the height of the axes."""
 
 
 def draw(measured: Run, target: Path, where: str) -> None:
@@ -63,7 +63,7 @@ def draw(measured: Run, target: Path, where: str) -> None:
 
 
 def _arriving(axes: Any, measured: Run) -> None:
-    """Draw the photograph when half of it has arrived, with a frame around the window that attention sees."""
+    """Draw the photograph at the time when half of it has arrived, with a frame around the attention's window."""
     row = measured.first + measured.rows // 2
     edge, height = row * t.PATCH, t.PATCH * measured.window / t.columns()
     _show(axes, _paled(t.noisy(), edge), f"A noisy photograph arrives: {measured.decibels(_noisy_patches()):.1f} dB")
@@ -74,7 +74,7 @@ def _arriving(axes: Any, measured: Run) -> None:
 
 
 def _result(axes: Any, measured: Run, name: str) -> None:
-    """Draw a method's result. What came before the first step, or was not streamed, stays noisy."""
+    """Draw a method's result. Patches before the first step, and patches that were not streamed, stay noisy."""
     patches = _noisy_patches().clone()
     streamed = measured.streams[name].patches()
     start = measured.first * t.columns()
@@ -95,7 +95,7 @@ def _noisy_patches() -> Tensor:
 
 
 def _paled(pixels: Tensor, edge: int) -> Tensor:
-    """The image, with all rows from `edge` on faded towards white."""
+    """Return the image, with all rows from `edge` on faded towards white."""
     rows = torch.arange(len(pixels))[:, None, None]
     return torch.where(rows < edge, pixels.clamp(0, 1), 1 - PALE * (1 - pixels.clamp(0, 1)))
 
@@ -135,7 +135,7 @@ def _curves(axes: Any, measured: Run, curves: dict[str, list[float]]) -> None:
 
 
 def _names(axes: Any, curves: dict[str, list[float]], told: Callable[[float], str]) -> None:
-    """Write the name and the median of each curve beside it, moved down where it would overlap the name above."""
+    """Write the name and the median of each curve beside it. A name that would overlap the name above is moved down."""
     axes.autoscale_view()
     to_axes = (axes.transData + axes.transAxes.inverted()).transform
     height = 1 + GAP
@@ -147,7 +147,7 @@ def _names(axes: Any, curves: dict[str, list[float]], told: Callable[[float], st
 
 
 def _operations(axes: Any, measured: Run) -> None:
-    """Draw two bars for each method on a logarithmic axis: the paper's count, pale, and below it what is executed."""
+    """Draw two bars for each method on a logarithmic axis: the paper's count, pale, and below it the executed count."""
     n, m = measured.window, measured.landmarks
     for place, (name, scheme) in enumerate(reversed(SCHEMES.items())):
         for offset, count, alpha, by in (
@@ -164,7 +164,7 @@ def _operations(axes: Any, measured: Run) -> None:
 
 
 def _short(count: float) -> str:
-    """A number in short, such as 79 M or 12 k."""
+    """Return a number in a short form, such as 79 M or 12 k."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g} {letter}"

@@ -1,7 +1,7 @@
 """A noisy photograph as a stream of patches. Attention over a window of them is the filter known as non-local means.
 
-A patch attends to the patches that look like it, with weights softmax(-|q - k|^2 / (2 bandwidth^2)) of the distance between noisy pixels.
-Its output is their weighted mean, which has less noise.
+A patch attends to similar patches. The weights are softmax(-|q - k|^2 / (2 bandwidth^2)), where |q - k| is the distance
+between noisy pixels. The output is the weighted mean of the patches, which has less noise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 TRAINING = ("astronaut", "chelsea", "coffee", "rocket")
-"""Photographs of scikit-image from which fixed landmarks are learnt. The photograph that is streamed is another, from scikit-learn."""
+"""Photographs of scikit-image for learning fixed landmarks. The streamed photograph comes from scikit-learn."""
 
 PATCH = 4
 """Height and width of a patch, in pixels."""
@@ -25,12 +25,15 @@ NOISE = 0.2
 """Standard deviation of the noise on each colour of each pixel. Colours are from 0 to 1."""
 
 BANDWIDTH = 4.5 * NOISE
-"""Distance at which a patch weighs exp(-1/2). Two noisy pictures of the same patch are about sqrt(2 * 48) NOISE = 10 NOISE apart."""
+"""The distance at which a patch has weight exp(-1/2).
+
+Two noisy pictures of the same patch are about sqrt(2 * 48) NOISE = 10 NOISE apart.
+"""
 
 
 @functools.cache
 def photograph() -> Tensor:
-    """The photograph without noise: (height, width, 3) from 0 to 1, cut to whole patches."""
+    """Return the photograph without noise: (height, width, 3) from 0 to 1, cut to whole patches."""
     from sklearn.datasets import load_sample_image
 
     return _whole_patches(load_sample_image("china.jpg"))
@@ -43,7 +46,7 @@ def _whole_patches(pixels: Any) -> Tensor:
 
 @functools.cache
 def noisy() -> Tensor:
-    """The photograph with noise, (height, width, 3). The noise is the same at every call."""
+    """Return the photograph with noise, (height, width, 3). The noise is the same at every call."""
     return _with_noise(photograph())
 
 
@@ -53,24 +56,24 @@ def _with_noise(clean: Tensor) -> Tensor:
 
 @functools.cache
 def training() -> Tensor:
-    """Patches to learn landmarks from, (N, 48): every eighth patch of the noisy photographs `TRAINING`."""
+    """Return the patches for learning landmarks, (N, 48): every eighth patch of the noisy photographs `TRAINING`."""
     from skimage import data
 
     return torch.cat([to_patches(_with_noise(_whole_patches(getattr(data, name)())))[::8] for name in TRAINING])
 
 
 def columns() -> int:
-    """Number of patches in a row of the photograph that is streamed."""
+    """Return the number of patches in a row of the streamed photograph."""
     return photograph().shape[1] // PATCH
 
 
 def to_patches(pixels: Tensor) -> Tensor:
-    """Patches (N, 48) of an image (height, width, 3), row by row of patches."""
+    """Return the patches (N, 48) of an image (height, width, 3), one row of patches after the other."""
     return pixels.unflatten(1, (-1, PATCH)).unflatten(0, (-1, PATCH)).transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def to_pixels(patches: Tensor) -> Tensor:
-    """An image (height, width, 3) from the patches (N, 48) of whole rows."""
+    """Return an image (height, width, 3) from the patches (N, 48) of whole rows."""
     return patches.reshape(-1, columns(), PATCH, PATCH, 3).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
@@ -84,20 +87,22 @@ class Tokens(NamedTuple):
 
 @functools.cache
 def stream() -> Tokens:
-    """The tokens of all patches of the noisy photograph, in the order in which they arrive."""
+    """Return the tokens of all patches of the noisy photograph, in the order of their arrival."""
     return tokens(to_patches(noisy()))
 
 
 def before(end: int, window: int) -> Tokens:
-    """The newest `window` tokens after `end` tokens have arrived."""
+    """Return the newest `window` tokens after the arrival of `end` tokens."""
     return Tokens(*(part[:, :, end - window : end] for part in stream()))
 
 
 def tokens(patches: Tensor) -> Tokens:
-    """The tokens of patches (N, 48): the value is the patch, and q k' is minus half the squared distance of two patches' features.
+    """Return the tokens of patches (N, 48).
 
-    With features f, in units of the bandwidth, q k' = f_q f_k' - |f_k|^2 / 2. That is -|f_q - f_k|^2 / 2 plus a constant of the query,
-    which a softmax ignores. The features are 47 principal components of the training patches; the 48th number holds -|f_k|^2 / 2.
+    The value is the patch. q k' is minus half the squared distance of two patches' features, up to a constant of the
+    query. With features f, in units of the bandwidth, q k' = f_q f_k' - |f_k|^2 / 2. That is -|f_q - f_k|^2 / 2 plus a
+    constant of the query, which a softmax ignores. The features are 47 principal components of the training patches.
+    The 48th number of a key holds -|f_k|^2 / 2.
     """
     mean, components = _principal_components()
     features = (patches - mean) @ components / BANDWIDTH
@@ -108,14 +113,20 @@ def tokens(patches: Tensor) -> Tokens:
 
 @functools.cache
 def _principal_components() -> tuple[Tensor, Tensor]:
-    """Mean (48,) and principal directions (48, 47) of the training patches, without the direction of least variance."""
+    """Return the mean (48,) and the principal directions (48, 47) of the training patches.
+
+    The direction of least variance is left out.
+    """
     patches = training()
     mean = patches.mean(0)
     return mean, torch.linalg.eigh((patches - mean).T @ (patches - mean)).eigenvectors[:, 1:]
 
 
 def learnt_landmarks(number: int) -> tuple[Tensor, Tensor]:
-    """Landmarks learnt by k-means: queries and keys, (1, m, 48) each, the means of clusters of training patches."""
+    """Return landmarks learnt by k-means: queries and keys, (1, m, 48) each.
+
+    They are the means of clusters of training patches.
+    """
     from sklearn.cluster import MiniBatchKMeans
     from threadpoolctl import threadpool_limits
 
@@ -128,7 +139,10 @@ def learnt_landmarks(number: int) -> tuple[Tensor, Tensor]:
 
 
 def exact(first: int, last: int, window: int) -> Tensor:
-    """Exact results in float64, (last - first, 48): for each token, attention over the window of tokens that ends with it."""
+    """Return the exact results in float64, (last - first, 48).
+
+    Each result is the attention of a token over the window that ends with this token.
+    """
     query, key, value = (part[0, 0].double() for part in stream())
     since = first - window + 1
     scores = query[first:last] @ key[since:last].T
@@ -138,5 +152,5 @@ def exact(first: int, last: int, window: int) -> Tensor:
 
 
 def decibels(estimate: Tensor, truth: Tensor) -> float:
-    """Peak signal-to-noise ratio in decibels, for colours from 0 to 1."""
+    """Return the peak signal-to-noise ratio in decibels, for colours from 0 to 1."""
     return float(-10 * (estimate.double() - truth.double()).square().mean().log10())

@@ -22,42 +22,48 @@ if TYPE_CHECKING:
 
 
 class CMAB(StreamingBlocks):
-    """Attention of latents over a set of any size, in memory that does not depend on that size, and updated in O(new points).
+    """Attention of latents over a set of any size, with memory independent of the size and updates in O(new points).
 
-    CMAB(L_I, X) = SA(CA(L_I, SA(CA(L_B, X)))), where the block latents L_B are parameters and each CA and SA is followed by a feed-forward
-    layer. Only CA(L_B, X) reads the data, and its result is kept as an `AttentionState`; the cost of the rest is constant. Source: Memory
-    Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
+    CMAB(L_I, X) = SA(CA(L_I, SA(CA(L_B, X)))). The block latents L_B are parameters, and a feed-forward layer follows
+    each CA and each SA. Only CA(L_B, X) reads the data. Its result is kept as an `AttentionState`, and all other layers
+    have a constant cost. Source: Memory Efficient Neural Processes via Constant Memory Attention Block (Feng et al.,
+    ICML 2024), section 4.
 
     Args:
         dim: columns of the inputs and of all latents.
-        num_latents: L_B, the number of block latents, which are drawn from N(0, 1).
+        num_latents: L_B, the number of block latents. They are drawn from N(0, 1).
         num_heads: H, a divisor of dim (`ValueError` otherwise).
         ff_dim: hidden width of the feed-forward layers; None means 2 * dim.
         device, dtype: of the parameters: float64, float32, bfloat16 or float16.
-        residual: "input": each layer adds its result to its input x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors'
-            code. `from_official` makes such blocks.
+        residual: "input": each layer adds its result to its input x, as in a pre-norm Transformer. "normed": each layer
+            adds its result to norm(x), as in the authors' code. `from_official` makes blocks of this kind.
 
-    Inputs (B, N, dim), any N, also 0; latents (B, L_I, dim), or (L_I, dim) shared over the batch; both in the module's dtype. A
-    `key_padding_mask` (B, N) bool is True at inputs to ignore; their values do not matter, be they NaN. A wrong shape, dtype or device is a
-    `ValueError` or `TypeError` that names the argument, and leaves every state as it was.
+    Inputs are (B, N, dim) for any N, including 0. Latents are (B, L_I, dim), or (L_I, dim) shared over the batch. Both
+    have the module's dtype. A `key_padding_mask` (B, N) bool is True at inputs to ignore. The values of ignored inputs
+    do not matter and may be NaN. A wrong shape, dtype or device raises a `ValueError` or `TypeError` that names the
+    argument, and every state stays unchanged.
 
-    Inputs are normed and projected inside the operator (`cmab_kernels.projected_attention_state`), so that memory is constant in N, in
-    training too, beyond the inputs' own gradient. On a GPU that holds for heads up to 256 wide, and in training for `dim` up to 128:
-    beyond that keys and values are written, in chunks with grad mode off, or all at once where the backward pass needs them. Autocast
-    makes a copy of the inputs in its dtype.
+    The operator normalises and projects the inputs inside (`cmab_kernels.projected_attention_state`). Memory is
+    therefore constant in N, in training too, apart from the inputs' own gradient. On a GPU this holds for heads up to
+    256 wide, and in training for `dim` up to 128. Above these limits keys and values are written to memory: in chunks
+    with grad mode off, and all at once where the backward pass needs them. Autocast makes a copy of the inputs in its
+    dtype.
 
-    `update` and `remove` take a state and return the next. Without one they advance the module's own stream, `stream.state`: None before
-    the first update and after `stream.state = None`, else a state that is part of the `state_dict`, in float32 even in a half-precision
-    module (see `AttentionStream`). The own stream holds no autograd graph: to advance it with a gradient is a `RuntimeError`. `forward`
-    neither reads nor writes it. A state is valid only with the weights that made it. Heads may be cut off; where those that read the inputs
-    were, a new `stream = AttentionStream(heads, latents, width)` keeps what is left.
+    `update` and `remove` take a state and return the next one. Without a state they advance the module's own stream,
+    `stream.state`. It is None before the first update and after `stream.state = None`. Otherwise it is a state that is
+    part of the `state_dict`, in float32 even in a half-precision module (see `AttentionStream`). The module's own
+    stream holds no autograd graph, so advancing the stream with a gradient raises a `RuntimeError`. `forward` neither
+    reads nor writes the stream. A state is valid only with the weights that made it. Heads may be pruned. After heads
+    that read the inputs are pruned, assign `stream = AttentionStream(heads, latents, width)` with the sizes that
+    remain.
 
-    Parameters, in the order of the computation, so that weights trained elsewhere can be mapped: `latents` (L_B, dim); then `compress`
-    (block latents over inputs) and `retrieve` (latents over block latents), each of `cross_attention`, `cross_feed_forward`,
-    `self_attention`, `self_feed_forward`. An attention has `norm`, `query`, `key`, `value` (no bias), `output`, and a cross-attention
-    `context_norm`; a feed-forward layer has `norm`, `expand` (features first, then gate) and `contract`. A hook on any of them makes
-    `forward` call them one by one, and so do `update` and `remove`, but for `compress` and its `cross_attention`: a stream keeps what
-    stands between the two halves of that call.
+    The parameters are listed in the order of the computation, so that weights trained elsewhere can be mapped. First
+    comes `latents` (L_B, dim). Then come `compress` (block latents over inputs) and `retrieve` (latents over block
+    latents). Each of the two has `cross_attention`, `cross_feed_forward`, `self_attention` and `self_feed_forward`. An
+    attention has `norm`, `query`, `key`, `value` (no bias) and `output`, and a cross-attention also has `context_norm`.
+    A feed-forward layer has `norm`, `expand` (features first, then gate) and `contract`. A hook on any of these modules
+    makes `forward`, `update` and `remove` call the modules one by one. There is one exception: `update` and `remove` do
+    not call `compress` or its `cross_attention`, because a stream keeps the state between the two halves of that call.
 
     >>> block = cmab_kernels.nn.CMAB(dim=16, num_latents=8, num_heads=2).eval()
     >>> points, latents = torch.randn(1, 1000, 16), torch.randn(4, 16)
@@ -91,15 +97,16 @@ class CMAB(StreamingBlocks):
 
     @classmethod
     def from_official(cls, state_dict: Mapping[str, Tensor], *, num_heads: int) -> Self:
-        """Return a block with the weights that the authors' code saves of one of its blocks, and with that code's residual.
+        """Return a block with weights that the authors' code saved for one block, and with the residual of that code.
 
         Args:
-            state_dict: names, as `latents` and `layer_cross_attn.fn.to_q.weight`, and tensors, which are copied.
-            num_heads: H, which the weights do not tell.
+            state_dict: maps names such as `latents` and `layer_cross_attn.fn.to_q.weight` to tensors, which are copied.
+            num_heads: H. The weights do not show this number.
 
         `ValueError` names weights that are missing, that belong to another model, or that have another shape.
 
-        Source: https://github.com/BorealisAI/constant-memory-anp, with whose outputs those of the block are compared in the tests.
+        Source: https://github.com/BorealisAI/constant-memory-anp. The tests compare the block's outputs with that
+        code's outputs.
         """
         official.check_weights(state_dict)
         for needed in ("latents", "cross_ff.fn.net.2.weight"):
@@ -113,7 +120,7 @@ class CMAB(StreamingBlocks):
         return made
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return the latents (B, L_I, dim) after they attended to all inputs. No state is read or written."""
+        """Return the latents (B, L_I, dim) after attention to all inputs. `forward` reads and writes no state."""
         self = self._computed()
         self._check(inputs, latents, key_padding_mask)
         result = one_call.forward([self], inputs, latents, key_padding_mask)
@@ -131,7 +138,7 @@ class CMAB(StreamingBlocks):
         return computed(self)
 
     def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
-        """Return the state of CA(L_B, X), which comes before the output projection."""
+        """Return the state of CA(L_B, X), taken before the output projection."""
         return self.compress.cross_attention.read(for_part(self.latents), inputs, state, key_padding_mask)
 
     def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
@@ -144,12 +151,15 @@ class CMAB(StreamingBlocks):
 
 
 def calls_compress(block: CMAB) -> bool:
-    """Whether `forward` must call `compress`, which, or whose cross-attention, is not just its kind. Streams call its parts."""
+    """Return whether `forward` must call `compress`: it, or its cross-attention, was replaced, wrapped or hooked.
+
+    Streams call the parts of `compress` instead.
+    """
     compress = block.compress
     return plain_parameters(compress, LatentLayer) is None or plain_parameters(compress.cross_attention, CrossAttention) is None
 
 
 def over_batch(latents: Tensor, batched: Tensor) -> Tensor:
-    """Return latents (B, L, C), also of (L, C), for the B of `batched`."""
+    """Return latents (B, L, C) with the batch size B of `batched`; latents (L, C) are expanded."""
     latents = for_part(latents)
     return latents if latents.dim() == 3 else latents.expand(batched.shape[0], -1, -1)

@@ -1,4 +1,4 @@
-"""Inputs that come in chunks: from an array, a table, a loader or any iterable, the next one fetched while one is computed."""
+"""Inputs that come in chunks from an array, a table, a loader or any iterable. A thread fetches each next chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBERS = "numbers of at most 64 bits, not complex, are needed"
 
 
 def check_source(source: Any, read_twice: bool) -> None:
-    """Raise unless `source` can be cut into chunks or iterated, twice if gradients need it."""
+    """Raise unless `source` can be cut into chunks or iterated. With `read_twice` that must be possible twice."""
     if not _is_array(source) and not _is_table(source) and not isinstance(source, Iterable):
         allowed = "a tensor, an array, an Arrow table or file, or an iterable of such chunks is needed"
         raise TypeError(wrong("chunks", f"is {kind_of(source)}", allowed))
@@ -37,7 +37,10 @@ def check_source(source: Any, read_twice: bool) -> None:
 
 
 def callers_modes(device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Return a function whose contexts have the caller's grad mode, inference mode, autocast and `use_impl`, which are a thread's own."""
+    """Return a function that makes contexts with the caller's grad mode, inference mode, autocast and `use_impl`.
+
+    Each thread has its own values of these modes.
+    """
     impl = current_impl()
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = {kind: torch.get_autocast_dtype(kind) for kind in {"cpu", device.type} - {"meta"} if torch.is_autocast_enabled(kind)}
@@ -55,11 +58,12 @@ def callers_modes(device: torch.device) -> Callable[[], AbstractContextManager]:
 
 
 def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContextManager], batch: int | None) -> Iterator[Tensor]:
-    """Yield the chunks of `source` as tensors (B, n, dim) on the device of `weight`; the next is fetched by a thread meanwhile.
+    """Yield the chunks of `source` as tensors (B, n, dim) on the device of `weight`. A thread fetches the next chunk.
 
     The thread runs the code of the source, such as a generator's, in `modes`.
 
-    `ValueError` or `TypeError` names the chunk that does not fit, or has another batch than the first, or than `batch`, that of a state.
+    A chunk that does not fit raises a `ValueError` or `TypeError` that names the chunk. All chunks must have the batch
+    size of the first chunk, and of a state if `batch` is given.
     """
     refilled = not (_is_array(source) or isinstance(source, list | tuple))
     named = ((f"chunks[{i}]", chunk) for i, chunk in enumerate(_cut(source)))
@@ -75,12 +79,12 @@ def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContext
 
 
 def _is_array(source: Any) -> bool:
-    """Whether it is a tensor or, as a memory-mapped file is, a NumPy array; a file of several arrays is none."""
+    """Return whether the source is a tensor or a NumPy array (also memory-mapped). A file of arrays is neither."""
     return isinstance(source, Tensor) or (type(source).__module__.partition(".")[0] == "numpy" and hasattr(source, "dtype"))
 
 
 def _check_array(name: str, array: Any) -> None:
-    """Raise unless it is a dense tensor, or an array of real numbers without masked entries."""
+    """Raise unless the array is a dense tensor, or a NumPy array of real numbers without masked entries."""
     if isinstance(array, Tensor):
         if not is_dense(array):
             raise ValueError(wrong(name, f"is {'a nested tensor' if array.is_nested else array.layout}", "a dense tensor is needed"))
@@ -91,17 +95,20 @@ def _check_array(name: str, array: Any) -> None:
 
 
 def _is_table(source: Any) -> bool:
-    """Whether it is an Arrow table, or an open Arrow file."""
+    """Return whether the source is an Arrow table or an open Arrow file."""
     return hasattr(source, "to_batches") or hasattr(source, "num_record_batches")
 
 
 def _starts(source: Any) -> range:
-    """The first rows of the chunks of an array; one of no rows has one chunk."""
+    """Return the index of the first row of each chunk of an array. An array without rows has one chunk."""
     return range(0, max(source.shape[-2], 1), CHUNK)
 
 
 def _cut(source: Any) -> Iterable[Any]:
-    """The chunks of a source: of an array or a table `CHUNK` rows each, of an Arrow file its batches, and of any other what it yields."""
+    """Return the chunks of a source.
+
+    Arrays and tables give chunks of `CHUNK` rows. An Arrow file gives its batches, and any other source its items.
+    """
     if _is_array(source):
         return (source[..., first : first + CHUNK, :] for first in _starts(source))
     if hasattr(source, "num_record_batches"):
@@ -112,10 +119,11 @@ def _cut(source: Any) -> Iterable[Any]:
 
 
 def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
-    """A chunk as a tensor on the device of `weight`; what is no tensor is copied, in its dtype. A tuple holds it first.
+    """Return a chunk as a tensor on the device of `weight`. From a tuple or list, take the first entry.
 
-    So is a tensor that may be `refilled`: the next chunk, fetched while this one is used, may be written to the same memory. An array
-    that is not of numbers, and a table with another column, is a `TypeError` or `ValueError` with the chunk's `name`.
+    Arrays and tables are copied, in the dtype of `weight`. A tensor is copied if it may be `refilled`: the source may
+    write the next chunk to the same memory during the use of this one. An array or a table column that does not hold
+    numbers raises a `TypeError` or `ValueError` with the chunk's `name`.
     """
     if isinstance(chunk, tuple | list) and chunk:
         chunk = chunk[0]
@@ -124,7 +132,7 @@ def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
     elif _is_array(chunk):
         _check_array(name, chunk)
         if not isinstance(chunk, Tensor):
-            # torch reads no other byte order, nor rows backwards, of which one row is in order to NumPy
+            # torch reads neither other byte orders nor negative strides; NumPy keeps the stride of a single reversed row
             chunk = chunk.astype(chunk.dtype.newbyteorder("="), order="C", copy=min(chunk.strides, default=0) < 0)
             chunk = torch.tensor(chunk, dtype=weight.dtype)
         elif chunk.is_meta and not weight.is_meta:
@@ -133,7 +141,7 @@ def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
 
 
 def _columns(name: str, table: Any) -> Iterator[Any]:
-    """The columns of an Arrow table, or of a batch of one, as arrays of numbers."""
+    """Yield the columns of an Arrow table, or of a batch of a table, as arrays of numbers."""
     for title, column in zip(table.column_names, table.columns, strict=True):
         if column.null_count:
             raise ValueError(wrong(name, f"has nulls in its column {title!r}", "fill them in, or leave out their rows"))
@@ -144,9 +152,10 @@ def _columns(name: str, table: Any) -> Iterator[Any]:
 
 
 def _prefetched(chunks: Iterator[Any], modes: Callable[[], AbstractContextManager]) -> Iterator[Any]:
-    """Yield the chunks, each next one computed by another thread, in `modes`, while the last is used.
+    """Yield the chunks. During the use of one chunk, another thread computes the next chunk in `modes`.
 
-    Under a transform of `torch.func`, whose tensors are those of the thread that it runs in, there is no other.
+    Under a transform of `torch.func` there is no other thread, because the transform's tensors belong to its own
+    thread.
     """
     if under_transform():
         yield from chunks
@@ -164,20 +173,23 @@ def _prefetched(chunks: Iterator[Any], modes: Callable[[], AbstractContextManage
 
 
 def _count(source: Any) -> int | None:
-    """The number of chunks of a source; None if it does not tell."""
+    """Return the number of chunks of a source, or None if it is unknown."""
     if _is_array(source):
         return len(_starts(source))
     if hasattr(source, "num_record_batches"):
         return int(source.num_record_batches)
     try:
         return len(cast("Sized", _cut(source)))
-    except (TypeError, NotImplementedError):  # also of what has a length, as a DataLoader, whose data set has none
+    except (TypeError, NotImplementedError):  # a DataLoader has `__len__`, but its data set may not
         return None
 
 
 @contextmanager
 def progress_bar(source: Any) -> Iterator[AfterChunk]:
-    """A context of a function, called after each chunk, that shows how many were read: with tqdm if it is there, else as a line of text."""
+    """Return a context with a function to call after each chunk. The function shows the number of chunks read.
+
+    It uses tqdm if tqdm is installed, else a line of text.
+    """
     total = _count(source)
     try:
         from tqdm.auto import tqdm

@@ -1,6 +1,7 @@
 """The sub-layers of `CMAB`: pre-norm attention and feed-forward layers, each with a residual connection.
 
-Each adds its result to its input x, or with `residual="normed"` to norm(x), as the authors' code of CMAB does (Feng et al., ICML 2024).
+By default each layer adds its result to its input x. With `residual="normed"` each layer adds its result to norm(x), as
+the authors' code of CMAB does (Feng et al., ICML 2024).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ..parts import check_together, fused_impl, of_one_dtype, plain_parameters, 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
 CHUNK = 16_384
-"""Rows that are read at a time where inputs come in chunks."""
+"""The number of rows in a chunk of the inputs."""
 
 
 class _Residual(nn.Module):
-    """Base class of the layers, which add their result to their input or to what their norm makes of it."""
+    """Base class of the layers. A layer adds its result to its input or to the normalised input."""
 
     residual: str = "input"
-    """As in the constructors. A layer that was pickled before there were two has none of its own."""
+    """As in the constructors. This default serves layers that were pickled before the option existed."""
 
     def __init__(self, residual: str) -> None:
         super().__init__()
@@ -39,8 +40,9 @@ class FeedForward(_Residual):
 
     Args:
         dim: columns of x (..., L, dim).
-        ff_dim: hidden width, that of a and of the gate.
-        residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
+        ff_dim: hidden width, the number of columns of a and of the gate.
+        residual: "input": results are added to x, as in a pre-norm Transformer. "normed": results are added to norm(x),
+            as in the authors' code of CMAB.
         device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.FeedForward(dim=16, ff_dim=32)
@@ -75,7 +77,10 @@ class FeedForward(_Residual):
 
 
 class _Attention(_Residual):
-    """Base class of both attentions: a norm, projections to query, key and value without bias, and an output projection with bias."""
+    """Base class of both attention layers.
+
+    It has a norm, projections to query, key and value without bias, and an output projection with bias.
+    """
 
     def __init__(self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__(residual)
@@ -91,7 +96,10 @@ class _Attention(_Residual):
         return split_heads(projection(features), self.num_heads)
 
     def add(self, latents: Tensor, attended: Tensor) -> Tensor:
-        """Return the layer's result from its latents (B, L, C), or (L, C) shared over the batch, and from attention's (B, H, L, D)."""
+        """Return the layer's result from its latents and the attention's output (B, H, L, D).
+
+        Latents are (B, L, C), or (L, C) shared over the batch.
+        """
         rows = self.norm(latents) if self.residual == "normed" else latents
         result: Tensor = rows + self.output(join_heads(attended).to(latents.dtype))
         return result
@@ -99,7 +107,7 @@ class _Attention(_Residual):
     def _fused(
         self, latents: Tensor, context: Tensor | None, context_norm: nn.LayerNorm | None, mask: Tensor | None = None
     ) -> Tensor | None:
-        """Return the layer's result (B, L, C) by one operator; None if the modules must be called one by one."""
+        """Return the layer's result (B, L, C) from one operator; None if the modules must be called one by one."""
         parts: dict[str, Any] = self._modules
         impl, norm = fused_impl(latents), parts["norm"]
         n, other = plain_parameters(norm, nn.LayerNorm), {} if context_norm is None else plain_parameters(context_norm, nn.LayerNorm)
@@ -120,7 +128,7 @@ class _Attention(_Residual):
             *(latents, context, mask, n["weight"], n["bias"], other.get("weight"), other.get("bias"), q["weight"], q["bias"]),
             *(k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]),
             num_heads=self.num_heads,
-            scale=(cast("Tensor", q["weight"]).shape[0] // self.num_heads) ** -0.5,  # of the heads that are left, where some were cut off
+            scale=(cast("Tensor", q["weight"]).shape[0] // self.num_heads) ** -0.5,  # the width of the heads that remain after pruning
             eps=norm.eps,
             context_eps=0.0 if context_norm is None else context_norm.eps,
             residual=self.residual,
@@ -134,7 +142,8 @@ class SelfAttention(_Attention):
     Args:
         dim: columns of x.
         num_heads: a divisor of dim.
-        residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
+        residual: "input": results are added to x, as in a pre-norm Transformer. "normed": results are added to norm(x),
+            as in the authors' code of CMAB.
         device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.SelfAttention(dim=16, num_heads=4)
@@ -154,12 +163,14 @@ class SelfAttention(_Attention):
 class CrossAttention(_Attention):
     """Cross-attention: x + output(attention of norm(x) over context_norm(context)), for x (B, L, dim) and a context (B, N, dim).
 
-    `read` gives the `AttentionState` of a context, which can be kept and added to; `add` turns its `out` into the layer's result.
+    `read` returns the `AttentionState` of a context. A later `read` can add more context to a state. `add` turns the
+    `out` of a state into the layer's result.
 
     Args:
         dim: columns of x, and of the context.
         num_heads: a divisor of dim.
-        residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
+        residual: "input": results are added to x, as in a pre-norm Transformer. "normed": results are added to norm(x),
+            as in the authors' code of CMAB.
         device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.CrossAttention(dim=16, num_heads=4)
@@ -174,7 +185,10 @@ class CrossAttention(_Attention):
         self.context_norm = nn.LayerNorm(self.norm.normalized_shape, device=device, dtype=dtype)
 
     def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return the layer's result (B, L, dim). Latents (L, dim), shared over the batch, `read` the context: N takes no memory then."""
+        """Return the layer's result (B, L, dim).
+
+        Latents (L, dim), shared over the batch, `read` the context. Memory then does not grow with N.
+        """
         check_floating(self, latents=latents, context=context)
         fused = None if latents.dim() == 2 else self._fused(latents, context, self.context_norm, key_padding_mask)
         return self.add(latents, self.read(latents, context, None, key_padding_mask).out) if fused is None else fused
@@ -182,9 +196,9 @@ class CrossAttention(_Attention):
     def read(
         self, latents: Tensor, context: Tensor, state: AttentionState | None = None, key_padding_mask: Tensor | None = None
     ) -> AttentionState:
-        """Return `state` updated with the context (B, N, C); a `state` of None is that of no rows.
+        """Return `state` updated with the context (B, N, C). A `state` of None stands for no rows.
 
-        Keys and values are computed inside the operator, so that nothing of size N is allocated.
+        The operator computes keys and values inside, so that nothing of size N is allocated.
         """
         check_floating(self, latents=latents, context=context)
         query, projections = self.heads(self.query, self.norm(latents)), self.projections()
@@ -196,7 +210,7 @@ class CrossAttention(_Attention):
     def projections(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, float]] | None:
         """Return the weights of keys and values and the context norm, as `projected_attention_state` takes them.
 
-        None if the modules must be called one by one.
+        Return None if the modules must be called one by one.
         """
         parts: dict[str, Any] = self._modules
         norm: Any = plain_parameters(parts["context_norm"], nn.LayerNorm)
@@ -210,10 +224,12 @@ class CrossAttention(_Attention):
     def _read_in_parts(
         self, query: Tensor, context: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None
     ) -> AttentionState:
-        """Return what `read` does, with keys and values written to memory: where no kernel projects them, and for other modules.
+        """Return what `read` returns, but write keys and values to memory.
 
-        With grad mode off they are computed chunk by chunk. With it on they are computed at once, because the backward pass needs them all;
-        and so they are in a compiled or exported call, which a number of chunks would restrict to as many rows.
+        This path serves inputs for which no kernel projects keys and values, and modules that must be called. With grad
+        mode off, keys and values are computed chunk by chunk. With grad mode on, they are computed at once, because the
+        backward pass needs all of them. A compiled or exported call also computes them at once, because a fixed number
+        of chunks would restrict the call to a fixed number of rows.
         """
         at_once = torch.is_grad_enabled() or torch.compiler.is_compiling()
         context = for_part(context)
@@ -228,13 +244,16 @@ class CrossAttention(_Attention):
 
 
 class LatentLayer(nn.Module):
-    """Cross-attention of latents over a context, feed-forward, self-attention, feed-forward: half a `CMAB`, and a layer of a Perceiver.
+    """Half of a `CMAB`, which is also a layer of a Perceiver.
+
+    In order: cross-attention of latents over a context, feed-forward, self-attention, feed-forward.
 
     Args:
         dim: columns of the latents (B, L, dim) and of the context (B, N, dim).
         num_heads: a divisor of dim.
         ff_dim: hidden width of the feed-forward layers.
-        residual: "input": results are added to x, as in a pre-norm Transformer; "normed": to norm(x), as in the authors' code of CMAB.
+        residual: "input": results are added to x, as in a pre-norm Transformer. "normed": results are added to norm(x),
+            as in the authors' code of CMAB.
         device, dtype: of the parameters.
 
     >>> layer = cmab_kernels.nn.LatentLayer(dim=16, num_heads=4, ff_dim=32)
@@ -256,5 +275,5 @@ class LatentLayer(nn.Module):
         return self.after_context(self.cross_attention(latents, context, key_padding_mask))
 
     def after_context(self, latents: Tensor) -> Tensor:
-        """Apply what follows the cross-attention; its cost does not depend on the context."""
+        """Apply the layers that follow the cross-attention. Their cost does not depend on the context."""
         return self.self_feed_forward(self.self_attention(self.cross_feed_forward(latents)))

@@ -1,6 +1,7 @@
 """The names under which the authors' code of CMAB saves weights (https://github.com/BorealisAI/constant-memory-anp).
 
-Its licence forbids to reuse the code: the names were read off what it saves, and the outputs that go with them off what it computes.
+The licence of that code forbids its reuse. So the names were read from the files that it saves, and the outputs that
+belong to them were recorded from its runs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LAYERS = {
     "retrieve.self_attention": "latent_self_attn",
     "retrieve.self_feed_forward": "latent_ff",
 }
-"""The layers of a `CMAB`, and what the authors call them."""
+"""Layer of a `CMAB` -> the authors' name of it."""
 PARTS = {
     "norm": "norm",
     "context_norm": "norm_context",
@@ -33,11 +34,11 @@ PARTS = {
     "expand": "fn.net.0",
     "contract": "fn.net.2",
 }
-"""The parts of a layer; keys and values are the two halves of one matrix."""
+"""Submodule of a layer -> the authors' name of it. Keys and values are the two halves of one matrix."""
 
 
 def name_in_block(name: str) -> str:
-    """Return what the authors call a parameter of a `CMAB`."""
+    """Return the authors' name of a parameter of a `CMAB`."""
     if name == "latents":
         return name
     layer, part, kind = name.rsplit(".", 2)
@@ -54,9 +55,11 @@ def check_weights(state_dict: Any) -> None:
 
 
 def load(module: nn.Module, state_dict: Mapping[str, Tensor], name: Callable[[str], str], unused: Collection[str] = ()) -> None:
-    """Fill the parameters of the module; `name` says what the authors call each, and `unused` are those of theirs that it has no use for.
+    """Fill the parameters of the module.
 
-    `ValueError` names what is missing, what belongs to another model, and what has another shape, before anything is written.
+    `name` maps a parameter's name to the authors' name. `unused` are the authors' names that the module does not use. A
+    `ValueError` names the weights that are missing, that belong to another model, or that have another shape. It is
+    raised before any parameter is written.
     """
     parameters = dict(module.named_parameters())
     names = {ours: name(ours) for ours in parameters}
@@ -75,13 +78,13 @@ def load(module: nn.Module, state_dict: Mapping[str, Tensor], name: Callable[[st
 
 
 def _part(ours: str, tensor: Tensor) -> Tensor:
-    """Return the half of a matrix of keys and values that a parameter is; else the tensor."""
+    """Return a key or value projection's half of the tensor, or the whole tensor for other parameters."""
     part = ours.rsplit(".", 2)[-2:-1]
     return tensor.chunk(2)[part == ["value"]] if part in (["key"], ["value"]) else tensor
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """Return the names in order; of many the first, and how many more there are."""
+    """Return the sorted names as text. After the first `most` names the text gives the number that remains."""
     known = sorted(map(repr, names))
     more = f" and {len(known) - most} more" if len(known) > most else ""
     return ", ".join(known[:most]) + more

@@ -1,4 +1,4 @@
-"""Constant Memory Attention Blocks in one native call, where their modules are just what they were made as."""
+"""Constant Memory Attention Blocks in one native call, when no submodule has been replaced or hooked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
 
 
 class Block(Protocol):
-    """The parts of a `CMAB`."""
+    """The submodules of a `CMAB`."""
 
     latents: nn.Parameter
     compress: LatentLayer
@@ -26,9 +26,10 @@ class Block(Protocol):
 
 
 def attend(blocks: Sequence[Block], latents: Tensor, outs: Tensor, *, all_blocks: bool = False) -> Tensor | None:
-    """Return the latents (B, L, C) after all blocks, from the `out`s (K B, H, M, D) of their first cross-attentions.
+    """Return the latents (B, L, C) after all blocks, from `outs` (K B, H, M, D), the first cross-attentions' outputs.
 
-    With `all_blocks` they are (K, B, L, C), after each block. None if the modules must be called one by one.
+    With `all_blocks` the latents after each block are (K, B, L, C). Return None if the modules must be called one by
+    one.
     """
     found = _callable(blocks, latents, outs)
     if found is None:
@@ -44,9 +45,10 @@ def update(
     mask: Tensor | None,
     lead: tuple[int, ...] = (),
 ) -> tuple[Tensor, AttentionState] | None:
-    """Return the latents after all blocks, and the state of their first cross-attentions over the inputs and those of `state`.
+    """Return the latents after all blocks, and the state of the first cross-attentions.
 
-    `lead` is (K,) where a state has that dimension. None if a gradient may be taken, or if the modules must be called one by one.
+    The state covers the inputs and those of `state`. `lead` is (K,) if a state has that dimension. Return None if a
+    gradient may be taken, or if the modules must be called one by one.
     """
     found = _callable(blocks, latents, inputs, mask)
     if found is None:
@@ -61,7 +63,7 @@ def update(
 def read(
     blocks: Sequence[Block], inputs: Tensor, state: AttentionState | None, mask: Tensor | None, lead: tuple[int, ...] = ()
 ) -> AttentionState | None:
-    """Return the state of the first cross-attentions alone, as `update` does; None where that returns None."""
+    """Return only the state that `update` returns, or None where `update` returns None."""
     found = _callable(blocks, blocks[0].latents, inputs, mask, _readings)
     if found is None:
         return None
@@ -75,7 +77,7 @@ def read(
 def _before(
     blocks: Sequence[Block], inputs: Tensor, state: AttentionState | None, lead: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[Any, Any]]:
-    """Return the shape (..., B, H, M, D) of a state's `out`, and the state's parts as the native call takes them."""
+    """Return the shape (..., B, H, M, D) of a state's `out`, and the state's parts in the form of the native call."""
     heads, (block_latents, width) = blocks[0].compress.cross_attention.num_heads, blocks[0].latents.shape
     shape = (*lead, inputs.shape[0], heads, block_latents, width // heads)
     if state is None:
@@ -85,7 +87,10 @@ def _before(
 
 
 def forward(blocks: Sequence[Block], inputs: Tensor, latents: Tensor, mask: Tensor | None, *, all_blocks: bool = False) -> Tensor | None:
-    """Return the latents after all blocks, or (K, B, L, C) after each; None if the modules must be called one by one."""
+    """Return the latents after all blocks, or with `all_blocks` (K, B, L, C), the latents after each block.
+
+    Return None if the modules must be called one by one.
+    """
     found = _callable(blocks, latents, inputs, mask)
     if found is None:
         return None
@@ -109,9 +114,10 @@ def _callable(
     mask: Tensor | None = None,
     collect: Callable[[Sequence[Block]], Found] | None = None,
 ) -> Found:
-    """Return the parameters of the blocks, and their settings, as `layers.block` takes them; None if one call cannot stand for them.
+    """Return the parameters of the blocks and their settings, as `layers.block` takes them.
 
-    `read` are the inputs, or what was made of them; `collect` looks up the parameters, None: all of them.
+    Return None if one call cannot replace the modules. `read` is the inputs, or the attention's output over the inputs.
+    `collect` looks up the parameters; None means all parameters.
     """
     if is_watched() or fused_impl(latents) != "native" or not is_plain(latents, read, mask):
         return None
@@ -130,14 +136,14 @@ _FEED_FORWARD = (("norm", LayerNorm, True), ("expand", Linear, True), ("contract
 _PROJECTIONS = (*((name, Linear, False) for name in ("query", "key", "value")), ("output", Linear, True))
 _SELF_ATTENTION = (("norm", LayerNorm, True), *_PROJECTIONS)
 _CROSS_ATTENTION = (("norm", LayerNorm, True), ("context_norm", LayerNorm, True), *_PROJECTIONS)
-"""The modules of a layer, their kinds, and whether they have a bias, in the order of `layers.block`."""
+"""The modules of a layer, their classes, and whether they have a bias, in the order of `layers.block`."""
 _HALF: Layers = (
     ("cross_attention", CrossAttention, _CROSS_ATTENTION),
     ("cross_feed_forward", FeedForward, _FEED_FORWARD),
     ("self_attention", SelfAttention, _SELF_ATTENTION),
     ("self_feed_forward", FeedForward, _FEED_FORWARD),
 )
-"""The layers of a `LatentLayer`, their kinds and modules, in this order too."""
+"""The layers of a `LatentLayer`, their classes and modules, also in the order of `layers.block`."""
 _READING: Layers = (("cross_attention", CrossAttention, _CROSS_ATTENTION[:-1]),)
 _PLAIN = {nn.Parameter, Tensor}
 _is_negated = Tensor.is_neg
@@ -147,7 +153,10 @@ _TELLING = {"query": "square", "value": "square", "expand": "hidden"}
 
 
 def _places(halves: int, layers: Layers) -> dict[int, str]:
-    """Return which of the tensors of a block, in the order of `_collected`, tell its sizes, and what: those of a name are to be alike."""
+    """Return, for the tensors of a block that show its sizes, their index in `_collected` and the name of the size.
+
+    Tensors with the same name of size must have the same shape.
+    """
     places, at = {0: "latents"}, 1
     for name, _, has_bias in (leaf for _, _, leaves in layers * halves for leaf in leaves):
         if name in _TELLING:
@@ -161,20 +170,20 @@ _READ_OF_SIZE = _places(1, _READING)
 
 
 def _readings(blocks: Sequence[Block]) -> Found:
-    """Return the parameters of the first cross-attentions up to their output projections, as `_parameters` does."""
+    """Return what `_parameters` returns, but only for the first cross-attentions without their output projections."""
     return _collected(blocks, ("compress",), _READING, _READ_OF_SIZE)
 
 
 def _parameters(blocks: Sequence[Block]) -> Found:
-    """Return the parameters of the blocks and their settings; None if a module is not just its kind."""
+    """Return the parameters of the blocks and their settings, or None if a module was replaced or hooked."""
     return _collected(blocks, ("compress", "retrieve"), _HALF, _OF_SIZE)
 
 
 def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers, places: Mapping[int, str]) -> Found:
-    """Return the block latents and the parameters of these layers of the halves of each block, and the settings.
+    """Return the block latents, the parameters of these layers in the halves of each block, and the settings.
 
-    None if a module, a layer included, is not just its kind, a parameter is absent, of a type of its own or lazily negated, or the settings
-    or the sizes, which the tensors at `places` tell, differ.
+    Return None in these cases: a module or a layer was replaced or hooked; a parameter is absent, of a subclass, or
+    lazily negated; or the blocks differ in settings or in sizes. The tensors at `places` show the sizes.
     """
     if has_other_forwards():
         return None
@@ -192,7 +201,7 @@ def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers, p
                 return None
             if not collect(modules=half._modules, layers=layers, settings=settings, tensors=tensors, eps=eps):
                 return None
-    if any(map(_is_negated, tensors)):  # memory that does not hold its values: only torch's dispatcher resolves it
+    if any(map(_is_negated, tensors)):  # the memory holds negated values, which only torch's dispatcher resolves
         return None
     if len(eps) != 1 or not _of_one_size(tensors, len(blocks), places):
         return None
@@ -200,7 +209,7 @@ def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers, p
 
 
 def _of_one_size(tensors: list[Tensor], blocks: int, places: Mapping[int, str]) -> bool:
-    """Return whether the parts of all blocks are of one size: a block may be another, or have lost heads, or hidden columns."""
+    """Return whether all blocks have the same sizes. A block may have been replaced, or have lost heads or columns."""
     first, *others = ([tensors[at + place].shape for place in places] for at in range(0, len(tensors), len(tensors) // blocks))
     width = tensors[0].shape[1]
     sizes = {**dict(zip(places.values(), first, strict=True)), "square": (width, width)}

@@ -21,23 +21,24 @@ from .streaming import StreamingBlocks, check_inputs, check_latents
 
 
 class CMABStack(StreamingBlocks):
-    """The papers' stack of `CMAB`s: equal to its `blocks` one after the other, each with the latents of the one before.
+    """The papers' stack of `CMAB`s. The result equals that of its `blocks` run in sequence on each other's latents.
 
-    Only the block latents of a `CMAB` read the inputs, and they do not depend on what the block before has made of the latents. So one pass
-    over the inputs serves the first cross-attentions of all blocks; what follows has a constant cost. Source: Memory Efficient Neural
-    Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
+    Only the block latents of a `CMAB` read the inputs, and the previous block does not change them. So one pass over
+    the inputs serves the first cross-attentions of all blocks. All other layers have a constant cost. Source: Memory
+    Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
 
     Args:
         dim, num_latents, num_heads, ff_dim, device, dtype, residual: as in `CMAB`, the same for all blocks.
         depth: K, the number of blocks, at least 1 (`ValueError` otherwise).
 
-    Arguments, errors and streams are those of `CMAB`. A state is that of all blocks: out (K, B, H, L_B, dim / H), lse (K, B, H, L_B).
-    Inputs are normed and projected inside the operator, so that memory does not grow with N, in training neither, except by the inputs'
-    own gradient (on a GPU within the sizes that `CMAB` names).
+    Arguments, errors and streams are those of `CMAB`. One state covers all blocks: out (K, B, H, L_B, dim / H) and lse
+    (K, B, H, L_B). The operator normalises and projects the inputs inside. Memory therefore does not grow with N, in
+    training either, apart from the inputs' own gradient (on a GPU within the sizes that `CMAB` names).
 
-    `blocks` is a `torch.nn.ModuleList` of the `CMAB`s, with their parameters: `load_state_dict` takes `blocks.0.latents` and so on. Blocks
-    may be added to it, replaced and deleted; a stream begins anew then. Where they differ in the number of latents or in the heads that
-    read the inputs, only `forward` runs: one state of all blocks has one shape (`ValueError`).
+    `blocks` is a `torch.nn.ModuleList` of the `CMAB`s and holds their parameters: `load_state_dict` takes
+    `blocks.0.latents` and so on. You may add, replace and delete blocks. The module's own stream then starts again. If
+    blocks differ in the number of latents or in the heads that read the inputs, only `forward` runs. Streams raise a
+    `ValueError`, because one state of all blocks has one shape.
 
     >>> stack = cmab_kernels.nn.CMABStack(dim=16, num_latents=8, num_heads=2, depth=3).eval()
     >>> points, latents = torch.randn(1, 1000, 16), torch.randn(4, 16)
@@ -52,7 +53,7 @@ class CMABStack(StreamingBlocks):
     """
 
     _streamed: tuple[nn.Module, ...] = ()
-    """The `_readers` that the stream is of; unknown, and empty, in a stack that was pickled by 0.1.0."""
+    """The `_readers` whose state the stream holds. Empty, because unknown, in a stack that version 0.1.0 pickled."""
 
     def __init__(
         self,
@@ -73,9 +74,9 @@ class CMABStack(StreamingBlocks):
         self._streamed = _readers(self.blocks)
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None, all_blocks: bool = False) -> Tensor:
-        """Return the latents (B, L_I, dim) after the last block, or (K, B, L_I, dim) after each with `all_blocks`.
+        """Return the latents (B, L_I, dim) after the last block; with `all_blocks`, (K, B, L_I, dim) after each block.
 
-        No state is read or written. Blocks that do more than their kind, with hooks or in a wrapper, are called one after the other.
+        `forward` reads and writes no state. It calls blocks one after the other if a block has hooks or a wrapper.
         """
         self = self._computed()
         self._check(inputs, latents, key_padding_mask)
@@ -94,9 +95,10 @@ class CMABStack(StreamingBlocks):
         return torch.stack(after) if all_blocks else latents
 
     def read(self, new_inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None) -> AttentionState:
-        """Return the state of the inputs and those of `state`, in time O(new inputs); `retrieve` makes latents of it.
+        """Return the state of the new inputs and the inputs of `state`, in time O(new inputs).
 
-        With `state` None there are no earlier inputs: the module's own stream is neither read nor written.
+        `retrieve` computes latents from the returned state. With `state` None there are no earlier inputs. The module's
+        own stream is neither read nor written.
         """
         self = self._computed()
         self._check_streamed()
@@ -105,21 +107,24 @@ class CMABStack(StreamingBlocks):
         return self._read(new_inputs, state, key_padding_mask)
 
     def unread(self, old_inputs: Tensor, state: AttentionState, *, key_padding_mask: Tensor | None = None) -> Removal:
-        """Return the state without `old_inputs`, and which of its rows are accurate, as `remove` does, without retrieving."""
+        """Return the state without `old_inputs`, and which rows are accurate. `remove` also computes the latents."""
         self = self._computed()
         self.stream._check(state)
         return subtract_state(state, self.read(old_inputs, key_padding_mask=key_padding_mask))
 
     def init_state(self, batch: int) -> AttentionState:
-        """Return the state of no inputs, to start a stream that the caller keeps: out (K, batch, H, L_B, dim / H), lse without dim / H."""
+        """Return the state of no inputs, to start a stream that the caller keeps.
+
+        out is (K, batch, H, L_B, dim / H), and lse is (K, batch, H, L_B).
+        """
         self._follow_blocks()
         return super().init_state(batch)
 
     def retrieve(self, latents: Tensor, state: AttentionState, *, all_blocks: bool = False) -> Tensor:
-        """Return the latents (B, L_I, dim) after the last block, from latents (B, L_I, dim) or (L_I, dim) and a state of the inputs.
+        """Return the latents (B, L_I, dim) after the last block, from latents (B, L_I, dim) or (L_I, dim) and a state.
 
-        With `all_blocks` they are (K, B, L_I, dim), after each block: the papers' decoders attend to the latents of every block.
-        `ValueError` or `TypeError` for a state or latents that do not fit the module.
+        With `all_blocks` the result is (K, B, L_I, dim), the latents after each block. The papers' decoders attend to
+        the latents of every block. A state or latents that do not fit the module raise a `ValueError` or `TypeError`.
         """
         self = self._computed()
         self._check_streamed()
@@ -134,25 +139,31 @@ class CMABStack(StreamingBlocks):
         *,
         progress: bool | Callable[[int, AttentionState], None] = False,
     ) -> AttentionState:
-        """Return the state of inputs that come in chunks, all blocks in one pass; `retrieve` makes latents of it.
+        """Return the state of inputs that come in chunks, by one pass for all blocks.
+
+        `retrieve` computes latents from the returned state.
 
         Args:
-            chunks: a tensor or a NumPy array (N, dim) or (B, N, dim), also a memory-mapped one; an Arrow table or an open Arrow file
-                (`pyarrow.ipc.open_file`), whose columns are the features; or any iterable of tensors, arrays or batches of a table
-                (n, dim) or (B, n, dim), such as a `DataLoader`, of whose tuples the first entry is taken. Arrays are cut, and are cast to
-                the module's dtype. A thread fetches the next chunk while one is computed, in the caller's grad mode and autocast; an
-                iterable may write each chunk to the same memory.
-            state: the state of earlier inputs; None: there are none.
-            progress: True shows a bar, with tqdm if it is installed. A function is called after each chunk with the number of chunks
-                read and their state: save it there, and after a stop go on from it with the chunks that are left, to the same bits. A stop
-                waits for the chunk that is being fetched, and whoever goes on with the same iterator has lost it: make a new one.
+            chunks: a tensor or a NumPy array (N, dim) or (B, N, dim), which may be memory-mapped; an Arrow table or an
+                open Arrow file (`pyarrow.ipc.open_file`), whose columns are the features; or any iterable of tensors,
+                arrays or batches of a table (n, dim) or (B, n, dim), such as a `DataLoader`. If the iterable yields
+                tuples, `encode` takes the first entry of each. Arrays are split into chunks and cast to the module's
+                dtype. A thread fetches the next chunk during the computation of the current one, in the caller's grad
+                mode and autocast. An iterable may write each chunk to the same memory.
+            state: the state of earlier inputs. None means that there are none.
+            progress: True shows a bar, with tqdm if it is installed. A function is called after each chunk with the
+                number of chunks read and their state. Save the state there. After a stop, continue from the saved state
+                with the remaining chunks; the result has the same bits. A stop waits for the chunk that the thread is
+                fetching. That chunk is lost to a caller who continues with the same iterator, so make a new iterator.
 
-        With grad mode on, the state has gradients to the parameters and to `state`, and none to the inputs. For them the chunks are read
-        a second time, in the backward pass, and nothing of the first is kept: they must come out the same, and an iterator, which can be
-        read once only, is a `ValueError`. The module's own stream is neither read nor written; `stack.stream.state = stack.encode(...)`
-        under `torch.no_grad()` starts it. Transforms of `torch.func` and forward mode differentiate each chunk's `read` instead, in the
-        inputs too, and keep the chunks. So does autograd where the norms or projections are called one by one, because they have hooks,
-        are of a kind of their own, or hold quantised weights. A chunk that does not fit is a `ValueError` or `TypeError` that names it.
+        With grad mode on, the state has gradients to the parameters and to `state`, but not to the inputs. The backward
+        pass reads the chunks a second time for these gradients, and keeps nothing of the first pass. The second reading
+        must yield the same chunks. An iterator can be read only once, so it raises a `ValueError`. The module's own
+        stream is neither read nor written; `stack.stream.state = stack.encode(...)` under `torch.no_grad()` starts it.
+        Transforms of `torch.func` and forward mode differentiate each chunk's `read` instead, also in the inputs, and
+        keep the chunks. Autograd does the same where the norms or projections must be called one by one: they have
+        hooks, are of another class, or hold quantised weights. A chunk that does not fit raises a `ValueError` or
+        `TypeError` that names the chunk.
 
         >>> stack = cmab_kernels.nn.CMABStack(dim=16, num_latents=8, num_heads=2, depth=2)
         >>> data = torch.randn(10_000, 16).numpy()
@@ -170,7 +181,7 @@ class CMABStack(StreamingBlocks):
         if state is not None:
             self.stream._check(state)
         stacked = self._stacked()
-        modes = callers_modes(weight.device)  # here: within autograd's forward and backward there are others
+        modes = callers_modes(weight.device)  # read here: inside autograd's forward and backward the modes differ
 
         def read() -> Iterator[Tensor]:
             return read_chunks(chunks, weight, modes, None if state is None else state.lse.shape[1])
@@ -183,7 +194,7 @@ class CMABStack(StreamingBlocks):
             return attention_state_of_chunks(query, read, *weights, context_norm=norm, state=state, after=after)
 
     def _read_each(self, chunks: Iterator[Tensor], state: AttentionState | None, after: Callable[..., Any]) -> AttentionState:
-        """Return what `encode` does, with the parts of the blocks called one by one."""
+        """Return what `encode` returns, but call the submodules of the blocks one by one."""
         for count, chunk in enumerate(chunks, 1):
             state = self._read(chunk, state, None)
             after(count, state)
@@ -192,9 +203,9 @@ class CMABStack(StreamingBlocks):
         return state
 
     def _computed(self) -> CMABStack:
-        """Return the stack; where block latents have parametrizations, a stand-in with their values, as `computed` makes of a block.
+        """Return the stack, or a stand-in with computed values if block latents have parametrizations (see `computed`).
 
-        The stream is from now on that of as many blocks as there are in `blocks`, a list that may be changed.
+        The stream then fits the current number of blocks, because callers may change the list `blocks`.
         """
         if not len(self.blocks):
             raise ValueError(wrong("blocks", "is empty", "at least one is needed"))
@@ -206,7 +217,7 @@ class CMABStack(StreamingBlocks):
         return stand_in
 
     def _follow_blocks(self) -> None:
-        """End the stream where `blocks` are others than those that it is of, and let the next be that of these."""
+        """End the stream if `blocks` changed since the stream started. The next stream belongs to the new blocks."""
         readers = _readers(self.blocks)
         if len(readers) == len(self._streamed) and all(map(is_, readers, self._streamed)):
             return
@@ -227,9 +238,9 @@ class CMABStack(StreamingBlocks):
         return cast("list[CMAB]", list(self.blocks))
 
     def _stacked(self) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, float]] | None:
-        """Return the queries (K, H, L_B, D) of the first cross-attentions, and their projections and context norms stacked.
+        """Return the queries (K, H, L_B, D) of the first cross-attentions, with their projections and norms stacked.
 
-        None if the modules of a block must be called one by one.
+        Return None if the modules of a block must be called one by one.
         """
         layers = [(block.latents, block.compress.cross_attention) for block in self._blocks]
         parts = [layer.projections() for _, layer in layers]
@@ -247,7 +258,7 @@ class CMABStack(StreamingBlocks):
         return query, (torch.stack(keys), torch.stack(values)), (torch.stack(scales), torch.stack(shifts), eps)
 
     def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
-        """Return the states of CA(L_B, X) of all blocks as one."""
+        """Return one state that stacks the states of CA(L_B, X) of all blocks."""
         found = self._read_at_once(inputs, state, key_padding_mask)
         if found is not None:
             return found
@@ -259,7 +270,7 @@ class CMABStack(StreamingBlocks):
         return AttentionState(*(torch.stack(parts) for parts in zip(*states, strict=True)))
 
     def _read_at_once(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState | None:
-        """Return what `_read` does, by one pass over the inputs; None where the blocks must read them one by one."""
+        """Return what `_read` returns, by one pass over the inputs; None if each block must read the inputs itself."""
         found = one_call.read(self._blocks, inputs, state, key_padding_mask, self.stream.lead)
         if found is not None:
             return found
@@ -272,7 +283,7 @@ class CMABStack(StreamingBlocks):
         return projected_attention_state(query, inputs, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask)
 
     def _retrieve(self, latents: Tensor, state: AttentionState, all_blocks: bool = False) -> Tensor:
-        """Take the latents through what follows the first cross-attention in each block."""
+        """Apply to the latents all layers that follow the first cross-attention in each block."""
         result = one_call.attend(self._blocks, latents, state.out.flatten(0, 1), all_blocks=all_blocks)
         if result is not None:
             return result
@@ -284,5 +295,5 @@ class CMABStack(StreamingBlocks):
 
 
 def _readers(blocks: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """The part of each block that reads the inputs, which a shallow copy shares with it; a wrapper without one as a whole."""
+    """Return each block's submodule that reads the inputs, shared by shallow copies; a wrapper stands for itself."""
     return tuple(getattr(block, "compress", block) for block in blocks)

@@ -1,4 +1,4 @@
-"""What a block and a stack of blocks share: streams that are updated in the time of the new inputs."""
+"""The base class of a block and of a stack of blocks: streams whose update time depends on the new inputs only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CMABUpdate(NamedTuple):
-    """What `update` returns: the result of the block or stack, and the state to continue from."""
+    """The return value of `update`: the result of the block or stack, and the state to continue from."""
 
     latents: Tensor
     """(B, L_I, dim)"""
@@ -29,20 +29,23 @@ class CMABUpdate(NamedTuple):
 
 
 class CMABRemoval(NamedTuple):
-    """What `remove` returns: the result of the block or stack, the state to continue from, and which rows of that state are accurate."""
+    """The return value of `remove`: the result of the block or stack, the state to continue from, and accurate rows.
+
+    `reliable` says which rows of the state are accurate.
+    """
 
     latents: Tensor
     """(B, L_I, dim)"""
     state: AttentionState
     reliable: Tensor
-    """(B, H, L_B) bool, of a stack (K, B, H, L_B), as in `cmab_kernels.Removal`."""
+    """bool (B, H, L_B), or (K, B, H, L_B) for a stack, as in `cmab_kernels.Removal`."""
 
 
 class StreamingBlocks(nn.Module):
-    """Base class of `CMAB` and `CMABStack`: one pass over inputs makes a state, from which a constant cost leads to the result."""
+    """Base class of `CMAB` and `CMABStack`: one pass over inputs makes a state, and the rest has a constant cost."""
 
     stream: AttentionStream
-    """The module's own stream, its last part: `follow_weights` looks at the parts before it."""
+    """The module's own stream. It is the last submodule, because `follow_weights` looks at the submodules before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,9 +56,10 @@ class StreamingBlocks(nn.Module):
     def update(
         self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABUpdate:
-        """Return the result over all inputs so far, in time O(new inputs). With `state` None the module's own stream is advanced.
+        """Return the result over all inputs so far, in time O(new inputs).
 
-        Streaming equals `forward` over all inputs at once, for any chunking. Gradients flow through a chain of passed states.
+        With `state` None the update advances the module's own stream. Streaming equals `forward` over all inputs at
+        once, for any division into chunks. Gradients flow through a chain of states that the caller passes.
         """
         if state is None:
             refuse_to_record("update", "update(..., state)")
@@ -74,10 +78,11 @@ class StreamingBlocks(nn.Module):
     def remove(
         self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABRemoval:
-        """Return the result without `old_inputs`, in time O(old inputs). With `state` None the module's own stream is changed.
+        """Return the result without `old_inputs`, in time O(old inputs).
 
-        The inputs must be part of the state. A removal loses digits to cancellation; see `cmab_kernels.remove_from_state` for `reliable`.
-        `RuntimeError` if the module's own stream has seen no input.
+        With `state` None the removal changes the module's own stream. The state must contain the old inputs. A removal
+        loses digits to cancellation; see `cmab_kernels.remove_from_state` for `reliable`. A `RuntimeError` is raised if
+        the module's own stream has seen no input.
         """
         if state is None:
             refuse_to_record("remove", "remove(..., state)")
@@ -93,25 +98,28 @@ class StreamingBlocks(nn.Module):
         return result
 
     def init_state(self, batch: int) -> AttentionState:
-        """Return the state of no inputs, to start a stream that the caller keeps: `out` and `lse` as the class describes them."""
+        """Return the state of no inputs, to start a stream that the caller keeps.
+
+        The docstring of the class describes `out` and `lse`.
+        """
         return self.stream.init_state(batch)
 
     @property
     @abstractmethod
     def _blocks(self) -> Sequence[CMAB]:
-        """The blocks, in their order."""
+        """The blocks, first to last."""
 
     @abstractmethod
     def _computed(self) -> Self:
-        """Return the module or, where it has parametrizations, a stand-in with their values."""
+        """Return the module, or a stand-in with computed values if the module has parametrizations."""
 
     @abstractmethod
     def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
-        """Return the state of CA(L_B, X) over these inputs and those of `state`."""
+        """Return the state of CA(L_B, X) over these inputs and the inputs of `state`."""
 
     @abstractmethod
     def _retrieve(self, latents: Tensor, state: AttentionState) -> Tensor:
-        """Return the latents after all that follows CA(L_B, X), given its state."""
+        """Return the latents after all layers that follow CA(L_B, X), given the state of CA(L_B, X)."""
 
     def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
         """Raise unless the arguments fit; blocks in wrappers that hide their latents check them when they are called."""
@@ -134,7 +142,10 @@ def check_inputs(inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | Non
 
 
 def check_latents(latents: Tensor, batch: int, whose: str, weight: Tensor) -> None:
-    """Raise unless the latents fit the module's parameter `weight` (..., dim) and the batch of what is `whose`."""
+    """Raise unless the latents fit the module's parameter `weight` (..., dim) and `batch`.
+
+    `whose` begins the error message: it names the argument that has this batch size.
+    """
     check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[-1], weight)
     if latents.dim() == 3 and latents.shape[0] != batch:
         raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"{whose} batch {batch}"))

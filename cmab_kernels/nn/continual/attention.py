@@ -34,12 +34,13 @@ from .window import ContinualStream, FillingWindow, WindowState
 
 
 class Continual(MultiheadProjections):
-    """Base class of continual attention: a stream of tokens, and the methods that advance it.
+    """Base class of continual attention: a stream of tokens, and the methods that advance the stream.
 
-    The methods have the names of the package continual-inference. One token is (B, C); several are (B, T, C) or (T, B, C), as `batch_first`
-    says, or (T, C) without a batch. A key or value of None is the query. Before the window is full there is no output, and the result is
-    None. A stream holds no autograd graph: a step that would lose a gradient is a `RuntimeError`; use `torch.no_grad()`, and train with
-    `forward_stream`, whose results are those of the steps. Errors leave the stream unchanged.
+    The methods have the names of the package continual-inference. One token is (B, C). Several tokens are (B, T, C) or
+    (T, B, C), depending on `batch_first`, or (T, C) without a batch. A key or value of None means the query. Before the
+    window is full there is no output, and the result is None. A stream holds no autograd graph: a step that would lose
+    a gradient raises a `RuntimeError`. Use `torch.no_grad()` for steps, and train with `forward_stream`, which returns
+    the same results as the steps. Errors leave the stream unchanged.
     """
 
     sequence_len: int
@@ -59,7 +60,10 @@ class Continual(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (out, weights) for a whole window: for its last query or, retroactive, for all. A key or value of None is the query."""
+        """Return (out, weights) for a whole window: for its last query, or for all queries if retroactive.
+
+        A key or value of None means the query.
+        """
         self = computed(self)
         key = query if key is None else key
         value = query if value is None else value
@@ -68,15 +72,16 @@ class Continual(MultiheadProjections):
         return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 
     def why_torch(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *args: Any, **kwargs: Any) -> str | None:
-        """Return why torch's own implementation runs for such a call of `forward`; None if the operator does."""
+        """Return why torch's own implementation runs for such a call of `forward`, or None if the operator runs."""
         return super().why_torch(query, query if key is None else key, query if value is None else value, *args, **kwargs)
 
     def forward_step(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
     ) -> Tensor | None:
-        """Take one more token (B, C), and return its output (B, C) or, retroactive, the outputs of the window in the layout of `forward`.
+        """Take one more token (B, C), and return its output (B, C).
 
-        With `update_state=False` the stream stays where it is.
+        A retroactive module returns the outputs of the window, in the layout of `forward`. With `update_state=False`
+        the stream does not change.
         """
         self = computed(self)
         self._check_given(query, key, value, one=True)
@@ -85,10 +90,11 @@ class Continual(MultiheadProjections):
     def forward_steps(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
     ) -> Tensor | None:
-        """Take T tokens, and return the results of their `forward_step`, stacked along the axis of the tokens.
+        """Take T tokens, and return the results of `forward_step` for them, stacked along the axis of the tokens.
 
-        There are T' <= T results, because the tokens before the one that fills the window have none. For tokens (B, T, C) the shape is
-        (B, T', C), or retroactive (B, T', n, C); for tokens (T, B, C) it is (T', B, C) or (T', n, B, C).
+        There are T' <= T results, because tokens have no result before the window is full. For tokens (B, T, C) the
+        shape is (B, T', C), or (B, T', n, C) if retroactive. For tokens (T, B, C) it is (T', B, C), or (T', n, B, C) if
+        retroactive.
         """
         self = computed(self)
         self._check_given(query, key, value)
@@ -97,10 +103,11 @@ class Continual(MultiheadProjections):
         return None if attended is None else self._joined(attended, batched=query.dim() == 3)
 
     def forward_stream(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor | None:
-        """Return what `forward_steps` of a new stream returns, computed for all tokens at once and with gradients: the form to train.
+        """Return what `forward_steps` of a new stream returns, computed for all tokens at once and with gradients.
 
-        The module's own stream is neither read nor changed. In training there is dropout of attention weights, if the module has any. It
-        uses torch's `scaled_dot_product_attention`, which on a CPU has derivatives of second order and in forward mode only under
+        Use this method for training. The module's own stream is neither read nor changed. In training mode attention
+        weights are dropped, if the module has dropout. The method uses torch's `scaled_dot_product_attention`. On a CPU
+        that function has second-order derivatives and forward-mode derivatives only under
         `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
         """
         self = computed(self)
@@ -117,36 +124,40 @@ class Continual(MultiheadProjections):
         self.stream.state = None
 
     def get_state(self) -> WindowState | None:
-        """Return the state of the stream, or None before the first token. It consists of tensors and ints, which later steps do not change.
+        """Return the state of the stream, or None before the first token.
 
-        A `FillingWindow` before the window is full, then the operators' `ContinualAttentionState` or `ContinualNystromState`. The next step
-        after this copies the window, O(n).
+        The state consists of tensors and ints, which later steps do not change. It is a `FillingWindow` before the
+        window is full, and then a `ContinualAttentionState` or `ContinualNystromState` of the operators. The next step
+        after this call copies the window, in O(n).
         """
         return self.stream.state
 
     def set_state(self, state: WindowState | None) -> None:
-        """Go on from a state that `get_state` returned, which is checked and copied. None is the same as `clean_state`."""
+        """Continue from a state that `get_state` returned, after a check and a copy. None acts as `clean_state`."""
         self.stream.state = state
 
     def _asking(self, query: Tensor) -> Tensor:
-        """Return the queries of a window for which `forward` computes outputs: by default all."""
+        """Return the queries of a window for which `forward` computes outputs. By default these are all queries."""
         return query
 
     @abstractmethod
     def _whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the output (B, H, 1 or n, E) for a whole window of heads (B, H, n, *)."""
+        """Return the output (B, H, 1 or n, E) for a whole window, given as heads (B, H, n, *)."""
 
     @abstractmethod
     def _over_stream(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the outputs (B, H, T - n + 1, 1 or n, E) of a stream of heads (B, H, T, *), T >= n, after each of its tokens from n on."""
+        """Return the outputs (B, H, T - n + 1, 1 or n, E) of a stream of heads (B, H, T, *) with T >= n.
+
+        There is one output after each token from token n on.
+        """
 
     @abstractmethod
     def _init(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
-        """Return the state of a whole window of heads (B, H, n, *)."""
+        """Return the state of a whole window, given as heads (B, H, n, *)."""
 
     @abstractmethod
     def _step(self, state: Any, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
-        """Call the operator with a state and t new tokens as heads (B, H, t, *)."""
+        """Call the operator with a state and t new tokens, given as heads (B, H, t, *)."""
 
     __copy__ = with_own_streams
 
@@ -159,14 +170,14 @@ class Continual(MultiheadProjections):
         self._start(self._like)
 
     def _stream_over(self, sequence_len: int, output: str) -> None:
-        """Check and keep the arguments that all constructors have in common, and make the stream."""
+        """Check and store the arguments that all constructors share, and make the stream."""
         self.sequence_len, self.output = check_count("sequence_len", sequence_len), output
         if output not in OUTPUTS:
             raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
         self._start(self._like)
 
     def _stepped(self, query: Tensor, key: Tensor | None, value: Tensor | None, update_state: bool) -> Tensor | None:
-        """Return what `forward_step` returns, for a token that is checked."""
+        """Return what `forward_step` returns, for a token that was checked before."""
         self._refuse_to_drop()
         attended = self._advance(self._heads_of_one(query, key, value), update_state)
         if attended is None:
@@ -174,9 +185,9 @@ class Continual(MultiheadProjections):
         return self._joined(attended.flatten(1) if self.output == "single" else attended.squeeze(2), batched=query.dim() == 2)
 
     def _advance(self, heads: tuple[Tensor, ...], update_state: bool) -> Tensor | None:
-        """Take tokens as heads (B, H, T, D), and return their outputs (B, H, T', E), or retroactive (B, H, T', n, E)."""
+        """Take tokens as heads (B, H, T, D), and return outputs (B, H, T', E), or (B, H, T', n, E) if retroactive."""
         refuse_to_record("forward_step", self._recordable)
-        stream: Any = self._modules["stream"]  # read directly, as all that a step needs: torch looks in three places, and calls Python
+        stream: Any = self._modules["stream"]  # read directly, for speed: torch's attribute lookup is slow Python code
         held = stream.held
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
             allowed = "a stream holds no graph; use torch.no_grad(), or train with forward_stream, which takes a stream as a whole"
@@ -185,8 +196,8 @@ class Continual(MultiheadProjections):
         tokens = heads[0].shape[2]
         if tokens == 0:
             return None
-        # A step leaves the state that it was given as it is, so that an error at a later token leaves the stream unchanged: except while a
-        # CUDA graph is captured, which advances the state in place.
+        # A step does not change the state that it gets, so an error at a later token leaves the stream unchanged. The
+        # exception is the capture of a CUDA graph, which advances the state in place.
         with as_they_are(heads[0].device):
             state, outs = self._walked(held if update_state else stream.state, heads)
         if update_state:
@@ -196,7 +207,7 @@ class Continual(MultiheadProjections):
         return None if not outs else outs[0].unsqueeze(2) if self.output == "retroactive" else outs[0]
 
     def _heads_of_one(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what `_heads` returns, for one token (B, C) or (C), which has the same layout with a batch first and without."""
+        """Return what `_heads` returns, for one token (B, C) or (C). Its layout does not depend on `batch_first`."""
         own = self._parameters
         weight = own.get("in_proj_weight")
         alike = (key is None or key is query) and (value is None or value is query)
@@ -208,7 +219,10 @@ class Continual(MultiheadProjections):
         return self._in_dtype(packed.view(batch, 3, self.num_heads, 1, self.head_dim).unbind(1))
 
     def _heads(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
-        """Return queries, keys and values (B, H, T, D) in the module's dtype, from one matrix product where their inputs are the same."""
+        """Return queries, keys and values (B, H, T, D) in the module's dtype.
+
+        If their inputs are the same tensor, one matrix product computes all three.
+        """
         key, value = query if key is None else key, query if value is None else value
         if query is key is value and self.in_proj_weight is not None:
             packed = self._batch_first(F.linear(query, self.in_proj_weight, self.in_proj_bias))
@@ -218,7 +232,7 @@ class Continual(MultiheadProjections):
         return self._in_dtype(heads)
 
     def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return keys and values of a window, from one matrix product where they are of the same tokens."""
+        """Return keys and values of a window. If their inputs are the same tensor, one matrix product computes both."""
         weight, bias, first = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if key is not value or key_padding_mask is not None or weight is None or not is_own(weight):
             return super()._project_pair(key, value, key_padding_mask)
@@ -227,7 +241,7 @@ class Continual(MultiheadProjections):
         return keys, values, None
 
     def _in_dtype(self, heads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return heads in the module's dtype, which autocast may have changed."""
+        """Return heads in the module's dtype. Autocast may have computed them in another dtype."""
         dtype = self._like.dtype
         return heads if heads[0].dtype == dtype else tuple(head.to(dtype) for head in heads)
 
@@ -242,7 +256,10 @@ class Continual(MultiheadProjections):
             self._check(None, **given)
 
     def _check_token(self, **token: Tensor) -> None:
-        """Raise for one token, (B, C) or (C), as `_check` does for several: before it gets an axis that its caller did not give."""
+        """Raise for one token, (B, C) or (C), as `_check` does for several.
+
+        This check comes before the token gets an axis that the caller did not give.
+        """
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (1, 2)
         weight = self._like
@@ -260,7 +277,7 @@ class Continual(MultiheadProjections):
                 raise ValueError(wrong(name, f"has batch and tokens {given}", f"query has {wanted}"))
             if batch is not None and shape[0] != batch:
                 raise ValueError(wrong(name, f"has batch {shape[0]}", f"the stream has batch {batch}; clean_state() ends it"))
-            # Once the window is full, the operators check this. It is not checked on a GPU, because that would synchronise.
+            # Once the window is full, the operators make this check. On a GPU there is none: it would synchronise.
             if fills and head.device.type == "cpu" and has_values(head) and not head.isfinite().all():
                 raise ValueError(wrong(name, "holds a NaN or an infinity, or leads to one", "every token must be finite"))
 
@@ -290,13 +307,18 @@ class Continual(MultiheadProjections):
 
     @property
     def _block(self) -> int:
-        """The most tokens of one operator call: n for single outputs, as the ring grows with them; 1 for retroactive ones, since a call
-        returns the window's outputs only after its last token."""
+        """The largest number of tokens in one operator call.
+
+        It is n for single outputs, because the ring buffer grows with the tokens of a call. It is 1 for retroactive
+        outputs, because a call returns the window's outputs only after its last token.
+        """
         return self.sequence_len if self.output == "single" else 1
 
     def _joined(self, attended: Tensor, batched: bool) -> Tensor:
-        """Return the output projection of (B, H, [T',] [n,] E), or of one token (B, H E): (B, [T',] [n,] C), or ([T',] [n,] B, C) unless
-        `batch_first`."""
+        """Return the output projection of (B, H, [T',] [n,] E), or of one token (B, H E).
+
+        The result is (B, [T',] [n,] C) with `batch_first`, else ([T',] [n,] B, C).
+        """
         project: Any = self._modules["out_proj"]
         rows = attended if attended.dim() == 2 else attended.movedim(1, -2).flatten(-2)
         out = called(project, rows)
@@ -306,25 +328,27 @@ class Continual(MultiheadProjections):
 
 
 class ContinualAttention(Continual, MultiheadAttention):
-    """Exact attention over the n newest tokens of a stream: O(n) a token, where recomputing the window is O(n^2).
+    """Exact attention over the n newest tokens of a stream: O(n) per token, where recomputing the window is O(n^2).
 
     Args:
-        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as torch's. A stream has no dropout: in training, with
-            `dropout` > 0, a step is a `RuntimeError`.
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as torch's. A stream has no
+            dropout: in training mode with `dropout` > 0, a step raises a `RuntimeError`.
         add_bias_kv, add_zero_attn: False (`ValueError` otherwise).
         sequence_len: n.
-        output: "single": a step returns the output of the newest token, and `forward` that of the last query. "retroactive": a step returns
-            the outputs of all n tokens, where older queries also attend to newer keys, and `forward` those of all queries.
+        output: "single": a step returns the output of the newest token, and `forward` returns the output of the last
+            query. "retroactive": a step returns the outputs of all n tokens, where older queries also attend to newer
+            keys, and `forward` returns the outputs of all queries.
 
-    `forward` is that of `cmab_kernels.nn.MultiheadAttention` and torch, over a whole window at once, for training; it does not change the
-    stream. Parameters have torch's names, so a `state_dict` of torch's module loads as it is. The stream is part of the `state_dict` while
-    there is one (see `ContinualStream`).
+    `forward` is that of `cmab_kernels.nn.MultiheadAttention` and torch, over a whole window at once, for training. It
+    does not change the stream. Parameters have torch's names, so a `state_dict` of torch's module loads as it is. After
+    the first token the stream is part of the `state_dict` (see `ContinualStream`).
 
-    The package continual-inference calls this `SingleOutputMultiheadAttention` and `RetroactiveMultiheadAttention`. Results are the same
-    while logits are small: the latter adds and subtracts raw exponentials, which in float32 loses digits at logits of 15 and overflows at
-    88. Differences: `batch_first` is False by default, as in torch; `forward_steps` of single outputs, not batch first, returns (T', B, C)
-    where theirs returns (T', 1, B, C); `update_state=False` works from the first token on; there is no `query_index` and no
-    `embed_dim_second`; steps record no graph; states are of this package's types.
+    The package continual-inference calls this `SingleOutputMultiheadAttention` and `RetroactiveMultiheadAttention`.
+    Results are the same while logits are small. `RetroactiveMultiheadAttention` adds and subtracts raw exponentials,
+    which in float32 loses digits at logits of 15 and overflows at 88. Other differences from that package:
+    `batch_first` is False by default, as in torch. `forward_steps` with single outputs and without `batch_first`
+    returns (T', B, C), where that package returns (T', 1, B, C). `update_state=False` works from the first token on.
+    There is no `query_index` and no `embed_dim_second`. Steps record no graph. States have types of this package.
 
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023).
 
@@ -373,23 +397,26 @@ class ContinualAttention(Continual, MultiheadAttention):
 
 
 class ContinualNystromAttention(Continual, NystromAttention):
-    """Attention over the n newest tokens of a stream through m landmarks: O(m) a token, whatever the window.
+    """Attention over the n newest tokens of a stream through m landmarks: O(m) per token, for any window size.
 
     Args:
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype, num_landmarks, pinv,
-            pinv_iterations: as in `NystromAttention`.
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype,
+            num_landmarks, pinv, pinv_iterations: as in `NystromAttention`.
         sequence_len: n >= m.
         output: as in `ContinualAttention`.
-        landmarks: "continual": the means of segments of the stream; when a segment is full, every n / m tokens, its mean replaces the
-            oldest. In `forward` they are the means of segments of its window. "fixed": parameters, see `fit_landmarks`.
+        landmarks: "continual": landmarks are the means of segments of the stream. Every n / m tokens a segment is full,
+            and its mean replaces the oldest landmark. In `forward` the landmarks are the means of segments of the
+            window. "fixed": landmarks are parameters; see `fit_landmarks`.
 
-    `forward` is `NystromAttention`'s, over a whole window at once, where a key or value of None is the query; it does not change the
-    stream. A stream with fixed landmarks equals it at every step. With continual landmarks it does after every n tokens, or every n / m
-    where m divides n; in between, landmarks lag behind the window by less than one segment. So what is to be streamed with continual
-    landmarks is trained with `forward_stream` on pieces of more than n tokens: it has the stream's landmarks at every token.
+    `forward` is that of `NystromAttention`, over a whole window at once. A key or value of None means the query.
+    `forward` does not change the stream. With fixed landmarks, every step of a stream equals `forward` over its window.
+    With continual landmarks the step equals `forward` after every n tokens, or after every n / m tokens if m divides n.
+    In between, the landmarks lag behind the window by less than one segment. So train a module that will stream with
+    continual landmarks by `forward_stream`, on pieces of more than n tokens. `forward_stream` uses the stream's
+    landmarks at every token.
 
-    A stream is valid only with the weights and landmarks with which its window was filled; `fit_landmarks` ends it. Method names are those
-    of continual-inference, with the differences that `ContinualAttention` lists.
+    A stream is valid only with the weights and landmarks that filled its window. `fit_landmarks` ends the stream.
+    Method names are those of continual-inference, with the differences that `ContinualAttention` lists.
 
     Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.).
 
@@ -414,7 +441,10 @@ class ContinualNystromAttention(Continual, NystromAttention):
             raise ValueError(wrong("num_landmarks", f"is {self.num_landmarks}", f"at most sequence_len = {sequence_len} is needed"))
 
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
-        """Make the fixed landmarks as `NystromAttention` does, and end the stream, whose state was computed with other landmarks."""
+        """Make the fixed landmarks as `NystromAttention` does, and end the stream.
+
+        The state of the stream was computed with the old landmarks.
+        """
         super().fit_landmarks(tokens, keys, seed=seed)
         self.clean_state()
 

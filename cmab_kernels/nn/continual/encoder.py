@@ -20,22 +20,25 @@ LayerState = WindowState | tuple[RecentTokens, WindowState]
 
 
 class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` over a stream: each token attends to the n newest, itself among them, and stays as it was then.
+    """`torch.nn.TransformerEncoderLayer` over a stream.
+
+    Each token attends to the n newest tokens, including itself. Later tokens do not change its output.
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as torch's.
         sequence_len: n.
-        num_landmarks: None for exact attention, `ContinualAttention`; else m, for `ContinualNystromAttention`, where `dropout` acts
-            on features only: there are no attention weights to drop.
+        num_landmarks: None for exact attention by `ContinualAttention`; else m for `ContinualNystromAttention`. Nyström
+            attention has no attention weights to drop, so its `dropout` acts on features only.
         landmarks, pinv, pinv_iterations: as in `ContinualNystromAttention`.
 
-    `forward` takes a stream of T >= n tokens at once, with gradients, and returns the outputs of the T - n + 1 full windows: what
-    `forward_steps` of a new stream returns. For T = n that is torch's layer, at the last token. `forward_step`, `forward_steps`,
-    `clean_state`, `get_state` and `set_state` are those of `ContinualAttention`; steps in training with dropout are a `RuntimeError`.
-    Parameters have torch's names, so a `state_dict` of torch's layer loads as it is. There are no masks.
+    `forward` takes a stream of T >= n tokens at once, with gradients. It returns the outputs of the T - n + 1 full
+    windows, as `forward_steps` of a new stream does. For T = n the output equals that of torch's layer at the last
+    token. `forward_step`, `forward_steps`, `clean_state`, `get_state` and `set_state` are those of
+    `ContinualAttention`. Steps in training mode with dropout raise a `RuntimeError`. Parameters have torch's names, so
+    a `state_dict` of torch's layer loads as it is. There are no masks.
 
-    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the single-output layer.
-    `RetroactiveEncoderLayer` is the other.
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the
+    single-output layer. `RetroactiveEncoderLayer` is the paper's other layer.
 
     >>> layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8, num_landmarks=4).eval()
     >>> tokens = torch.randn(1, 20, 16)
@@ -77,7 +80,10 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return self.self_attn.sequence_len
 
     def forward(self, src: Tensor) -> Tensor:  # type: ignore[override]  # a window has no masks
-        """Return the outputs (B, T - n + 1, C) of a stream (B, T, C), or (T - n + 1, B, C) of (T, B, C) as `batch_first` says."""
+        """Return the outputs of a stream: with `batch_first` (B, T - n + 1, C) for (B, T, C).
+
+        Without `batch_first` the outputs are (T - n + 1, B, C) for a stream (T, B, C).
+        """
         return self._added(src, self._attended(src))
 
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
@@ -93,7 +99,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return None if attended is None else self._fed(src, attended)
 
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
-        """Take T tokens in the layout of `forward`, and return the outputs of those from which on the window is full, or None."""
+        """Take T tokens in the layout of `forward`, and return the outputs of tokens with a full window, or None."""
         self._refuse_to_drop()
         self.self_attn._check(None, src=src)
         attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
@@ -104,15 +110,15 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         self.self_attn.clean_state()
 
     def get_state(self) -> LayerState | None:
-        """Return the state of the attention's stream, or None before the first token."""
+        """Return the state of the stream of `self_attn`, or None before the first token."""
         return self.self_attn.get_state()
 
     def set_state(self, state: Any) -> None:
-        """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
+        """Continue from a state that `get_state` returned. None acts as `clean_state`."""
         self.self_attn.set_state(state)
 
     def _read(self, window: Tensor) -> Tensor:
-        """Return what the layer makes of whole windows in torch's layout, for each query that the attention has outputs of."""
+        """Return the layer's outputs for whole windows in torch's layout, one for each attention output."""
         return self._added(window, self.self_attn(self._asking(window), need_weights=False)[0])
 
     def _attended(self, src: Tensor) -> Tensor:
@@ -126,13 +132,13 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return called(self.norm1, src) if self.norm_first else src
 
     def _added(self, src: Tensor, attended: Tensor) -> Tensor:
-        """Return what the rest of the layer makes of attended tokens, which are the newest of `src`."""
+        """Apply the rest of the layer to the attention's outputs, which belong to the newest tokens of `src`."""
         along = 1 if src.dim() == 3 and self.self_attn.batch_first else 0
         newest = src.narrow(along, src.shape[along] - attended.shape[along], attended.shape[along])
         return self._fed(newest, attended)
 
     def _fed(self, tokens: Tensor, attended: Tensor) -> Tensor:
-        """Return what the rest of the layer makes of tokens and of their attention's outputs."""
+        """Apply the rest of the layer to tokens and their attention outputs."""
         parts = self._modules
         tokens = tokens + called(parts["dropout1"], attended)
         if self.norm_first:
@@ -141,7 +147,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return called(parts["norm2"], tokens + self._fed_forward(tokens))
 
     def _fed_forward(self, tokens: Tensor) -> Tensor:
-        """Return what torch's method does, which a subclass may have replaced."""
+        """Return what torch's `_ff_block` returns. If a subclass replaced that method, the replacement runs."""
         if type(self)._ff_block is not torch.nn.TransformerEncoderLayer._ff_block or "_ff_block" in self.__dict__:
             return self._ff_block(tokens)
         parts = self._modules
@@ -154,13 +160,16 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
 
 
 class RetroactiveEncoderLayer(ContinualEncoderLayer):
-    """The same where each step returns the outputs of all n tokens of the window, as torch's layer has them: older ones see newer ones too.
+    """A `ContinualEncoderLayer` whose steps return the outputs of all n tokens of the window, as torch's layer does.
 
-    It is the first layer of a `ContinualEncoder`. `forward` of (B, T, C) returns (B, T - n + 1, n, C), and of (T, B, C) it returns
-    (T - n + 1, n, B, C), as `forward_steps` of a new stream does; for T = n that is torch's layer. `forward_step` returns (B, n, C), or
-    (n, B, C). A state is the pair of the window's tokens, to which what is attended is added, and the state of the attention.
+    Older tokens therefore attend to newer tokens too. The layer serves as the first layer of a `ContinualEncoder`.
+    `forward` returns (B, T - n + 1, n, C) for tokens (B, T, C), and (T - n + 1, n, B, C) for tokens (T, B, C), as
+    `forward_steps` of a new stream does. For T = n the output equals that of torch's layer. `forward_step` returns
+    (B, n, C) or (n, B, C). A state is a pair: the window's tokens, which the residual connection needs, and the state
+    of the attention.
 
-    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the retroactive layer.
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the
+    retroactive layer.
 
     >>> layer = cmab_kernels.nn.RetroactiveEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8).eval()
     >>> theirs = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
@@ -183,23 +192,29 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         self.register_load_state_dict_post_hook(follow_weights)
 
     def forward(self, src: Tensor) -> Tensor:  # type: ignore[override]  # a window has no masks
-        """Return the outputs (B, T - n + 1, n, C) of a stream (B, T, C), or (T - n + 1, n, B, C) of (T, B, C) as `batch_first` says."""
+        """Return the outputs of a stream: with `batch_first` (B, T - n + 1, n, C) for (B, T, C).
+
+        Without `batch_first` the outputs are (T - n + 1, n, B, C) for a stream (T, B, C).
+        """
         attended = self._attended(src)
         return self._fed(self._windows(self.self_attn._batch_first(src), attended), attended)
 
     def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
-        """Take one more token (B, C), and return the outputs of the window (B, n, C), (n, B, C) as `batch_first` says, or None."""
+        """Take one more token (B, C), and return the outputs of the window, or None before the window is full.
+
+        The outputs are (B, n, C) with `batch_first`, else (n, B, C).
+        """
         self.self_attn._check_token(src=src)
         outs = self.forward_steps(src.unsqueeze(-2 if self.self_attn.batch_first else 0), update_state)
         return None if outs is None else outs.squeeze(1 if self.self_attn.batch_first and src.dim() == 2 else 0)
 
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
-        """Take T tokens in the layout of `forward`, and return the outputs of the windows that end with them, or None."""
+        """Take T tokens in the layout of `forward`, and return the outputs of the windows ending at them, or None."""
         self._refuse_to_drop()
         recent, before, attention = self._recent(src), self.stream.held, self.self_attn.stream
         attended_before = attention.held
-        try:  # the tokens come first: only then can an error tell whether the attention has taken them
-            if update_state and recent.shape[1] > self.sequence_len:  # the attention has no state of no tokens
+        try:  # store the tokens first, so that after an error the attention's state shows whether it took them
+            if update_state and recent.shape[1] > self.sequence_len:  # the attention has no state before its first token
                 self.stream.hold(RecentTokens(recent[:, -self.sequence_len :].clone()))
             attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
         except BaseException:
@@ -218,7 +233,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         return None if attention is None or recent is None else (recent, attention)
 
     def set_state(self, state: tuple[RecentTokens, WindowState] | None) -> None:
-        """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
+        """Continue from a state that `get_state` returned. None acts as `clean_state`."""
         recent, attention = _pair(state)
         before, attention_before = self.stream.held, self.self_attn.stream.held
         try:
@@ -231,7 +246,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
             raise
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Refuse tokens of a window without the attention's state over them, and the other way round."""
+        """Refuse window tokens without the attention's state over them, and an attention's state without tokens."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         name = f"{prefix}stream.tokens"
         batch, attended = (extent(state_dict, entry, 0) for entry in (name, f"{prefix}self_attn.stream.queries"))
@@ -246,7 +261,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
             raise ValueError(wrong("state", given, "one batch for both is needed"))
 
     def _recent(self, src: Tensor) -> Tensor:
-        """Return the tokens of the window (B, n, C), zeros before the first, followed by those of `src`."""
+        """Return the tokens of the window (B, n, C), with zeros before the first token, followed by those of `src`."""
         self.self_attn._check(None, src=src)
         tokens = self.self_attn._batch_first(src).to(self.stream.weight_like.dtype)
         batch = tokens.shape[0]
@@ -259,7 +274,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         return torch.cat([held.tokens, tokens], 1)
 
     def _windows(self, tokens: Tensor, attended: Tensor) -> Tensor:
-        """Return the windows of tokens (B, T, C) that belong to attended ones, the newest, in the layout of these."""
+        """Return the newest windows of tokens (B, T, C), one for each attention output, in the layout of `attended`."""
         batched, batch_first = attended.dim() == 4, self.self_attn.batch_first
         windows = tokens.unfold(1, self.sequence_len, 1).mT[:, -attended.shape[int(batched and batch_first)] :]
         if not batched:
@@ -268,7 +283,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
 
 
 def _pair(state: Any) -> tuple[Any, Any]:
-    """Return (tokens, state of the attention), or two None; raise for a state of a retroactive layer that has only one of them."""
+    """Return (tokens, state of the attention), or (None, None). Raise for a state that has only one of the two."""
     if state is None:
         return None, None
     allowed = "(RecentTokens, state of the attention), from `get_state`, or None is needed"
@@ -283,26 +298,30 @@ def _pair(state: Any) -> tuple[Any, Any]:
 
 
 class ContinualEncoder(nn.Module):
-    """A stack of layers over a stream, each of which takes the outputs of the one before as its tokens.
+    """A stack of layers over a stream. Each layer takes the outputs of the previous layer as its tokens.
 
     Args:
-        layer: a `ContinualEncoderLayer` or `RetroactiveEncoderLayer`, of which all layers are copies, as in `torch.nn.TransformerEncoder`.
-        num_layers: how many, L >= 1; of retroactive ones at least 2.
+        layer: a `ContinualEncoderLayer` or `RetroactiveEncoderLayer`. All layers are copies of it, as in
+            `torch.nn.TransformerEncoder`.
+        num_layers: L >= 1, or L >= 2 for retroactive layers.
         norm: a module for the outputs of the last layer, or None.
 
-    `forward` takes a stream at once, with gradients, and returns what steps return: the outputs of all tokens from the first on that has
-    seen as many as `sequence_len` says. The methods are those of the layer; a state is a tuple of the states of the layers.
-    In grad mode an error leaves the streams unchanged, and so does a token that the first layer's attention refuses. Under
-    `torch.no_grad()` an error after it, as for numbers that overflow in a later layer, ends them, like `clean_state`: a copy of the windows
-    at each step would cost more than the step.
+    `forward` takes a stream at once, with gradients, and returns the same outputs as steps do. The first output belongs
+    to the first token that has seen `sequence_len` tokens. The methods are those of the layer. A state is a tuple of
+    the states of the layers. In grad mode an error leaves the streams unchanged. A token that the first layer's
+    attention refuses also leaves them unchanged. Under `torch.no_grad()` a later error, for example for numbers that
+    overflow in a later layer, ends the streams as `clean_state` does. Keeping them would need a copy of the windows at
+    each step, which would cost more than the step.
 
-    With a `ContinualEncoderLayer`, each layer reads the newest n tokens of the one before, as they were at their time: an output has seen
-    L (n - 1) + 1 tokens, and all layers take O(n) a token, or O(m) with landmarks. With a `RetroactiveEncoderLayer`, an output has seen n
-    tokens, and is that of `torch.nn.TransformerEncoder` for this window at its last token: the first layer steps, and those after it read
-    the window anew, the last one for its newest token only. With continual landmarks the first layer has those of a stream, and the others
-    the means of segments of the window.
+    With a `ContinualEncoderLayer`, each layer reads the newest n outputs of the previous layer, as they were when
+    computed. An output has seen L (n - 1) + 1 tokens, and all layers take O(n) per token, or O(m) with landmarks. With
+    a `RetroactiveEncoderLayer`, an output has seen n tokens. It equals the output of `torch.nn.TransformerEncoder` for
+    this window at its last token. The first layer steps, and the later layers recompute the window. The last layer
+    computes the newest token only. If the landmarks of a retroactive encoder are continual, only layer 1 uses streaming
+    landmarks; later layers recompute segment means of the window.
 
-    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), which has the second kind.
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023). It
+    describes the retroactive kind.
 
     >>> layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8, num_landmarks=4)
     >>> encoder = cmab_kernels.nn.ContinualEncoder(layer, num_layers=2).eval()
@@ -352,9 +371,9 @@ class ContinualEncoder(nn.Module):
         return self._through("forward_step", src, update_state, batched=2)
 
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
-        """Take T tokens in the layout of `forward`, and return the outputs of those from which on all windows are full, or None.
+        """Take T tokens in the layout of `forward`, and return the outputs of the tokens with full windows, or None.
 
-        Retroactive layers hold T windows meanwhile.
+        The windows of all layers must be full. Retroactive layers hold T windows during the call.
         """
         return self._through("forward_steps", src, update_state, batched=3)
 
@@ -368,7 +387,7 @@ class ContinualEncoder(nn.Module):
         return tuple(layer.get_state() for layer in self._each())
 
     def set_state(self, state: Sequence[LayerState | None] | None) -> None:
-        """Go on from a state that `get_state` returned. None is the same as `clean_state`."""
+        """Continue from a state that `get_state` returned. None acts as `clean_state`."""
         parts = (None,) * len(self.layers) if state is None else state
         if not isinstance(parts, Sequence):
             raise TypeError(wrong("state", f"is {kind_of(state)}", "a tuple of the states of the layers, from `get_state`, is needed"))
@@ -393,8 +412,9 @@ class ContinualEncoder(nn.Module):
             stream.hold(state)
 
     def _through(self, method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
-        """Return what this method of the layers makes of `src`, which has a batch if it has `batched` dimensions."""
-        # While something refers to the states, steps copy the windows. In grad mode, where steps may be refused, that is accepted.
+        """Pass `src` through this method of each layer. `src` has a batch dimension if it has `batched` dimensions."""
+        # A step copies the windows while another reference to the states exists. That is accepted in grad mode, where
+        # a step may raise.
         before, tokens, layers = self._held() if torch.is_grad_enabled() else None, src, self._each()
         first = layers[0].self_attn.stream
         first_before = first.held
@@ -407,12 +427,12 @@ class ContinualEncoder(nn.Module):
         except BaseException:
             if before is not None:
                 self._put_back(before)
-            elif first.held is not first_before:  # the layers are no longer at the same token, and what the first ones had is overwritten
+            elif first.held is not first_before:  # layers are at different tokens, and the old states are overwritten
                 self.clean_state()
             raise
 
     def _read(self, windows: Tensor, batched: bool) -> Tensor:
-        """Return what the layers after the first make of its windows ([T',] n, [B,] C), or with a batch first (B, [T',] n, C)."""
+        """Apply the layers after the first to its windows ([T',] n, [B,] C), or (B, [T',] n, C) with `batch_first`."""
         batch_first = self._each()[0].self_attn.batch_first
         windows = windows.movedim(-2, 0) if batched and not batch_first else windows
         tokens = windows.flatten(0, -3) if windows.dim() > 2 else windows.unsqueeze(0)  # a reshape to -1 fails for a batch of 0

@@ -17,24 +17,28 @@ from ..stream import Keeper, refuse_to_record
 class CircularPositionalEncoding(Keeper[int]):
     """Adds to every token of a stream the encoding of its place on a circle of 2 n - 1 places, for windows of n tokens.
 
-    A token keeps its encoding while it is in the window, so that its key and value need not be recomputed. Two tokens of a window are at
-    most n - 1 apart, and on a circle of 2 n - 1 places the 2 n - 1 differences from -(n - 1) to n - 1 are all distinct.
+    A token keeps its encoding while it is in the window, so its key and value need not be recomputed. Two tokens of a
+    window are at most n - 1 apart. On a circle of 2 n - 1 places the 2 n - 1 differences from -(n - 1) to n - 1 are all
+    distinct.
 
     Args:
         embed_dim: C, columns of the tokens.
         sequence_len: n.
-        learned: True: a parameter `encodings` (2 n - 1, C), drawn from N(0, 0.02^2). False: sines and cosines with whole numbers of periods
-            around the circle, from 1 to n - 1 in geometric steps; these are neither learned nor saved. A module on the meta device gets
-            them from `to_empty`, and on torch's default device from weights that are loaded with `assign=True`.
+        learned: True: the encodings are a parameter `encodings` (2 n - 1, C), drawn from N(0, 0.02^2). False: encodings
+            are sines and cosines with whole numbers of periods around the circle, from 1 to n - 1 in geometric steps.
+            Sines and cosines are neither learned nor saved. A module on the meta device computes them in `to_empty`,
+            or, on torch's default device, when weights are loaded with `assign=True`.
         batch_first, device, dtype: as in `torch.nn.MultiheadAttention`.
 
-    `forward` adds encodings to a window of at most n tokens, (B, N, C) or (N, B, C) as `batch_first` says, or (N, C), and `forward_stream`
-    to a stream of any number. In training they start at a random place, drawn at every call, so that all places are trained and only
-    differences carry information; in eval mode they start at the stream's place, which they do not change. `forward_step` takes one token
-    (B, C) and `forward_steps` any number, and both advance the stream; `clean_state` resets it to place 0. The place is part of the
-    `state_dict` while it is not 0.
+    `forward` adds encodings to a window of at most n tokens: (B, N, C) or (N, B, C), depending on `batch_first`, or (N,
+    C). `forward_stream` adds them to a stream of any length. In training mode the encodings start at a random place,
+    drawn at every call, so that all places are trained and only differences carry information. In eval mode they start
+    at the stream's place, which both methods leave unchanged. `forward_step` takes one token (B, C) and `forward_steps`
+    takes any number. Both advance the stream. `clean_state` resets the stream to place 0. The `state_dict` contains the
+    place unless the place is 0.
 
-    The package continual-inference calls this `RecyclingPositionalEncoding`, which takes (B, C, T) and advances at every `forward`.
+    The package continual-inference calls this `RecyclingPositionalEncoding`. That class takes (B, C, T) and advances at
+    every `forward`.
 
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023).
 
@@ -76,11 +80,11 @@ class CircularPositionalEncoding(Keeper[int]):
         return self._added(tokens, encodings, self._start(tokens))
 
     def forward_stream(self, tokens: Tensor) -> Tensor:
-        """Return a stream of any number of tokens, in the shape of `forward`, with encodings added: `forward` beyond a single window."""
+        """Return a stream of any length with its encodings added, in the layout of `forward`."""
         return self._added(tokens, self._checked("tokens", tokens, (2, 3)), self._start(tokens))
 
     def forward_step(self, token: Tensor, update_state: bool = True) -> Tensor:
-        """Return one token (B, C), or (C,), with its encoding added. With `update_state=False` the stream stays where it is."""
+        """Return one token (B, C), or (C,), with its encoding added. `update_state=False` keeps the stream's place."""
         encodings = self._checked("token", token, (1, 2))
         refuse_to_record("forward_step", "forward_stream, or the sum with a row of `encodings`")
         out = token + encodings[self.position]
@@ -88,7 +92,7 @@ class CircularPositionalEncoding(Keeper[int]):
         return out
 
     def forward_steps(self, tokens: Tensor, update_state: bool = True) -> Tensor:
-        """Return any number of tokens, in the shape of `forward`, with their encodings added."""
+        """Return any number of tokens with their encodings added, in the layout of `forward`."""
         encodings = self._checked("tokens", tokens, (2, 3))
         refuse_to_record("forward_steps", "forward_stream, or the sum with rows of `encodings`")
         out = self._added(tokens, encodings, self.position)
@@ -109,17 +113,17 @@ class CircularPositionalEncoding(Keeper[int]):
         return self.position
 
     def set_state(self, state: int | None) -> None:
-        """Go on from a place. None is the same as `clean_state`."""
+        """Continue from a place. None acts as `clean_state`."""
         if state is not None and (isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)):
             raise ValueError(wrong("state", f"is {state!r}", f"an int from 0 to {self.period - 1} is needed"))
         self.hold(state)
 
     @property
     def _learned(self) -> bool:
-        return "encodings" not in self._buffers  # a parametrization has it elsewhere
+        return "encodings" not in self._buffers  # not `in self._parameters`: a parametrized one is stored elsewhere
 
     def _apply(self, fn: Callable, recurse: bool = True) -> CircularPositionalEncoding:
-        """Cast or move the module. Sines and cosines are computed anew: `to_empty` gives memory without values."""
+        """Cast or move the module, and recompute sines and cosines, because `to_empty` gives memory without values."""
         before = self.encodings
         super()._apply(fn, recurse)
         if not self._learned and self.encodings is not before:
@@ -132,14 +136,14 @@ class CircularPositionalEncoding(Keeper[int]):
             self.encodings = _waves(*self.encodings.shape).to(torch.empty(0, dtype=self.encodings.dtype))
 
     def _checked(self, name: str, tokens: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Return the encodings, of which a parametrization is computed once, for tokens that fit them."""
+        """Return the encodings, after a check that the tokens fit them. A parametrization is computed only once."""
         encodings = self.encodings
         layout = "(B, C) or (C,)" if 1 in dims else f"{'(B, N, C)' if self.batch_first else '(N, B, C)'} or (N, C)"
         check_features(name, tokens, layout, dims, encodings.shape[1], encodings)
         return encodings
 
     def _start(self, tokens: Tensor) -> int | Tensor:
-        """Return the place where `forward` begins: a random one in training, else the stream's."""
+        """Return the place where `forward` begins: a random place in training mode, else the place of the stream."""
         return torch.randint(self.period, (), device=tokens.device) if self.training else self.position
 
     def _along(self, tokens: Tensor) -> int:
@@ -167,9 +171,10 @@ class CircularPositionalEncoding(Keeper[int]):
 
 
 def _waves(period: int, width: int) -> Tensor:
-    """Return a float64 matrix (period, width) with alternating columns of sines and cosines, each with a whole number of periods.
+    """Return a float64 matrix (period, width) with alternating columns of sines and cosines.
 
-    It is on the CPU, whatever the default device: that may be meta, and all devices get the same bits.
+    Each column has a whole number of periods. The matrix is always on the CPU, because the default device may be meta,
+    and so that all devices get the same bits.
     """
     pairs = (width + 1) // 2
     fastest = max(period // 2, 1)

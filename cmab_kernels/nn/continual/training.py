@@ -1,4 +1,4 @@
-"""Continual attention over a whole stream at once: what steps compute one after the other, with gradients."""
+"""Continual attention over a whole stream at once, with gradients. The results are those of the steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ...runtime.dtypes import state_dtype
 
 
 def attention_over_stream(query: Tensor, key: Tensor, value: Tensor, window: int, retroactive: bool, dropout: float = 0.0) -> Tensor:
-    """Return the outputs of exact attention after each of the tokens n, n + 1, ..., T of a stream (B, H, T, *), n = `window`.
+    """Return the outputs of exact attention after each of the tokens n, n + 1, ..., T of a stream (B, H, T, *).
 
-    (B, H, T - n + 1, 1, E) for the newest query of each window, or retroactive (B, H, T - n + 1, n, E) for all of them.
+    n is `window`. The shape is (B, H, T - n + 1, 1, E), for the newest query of each window. Retroactive outputs are
+    (B, H, T - n + 1, n, E), for all queries of each window.
     """
     return _over_windows(_asking(query, window, retroactive), key, value, window, dropout)
 
@@ -27,10 +28,11 @@ def nystrom_over_stream(
     landmarks: tuple[Tensor, Tensor] | int,
     iterations: int,
 ) -> Tensor:
-    """Return the same for Nyström attention, with the landmarks that the stream has at each token.
+    """Return what `attention_over_stream` returns, for Nyström attention with the stream's landmarks at each token.
 
-    `landmarks` are fixed ones, (H, m, D) each, or the number m of continual ones: the means of the m newest segments that are full.
-    `iterations` are those of the pseudo-inverse, 0 for the exact one.
+    `landmarks` are fixed landmarks, (H, m, D) each, or the number m of continual landmarks. Continual landmarks are the
+    means of the m newest full segments. `iterations` is the number of iterations of the pseudo-inverse; 0 means the
+    exact pseudo-inverse.
 
     Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.), section 3.
     """
@@ -53,14 +55,16 @@ def nystrom_over_stream(
 
 
 def _asking(query: Tensor, window: int, retroactive: bool) -> Tensor:
-    """Return the queries (B, H, T - n + 1, 1 or n, D) that each window has an output for."""
+    """Return the queries (B, H, T - n + 1, 1 or n, D) whose outputs each window has."""
     return query.unfold(2, window, 1).mT if retroactive else query[:, :, window - 1 :].unsqueeze(3)
 
 
 def _over_windows(query: Tensor, key: Tensor, value: Tensor, window: int, dropout: float = 0.0) -> Tensor:
-    """Return the attention (B, H, S, R, E) of queries (B, H, S, R, D), R for each of S windows, over the keys of their window.
+    """Return the attention (B, H, S, R, E) of queries (B, H, S, R, D) over the keys of their window.
 
-    As many windows as one has tokens are computed at a time: together they have not twice as many keys.
+    There are S windows with R queries each.
+
+    A group of n windows is computed at a time, for windows of n tokens. A group has fewer than 2 n keys in all.
     """
     outs = []
     for first in range(0, query.shape[2], window):
@@ -76,13 +80,16 @@ def _over_windows(query: Tensor, key: Tensor, value: Tensor, window: int, dropou
 
 
 def _segment_ends(tokens: int, window: int, landmarks: int) -> list[int]:
-    """Return the numbers of tokens, at most `tokens`, after which a segment of the stream is full."""
+    """Return the token counts, up to `tokens`, at which a segment of the stream becomes full."""
     every = [first + end for first in range(0, tokens, window) for end in segment_ends(window, landmarks)]
     return [end for end in every if end <= tokens]
 
 
 def _sets_of_means(tokens: Tensor, ends: list[int], landmarks: int) -> Tensor:
-    """Return the means of the segments that end there, m that follow each other to a set: (B, H, segments - m + 1, m, D)."""
+    """Return the segments' means in all sets of m consecutive segments: (B, H, segments - m + 1, m, D).
+
+    `ends` are the ends of the segments.
+    """
     sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     means = torch.stack([segment.mean(2) for segment in tokens[:, :, : ends[-1]].split(sizes, 2)], 2)
     return means.unfold(2, landmarks, 1).mT

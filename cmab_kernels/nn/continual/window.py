@@ -38,32 +38,33 @@ WindowState = FillingWindow | ContinualNystromState | ContinualAttentionState
 
 
 class RecentTokens(NamedTuple):
-    """The newest tokens of a stream, as a layer was given them."""
+    """The newest tokens of a stream, as the layer received them."""
 
     tokens: Tensor
-    """(B, n, C), oldest first; rows before the first token are 0"""
+    """(B, n, C), oldest first. Rows before the first token are 0."""
 
 
 _SAFE = (FillingWindow, RecentTokens)
-_OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in _SAFE]  # where 0.1.0 had them
-torch.serialization.add_safe_globals([*_SAFE, *_OLDER])  # as for the states in cmab_kernels
+_OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in _SAFE]  # their place in 0.1.0
+torch.serialization.add_safe_globals([*_SAFE, *_OLDER])  # also done for the states in cmab_kernels
 
 
 class ContinualStream(Stream[WindowState]):
     """A submodule that holds the window of a streaming module, or None.
 
-    While there is a window, `state_dict` holds it: `queries`, `keys` and `values` (B, H, p, D) of the p < n tokens so far; once it is full,
-    these for all n tokens, oldest first, and the other fields of the state except `spare`, with ints as int64 tensors. See `Stream` for
-    what loading does. A window that is assigned to `state` is checked and copied.
+    `state_dict` contains the window if there is one. Before the window is full, the entries are `queries`, `keys` and
+    `values` (B, H, p, D) of the p < n tokens so far. Once it is full, the entries are these for all n tokens, oldest
+    first, and the other fields of the state except `spare`, with ints as int64 tensors. See `Stream` for the rules of
+    loading. A window that is assigned to `state` is checked and copied.
 
     The window moves with the module between devices, with the same bits. A cast of the module casts the tokens, and the next step
     recomputes the sums over them.
 
     Args:
-        kind: the type of the state of the operator that steps.
+        kind: the type of the state of the operator that makes the steps.
         heads, width: H and D = E.
-        rows: the numbers of rows that the sums of such a state may have.
-        counts: the ints of such a state, by name: `window` and, of a `ContinualNystromState`, `pinv_iterations` and
+        rows: the allowed numbers of rows of the state's sums.
+        counts: the ints of the state, by name: `window` and, for a `ContinualNystromState`, `pinv_iterations` and
             `fixed`.
         device, dtype: of the module's weights.
 
@@ -111,7 +112,7 @@ class ContinualStream(Stream[WindowState]):
         return self._built(entries, self.weight_like.device)
 
     def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the cast entries. A peak of each row is set to the largest number, which makes the next step recompute the row."""
+        """Return the cast entries. The peak of each row is set to the largest number: the next step recomputes it."""
         cast = super()._cast(entries)
         if "sums" in cast:
             sums = cast["sums"]
@@ -119,7 +120,7 @@ class ContinualStream(Stream[WindowState]):
         return cast
 
     def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
-        """Return the shape and dtype of each entry. Entries of tokens alone are those of a window that is not full yet."""
+        """Return the shape and dtype of each entry. If there are only token entries, the window is not full yet."""
         batch, tokens, rows = extent(entries, "queries", 0), extent(entries, "queries", 2), extent(entries, "sums", 2)
         full = bool(entries.keys() - {*FillingWindow._fields})
         tokens, rows = self.window if full else tokens, rows if rows in self.rows else self.rows[-1]
@@ -132,7 +133,7 @@ class ContinualStream(Stream[WindowState]):
             parts["landmark_queries"] = parts["landmark_keys"] = Part((batch, self.heads, rows, self.width), sums)
             parts["inverse"] = Part((batch, self.heads, rows, rows), sums)
         given = entries.get("position")
-        common = isinstance(given, Tensor) and not given.dim()  # one number for all streams, as older files have it
+        common = isinstance(given, Tensor) and not given.dim()  # older files have one number for all streams
         parts["position"] = Part(() if common else (batch, self.heads), torch.int64)
         return {**parts, "scale": Part((), torch.float64), **dict.fromkeys(self.counts, Part((), torch.int64))}
 
@@ -148,7 +149,7 @@ class ContinualStream(Stream[WindowState]):
         return "" if 0 < tokens < self.window else wrong(f"{prefix}queries", f"has {tokens} tokens", f"1 to {self.window - 1} fit")
 
     def _unlikely_sums(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        """Return the reason why these entries of a full window cannot come from a stream of this module, or "" if they can."""
+        """Return why these entries of a full window cannot come from a stream of this module, or "" if they can."""
         for name, count in self.counts.items():
             if entries[name] != count:
                 return wrong(prefix + name, f"is {int(entries[name])}", f"it is {count} in this module")
@@ -173,9 +174,10 @@ class ContinualStream(Stream[WindowState]):
 
 
 class RecentStream(Stream[RecentTokens]):
-    """A submodule that holds the n newest tokens of a stream, or None. `state_dict` holds them as `tokens` (B, n, C); see `Stream`.
+    """A submodule that holds the n newest tokens of a stream, or None.
 
-    They have the module's dtype, and a cast of the module casts them.
+    `state_dict` contains the tokens as `tokens` (B, n, C); see `Stream`. The tokens have the module's dtype, and a cast
+    of the module casts them.
 
     Args:
         window, width: n and C.

@@ -17,7 +17,7 @@ from .projections import MultiheadProjections
 
 
 class Attended(NamedTuple):
-    """What `MultiheadAttention.attend_state` returns: the output, and the state to continue from."""
+    """The return value of `MultiheadAttention.attend_state`: the output, and the state to continue from."""
 
     out: Tensor
     """The output, in the shape and dtype of the query."""
@@ -26,23 +26,27 @@ class Attended(NamedTuple):
 
 
 class MultiheadAttention(MultiheadProjections):
-    """`torch.nn.MultiheadAttention`, fast and small in memory where few queries meet many keys.
+    """`torch.nn.MultiheadAttention`, fast and with little memory for few queries over many keys.
 
-    Constructor, parameters, `state_dict`, arguments and result of `forward` are torch's; see there for shapes. The fused operator runs
-    where the attention matrix is not asked for: with `need_weights=False`, no `attn_mask`, no dropout (p 0, or eval mode), and a
-    `key_padding_mask` that is None, bool, or a float mask of 0 and -inf, which torch's transformer layers make of bool ones. Everything
-    else is handed to torch's own implementation, with torch's memory and speed: the returned weights of `need_weights=True` (torch's
-    default!), an `attn_mask` with or without `is_causal`, a `key_padding_mask` of other numbers or with a gradient, dropout in training,
-    nested tensors, and heads or devices that no kernel is there for. `why_torch` says whether and why.
+    Constructor, parameters, `state_dict`, arguments and result of `forward` are those of torch's module; see its
+    documentation for shapes. The fused operator runs for calls that do not ask for the attention matrix: calls with
+    `need_weights=False`, no `attn_mask`, no dropout (p 0, or eval mode), and a `key_padding_mask` that is None, bool,
+    or a float mask of 0 and -inf. torch's transformer layers make such float masks of bool masks. All other calls run
+    torch's own implementation, with torch's memory and speed: calls with `need_weights=True` (torch's default!), with
+    an `attn_mask` with or without `is_causal`, with a `key_padding_mask` that holds other numbers or requires a
+    gradient, with dropout in training, with nested tensors, and with heads or devices that have no kernel. `why_torch`
+    says whether torch's implementation runs, and why.
 
-    Four differences. A query whose keys are all masked gets 0 before the output projection on the fused path, where torch gives NaN.
-    `is_causal=True` without an `attn_mask` is a `ValueError` (torch raises too, except in its fast path, which ignores it). The numbers of
-    a float `key_padding_mask` are not read on a GPU or under a compiler: others than 0 and -inf make every result NaN, or in a compiled
-    call are a `RuntimeError`. And a `torch.nn.TransformerEncoderLayer` into which it is put by hand does not call it in eval mode without
-    gradients, but runs torch's own fused layer; one into which `replace_modules` puts it does.
+    There are four differences from torch. First, a query whose keys are all masked gets 0 before the output projection
+    on the fused path, where torch gives NaN. Second, `is_causal=True` without an `attn_mask` raises a `ValueError`.
+    (torch raises too, except in its fast path, which ignores `is_causal`.) Third, the numbers of a float
+    `key_padding_mask` are not read on a GPU or under a compiler. Numbers other than 0 and -inf there make every result
+    NaN, or raise a `RuntimeError` in a compiled call. Fourth, a `torch.nn.TransformerEncoderLayer` does not call this
+    module in eval mode without gradients if you put the module into the layer by hand: the layer then runs torch's own
+    fused layer. After `replace_modules` the layer calls this module.
 
-    A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument. Source: Attention Is All You Need (Vaswani et
-    al., 2017), section 3.2.2.
+    A wrong shape, dtype or device raises a `ValueError` or `TypeError` that names the argument. Source: Attention Is
+    All You Need (Vaswani et al., 2017), section 3.2.2.
 
     >>> theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True)
     >>> ours = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
@@ -64,7 +68,10 @@ class MultiheadAttention(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (out, weights) as torch does; weights is None for `need_weights=False`. The class docstring says when the kernel runs."""
+        """Return (out, weights) as torch does; weights is None for `need_weights=False`.
+
+        The class docstring says when the kernel runs.
+        """
         self = computed(self)
         check_floating(self, query=query, key=key, value=value)
         if is_causal and attn_mask is None:
@@ -87,7 +94,7 @@ class MultiheadAttention(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> str | None:
-        """Return why torch's own implementation runs for such a call; None if the operator does."""
+        """Return why torch's own implementation runs for such a call, or None if the operator runs."""
         if need_weights:
             return "need_weights is True, torch's default: the matrix of weights is asked for"
         if attn_mask is not None:
@@ -104,13 +111,14 @@ class MultiheadAttention(MultiheadProjections):
     def attend_state(
         self, query: Tensor, inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> Attended:
-        """Attend to a stream, whose past inputs are summarised by `state` and whose new ones are `inputs`, in time O(new inputs).
+        """Attend to a stream in time O(new inputs). `state` summarises the past inputs, and `inputs` are the new ones.
 
-        `inputs` are both keys and values. `query`, `inputs` and `key_padding_mask` (bool only) have the shapes that they have in `forward`;
-        the queries must be the same at every call. `state` is that of the previous result, or None at the start. Streaming equals `forward`
-        over all inputs at once, for any chunking, and gradients flow through the chain of states. The keys of `add_bias_kv` and
-        `add_zero_attn` count in the output but not in the state, so that states can be merged. `ValueError` if kdim and vdim differ;
-        `RuntimeError` where dropout would apply.
+        `inputs` serve as keys and as values. `query`, `inputs` and `key_padding_mask` (bool only) have the same shapes
+        as in `forward`. The queries must be the same at every call. `state` is the state of the previous result, or
+        None at the start. Streaming equals `forward` over all inputs at once, for any division into chunks, and
+        gradients flow through the chain of states. The keys of `add_bias_kv` and `add_zero_attn` count in the output
+        but not in the state, so that states can be merged. A `ValueError` is raised if kdim and vdim differ, and a
+        `RuntimeError` if dropout would apply.
 
         >>> attention = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
         >>> query, points, state = torch.randn(1, 4, 16), torch.randn(1, 100, 16), None
@@ -141,7 +149,10 @@ class MultiheadAttention(MultiheadProjections):
         return self._output(self._over_extra_keys(q, state).out.to(q.dtype), query)
 
     def _over_extra_keys(self, query: Tensor, state: AttentionState) -> AttentionState:
-        """Return the state with the learned key (`add_bias_kv`) and the zero key (`add_zero_attn`) added, if the module has them."""
+        """Return the state with the learned key (`add_bias_kv`) and the zero key (`add_zero_attn`) added.
+
+        A key is added only if the module has it.
+        """
         pairs = [] if self.bias_k is None or self.bias_v is None else [(self.bias_k, self.bias_v)]
         if self.add_zero_attn:
             zeros = query.new_zeros(1, 1, self.embed_dim)

@@ -42,7 +42,7 @@ class LearnedRidge(MatrixFreeAttention):
         self._start(self._like)
 
     def _start(self, like: Tensor) -> None:
-        """Make the parameters and streams that torch's module does not have, on the device and in the dtype of the weight `like`."""
+        """Make the parameters and streams that torch's module lacks, with the device and dtype of the weight `like`."""
         zeros = torch.zeros(self.num_heads, device=like.device, dtype=like.dtype)
         self.register_parameter("log_alpha", torch.nn.Parameter(zeros) if self.fixed_alpha is None else None)
 
@@ -51,20 +51,23 @@ class LearnedRidge(MatrixFreeAttention):
         self._start(self._like)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> LearnedRidge:
-        """Cast or move the module. `to_empty` gives memory without values, and weights of torch's module, loaded next, have no `log_alpha`:
-        it starts where it was on the meta device, and keeps its values elsewhere, as in a module whose second place in a model is visited.
+        """Cast or move the module, and give `log_alpha` its values again.
+
+        `to_empty` gives memory without values, and a `state_dict` of torch's module has no `log_alpha`. After the meta
+        device `log_alpha` starts at 0. On other devices it keeps its values, for example in a module that is in two
+        places of a model and is therefore visited twice.
         """
         before = self._parameters.get("log_alpha")
         values = None if before is None else before.detach()
         super()._apply(fn, recurse)
         if values is not None:
-            after = self.log_alpha.data  # counted as no change of the parameter, of which a graph may hold the memory
+            after = self.log_alpha.data  # `.data`, so that autograd counts no change: a graph may hold this memory
             after.copy_(torch.zeros_like(after) if values.is_meta else values)
         return self
 
     @property
     def alpha(self) -> Tensor:
-        """The penalty of each head, (H,) float64: exp(log_alpha), differentiable, or the fixed number."""
+        """The penalty of each head, (H,) float64: exp(log_alpha), which is differentiable, or the fixed number."""
         if self.fixed_alpha is None:
             return self.log_alpha.double().exp()
         return torch.full((self.num_heads,), self.fixed_alpha, dtype=torch.float64, device=self._like.device)
@@ -87,37 +90,46 @@ class LearnedRidge(MatrixFreeAttention):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         name = prefix + "log_alpha"
         if name in missing_keys and not self.log_alpha.is_meta:
-            missing_keys.remove(name)  # torch's module has no log_alpha: it is left unchanged
+            missing_keys.remove(name)  # torch's module has no log_alpha, so ours stays unchanged
 
 
 class MultiheadIntention(LearnedRidge):
-    """Regularised least squares in place of attention: O(L + N) time, and an exact stream whose state does not grow with the keys.
+    """Regularised least squares in place of attention.
+
+    It takes O(L + N) time. It can also run as an exact stream, whose state does not grow with the number of keys.
 
     In each head, with alpha = exp(log_alpha) and a = sigmoid(log_alpha) = alpha / (1 + alpha),
 
         out = scale Q [(1 - a) K'K + a I]^-1 K'V = scale (1 + alpha) Q (K'K + alpha I)^-1 K'V
 
-    a = 0 is least squares, a = 1 linear attention. (In the paper's text a multiplies I, as here; its appendix 9 swaps a and 1 - a.)
-    `log_alpha` (H,) is learned and starts at 0, a = 1/2. It should stay small: as alpha approaches the largest number of the dtype
-    (log_alpha 11 in float16, 88 in float32), results lose digits and then overflow.
+    a = 0 gives least squares, and a = 1 gives linear attention. (In the paper's text a multiplies I, as here. The
+    paper's appendix 9 swaps a and 1 - a.) `log_alpha` (H,) is learned and starts at 0, where a = 1/2. It should stay
+    small: as alpha approaches the largest number of the dtype (log_alpha 11 in float16, 88 in float32), results lose
+    digits and then overflow.
 
     Args:
         embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as torch's.
-        dropout, add_bias_kv, add_zero_attn: torch's defaults; anything else is a `ValueError`, as they act on attention weights.
-        alpha: None to learn it, or a fixed number >= 0 for all heads, in the same formula; then there is no `log_alpha`.
-        scale: the factor in the formula. The paper's is sqrt(D) / 2, D = embed_dim / num_heads. It is derived from a variance of
-            D / (D - N - 1), which exists for D > N + 1 only, so it suits heads that are much wider than the number of keys.
+        dropout, add_bias_kv, add_zero_attn: only torch's defaults. Other values raise a `ValueError`, because these
+            options act on attention weights.
+        alpha: None to learn it, or a fixed number >= 0 for all heads in the same formula. A module with a fixed alpha
+            has no `log_alpha`.
+        scale: the factor in the formula. The paper uses sqrt(D) / 2, with D = embed_dim / num_heads. The paper derives
+            this factor from a variance of D / (D - N - 1), which exists for D > N + 1 only. So it suits heads that are
+            much wider than the number of keys.
 
-    Parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, with `log_alpha` unchanged
-    (0 in a module that came from the meta device by `to_empty`).
-    `forward` is torch's, without `attn_mask` and `is_causal`. With `need_weights=True` (torch's default!) the weights are those of the
-    linear map from values to results, scale (1 + alpha) Q (K'K + alpha I)^-1 K', the only L x N matrix that is ever formed; they may be
-    negative, do not sum to 1, and are 0 for masked keys. With a fixed alpha of 0 a result is NaN where the regression has no solution.
+    Parameters have torch's names. So a `state_dict` of `torch.nn.MultiheadAttention` loads as it is and leaves
+    `log_alpha` unchanged (0 in a module that came from the meta device by `to_empty`).
+    `forward` is torch's, without `attn_mask` and `is_causal`. With `need_weights=True` (torch's default!) the returned
+    weights are the matrix of the linear map from values to results, scale (1 + alpha) Q (K'K + alpha I)^-1 K'. No other
+    L x N matrix is ever formed. These weights may be negative, do not sum to 1, and are 0 for masked keys. With a fixed
+    alpha of 0 a result is NaN where the regression has no solution.
 
-    `update`, `remove` and `predict` do the same for a stream, whose state consists of the sums K'K and K'V in float64; alpha is used only
-    by `predict`. They take a state, and `update` and `remove` return the next; without one they use the module's own, `stream.state` (see
-    `RidgeStream`), which holds no autograd graph: to advance it with a gradient is a `RuntimeError`. A state is valid only with the weights
-    that made it. A wrong shape, dtype or device is a `ValueError` or `TypeError` that names the argument, and leaves every state unchanged.
+    `update`, `remove` and `predict` compute the same result for a stream. Its state consists of the sums K'K and K'V in
+    float64; only `predict` uses alpha. The methods take a state, and `update` and `remove` return the next state.
+    Without a state they use the module's own stream, `stream.state` (see `RidgeStream`). The module's own stream holds
+    no autograd graph, so advancing the stream with a gradient raises a `RuntimeError`. A state is valid only with the
+    weights that made it. A wrong shape, dtype or device raises a `ValueError` or `TypeError` that names the argument,
+    and every state stays unchanged.
 
     Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), sections 2 and 3.
 
@@ -144,9 +156,10 @@ class MultiheadIntention(LearnedRidge):
     def update(
         self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
     ) -> RidgeState:
-        """Return the state with these keys and values added, in time O(new keys). A `value` of None is the key.
+        """Return the state with these keys and values added, in time O(new keys).
 
-        `key` is (B, N, kdim) and `value` (B, N, vdim), or as `batch_first` says. With `state` None the module's own stream is advanced.
+        With `batch_first`, `key` is (B, N, kdim) and `value` (B, N, vdim); otherwise N comes before B. A `value` of
+        None means that the values are the keys. With `state` None the update advances the module's own stream.
         """
         if state is None:
             refuse_to_record("update", "update(..., state=state)")
@@ -158,9 +171,10 @@ class MultiheadIntention(LearnedRidge):
     def remove(
         self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
     ) -> RidgeState:
-        """Return the state without these keys and values, which must be part of it, in time O(removed keys).
+        """Return the state without these keys and values, in time O(removed keys). The state must contain them.
 
-        With `state` None the module's own stream is changed; `RuntimeError` if it has seen no key.
+        With `state` None the removal changes the module's own stream. A `RuntimeError` is raised if that stream has
+        seen no key.
         """
         if state is None:
             refuse_to_record("remove", "remove(..., state=state)")
@@ -170,9 +184,10 @@ class MultiheadIntention(LearnedRidge):
         return left
 
     def predict(self, query: Tensor, state: RidgeState | None = None) -> Tensor:
-        """Return the output of `forward` for the query, in its shape, over all keys that `state`, or the module's own stream, has seen.
+        """Return the output of `forward` for the query, over all keys of `state` or of the module's own stream.
 
-        Differentiable in the query, the query and output projections, alpha and the state. `RuntimeError` if no key was seen.
+        The output has the shape of the query. It is differentiable in the query, the query and output projections,
+        alpha and the state. A `RuntimeError` is raised if the stream has seen no key.
         """
         self = computed(self)
         held = self.stream.started(state)
@@ -184,11 +199,14 @@ class MultiheadIntention(LearnedRidge):
         return self._output((q.to(dtype) @ weight.to(dtype)).to(q.dtype), query)
 
     def init_state(self, batch: int) -> RidgeState:
-        """Return the state of no keys, to start a stream that the caller keeps: gram and moment (batch, H, D, D), count (batch, H)."""
+        """Return the state of no keys, to start a stream that the caller keeps.
+
+        gram and moment are (batch, H, D, D), and count is (batch, H).
+        """
         return self.stream.init_state(batch)
 
     def _pairs(self, key: Tensor, value: Tensor | None, key_padding_mask: Tensor | None) -> dict[str, Any]:
-        """Return keys and values, projected to heads, and the mask, as keyword arguments of the operators on states."""
+        """Return the projected keys and values and the mask, as keyword arguments of the operators on states."""
         self = computed(self)
         value = key if value is None else value
         key_padding_mask, key = bool_mask(key_padding_mask, key)
@@ -209,8 +227,9 @@ class MultiheadSigmaIntention(LearnedRidge):
 
         out = softmax(scale Q [(1 - a) K'K + a I]^-1 K') V        a = sigmoid(log_alpha), in each head
 
-    Constructor, parameters and `forward` are those of `MultiheadIntention`. Each softmax runs over all keys, so there is no stream.
-    Nothing of size L x N is formed, except with `need_weights=True` (torch's default!), which returns the softmax.
+    Constructor, parameters and `forward` are those of `MultiheadIntention`. Each softmax runs over all keys, so there
+    is no stream. No L x N matrix is formed, except with `need_weights=True` (torch's default!), which returns the
+    softmax.
 
     >>> module = cmab_kernels.nn.MultiheadSigmaIntention(16, 2, batch_first=True)
     >>> query, points = torch.randn(1, 4, 16), torch.randn(1, 100, 16)

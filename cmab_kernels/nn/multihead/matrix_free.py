@@ -1,4 +1,4 @@
-"""Attentions that form no matrix of weights unless it is asked for, with the interface of `torch.nn.MultiheadAttention`."""
+"""Attentions that form the matrix of weights only on request, with the interface of `torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ NO_DROPOUT = {"dropout": "0 is needed: it acts on attention weights, which are n
 
 
 class MatrixFreeAttention(MultiheadProjections):
-    """Base class: the output is a linear map of the values, without forming its L x N matrix. Padding can be masked for all queries alike,
-    but not keys for each query."""
+    """Base class of attentions whose output is a linear map of the values, and that do not form its L x N matrix.
+
+    A mask can hide padding from all queries. It cannot hide different keys from different queries.
+    """
 
     why_no_masks: ClassVar[str]
-    """The reason why there is no mask of keys for each query, for error messages."""
+    """The reason, in error messages, why a mask cannot hide different keys from different queries."""
 
     @extending(MultiheadProjections)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -39,10 +41,11 @@ class MatrixFreeAttention(MultiheadProjections):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (out, weights), with torch's arguments and shapes; the docstring of the class says what the weights are.
+        """Return (out, weights), with torch's arguments and shapes. The docstring of the class describes the weights.
 
-        `ValueError` for an `attn_mask` or `is_causal`. A `key_padding_mask` may also be a float mask of 0 and -inf, as torch's transformer
-        layers pass it on; other numbers are a `ValueError`, and on a GPU, where they are not read, make every result NaN.
+        An `attn_mask` or `is_causal` raises a `ValueError`. A `key_padding_mask` may also be a float mask of 0 and
+        -inf, which torch's transformer layers pass on. Other numbers raise a `ValueError`. On a GPU the numbers are not
+        read, and other numbers make every result NaN.
         """
         self = computed(self)
         self._refuse_masks("attn_mask", attn_mask, is_causal)
@@ -55,7 +58,7 @@ class MatrixFreeAttention(MultiheadProjections):
         return out, self._shown(self._weights(q, k, mask), query, average_attn_weights)
 
     def _refuse_masks(self, name: str, mask: Tensor | None, is_causal: bool) -> None:
-        """Raise if there is a mask of keys for each query."""
+        """Raise if the caller gives a mask that hides different keys from different queries."""
         for argument, given in ((name, mask is not None), ("is_causal", is_causal)):
             if given:
                 raise ValueError(wrong(argument, "is given", self.why_no_masks))

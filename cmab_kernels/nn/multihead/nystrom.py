@@ -19,38 +19,39 @@ LANDMARKS = ("landmark_queries", "landmark_keys")
 
 
 ONLY_TOKENS = "a window consists of tokens, and extra keys are none"
-"""The reason, for an error message, why there are no extra keys."""
+"""The reason, in an error message, why the module has no extra keys."""
 
 
 class NystromAttention(MatrixFreeAttention):
-    """Attention through m landmarks in place of attention over all pairs: O((L + N) m) time, and no L x N matrix.
+    """Attention through m landmarks instead of all pairs of queries and keys: O((L + N) m) time, and no L x N matrix.
 
-    In each head, with landmarks q~, k~ (m, D) and softmax by rows,
+    In each head, with landmarks q~, k~ (m, D) and softmax over each row,
 
         out = softmax(scale Q k~') pinv(softmax(scale q~ k~')) softmax(scale q~ K') V        scale = D ** -0.5
 
     Args:
         embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as torch's.
-        dropout, add_bias_kv, add_zero_attn: torch's defaults; anything else is a `ValueError`: no attention weights are formed, and
-            landmarks stand for tokens.
+        dropout, add_bias_kv, add_zero_attn: only torch's defaults. Other values raise a `ValueError`, because the
+            module forms no attention weights and landmarks stand for tokens.
         num_landmarks: m.
-        landmarks: "segments": q~ and k~ are the means of m segments of the queries and of the keys, so m <= min(L, N), and a result
-            depends on later tokens as well. "fixed": they are parameters `landmark_queries` and `landmark_keys` (H, m, D), None until
-            `fit_landmarks` makes them or a `state_dict` with them is loaded.
+        landmarks: "segments": q~ and k~ are the means of m segments of the queries and of the keys. So m <= min(L, N),
+            and a result also depends on later tokens. "fixed": q~ and k~ are parameters `landmark_queries` and
+            `landmark_keys` (H, m, D). They are None until `fit_landmarks` makes them or a `state_dict` supplies them.
         pinv: "iterative" or "exact"; see `cmab_kernels.nystrom_attention`.
         pinv_iterations: the number of iterations of "iterative".
 
-    The other parameters have torch's names, so a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, and leaves fixed landmarks
-    unchanged. `forward` is torch's, without `attn_mask` and `is_causal`: every landmark attends to all keys, so no key can be hidden from
-    single queries. With `need_weights=True` (torch's default!) the weights are those of the linear map from values to results, the only
-    L x N matrix that is ever formed; they may be negative, and sum to 1 only as far as the pseudo-inverse has converged. A wrong shape,
-    dtype or device is a `ValueError` or `TypeError` that names the argument.
+    The other parameters have torch's names. So a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, and
+    leaves fixed landmarks unchanged. `forward` is torch's, without `attn_mask` and `is_causal`: every landmark attends
+    to all keys, so no key can be hidden from single queries. With `need_weights=True` (torch's default!) the returned
+    weights are the matrix of the linear map from values to results. No other L x N matrix is ever formed. These weights
+    may be negative, and they sum to 1 only as far as the pseudo-inverse has converged. A wrong shape, dtype or device
+    raises a `ValueError` or `TypeError` that names the argument.
 
-    L and N may differ, except with a `key_padding_mask` and landmarks "segments": the mask then marks queries as well as keys. Ignored
-    queries are read as 0, even if they are NaN, and their results have no meaning.
+    L and N may differ, except with a `key_padding_mask` and landmarks "segments", where the mask marks queries as well
+    as keys. Ignored queries are read as 0, even if they are NaN, and their results have no meaning.
 
-    Source: Nyströmformer (Xiong et al., AAAI 2021); fixed landmarks from Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et
-    al.).
+    Source: Nyströmformer (Xiong et al., AAAI 2021). Fixed landmarks are from Continual Low-Rank Scaled Dot-product
+    Attention (Carreto Picon et al.).
 
     >>> theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True)
     >>> ours = cmab_kernels.nn.NystromAttention(16, 2, batch_first=True, num_landmarks=8)
@@ -94,16 +95,17 @@ class NystromAttention(MatrixFreeAttention):
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
         """Make the fixed landmarks of each head by k-means (scikit-learn's `MiniBatchKMeans`) on training tokens.
 
-        `tokens` are inputs of the query projection, at least m in all: (B, N, embed_dim), or as `batch_first` says, or (N, embed_dim).
-        Without `keys`, for self-attention, the tokens are clustered once, and every head projects the centres to its q~ and its k~, so
-        that these correspond. With `keys` of width kdim, for cross-attention, the projected queries and the projected keys of each head are
-        clustered separately. The same tokens and seed give the same landmarks.
+        `tokens` are inputs of the query projection, at least m in all. Their shape is (B, N, embed_dim) or (N, B,
+        embed_dim), depending on `batch_first`, or (N, embed_dim). Without `keys`, for self-attention, the tokens are
+        clustered once. Every head projects the centres to its q~ and its k~, so that q~ and k~ correspond. With `keys`
+        of width kdim, for cross-attention, the projected queries and the projected keys of each head are clustered
+        separately. The same tokens and seed give the same landmarks.
 
-        The landmarks are new parameters: add them to an optimizer to fine-tune them. In a stack, fit the layers from first to last, each on
-        the outputs of the fine-tuned layers before it.
+        The landmarks are new parameters: add them to an optimizer to fine-tune them. In a stack, fit the layers from
+        first to last. Fit each layer on the outputs of the fine-tuned layers before it.
 
-        `ImportError` without scikit-learn; `ValueError` if there are too few tokens, or they have another shape or are not finite, and for
-        a seed that is no int from 0 to 2**32 - 1.
+        An `ImportError` is raised without scikit-learn. A `ValueError` is raised for too few tokens, for tokens of
+        another shape or with a NaN or infinity, and unless the seed is an int from 0 to 2**32 - 1.
         """
         if self.landmarks != "fixed":
             raise ValueError(wrong("landmarks", f"is {self.landmarks!r}", "only fixed landmarks are fitted"))
@@ -127,10 +129,10 @@ class NystromAttention(MatrixFreeAttention):
         return torch.stack([_centres(name, head, self.num_landmarks, seed) for head in heads])
 
     def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-        """Return the heads (B, H, L, D) of the query. With landmarks "segments", ignored queries are read as 0."""
+        """Return the heads (B, H, L, D) of the query. With landmarks "segments", ignored queries count as 0."""
         if key_padding_mask is not None and self.landmarks != "fixed":
             ignore = key_padding_mask if self.batch_first or query.dim() == 2 else key_padding_mask.T
-            if ignore.shape == query.shape[:-1]:  # else the operator raises, with the reason
+            if ignore.shape == query.shape[:-1]:  # else the operator raises an error that gives the reason
                 query = query.masked_fill(ignore.unsqueeze(-1), 0.0)
         return self._project(0, query)
 
@@ -165,7 +167,10 @@ class NystromAttention(MatrixFreeAttention):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load the saved landmarks, if there are any. A `state_dict` of torch's module has none and leaves the landmarks unchanged."""
+        """Load the landmarks if the `state_dict` has them.
+
+        A `state_dict` of torch's module has none and leaves the landmarks unchanged.
+        """
         names = LANDMARKS if self.landmarks == "fixed" else ()
         saved = [name for name in names if prefix + name in state_dict]
         made = [name for name in saved if getattr(self, name) is None]
@@ -183,7 +188,7 @@ class NystromAttention(MatrixFreeAttention):
 
 
 def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, iterations: int) -> Tensor:
-    """Return the matrix (B, H, L, N) of the formula, a product of three, whose inner dimensions are m."""
+    """Return the matrix (B, H, L, N) of the formula. It is a product of three matrices with inner dimension m."""
     scale, dtype = key.shape[-1] ** -0.5, landmarks.keys.dtype
     near, far, absent, ignored = landmarks.queries, landmarks.keys, None, None
     if mask is not None:
@@ -198,7 +203,7 @@ def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor |
 
 
 def _softmax(scores: Tensor, ignored: Tensor | None) -> Tensor:
-    """Return the softmax by rows over the columns that are not `ignored` (B, 1, columns), which have weight 0."""
+    """Return the softmax over each row. Columns in `ignored` (B, 1, columns) are left out and get weight 0."""
     if ignored is None:
         return scores.softmax(-1)
     ignored = ignored.unsqueeze(-2)
@@ -206,7 +211,10 @@ def _softmax(scores: Tensor, ignored: Tensor | None) -> Tensor:
 
 
 def _centres(name: str, rows: Tensor, number: int, seed: int) -> Tensor:
-    """Return the centres (m, C) of m = `number` clusters of the rows (T, C), in the dtype of the rows; `name` is for error messages."""
+    """Return the centres (m, C) of m = `number` clusters of the rows (T, C), in the dtype of the rows.
+
+    Error messages use `name` for the rows.
+    """
     try:
         from sklearn.cluster import MiniBatchKMeans
     except ImportError as error:

@@ -39,7 +39,10 @@ def extending(parent: type) -> Callable[[Init], Init]:
 
 
 def naming_options(init: Init, signature: inspect.Signature | None = None) -> Init:
-    """Return the constructor with `signature`, or its own, and errors that name the class and the unknown or missing option."""
+    """Return the constructor with errors that name the class and the unknown or missing option.
+
+    The constructor shows `signature`, or its own signature if that is None.
+    """
     shown = inspect.signature(init) if signature is None else signature
 
     @functools.wraps(init)
@@ -47,12 +50,12 @@ def naming_options(init: Init, signature: inspect.Signature | None = None) -> In
         check_options(type(self).__name__, shown, options, self, *args)
         init(self, *args, **options)
 
-    checked.__signature__ = shown  # type: ignore[attr-defined]  # functions have this attribute if they are given it
+    checked.__signature__ = shown  # type: ignore[attr-defined]  # a function may be given this attribute
     return cast("Init", checked)
 
 
 def check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], *args: Any) -> None:
-    """Raise `TypeError` for an option that a constructor of `name` does not have, or lacks, and for arguments that do not fit."""
+    """Raise `TypeError` for an unknown or a missing option of the class `name`, and for arguments that do not fit."""
     for option in options:
         if option not in signature.parameters:
             close = difflib.get_close_matches(option, signature.parameters, 1)
@@ -73,7 +76,7 @@ _OF_FORWARD = inspect.signature(torch.nn.MultiheadAttention.forward).parameters
 
 
 def no_extra_keys(why: str) -> dict[str, str]:
-    """Return the entries of `MultiheadProjections.lacks` for a module without torch's extra keys, with the reason."""
+    """Return the entries of `MultiheadProjections.lacks` for a module without torch's extra keys, and the reason."""
     return dict.fromkeys(("add_bias_kv", "add_zero_attn"), f"{why}; False is needed")
 
 
@@ -107,9 +110,9 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     @classmethod
     def sharing(cls, module: torch.nn.MultiheadAttention, **options: Any) -> Self:
-        """Make a module with the configuration of `module`, changed by `options`, and with its parameters.
+        """Make a module that shares the parameters of `module`, with its configuration changed by `options`.
 
-        `ValueError` for an option that these parameters contradict.
+        An option that the parameters determine raises a `ValueError`.
         """
         for name in ("embed_dim", "num_heads", "bias", "add_bias_kv", "kdim", "vdim", "device", "dtype"):
             if name in options:
@@ -129,9 +132,12 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return shared
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
-        """Take over the parameters of `module`, which must have the same configuration, and attributes that were added to it."""
+        """Take over the parameters of `module` and the attributes that were added to it.
+
+        `module` must have the same configuration.
+        """
         assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}  # tensors in place of parameters
-        for name, weight in (module._parameters | assigned).items():  # `named_parameters` leaves out the second name of a tied one
+        for name, weight in (module._parameters | assigned).items():  # `named_parameters` skips the second name of a tied parameter
             if weight is not None and not isinstance(weight, torch.nn.Parameter):
                 del self._parameters[name]
             setattr(self, name, weight)
@@ -141,17 +147,23 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     @property
     def _like(self) -> Tensor:
-        """A weight of its own, which has the dtype and device of the module: an adapter in place of `out_proj` need not have one."""
+        """A weight that shows the module's dtype and device; an adapter in place of `out_proj` may have no weight."""
         return one_like(self, "in_proj_weight", "q_proj_weight", "in_proj_bias")
 
     def why_torch(self, *args: Any, **kwargs: Any) -> str | None:
-        """Return why torch's own implementation runs for such a call of `forward`; None, here always, if the operators do."""
+        """Return why torch's implementation runs for such a call of `forward`, or None if the operators run.
+
+        In this base class the result is always None.
+        """
         return None
 
     def _project(self, part: int, features: Tensor) -> Tensor:
-        """Return the heads (B, H, N, D) of the query (part 0), key (1) or value (2). Torch packs their weights if all widths are equal."""
+        """Return the heads (B, H, N, D) of the query (part 0), key (1) or value (2).
+
+        torch packs the three weights into one matrix if all widths are equal.
+        """
         packed, bias = self.in_proj_weight, self.in_proj_bias
-        if packed is not None and not is_own(packed):  # of a subclass, which need not have slices
+        if packed is not None and not is_own(packed):  # a subclass of Tensor may not support slices
             projected = F.linear(features, packed, bias).chunk(3, -1)[part]
         else:
             separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -160,7 +172,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return split_heads(self._batch_first(projected), self.num_heads)
 
     def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the heads of keys and values (B, H, N, D), and the mask (B, N). Masked inputs do not reach any gradient."""
+        """Return the heads of keys and values (B, H, N, D), and the mask (B, N). Masked inputs affect no gradient."""
         if key_padding_mask is not None:
             batched = key.dim() == 3
             ignore = key_padding_mask if self.batch_first or not batched else key_padding_mask.T
@@ -182,7 +194,10 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     @staticmethod
     def _shown(weights: Tensor, query: Tensor, average: bool) -> Tensor:
-        """Return weights (B, H, L, N) as torch does: averaged over the heads or not, and without a batch where `query` has none."""
+        """Return weights (B, H, L, N) as torch does.
+
+        With `average` they are averaged over the heads. They have no batch dimension if `query` has none.
+        """
         weights = weights.mean(1) if average else weights
         return weights if query.dim() == 3 else weights.squeeze(0)
 
@@ -193,13 +208,19 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return called(self.out_proj, attended.flatten(-2))
 
     def _batch_first(self, features: Tensor) -> Tensor:
-        """Return a view (B, N, ...) of features in the module's layout, or of (N, C). It also converts (B, N, ...) back to that layout."""
+        """Return a view (B, N, ...) of features (N, C) or in the module's layout.
+
+        The same call converts (B, N, ...) back to the module's layout.
+        """
         if features.dim() == 2:
             return features.unsqueeze(0)
         return features if self.batch_first else features.transpose(0, 1)
 
     def _check(self, key_padding_mask: Tensor | None, **arguments: Tensor) -> None:
-        """Raise for a wrong type, width, dtype, device or mask; the operator checks batch and length. The mask is for the last argument."""
+        """Raise for a wrong type, width, dtype, device or mask. The operator checks batch and length.
+
+        The mask belongs to the last argument.
+        """
         layout = "(B, N, C)" if self.batch_first else "(N, B, C)"
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (2, 3)

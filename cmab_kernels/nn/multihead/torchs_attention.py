@@ -1,4 +1,7 @@
-"""torch's own attention where a part of it was changed: torch reads the weights of `out_proj`, and never calls it."""
+"""torch's own attention with a changed `out_proj`, such as one with hooks.
+
+torch reads the weights of `out_proj` and never calls the module. This file calls it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,24 @@ from ..parts import computed, is_own, own_parameters
 
 
 def is_as_made(attention: nn.MultiheadAttention) -> bool:
-    """Return whether the output projection is just its kind, and every weight no subclass of Tensor, so that torch may read them all."""
+    """Return whether torch may read all weights directly.
+
+    That is so if the output projection was not replaced or hooked, and no weight is of a subclass of Tensor.
+    """
     project = own_parameters(attention.out_proj, NonDynamicallyQuantizableLinear)
     return project is not None and all(is_own(each) for part in (project, attention._parameters) for each in part.values())
 
 
 def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return attention(*args, **kwargs); an `out_proj` of torch's that does more than its kind is called, as are the hooks of both."""
+    """Return attention(*args, **kwargs), and call the `out_proj` of torch's attention if it was replaced or hooked.
+
+    The hooks of the attention run too.
+    """
     if not isinstance(attention, nn.MultiheadAttention) or type(attention).forward is not nn.MultiheadAttention.forward:
         return attention(*args, **kwargs)
     if "forward" in attention.__dict__ or is_as_made(attention):
         return attention(*args, **kwargs)
-    stand_in = object.__new__(type(attention))  # the module itself stays as it is: another thread may call it meanwhile
+    stand_in = object.__new__(type(attention))  # a copy, because another thread may call the module at the same time
     stand_in.__dict__ = {**attention.__dict__, "forward": partial(forward, attention)}
     return stand_in(*args, **kwargs)
 
@@ -42,12 +51,12 @@ def forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `torch.nn.MultiheadAttention.forward` does, with a call of `out_proj` in place of a product with its weight."""
+    """Return what `torch.nn.MultiheadAttention.forward` returns, but call `out_proj` instead of reading its weight."""
     attention = computed(attention)
     if query.is_nested:
         raise RuntimeError(wrong("query", "is a nested tensor, and `out_proj` does more than its kind", "pad it, and pass a mask"))
     swap = attention.batch_first and query.dim() == 3
-    # The same where they were the same: torch then projects them in one product.
+    # Equal inputs must stay the same object: torch then projects them in one product.
     turned = {id(each): each.transpose(0, 1) if swap else each for each in (query, key, value)}
     out, weights = F.multi_head_attention_forward(
         turned[id(query)],

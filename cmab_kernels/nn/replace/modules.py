@@ -38,37 +38,42 @@ def replace_modules(
 ) -> Replacements:
     """Replace modules inside `model`, by type and in place, and return how many were replaced.
 
-    Unless `verbose` is False it prints a table that says of each new module what is fused, what is handed to torch, and why; the result, an
-    `int`, has the table as its `str`, and `cmab_kernels.explain(model, *inputs)` says the same of a call.
+    Unless `verbose` is False, the function prints a table. It says for each new module which calls are fused, which
+    calls go to torch, and why. The result is an `int` whose `str` is this table. `cmab_kernels.explain(model, *inputs)`
+    says the same for a given call.
 
-    `mapping` says what replaces what. `torch.nn.MultiheadAttention` may be replaced by `cmab_kernels.nn.MultiheadAttention`, which computes
-    the same, or by another attention of `cmab_kernels.nn` with its constructor, which computes something else: `MultiheadIntention`,
-    `MultiheadSigmaIntention`, `NystromAttention`, `ContinualAttention`, `ContinualNystromAttention`, or a `functools.partial` of one with
-    its options. `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerDecoderLayer` may be replaced by the classes of these names in
-    `cmab_kernels.nn`, which compute the same, or the former by `InformerEncoderLayer`. Types match exactly: a subclass, which may have a
-    forward of its own, is not replaced.
+    `mapping` maps each old class to its new class. `cmab_kernels.nn.MultiheadAttention` may replace
+    `torch.nn.MultiheadAttention` and computes the same result. Another attention of `cmab_kernels.nn` with the same
+    constructor may also replace it, but computes another result: `MultiheadIntention`, `MultiheadSigmaIntention`,
+    `NystromAttention`, `ContinualAttention`, `ContinualNystromAttention`, or a `functools.partial` of one with its
+    options. `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerDecoderLayer` may be replaced by the classes of
+    the same names in `cmab_kernels.nn`, which compute the same result. `InformerEncoderLayer` may also replace the
+    encoder layer. Types match exactly: a subclass is not replaced, because it may have its own `forward`.
 
-    The new modules hold the parameters of the old ones, so optimizers go on working, and have their dtype, device and training mode. The
-    modules of Intention have a new parameter `log_alpha`, which an optimizer must be given. A module that is used in two places is replaced
-    by one module in both. References that are held outside of the module tree keep the old module.
+    The new modules hold the parameters of the old ones, so optimizers continue to work. They also have the same dtype,
+    device and training mode. The modules of Intention have a new parameter `log_alpha`; add it to the optimizer. If a
+    module is used in two places, one new module replaces it in both. References outside of the module tree keep the old
+    module.
 
-    Replaced means used: in eval mode without gradients a `torch.nn.TransformerEncoderLayer` whose attention was replaced calls it, where
-    it would run torch's own fused layer on the weights, and a `torch.nn.TransformerEncoder` makes no nested tensors of padded inputs,
-    which only torch's own layers can read. Rows of padding then hold other numbers than torch's zeros.
+    The model really calls the new modules. In eval mode without gradients, torch's own
+    `torch.nn.TransformerEncoderLayer` would run its fused layer on the weights; after a replacement of its attention it
+    calls the new attention. `replace_modules` also stops a `torch.nn.TransformerEncoder` from making nested tensors of
+    padded inputs, because only torch's own layers can read them. Rows of padding then hold other numbers than torch's
+    zeros.
 
-    `ContinualAttention` and `ContinualNystromAttention` return one output for a window unless they are given `output="retroactive"`, and
-    torch's layers add it to every token without an error.
+    `ContinualAttention` and `ContinualNystromAttention` return one output for a window unless you give them
+    `output="retroactive"`. torch's layers add a single output to every token without an error.
 
-    Dropout of attention weights, on by default in torch's transformer layers, is torch's in training. `partial(MultiheadAttention,
-    dropout=0.0)` gives it up, and leaves all other dropout.
+    torch's transformer layers drop attention weights by default. In training mode such calls therefore run torch's
+    code. `partial(MultiheadAttention, dropout=0.0)` turns off this dropout, and no other dropout.
 
     Raises:
-        TypeError: `mapping` is missing, is no mapping, or has a pair that is not listed above; or a `partial` has an option that its class
-            has not, or lacks one that it needs.
-        ValueError: the model itself would be replaced, which is impossible in place; a module has hooks, added parts, or a `forward` that
-            was assigned to it, which would be lost (give it these after the replacement); or the new module does not support the old
-            one's configuration: Intention and Nyström attention have no dropout (set that of the attention to 0 first) and no extra keys.
-            The model is then unchanged.
+        TypeError: `mapping` is missing, is not a mapping, or has a pair that is not listed above; or a `partial` has an
+            option that its class does not have, or lacks a required option.
+        ValueError: the model itself would be replaced, which is impossible in place; a module has hooks, added parts,
+            or an assigned `forward`, which would be lost (add these after the replacement); or the new module does not
+            support the configuration of the old one. Intention and Nyström attention have no dropout (set the dropout
+            of the attention to 0 first) and no extra keys. After an error the model is unchanged.
 
     >>> model = torch.nn.TransformerDecoderLayer(16, 2)
     >>> ours = {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}
@@ -113,10 +118,10 @@ def replace_modules(
 
 
 def _have_them_called(model: nn.Module, new: set[nn.Module]) -> None:
-    """Turn off what torch's encoders run in eval mode in place of the modules inside them, where these are new."""
+    """Turn off the fast paths of torch's encoders, which bypass the modules inside, where those modules are new."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn in new:
-            module.activation_relu_or_gelu = 0  # by which torch's layer would choose the activation of its fused code
+            module.activation_relu_or_gelu = 0  # 0: torch's layer does not run its fused code
         if isinstance(module, nn.TransformerEncoder) and not new.isdisjoint(module.modules()):
             module.use_nested_tensor = False
 
@@ -124,7 +129,7 @@ def _have_them_called(model: nn.Module, new: set[nn.Module]) -> None:
 def _places(
     parent: nn.Module, path: str, mapping: Mapping[type[nn.Module], Any], seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Yield (path, parent, name, module) for each module to be replaced, but for none inside it."""
+    """Yield (path, parent, name, module) for each module to be replaced. Modules inside a replaced one are skipped."""
     seen.add(parent)
     for name, child in parent._modules.items():
         if type(child) in mapping:
@@ -135,7 +140,10 @@ def _places(
 
 
 def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
-    """Raise if the module has hooks or was assigned a `forward`, or its `self_attn` has, which an Informer's layer replaces as well."""
+    """Raise if the module has hooks, added parts or an assigned `forward`.
+
+    `InformerEncoderLayer` also replaces the `self_attn` of the module, so the same check covers that submodule.
+    """
     lost = {path: module}
     if _class_of(made)[0] is InformerEncoderLayer:
         lost[f"{path}.self_attn"] = module.get_submodule("self_attn")
@@ -160,7 +168,10 @@ def _class_of(made: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_options(new: Any, options: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for an option that the class does not have, or needs; the arguments of torch's module come from the old one."""
+    """Raise `TypeError` for an unknown or a missing option of the class.
+
+    The arguments of torch's constructor come from the old module.
+    """
     if not issubclass(new, MultiheadProjections):
         for option in options:
             raise TypeError(wrong(option, f"is given for {new.__name__}", "it takes all that it has from the layer it replaces"))
@@ -170,7 +181,7 @@ def _check_options(new: Any, options: Mapping[str, Any]) -> None:
 
 
 def _sharing(path: str, module: nn.Module, made: Any) -> nn.Module:
-    """Make the new module, with the configuration and the parameters of `module`."""
+    """Make the new module with the configuration and the parameters of `module`."""
     new, options = _class_of(made)
     try:
         return new.sharing(module, **options)

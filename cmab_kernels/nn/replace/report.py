@@ -1,4 +1,4 @@
-"""What `replace_modules` returns: how many modules it replaced, and what becomes of each."""
+"""The result of `replace_modules`: how many modules it replaced, and which code each new module runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ cmab_kernels.explain(model, *inputs) makes one, and says it of each module."""
 
 
 class Replacement(NamedTuple):
-    """A module that was replaced: where it is, what it is now, and why torch's own code runs in it in training, and in evaluation."""
+    """A module that was replaced: its place in the model, its new class, and why it runs torch's own code.
+
+    `training` and `evaluation` give the reason in each mode, or None if the module runs the operators.
+    """
 
     module: str
     kind: str
@@ -33,14 +36,15 @@ class Replacement(NamedTuple):
 
     @classmethod
     def of(cls, path: str, module: nn.Module) -> Self:
-        """Return the entry of a module of this package that stands at `path`."""
+        """Return the entry for a module of this package at `path`."""
         return cls(path, type(module).__name__, _why_torch(module, training=True), _why_torch(module, training=False))
 
 
 class Replacements(int):
-    """The number of modules replaced, as an `int`; its `str` is the table of what is fused, what is handed to torch, and why.
+    """The number of modules replaced, as an `int`. Its `str` is a table of the calls that are fused or go to torch.
 
-    `modules` is the table: a `Replacement` for each, whose `training` and `evaluation` are None where it is fused, else the reason.
+    `modules` is the table, with a `Replacement` for each module. Its `training` and `evaluation` are None where the
+    module is fused, else the reason why torch's code runs.
 
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 3)
     >>> ours = {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}
@@ -75,12 +79,15 @@ class Replacements(int):
 
 
 def _verdict(kind: str, why: str | None) -> str:
-    """What becomes of a call; what may still be handed to torch depends on the call, of which the table cannot know."""
+    """Return a cell of the table. Some calls may still go to torch, so the cell names the condition for fused calls."""
     return f"torch's: {why}" if why is not None else f"fused if {_CONDITIONS[kind]}" if kind in _CONDITIONS else "fused"
 
 
 def _why_torch(module: Any, *, training: bool) -> str | None:
-    """Return why torch's own code runs for a plain call, in training or not, of a module, its kind of which all have `why_torch`."""
+    """Return why torch's own code runs for a plain call of a module, in training mode or in eval mode.
+
+    All modules that `replace_modules` makes have `why_torch`.
+    """
     why_torch = module.why_torch
     attention = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
     options = {"need_weights": False} if module is attention else {}

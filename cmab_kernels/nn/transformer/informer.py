@@ -19,20 +19,23 @@ KINDS: dict[str, type[LearnedRidge]] = {"intention": MultiheadIntention, "sigma"
 
 
 class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
-    """`torch.nn.TransformerEncoderLayer` with Intention (regularised least squares) in place of attention: the Informer of the paper below.
+    """`torch.nn.TransformerEncoderLayer` with Intention (regularised least squares) in place of attention.
 
-    It is not the time-series model of the same name (Zhou et al., AAAI 2021), which attends with a sample of the queries.
+    The paper below calls this layer Informer. The time-series model of the same name (Zhou et al., AAAI 2021) is
+    another model, which computes attention for a sample of the queries.
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as torch's.
             `dropout` acts after Intention and in the feed-forward layer; there are no attention weights to drop.
         kind: "intention" for `MultiheadIntention`, "sigma" for `MultiheadSigmaIntention`.
-        alpha, scale: see there.
+        alpha, scale: as in `MultiheadIntention`.
 
-    Arguments and result of `forward` are torch's, without `src_mask` and `is_causal` (`ValueError`). It never takes torch's fast path,
-    which would run attention. Rows that `src_key_padding_mask` ignores are read as 0, even if they are NaN; their results have no meaning.
-    Parameters have torch's names, so a `state_dict` of torch's layer loads as it is. Construct a `torch.nn.TransformerEncoder` of it with
-    `enable_nested_tensor=False`: a nested tensor is a `ValueError` here, and without the option the encoder warns that it uses none.
+    Arguments and result of `forward` are torch's, but `src_mask` and `is_causal` raise a `ValueError`. The layer never
+    takes torch's fast path, which would run attention. Rows that `src_key_padding_mask` ignores are read as 0, even if
+    they are NaN. Their results have no meaning. Parameters have torch's names, so a `state_dict` of torch's layer loads
+    as it is. To put the layer into a `torch.nn.TransformerEncoder`, construct the encoder with
+    `enable_nested_tensor=False`. This layer raises a `ValueError` for a nested tensor. Without the option the encoder
+    warns that it uses no nested tensors.
 
     Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki), section 3.
 
@@ -55,7 +58,10 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     @classmethod
     def sharing(cls, layer: torch.nn.TransformerEncoderLayer) -> Self:
-        """Make a layer with the configuration and modules of `layer`, and Intention with the parameters of its attention."""
+        """Make a layer with the configuration and modules of `layer`.
+
+        Its Intention module has the parameters of the attention of `layer`.
+        """
         attention = layer.self_attn
         if isinstance(attention, LearnedRidge):
             given = f"is a {type(attention).__name__}, whose penalty and scale a new layer would not have"
@@ -70,7 +76,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
             device=torch.device("meta"),
         )
         shared.self_attn.adopt(attention)
-        for name, child in layer._modules.items():  # `named_children` leaves out the second name of a shared one
+        for name, child in layer._modules.items():  # `named_children` skips the second name of a shared module
             if child is not attention:
                 setattr(shared, name, child)
         shared.training = layer.training
@@ -79,7 +85,10 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     def forward(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
+        """Return the encoded `src`, in its shape.
+
+        The shape is (B, N, d_model) with `batch_first`, else (N, B, d_model), or (N, d_model) without a batch.
+        """
         self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
         mask, src = bool_mask(src_key_padding_mask, src)
         self.self_attn._check(mask, src=src)
@@ -93,5 +102,5 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         return self.norm2(src + self._ff_block(src))
 
     def why_torch(self, *args: Any, **kwargs: Any) -> str | None:
-        """Return why torch's own code runs for such a call; None, always: the operators do."""
+        """Return why torch's own code runs for such a call: always None, because the operators always run."""
         return None

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 _ACTIVATIONS: dict[Callable[..., Tensor], str] = {F.relu: "relu", torch.relu: "relu", F.gelu: "gelu"}
 _THEIR_ACTIVATIONS: dict[str | None, int] = {"relu": 1, "gelu": 2}
-"""The values of `activation_relu_or_gelu`, by which torch's fused layer chooses; 0: it does not run."""
+"""The values of `activation_relu_or_gelu`. torch's fused layer reads it for the activation, and does not run at 0."""
 _BLOCKS = ("_sa_block", "_mha_block", "_ff_block")
-"""The methods of torch's layers, or ours, that the operators stand for."""
+"""The methods of torch's layers, or of ours, that the operators replace."""
 _SEVERAL_DTYPES = "its weights have several dtypes"
 _Masks = tuple[Tensor | None, bool, Tensor | None]
 
 
 def _activation(layer: nn.Module) -> str | None:
-    """Return the operator's name of the activation of torch's layer; None if it has none for it."""
+    """Return the operator's name for the activation of torch's layer, or None if the operator does not have it."""
     made: Any = layer.activation
     if type(made) is nn.ReLU:
         return "relu"
@@ -40,10 +40,10 @@ def _activation(layer: nn.Module) -> str | None:
 
 
 class _FusedLayer(nn.Module):
-    """What both layers share: when the operators run, and the calls."""
+    """Base class of both layers. It decides when the operators run, and calls them."""
 
     theirs: ClassVar[type[nn.Module]]
-    """torch's layer, which computes the same."""
+    """torch's layer that computes the same result."""
 
     if TYPE_CHECKING:
         norm_first: bool
@@ -61,7 +61,7 @@ class _FusedLayer(nn.Module):
         return shared
 
     def _why_no_operator(self, x: Tensor) -> str | None:
-        """Return why torch's own code must run for `x` in every part of the layer; None if nothing speaks against the operators."""
+        """Return why torch's own code must run for `x` in every part of the layer, or None if the operators may run."""
         if x.is_nested:
             return "a nested tensor has no fused layer"
         if any(part.training and part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
@@ -80,7 +80,7 @@ class _FusedLayer(nn.Module):
         return all(getattr(getattr(self, name, None), "__func__", None) is getattr(ours, name, None) for name in _BLOCKS)
 
     def _sa_block(self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False) -> Tensor:
-        """Return what torch's method does; parts of the attention that were changed are called."""
+        """Return what torch's method returns. Changed parts of the attention are called."""
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
         attended: Tensor = torchs_attention.call(self.self_attn, x, x, x, **masks, need_weights=False)[0]
         return self.dropout1(attended)
@@ -93,7 +93,7 @@ class _FusedLayer(nn.Module):
     def _why_no_attention(
         self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.Module, attn_mask: Tensor | None, is_causal: bool, mask: Tensor | None
     ) -> str | None:
-        """Return why torch's own code must run an attention and its norm."""
+        """Return why torch's own code must run an attention and its norm, or None if the operator may run."""
         if attn_mask is not None or is_causal:
             return NO_ATTENTION_MASK
         if is_additive(mask):
@@ -109,11 +109,11 @@ class _FusedLayer(nn.Module):
         )
         if None in parts or attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             return more
-        inside = *parts[: 1 + self.norm_first], {"weight": attention.in_proj_weight}  # a norm that comes after the operator is torch's
+        inside = *parts[: 1 + self.norm_first], {"weight": attention.in_proj_weight}  # a norm after the operator runs in torch
         return self._why_no_operator(x) if of_one_dtype(*inside) else _SEVERAL_DTYPES
 
     def _why_no_feed_forward(self, x: Tensor, norm: nn.Module) -> str | None:
-        """Return why torch's own code must run the feed-forward network and its norm."""
+        """Return why torch's own code must run the feed-forward network and its norm, or None."""
         if _activation(self) is None:
             return "the activation is neither relu nor gelu by the error function"
         made = self.activation
@@ -127,14 +127,14 @@ class _FusedLayer(nn.Module):
         return self._why_no_operator(x) if of_one_dtype(*parts[: 2 + self.norm_first]) else _SEVERAL_DTYPES
 
     def _around(self, operator: Callable[..., Tensor], norm: nn.LayerNorm, x: Tensor, *weights: Tensor, **options: Any) -> Tensor:
-        """Return the operator's result, with `norm` before all else, inside the operator, or after it."""
+        """Return the operator's result, with `norm` applied first inside the operator (`norm_first`), or after it."""
         if self.norm_first:
             return operator(x, *weights, norm=(norm.weight, norm.bias, norm.eps), **options)
         normed: Tensor = norm(operator(x, *weights, **options))
         return normed
 
     def _attend(self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.LayerNorm, context: Tensor | None, mask: Any) -> Tensor:
-        """Return x after an attention over `context`, or over itself, by the operator."""
+        """Return x after an attention over `context`, or over x if that is None, computed by the operator."""
         single = x.dim() == 2
         if context is None:
             mask, x = bool_mask(mask, x)
@@ -142,7 +142,7 @@ class _FusedLayer(nn.Module):
             mask, context = bool_mask(mask, context)
 
         def batch_first(features: Tensor) -> Tensor:
-            """Change the layout of x into that of the operator, or back."""
+            """Change the module's layout into the operator's layout, or back."""
             return features if single or attention.batch_first else features.transpose(0, 1)
 
         rows, others = (None if t is None else t.unsqueeze(0) if single else batch_first(t) for t in (x, context))
@@ -163,13 +163,13 @@ class _FusedLayer(nn.Module):
         return y.squeeze(0) if single else batch_first(y)
 
     def _feed(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
-        """Return x after the feed-forward network, by the operator."""
+        """Return x after the feed-forward network, computed by the operator."""
         first, second = self.linear1, self.linear2
         options = {"expand_bias": first.bias, "contract_bias": second.bias, "activation": _activation(self)}
         return self._around(feed_forward_layer, norm, x, first.weight, second.weight, **options)
 
     def _check(self, **features: Tensor) -> None:
-        """Raise unless these fit the module and each other, for which the operators are about to run."""
+        """Raise unless these features fit the module and each other. The operators run next."""
         layout, sets = ("(B, N, C)", 0) if self.self_attn.batch_first else ("(N, B, C)", 1)
         dims: tuple[int, ...] = (2, 3)
         batch, weight = None, one_like(self.linear1, "weight", "bias")
@@ -182,7 +182,7 @@ class _FusedLayer(nn.Module):
                     raise ValueError(wrong(name, f"has shape {tuple(each.shape)}", f"{layout} with B = {batch} is needed"))
 
     def _check_padding(self, name: str, mask: Tensor | None, features: Tensor, attention: nn.MultiheadAttention) -> None:
-        """Raise unless a mask of `features`, to which the operator in place of `attention` is about to attend, fits them."""
+        """Raise unless the mask fits `features`, the keys of the operator that replaces `attention`."""
         shape = features.shape[:-1] if features.dim() == 2 or attention.batch_first else features.shape[1::-1]
         if mask is None:
             return
@@ -197,14 +197,16 @@ class _FusedLayer(nn.Module):
 class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
     """`torch.nn.TransformerEncoderLayer` with one operator for its attention and one for its feed-forward network.
 
-    Constructor, parameters, `state_dict`, arguments and result are torch's; see there. Norms, projections and residual connections are
-    inside the operators (`cmab_kernels.attention_layer`, `cmab_kernels.feed_forward_layer`), which train as well. torch's own code runs
-    where they cannot: with a `src_mask` or `is_causal`, with dropout in training, with a float `src_key_padding_mask` that holds other
-    numbers than 0 and -inf (elsewhere than on the CPU, and under a compiler, such a mask fails an assertion), for an activation other than
-    relu and gelu by the error function, under autocast, for nested tensors, where no kernel runs (on a GPU), and where a part has hooks or
-    another type than torch gives it. `why_torch` says whether and why.
+    Constructor, parameters, `state_dict`, arguments and result are torch's; see torch's documentation. Norms,
+    projections and residual connections are inside the operators (`cmab_kernels.attention_layer`,
+    `cmab_kernels.feed_forward_layer`), which also support training. torch's own code runs in these cases: with a
+    `src_mask` or `is_causal`; with dropout in training mode; with a float `src_key_padding_mask` that holds numbers
+    other than 0 and -inf (such a mask makes every result NaN on a GPU, and fails an assertion in a compiled call on the
+    CPU); for an activation other than relu and gelu by the error function; under autocast; for nested tensors; where no
+    kernel runs (on a GPU); and where a part has hooks or another type than in torch's layer. `why_torch` says whether
+    torch's code runs, and why.
 
-    One difference: a row whose keys are all masked attends to nothing here, and is NaN in torch.
+    There is one difference: a row whose keys are all masked attends to nothing here, and is NaN in torch.
 
     Source: Attention Is All You Need (Vaswani et al., 2017), section 3.1.
 
@@ -224,7 +226,10 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
     def forward(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Return the encoded `src`, in its shape: (B, N, d_model), or (N, B, d_model) unless `batch_first`, or (N, d_model)."""
+        """Return the encoded `src`, in its shape.
+
+        The shape is (B, N, d_model) with `batch_first`, else (N, B, d_model), or (N, d_model) without a batch.
+        """
         check_floating(self, src=src)
         if self.why_torch(src, src_mask, src_key_padding_mask, is_causal) is None:
             self._check(src=src)
@@ -232,7 +237,7 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
             return self._feed(self._attend(src, self.self_attn, self.norm1, None, src_key_padding_mask), self.norm2)
         masks = () if src.is_nested else (src_mask, src_key_padding_mask)
         added = any(mask is not None and mask.is_floating_point() for mask in masks)
-        if self._is_as_made() and not added:  # their fused layer reads a float mask as what to ignore
+        if self._is_as_made() and not added:  # torch's fused layer reads a float mask as a mask of keys to ignore
             theirs: Tensor = super().forward(src, src_mask, src_key_padding_mask, is_causal)
             return theirs
         if src.is_nested:
@@ -241,7 +246,10 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         return self._as_torch(self._ff_block, self.norm2, x)
 
     def _is_as_made(self) -> bool:
-        """Whether each part is just its kind: torch's fused layer, which runs in evaluation, reads their weights and calls none of them."""
+        """Return whether no part was replaced or hooked.
+
+        torch's fused layer, which runs in eval mode, reads the weights of the parts and calls none of them.
+        """
         kinds = {nn.MultiheadAttention: ("self_attn",), nn.Linear: ("linear1", "linear2"), nn.LayerNorm: ("norm1", "norm2")}
         kinds[nn.Dropout] = ("dropout", "dropout1", "dropout2")
         if any(plain_parameters(getattr(self, name), kind) is None for kind, names in kinds.items() for name in names):
@@ -249,14 +257,14 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         made: Any = self.activation
         if isinstance(made, nn.Module) and own_parameters(made, type(made)) is None:
             return False
-        if self.activation_relu_or_gelu not in (0, _THEIR_ACTIVATIONS.get(_activation(self))):  # another was put in its place
+        if self.activation_relu_or_gelu not in (0, _THEIR_ACTIVATIONS.get(_activation(self))):  # the activation was replaced
             return False
         return torchs_attention.is_as_made(self.self_attn) and self._has_their_blocks()
 
     def why_torch(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> str | None:
-        """Return why torch's own code runs for such a call; None if the operators do."""
+        """Return why torch's own code runs for such a call, or None if the operators run."""
         attention = self._why_no_attention(src, self.self_attn, self.norm1, src_mask, is_causal, src_key_padding_mask)
         return attention or self._why_no_feed_forward(src, self.norm2)
 
@@ -264,9 +272,9 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
     """`torch.nn.TransformerDecoderLayer` with one operator for each of its three parts.
 
-    Constructor, parameters, `state_dict`, arguments and result are torch's. Each part for itself runs torch's own code where the operator
-    cannot, as `TransformerEncoderLayer` says: with a causal `tgt_mask` the self-attention is torch's, and what follows it is not.
-    `why_torch` says which parts, and why.
+    Constructor, parameters, `state_dict`, arguments and result are torch's. Each part runs torch's own code where its
+    operator cannot run, as `TransformerEncoderLayer` says. For example, with a causal `tgt_mask` only the
+    self-attention runs torch's code. `why_torch` says which parts run torch's code, and why.
 
     Source: Attention Is All You Need (Vaswani et al., 2017), section 3.1.
 
@@ -280,13 +288,13 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
     multihead_attn: nn.MultiheadAttention
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a copy or a pickle: torch's method puts relu before an activation that is a module."""
+        """Take the state of a copy or a pickle. torch's method would shadow an activation module with relu."""
         nn.Module.__setstate__(self, state)
 
     def _mha_block(
         self, x: Tensor, mem: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
-        """Return what torch's method does; parts of the attention that were changed are called."""
+        """Return what torch's method returns. Changed parts of the attention are called."""
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
         attended: Tensor = torchs_attention.call(self.multihead_attn, x, mem, mem, **masks, need_weights=False)[0]
         return self.dropout2(attended)
@@ -302,7 +310,10 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Return the decoded `tgt`, in its shape: (B, L, d_model), or (L, B, d_model) unless `batch_first`, or (L, d_model)."""
+        """Return the decoded `tgt`, in its shape.
+
+        The shape is (B, L, d_model) with `batch_first`, else (L, B, d_model), or (L, d_model) without a batch.
+        """
         check_floating(self, tgt=tgt, memory=memory)
         own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
         why_own, why_cross, why_feed = self._why_parts(tgt, own, cross).values()
@@ -336,7 +347,7 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> str | None:
-        """Return which parts run torch's own code for such a call, and why; None if all run the operators."""
+        """Return which parts run torch's own code for such a call, and why, or None if all parts run the operators."""
         own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
         parts = self._why_parts(tgt, own, cross)
         reasons = {reason for reason in parts.values() if reason is not None}
@@ -345,7 +356,10 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         return "; ".join(f"{part}: {reason}" for part, reason in parts.items() if reason is not None) or None
 
     def _why_parts(self, x: Tensor, own: _Masks, cross: _Masks) -> dict[str, str | None]:
-        """Return why torch's own code must run each part; the masks are a mask, whether it is causal, and a key padding mask."""
+        """Return, for each part, why torch's own code must run it, or None.
+
+        `own` and `cross` are each an attention mask, whether it is causal, and a key padding mask.
+        """
         return {
             "self-attention": self._why_no_attention(x, self.self_attn, self.norm1, *own),
             "cross-attention": self._why_no_attention(x, self.multihead_attn, self.norm2, *cross),
