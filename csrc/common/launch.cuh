@@ -16,8 +16,8 @@ inline void check(cudaError_t error, const char* what) {
 
 constexpr int kDefaultShared = 48 << 10;  // more bytes of shared memory must be asked for
 
-// Launches `kernel` asynchronously. The caller has made its device the current one (cmab_kernels/runtime/cuda_launch.py): this
-// changes nothing that outlasts the call.
+// Launches `kernel` asynchronously. The caller has made its device the current one
+// (cmab_kernels/runtime/cuda_launch.py): this changes nothing that outlasts the call.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, Stream on,
             const Arguments&... arguments) {
