@@ -30,6 +30,7 @@ from cmab_kernels import attention_state, continual_attention_init, continual_ny
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.prefix import kernels as prefix
 from cmab_kernels.attention.projected import kernels as projected
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.solve import kernels as solve
 from cmab_kernels.layers import kernels as layers
@@ -121,10 +122,12 @@ def _attention(dtype: torch.dtype, given: str = "") -> None:
     offsets = torch.empty(B + 1, dtype=torch.int32, device="meta") if given == "offsets" else None
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
     state = (out, lse) if given == "state" else (None, None)
-    attention.attention_forward(q, k, v, mask, offsets, *state, 0.25)
-    attention.attention_backward(out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), 0.25, (True, True, True))
+    attention.attention_forward(Attention(q, k, v, mask, offsets, *state, 0.25))
+    attention.attention_backward(
+        AttentionBackward(out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), 0.25, (True, True, True))
+    )
     if given == "state":
-        attention.attention_removal(q, k, v, mask, *state, 0.25)
+        attention.attention_removal(Attention(q, k, v, mask, None, *state, 0.25))
 
 
 def _prefix(dtype: torch.dtype, every: tuple[int, int], given: str = "") -> None:
@@ -330,7 +333,7 @@ def test_equal_constants_are_compiled_once(programs: list[Program]) -> None:
     """Lengths that take the same block are one program, which is not looked for again."""
     key = torch.empty(2, 1, 3, 16, device="meta")
     for queries in range(1, 17):
-        attention.attention_forward(torch.empty(2, 1, queries, 16, device="meta"), key, key, None, None, None, None, 0.25)
+        attention.attention_forward(Attention(torch.empty(2, 1, queries, 16, device="meta"), key, key, scale=0.25))
     assert len(programs) == 1
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.runtime import tiles
 from cmab_kernels.runtime.tiles import FIELDS, FILE, HOPPER, Key, as_entry, padded, read, tuned, using
 
@@ -161,8 +162,8 @@ def _everything(dtype: torch.dtype) -> None:
 
     q, k = torch.empty(1, 2, 300, 32, dtype=dtype), torch.empty(1, 2, 5003, 32, dtype=dtype)
     out, lse = torch.empty(1, 2, 300, 32, dtype=torch.promote_types(dtype, torch.float32)), torch.empty(1, 2, 300).double()
-    attention.attention_forward(q, k, k, None, None, None, None, 1.0)
-    attention.attention_backward(out, lse, q, k, k, None, None, out, lse, 1.0, (True, True, True))
+    attention.attention_forward(Attention(q, k, k, scale=1.0))
+    attention.attention_backward(AttentionBackward(out, lse, q, k, k, None, None, out, lse, 1.0, (True, True, True)))
     square = torch.empty(1, 2, 32, 32).double()
     intention.gram(k, k, None, None, (True, True), False)
     intention.gram_backward(square, square, k, k, None, None, (True, True, True), False)
@@ -224,8 +225,8 @@ q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.float64) for n in (40, 150, 150))
 square = torch.randn(1, 2, 8, 8, dtype=torch.float64)
 
 def everything():
-    out, lse = attention.attention_forward(q, k, v, None, None, None, None, 0.5)
-    grads = attention.attention_backward(out, lse, q, k, v, None, None, out, lse, 0.5, (True, True, True))
+    out, lse = attention.attention_forward(Attention(q, k, v, scale=0.5))
+    grads = attention.attention_backward(AttentionBackward(out, lse, q, k, v, None, None, out, lse, 0.5, (True, True, True)))
     sums = intention.gram(k, v, None, None, (True, True), False)
     slopes = intention.gram_backward(square, square, k, v, None, None, (True, True, True), False)
     inverse = nystrom.iterative_pinv(square[0], 2)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.attention.kernels import launch as attention_launch
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention.kernels import launch as ridge_launch
 from cmab_kernels.nystrom.kernels import launch as nystrom_launch
 from cmab_kernels.runtime.backends import implementation
@@ -169,11 +170,13 @@ def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
     q, k, v, dout = (draw(1, 4, n, target.width) for n in (target.latents, keys, keys, target.latents))
     scale = target.width**-0.5
     if target.kernel == "attention.forward":
-        return lambda: module.attention_forward(q, k, v, None, None, None, None, scale)
-    out, lse = module.attention_forward(q, k, v, None, None, None, None, scale)
+        return lambda: module.attention_forward(Attention(q, k, v, scale=scale))
+    out, lse = module.attention_forward(Attention(q, k, v, scale=scale))
     needs = (False, True, True) if target.kernel == "attention.backward_keys" else (True, True, True)
     slopes = dout.to(out.dtype), torch.zeros_like(lse)
-    return lambda: tuple(t for t in module.attention_backward(*slopes, q, k, v, None, None, out, lse, scale, needs) if t.numel())
+    return lambda: tuple(
+        t for t in module.attention_backward(AttentionBackward(*slopes, q, k, v, None, None, out, lse, scale, needs)) if t.numel()
+    )
 
 
 def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:

@@ -21,6 +21,7 @@ from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.kernels.runs import vetted
 from cmab_kernels.attention.prefix import kernels as prefix
 from cmab_kernels.attention.projected import kernels as projected
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.solve import kernels as solve
 from cmab_kernels.layers import kernels as layers
@@ -85,15 +86,15 @@ def _attention(dtype: torch.dtype, heads: int, latents: int, width: int) -> Call
     def call() -> None:
         q, k, v = (torch.empty(1, heads, n, width, dtype=dtype) for n in (latents, 10**6, 10**6))
         out, lse = torch.empty(1, heads, latents, width), torch.empty(1, heads, latents, dtype=F64)
-        attention.attention_forward(q, k, v, None, None, None, None, 1.0)
-        attention.attention_backward(out, lse, q, k, v, None, None, out, lse, 1.0, (True, True, True))
+        attention.attention_forward(Attention(q, k, v, scale=1.0))
+        attention.attention_backward(AttentionBackward(out, lse, q, k, v, None, None, out, lse, 1.0, (True, True, True)))
 
     return f"latent_attention, {heads} x (L {latents}, N 1e6, d {width})", width, dtype, call
 
 
 def _removal() -> None:
     q, k = torch.empty(1, 4, 128, 16), torch.empty(1, 4, 1000, 16)
-    attention.attention_removal(q, k, k, None, q, torch.empty(1, 4, 128, dtype=F64), 1.0)
+    attention.attention_removal(Attention(q, k, k, None, None, q, torch.empty(1, 4, 128, dtype=F64), 1.0))
     vetted(torch.empty(65, dtype=torch.int32), 1000)
 
 

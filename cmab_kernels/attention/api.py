@@ -11,7 +11,7 @@ from ..runtime.backends import choose, is_available, kernel
 from ..runtime.checks import as_autocast, check_dense, check_key_value, check_mask, check_operands, fixed, not_a_tensor, over_batch, wrong
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_differentiated, is_direct, is_plain
-from .schema import attention_op
+from .schema import Attention, attention_op
 from .state import AttentionState, Removal, check_fit, check_parts, check_state, merged, subtract_state
 
 
@@ -156,9 +156,7 @@ def remove_from_state(
     chosen = choose("attention", impl, inputs.query, inputs.key, inputs.value)
     tensors = *state, inputs.query, inputs.key, inputs.value, inputs.key_padding_mask
     if chosen != "reference" and not is_differentiated(*tensors) and is_plain(*tensors):
-        out, lse, reliable = kernel("attention", chosen, "attention_removal")(
-            inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, *state, inputs.scale
-        )
+        out, lse, reliable = kernel("attention", chosen, "attention_removal")(_contract(inputs, state, chosen))
         return Removal(AttentionState(out, lse), reliable)
     return subtract_state(state, _state(inputs, None, impl))
 
@@ -186,18 +184,12 @@ def _check_incoming(state: AttentionState, inputs: _Inputs) -> None:
 def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> AttentionState:
     """The state of the keys, merged with `state` unless that is None."""
     chosen = choose("attention", impl, inputs.query, inputs.key, inputs.value)
-    return AttentionState(
-        *attention_op(
-            inputs.query,
-            inputs.key,
-            inputs.value,
-            inputs.key_padding_mask,
-            inputs.cu_seqlens,
-            *(state or (None, None)),
-            inputs.scale,
-            chosen,
-        )
-    )
+    return AttentionState(*attention_op(_contract(inputs, state, chosen)))
+
+
+def _contract(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attention:
+    out, lse = state or (None, None)
+    return Attention(inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, inputs.cu_seqlens, out, lse, inputs.scale, impl)
 
 
 def _inputs(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING, state_dtype
 from ..runtime.extension import load
+from .schema import Attention, AttentionBackward
 
 _C = load()
 
@@ -26,21 +27,12 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    scale: float,
-    reliable: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention_forward(inputs: Attention, reliable: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return (out, lse): the attention of the queries over these keys, merged with the incoming state if there is one.
 
     If `reliable` is given, the keys are removed from the incoming state instead, and `reliable` is filled.
     """
+    query, key, value, mask, cu_seqlens, state_out, state_lse, scale, _ = inputs
     batch, heads, latents, _ = query.shape  # torch parses ints in half the time of a shape
     out = query.new_empty(batch, heads, latents, value.shape[3], dtype=state_dtype(query.dtype))
     lse = query.new_empty(batch, heads, latents, dtype=torch.float64)
@@ -49,7 +41,7 @@ def attention_forward(
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
         key=key,
         value=value,
-        key_padding_mask=key_padding_mask,
+        key_padding_mask=mask,
         scale=scale,
         state_out=state_out,
         state_lse=state_lse,
@@ -60,12 +52,11 @@ def attention_forward(
     return out, lse
 
 
-def attention_removal(
-    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, state_out: Tensor, state_lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_removal(inputs: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, reliable): the incoming state without these keys."""
-    reliable = torch.empty_like(state_lse, dtype=torch.bool, memory_format=torch.contiguous_format)
-    return *attention_forward(query, key, value, key_padding_mask, None, state_out, state_lse, scale, reliable), reliable
+    assert inputs.state_lse is not None
+    reliable = torch.empty_like(inputs.state_lse, dtype=torch.bool, memory_format=torch.contiguous_format)
+    return *attention_forward(inputs, reliable), reliable
 
 
 def merge_states(first_out: Tensor, first_lse: Tensor, second_out: Tensor, second_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,27 +86,16 @@ def is_not_below_infinity(lse: Tensor) -> bool | None:
     return found
 
 
-def attention_backward(
-    dout: Tensor,
-    dlse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dquery, dkey, dvalue), contiguous; tensors that are not in `needs` are empty."""
+    dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale, needs, _ = inputs
     dquery, dkey, dvalue = (x.new_empty(x.shape if need else 0) for x, need in zip((query, key, value), needs, strict=True))
     _C.attention_backward(
         query=query,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
         key=key,
         value=value,
-        key_padding_mask=key_padding_mask,
+        key_padding_mask=mask,
         scale=scale,
         dout=dout,
         dlse=dlse,

@@ -1,41 +1,64 @@
-"""Latent cross-attention and its gradient as `torch.library` operators: shapes, FLOP counts, vmap rules and derivatives."""
+"""Latent cross-attention and its gradient as `torch.library` operators: contracts, shapes, FLOP counts, vmap rules and derivatives."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import Operator, folding_rule, gradient_of_formula, looping_rule
 from ..runtime.checks import wrong
 from ..runtime.dtypes import state_dtype
-from ..runtime.flops import flop_formula
+from ..runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
 from ..runtime.tracing import has_values
+from ..runtime.vmap import Rule
 from .reference import attention_backward_reference, attention_reference
 from .state import AttentionState, merged, share_gradient
 
-LIB = torch.library.Library("cmab", "DEF")
-LIB.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? cu_seqlens, "
-    "Tensor? state_out, Tensor? state_lse, float scale, str impl) -> (Tensor out, Tensor lse)"
-)
-LIB.define(
-    "attention_backward(Tensor dout, Tensor dlse, Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? cu_seqlens, "
-    "Tensor out, Tensor lse, float scale, bool[3] needs, str impl) -> (Tensor dquery, Tensor dkey, Tensor dvalue)"
-)
+Needs = tuple[bool, bool, bool]
+"""Whether the gradients of query, key and value are needed."""
 
 
-def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+class Attention(NamedTuple):
+    """The arguments of `cmab::attention`, whose results are the state (out, lse) of all keys."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    state_out: Tensor | None = None
+    state_lse: Tensor | None = None
+    scale: float = 1.0
+    impl: str = "auto"
+
+
+class AttentionBackward(NamedTuple):
+    """The arguments of `cmab::attention_backward`, whose results are the gradients of query, key and value."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    out: Tensor
+    lse: Tensor
+    scale: float
+    needs: Needs
+    impl: str = "auto"
+
+
+def _definition(inputs: Attention) -> AttentionState:
     """The state of the keys by the reference, merged with any incoming state; NaN if offsets are invalid."""
-    state_out, state_lse, scale = rest
+    query, key, value, mask, cu_seqlens, state_out, state_lse, scale, _ = inputs
     new = AttentionState(*attention_reference(query, key, value, mask, cu_seqlens, scale))
     if cu_seqlens is not None:
         bad = refused_offsets(cu_seqlens, key.shape[2])
         new = AttentionState(*(part.masked_fill(bad, torch.nan) for part in new))
-    return new if state_out is None else merged(AttentionState(state_out, state_lse), new)
+    return new if state_out is None or state_lse is None else merged(AttentionState(state_out, state_lse), new)
 
 
 def refused_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
@@ -56,113 +79,94 @@ def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
         raise ValueError(wrong("cu_seqlens", f"is {shown}", f"it must rise from 0 to N = {length}, never falling"))
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:
-    check_offsets(cu_seqlens, key.shape[2])
-
-
-@torch.library.register_fake("cmab::attention", lib=LIB)
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _shapes(inputs: Attention) -> tuple[Tensor, Tensor]:
+    query, value = inputs.query, inputs.value
     out = query.new_empty(*query.shape[:-1], value.shape[-1], dtype=state_dtype(query.dtype))
     return out, query.new_empty(query.shape[:-1], dtype=torch.float64)
 
 
-@torch.library.register_fake("cmab::attention_backward", lib=LIB)
-def _(dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    needs = rest[-2]
-    return tuple(t.new_empty(t.shape if need else 0) for t, need in zip((query, key, value), needs, strict=True))
+# ---- FLOPs, for contracts of shapes
 
 
-def _scores(query: Any, key: Any, cu_seqlens: Any) -> int:
+def _scores(inputs: Any) -> int:
     """The number of scores. Packed sets share one row of N keys; a key has scores only for queries of its own set."""
-    batch, heads, latents, _ = query
-    return heads * latents * key[2] * (1 if cu_seqlens is not None else batch)
+    batch, heads, latents, _ = inputs.query
+    return heads * latents * inputs.key[2] * (1 if inputs.cu_seqlens is not None else batch)
 
 
-@flop_formula(torch.ops.cmab.attention)
-def _attention_flops(query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any) -> int:
+def _operations(inputs: Any) -> int:
     """FLOPs of two products: S = Q K' and O = P V."""
-    return 2 * _scores(query, key, cu_seqlens) * (query[-1] + value[-1])
+    return 2 * _scores(inputs) * (inputs.query[-1] + inputs.value[-1])
 
 
-@flop_formula(torch.ops.cmab.attention_backward)
-def _attention_backward_flops(
-    dout: Any, dlse: Any, query: Any, key: Any, value: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any
-) -> int:
+def _backward_operations(inputs: Any) -> int:
     """FLOPs of those of the products S, dP, dV, dQ and dK that the required gradients use."""
-    needs_query, needs_key, needs_value = rest[-2]
+    needs_query, needs_key, needs_value = inputs.needs
     needs_scores = needs_query or needs_key
-    widths = query[-1] * (1 + needs_query + needs_key) + value[-1] * (needs_scores + needs_value)
-    return 2 * _scores(query, key, cu_seqlens) * widths
-
-
-# ---- vmap
-
-
-def _vmap_rule(operator: Callable, tensors: int) -> Callable:
-    """The vmap rule: `folding_rule`, or `looping_rule` for packed sets, because their batch must be 1."""
-    folding, looping = folding_rule(operator, tensors), looping_rule(operator, tensors)
-
-    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        return (folding if args[tensors - 3] is None else looping)(info, in_dims, *args)
-
-    return rule
-
-
-torch.library.register_vmap("cmab::attention", _vmap_rule(torch.ops.cmab.attention.default, 7), lib=LIB)
-torch.library.register_vmap("cmab::attention_backward", _vmap_rule(torch.ops.cmab.attention_backward.default, 9), lib=LIB)
+    widths = inputs.query[-1] * (1 + needs_query + needs_key) + inputs.value[-1] * (needs_scores + needs_value)
+    return 2 * _scores(inputs) * widths
 
 
 # ---- gradients
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.scale, ctx.impl = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, mask, cu_seqlens, state_out, state_lse, out, lse = ctx.saved_tensors
-    needs = tuple(ctx.needs_input_grad[:3])
-    grads: tuple[Any, ...] = (None, None, None)
+def _backward(call: Call[Attention], dout: Tensor, dlse: Tensor) -> Gradients:
+    query, key, value, mask, cu_seqlens, state_out, state_lse, scale, impl = call.inputs
+    out, lse = call.kept
+    gradients: Gradients = {}
+    needs = call.needs("query", "key", "value")
     if any(needs):
-        grads = _backward_op(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, ctx.scale, needs, ctx.impl)
-        grads = tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
-    dstate = (None, None)
-    if any(ctx.needs_input_grad[5:7]):
-        dstate = state_gradient(dout, dlse, state_out, state_lse, out, lse)
-    return *grads, None, None, *dstate, None, None
+        inputs = AttentionBackward(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale, needs, impl)
+        gradients["query"], gradients["key"], gradients["value"] = _backward_op(inputs)
+    if state_out is not None and state_lse is not None and any(call.needs("state_out", "state_lse")):
+        gradients["state_out"], gradients["state_lse"] = state_gradient(dout, dlse, state_out, state_lse, out, lse)
+    return gradients
 
 
-def state_gradient(dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor) -> Any:
+def state_gradient(dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of the incoming state, which is a part of the merged result."""
     down, slope = share_gradient(AttentionState(state_out, state_lse), AttentionState(out, lse), dout, dlse)
     return down.to(state_out.dtype), slope
 
 
-def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.scale, ctx.needs, _ = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the reference formula, which stores all L x N scores.
+def _backward_formula(inputs: AttentionBackward) -> tuple[Tensor, ...]:
+    """The gradients by the reference, which stores all L x N scores.
 
     `out` and `lse` count as inputs: their graph leads back to the forward operator, and from there to the incoming
     state. (`once_differentiable` does not work here: `torch.autograd.grad` never reaches its error node, and the result
     is wrong.)
     """
-    dout, dlse, query, key, value, mask, cu_seqlens, out, lse = ctx.saved_tensors
-    needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
+    dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale, _, _ = inputs
+    assert dlse is not None  # autograd gives zeros
+    return attention_backward_reference(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale)
 
-    def formula(dout: Tensor, dlse: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-        first = attention_backward_reference(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, ctx.scale)
-        return [grad for grad, need in zip(first, ctx.needs, strict=True) if need]
 
-    partials = gradient_of_formula(formula, (dout, dlse, query, key, value, out, lse), needed)
-    return *partials[:5], None, None, *partials[5:], None, None, None
+def _is_packed(inputs: Attention | AttentionBackward) -> bool:
+    """Whether sets are packed. The batch of packed keys must be 1, so that nothing can be folded into it."""
+    return inputs.cu_seqlens is not None
 
 
 attention_op = Operator(
-    LIB, "attention", "attention", 7, _save, _backward, reference=_definition, check=_check, function="attention_forward"
+    "attention",
+    "attention",
+    Attention,
+    ("out", "lse"),
+    shapes=_shapes,
+    operations=_operations,
+    backward=_backward,
+    keeps=(*Attention._fields, "out", "lse"),
+    vmap=Rule(loops=_is_packed),
+    reference=_definition,
+    check=lambda inputs: check_offsets(inputs.cu_seqlens, inputs.key.shape[2]),
+    function="attention_forward",
 )
-_backward_op = Operator(LIB, "attention", "attention_backward", 9, _save_backward, _double_backward)
+_backward_op = Operator(
+    "attention",
+    "attention_backward",
+    AttentionBackward,
+    ("dquery", "dkey", "dvalue"),
+    shapes=gradient_shapes("query", "key", "value"),
+    operations=_backward_operations,
+    backward=derivatives_of(_backward_formula, "dout", "dlse", "query", "key", "value", "out", "lse"),
+    vmap=Rule(loops=_is_packed),
+)

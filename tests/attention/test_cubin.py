@@ -22,6 +22,7 @@ import triton.language as tl
 from cmab_kernels.attention import kernels
 from cmab_kernels.attention.kernels import launch as launches
 from cmab_kernels.attention.kernels.launch import Tiles
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.runtime.tiles import FILE, read, using
 from cmab_kernels.runtime.triton_launch import Kernel, kernel
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, narrow_offsets, record
@@ -75,8 +76,11 @@ def _launches(dtype: torch.dtype, width: int, latents: int = 128, mask: bool = F
     before = (out, lse) if state else (None, None)
 
     def call() -> tuple[Tensor, ...]:
-        results = kernels.attention_forward(q, k, v, ignore, None, *before, 1.0)
-        return (*results, *kernels.attention_backward(out, lse, q, k, v, ignore, None, out, lse, 1.0, (True, True, True)))
+        results = kernels.attention_forward(Attention(q, k, v, ignore, None, *before, 1.0))
+        return (
+            *results,
+            *kernels.attention_backward(AttentionBackward(out, lse, q, k, v, ignore, None, out, lse, 1.0, (True, True, True))),
+        )
 
     return record(call)
 
@@ -254,5 +258,5 @@ def test_strides_beyond_32_bits_reach_the_kernel(tmp_path: Path) -> None:
     """Strides beyond 32 bits are passed as 64 bits. Tensors are on the meta device, and need no memory."""
     with torch.device("meta"):
         q, k = torch.empty(1, 1, 4, 8), torch.empty(0).as_strided((1, 1, 3, 8), (2**34, 2**33, 2**32, 1))
-        (launch,) = record(lambda: kernels.attention_forward(q, k, k, None, None, None, None, 1.0))
+        (launch,) = record(lambda: kernels.attention_forward(Attention(q, k, k, scale=1.0)))
     assert launch.options["strides"][1] == (2**34, 2**33, 2**32, 1)

@@ -19,6 +19,7 @@ from cmab_kernels.attention import kernels, schema
 from cmab_kernels.attention.kernels import runs
 from cmab_kernels.attention.kernels.launch import backward_keys_tiles
 from cmab_kernels.attention.kernels.rows import sum_runs
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.attention.state import AttentionState, subtract_state
 from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error
@@ -53,9 +54,11 @@ class Case:
     ) -> None:
         self.inputs, self.mask, self.cu_seqlens, self.state, self.needs = (q, k, v), mask, cu_seqlens, state, needs
         self.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        self.out, self.lse = kernels.attention_forward(*self.inputs, mask, cu_seqlens, *(state or (None, None)), self.scale)
+        self.out, self.lse = kernels.attention_forward(Attention(*self.inputs, mask, cu_seqlens, *(state or (None, None)), self.scale))
         self.dout, self.dlse = cotangents or (torch.randn(self.out.shape, dtype=self.out.dtype), torch.randn(self.lse.shape).double())
-        self.grads = kernels.attention_backward(self.dout, self.dlse, *self.inputs, mask, cu_seqlens, self.out, self.lse, self.scale, needs)
+        self.grads = kernels.attention_backward(
+            AttentionBackward(self.dout, self.dlse, *self.inputs, mask, cu_seqlens, self.out, self.lse, self.scale, needs)
+        )
 
     def expected(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
         wide = tuple(t.double().requires_grad_() for t in self.inputs)
@@ -140,13 +143,13 @@ def test_removal(left: str) -> None:
     """The state without keys is what its formula gives, edges included."""
     q, k, v = _inputs(2, 3, 70, 9, 4, 5, torch.float64)
     gone = slice(0, {"most": 1, "some": 5, "nan": 5, "nothing removed": 0}.get(left, 9))
-    out, lse = kernels.attention_forward(q, k, v, None, None, None, None, 0.5)
+    out, lse = kernels.attention_forward(Attention(q, k, v, scale=0.5))
     if left == "nothing there":
         out, lse = torch.zeros_like(out), torch.full_like(lse, -math.inf)
     if left == "nan":
         lse[1, 2, 0] = math.nan
-    part = AttentionState(*kernels.attention_forward(q, k[:, :, gone], v[:, :, gone], None, None, None, None, 0.5))
-    *ours, reliable = kernels.attention_removal(q, k[:, :, gone], v[:, :, gone], None, out, lse, 0.5)
+    part = AttentionState(*kernels.attention_forward(Attention(q, k[:, :, gone], v[:, :, gone], scale=0.5)))
+    *ours, reliable = kernels.attention_removal(Attention(q, k[:, :, gone], v[:, :, gone], None, None, out, lse, 0.5))
     state, wanted = subtract_state(AttentionState(out, lse), part)
     assert torch.equal(reliable, wanted)
     for mine, right in zip(ours, state, strict=True):
@@ -159,7 +162,7 @@ def test_removal(left: str) -> None:
 def test_a_state_that_is_not_clean(lse: float, inside: float, keys: int) -> None:
     """An empty row counts for nothing, whatever it holds, and an lse that no keys lead to makes its row NaN: added to and taken from."""
     q, k, v = _inputs(1, 2, 3, keys, 4, 5, torch.float64)
-    out, log = kernels.attention_forward(q, k[:, :, :8], v[:, :, :8], None, None, None, None, 0.5)
+    out, log = kernels.attention_forward(Attention(q, k[:, :, :8], v[:, :, :8], scale=0.5))
     row = (0, 1, 2)
     out[row], log[row] = 0.0, -math.inf
     bad_out, bad_log = out.clone(), log.clone()
@@ -167,9 +170,9 @@ def test_a_state_that_is_not_clean(lse: float, inside: float, keys: int) -> None
     spoilt = torch.zeros_like(log, dtype=torch.bool)
     spoilt[row] = lse != -math.inf
     for call in (
-        lambda out, log: kernels.attention_forward(q, k, v, None, None, out, log, 0.5),
-        lambda out, log: kernels.attention_removal(q, k[:, :, :2], v[:, :, :2], None, out, log, 0.5),
-        lambda out, log: kernels.attention_removal(q, k[:, :, :0], v[:, :, :0], None, out, log, 0.5),
+        lambda out, log: kernels.attention_forward(Attention(q, k, v, None, None, out, log, 0.5)),
+        lambda out, log: kernels.attention_removal(Attention(q, k[:, :, :2], v[:, :, :2], None, None, out, log, 0.5)),
+        lambda out, log: kernels.attention_removal(Attention(q, k[:, :, :0], v[:, :, :0], None, None, out, log, 0.5)),
     ):
         (ours, ours_log, *rest), (right, right_log, *wanted) = call(bad_out, bad_log), call(out, log)
         assert torch.equal(ours.isnan().all(-1), spoilt) and torch.equal(ours_log.isnan(), spoilt)
@@ -290,9 +293,9 @@ def test_wrong_offsets(offsets: list[int], keys: int) -> None:
     """
     given = torch.tensor(offsets) * (keys // 70)
     q, k, v = torch.randn(4, 1, 3, 8), *_inputs(1, 1, 1, keys, 8, 8, torch.float32)[1:]
-    out, lse = kernels.attention_forward(q, k, v, None, given, None, None, 1.0)
+    out, lse = kernels.attention_forward(Attention(q, k, v, None, given, None, None, 1.0))
     assert out.isnan().all() and lse.isnan().all()
-    grads = kernels.attention_backward(out, lse, q, k, v, None, given, out, lse, 1.0, EVERYTHING)
+    grads = kernels.attention_backward(AttentionBackward(out, lse, q, k, v, None, given, out, lse, 1.0, EVERYTHING))
     assert all(grad.isnan().all() for grad in grads)
     vetted = runs.vetted(given, keys)
     assert vetted is not None and vetted.tolist() == [0, keys, keys, keys, keys, 1]
@@ -329,8 +332,8 @@ def test_the_host_waits_for_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = torch.tensor([0, 9, 40, 70])
     for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(Tensor, name, wait)
-    out, lse = kernels.attention_forward(q, k, v, None, offsets, None, None, 1.0)
-    kernels.attention_backward(out, lse, q, k, v, None, offsets, out, lse, 1.0, EVERYTHING)
+    out, lse = kernels.attention_forward(Attention(q, k, v, None, offsets, None, None, 1.0))
+    kernels.attention_backward(AttentionBackward(out, lse, q, k, v, None, offsets, out, lse, 1.0, EVERYTHING))
     with pytest.raises(AssertionError, match="wait"):
         schema.check_offsets(offsets, 70)
 
@@ -354,11 +357,11 @@ def test_states(keys: int, packed: bool) -> None:
 def test_one_run_joins_a_state_with_the_bits_of_a_merge(dtype: torch.dtype) -> None:
     """A set of one run is merged with a state by the kernel that reads it; packed, it is merged by another."""
     q, k, v, old = (torch.randn(1, 2, n, 8, dtype=dtype) for n in (5, 70, 70, 30))
-    state = kernels.attention_forward(q, old, old, None, None, None, None, 0.5)
-    alone = kernels.attention_forward(q, k, v, None, None, *state, 0.5)
-    packed = kernels.attention_forward(q, k, v, None, torch.tensor([0, 70]), *state, 0.5)
+    state = kernels.attention_forward(Attention(q, old, old, scale=0.5))
+    alone = kernels.attention_forward(Attention(q, k, v, None, None, *state, 0.5))
+    packed = kernels.attention_forward(Attention(q, k, v, None, torch.tensor([0, 70]), *state, 0.5))
     assert all(map(torch.equal, alone, packed))
-    both = kernels.attention_forward(q, torch.cat((old, k), 2), torch.cat((old, v), 2), None, None, None, None, 0.5)
+    both = kernels.attention_forward(Attention(q, torch.cat((old, k), 2), torch.cat((old, v), 2), None, None, None, None, 0.5))
     assert (row_error(alone[0], both[0].double()) <= TOLERANCE[dtype]).all()
     assert torch.allclose(alone[1], both[1], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -369,7 +372,9 @@ def test_needs(latents: int) -> None:
     inputs = _inputs(1, 1, latents, 40, 8, 12, torch.float32)
     whole = Case(*inputs)
     for needs in itertools.product((False, True), repeat=3):
-        grads = kernels.attention_backward(whole.dout, whole.dlse, *inputs, None, None, whole.out, whole.lse, whole.scale, needs)
+        grads = kernels.attention_backward(
+            AttentionBackward(whole.dout, whole.dlse, *inputs, None, None, whole.out, whole.lse, whole.scale, needs)
+        )
         for need, grad, reference in zip(needs, grads, whole.grads, strict=True):
             assert torch.equal(grad, reference) if need else grad.shape == (0,)
 
@@ -456,7 +461,7 @@ def test_infinities_stay_in_their_row() -> None:
     for poison in (math.nan, math.inf):
         bad = q.clone()
         bad[0, 1, 17, 3] = poison
-        out, lse = kernels.attention_forward(bad, k, v, None, None, None, None, clean.scale)
+        out, lse = kernels.attention_forward(Attention(bad, k, v, scale=clean.scale))
         spoilt = torch.zeros(1, 2, 40, dtype=torch.bool)
         spoilt[0, 1, 17] = True
         assert torch.equal(out.isnan().any(-1), spoilt) and torch.equal(lse.isnan(), spoilt)
@@ -497,10 +502,12 @@ def test_layouts(layout: str) -> None:
 def test_a_result_that_the_batch_shares() -> None:
     """`vmap` over the incoming gradient alone gives its rule inputs and results with stride 0 along the batch."""
     query, key, value = _inputs(1, 2, 3, 5, 4, 2, torch.float64)
-    out, lse = kernels.attention_forward(query, key, value, None, None, None, None, 0.5)
+    out, lse = kernels.attention_forward(Attention(query, key, value, scale=0.5))
     shared = [t.expand(3, *t.shape[1:]) for t in (query, key, value, out, lse)]
     gradients = [
-        kernels.attention_backward(torch.ones(3, 2, 3, 2).double(), lse.new_zeros(3, 2, 3), *rows, None, None, *results, 0.5, (True,) * 3)
+        kernels.attention_backward(
+            AttentionBackward(torch.ones(3, 2, 3, 2).double(), lse.new_zeros(3, 2, 3), *rows, None, None, *results, 0.5, (True,) * 3)
+        )
         for rows, results in ((shared[:3], shared[3:]), ([t.contiguous() for t in shared[:3]], [t.contiguous() for t in shared[3:]]))
     ]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

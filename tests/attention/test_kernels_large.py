@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from cmab_kernels.attention import kernels
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.testing.fused import fused_products
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
@@ -33,7 +34,7 @@ def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
 def _state(scores: Tensor, values: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """The state of keys with these scores (before the scale), for one query of one head."""
     query = scores.new_ones(1, 1, 1, 1)
-    return kernels.attention_forward(query, scores.view(1, 1, -1, 1), values.view(1, 1, -1, 1), None, None, None, None, scale)
+    return kernels.attention_forward(Attention(query, scores.view(1, 1, -1, 1), values.view(1, 1, -1, 1), scale=scale))
 
 
 def _oracle(scores: Tensor, values: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -98,7 +99,7 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
     """
     query, key, value = scores.new_ones(1, 1, 1, 1), scores.view(1, 1, -1, 1), values.view(1, 1, -1, 1)
     ones = torch.ones_like(out), torch.ones_like(lse)
-    dquery, dkey, dvalue = kernels.attention_backward(*ones, query, key, value, None, None, out, lse, scale, EVERYTHING)
+    dquery, dkey, dvalue = kernels.attention_backward(AttentionBackward(*ones, query, key, value, None, None, out, lse, scale, EVERYTHING))
     assert all(grad.isfinite().all() for grad in (dquery, dkey, dvalue))
     weights = torch.zeros_like(scores)
     weights[scores.argmax()] = 1.0
@@ -115,9 +116,9 @@ def test_a_lone_largest_score_has_weight_one() -> None:
     value = torch.eye(13, dtype=torch.float64).expand(1, 64, 13, 13)
     key = key.view(1, 1, 13, 1).expand(1, 64, 13, 1)
     scale = 8**-0.5
-    out, lse = kernels.attention_forward(query, key, value, None, None, None, None, scale)
+    out, lse = kernels.attention_forward(Attention(query, key, value, scale=scale))
     slopes = torch.ones_like(out), torch.zeros_like(lse)
-    _, _, dvalue = kernels.attention_backward(*slopes, query, key, value, None, None, out, lse, scale, EVERYTHING)
+    _, _, dvalue = kernels.attention_backward(AttentionBackward(*slopes, query, key, value, None, None, out, lse, scale, EVERYTHING))
     assert torch.equal(dvalue[..., 0], torch.eye(13, dtype=torch.float64)[12].expand(1, 64, 13))
 
 
@@ -142,7 +143,7 @@ def test_large_scores_in_float16(level: float) -> None:
     for step in range(0, 40, 9):
         key = torch.full((1, 1, 200, 1), level + 8 * step, dtype=torch.float16)
         query = torch.full((1, 1, 1, 1), level, dtype=torch.float16)
-        out, lse = kernels.attention_forward(query, key, values.view(1, 1, -1, 1), None, None, None, None, 1.0)
+        out, lse = kernels.attention_forward(Attention(query, key, values.view(1, 1, -1, 1), scale=1.0))
         score = query.double().item() * key[0, 0, 0].double().item()
         assert (
             abs(out.item() - 99.5) <= 2**-10 * 99.5

@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from cmab_kernels.attention import kernels
 from cmab_kernels.attention.kernels import launch
+from cmab_kernels.attention.schema import Attention
 from cmab_kernels.runtime.tiles import using
 from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.runtime.triton_products import in_place, product
@@ -121,5 +122,5 @@ def test_forward_multiplies_in_three_parts() -> None:
     assert launch.forward_products(torch.float32, 64).precision == "tf32x3"
     q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 64, 8)
     with truncating_units() as count:
-        kernels.attention_forward(q, k, k, None, None, None, None, 1.0)
+        kernels.attention_forward(Attention(q, k, k, scale=1.0))
     assert count[0] == 6

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.attention.reference import attention_backward_reference, attention_reference, state_dtype
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 
 native = pytest.importorskip("cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError)
 
@@ -60,7 +61,7 @@ def _check(
     """Compare forward and backward with the definition in float64, row by row."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tolerance = TOLERANCE[query.dtype]
-    out, lse = native.attention_forward(query, key, value, mask, cu, None, None, scale)
+    out, lse = native.attention_forward(Attention(query, key, value, mask, cu, None, None, scale))
     wide = [t.double() for t in (query, key, value)]
     right_out, right_lse = attention_reference(*wide, mask, cu, scale)
     assert out.dtype == state_dtype(query.dtype) and lse.dtype == torch.float64 and out.is_contiguous()
@@ -71,7 +72,7 @@ def _check(
         <= tolerance
     )
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    ours = native.attention_backward(dout, dlse, query, key, value, mask, cu, out, lse, scale, ALL)
+    ours = native.attention_backward(AttentionBackward(dout, dlse, query, key, value, mask, cu, out, lse, scale, ALL))
     right = attention_backward_reference(dout.double(), dlse, *wide, mask, cu, right_out, right_lse, scale)
     for name, mine, expected, like in zip("qkv", ours, right, (query, key, value), strict=True):
         assert mine.shape == like.shape and mine.dtype == like.dtype and mine.is_contiguous()
@@ -139,10 +140,14 @@ def test_layouts_change_no_bit(isa: str, layout: str, dtype: torch.dtype) -> Non
 def test_expanded_operands(isa: str) -> None:
     query, key, value = _case(2, 2, 9, 130, 8, 8, torch.float64)
     _check(query[:1].expand(2, -1, -1, -1), key[:, :1].expand(-1, 2, -1, -1), value[:, :, :1].expand(-1, -1, 130, -1))
-    out, lse = native.attention_forward(query, key, value, None, None, None, None, 1.0)
+    out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
     one = torch.ones((), dtype=torch.float64)
-    spread = native.attention_backward(one.expand_as(out), one.expand_as(lse), query, key, value, None, None, out, lse, 1.0, ALL)
-    dense = native.attention_backward(torch.ones_like(out), torch.ones_like(lse), query, key, value, None, None, out, lse, 1.0, ALL)
+    spread = native.attention_backward(
+        AttentionBackward(one.expand_as(out), one.expand_as(lse), query, key, value, None, None, out, lse, 1.0, ALL)
+    )
+    dense = native.attention_backward(
+        AttentionBackward(torch.ones_like(out), torch.ones_like(lse), query, key, value, None, None, out, lse, 1.0, ALL)
+    )
     assert all(torch.equal(a, b) for a, b in zip(spread, dense, strict=True))
 
 
@@ -181,14 +186,16 @@ def test_packed_sets(isa: str, sizes: list[int], kind: torch.dtype) -> None:
     _check(query, key, value, torch.rand(1, key.shape[2]) < 0.5, offsets.to(kind))
     for i, (start, stop) in enumerate(pairwise(offsets)):
         alone = _everything(query[i : i + 1], key[:, :, start:stop], value[:, :, start:stop])[:2]
-        packed = native.attention_forward(query, key, value, None, offsets.to(kind), None, None, 8**-0.5)
+        packed = native.attention_forward(Attention(query, key, value, None, offsets.to(kind), scale=8**-0.5))
         assert all(torch.equal(a, b[i : i + 1]) for a, b in zip(alone, packed, strict=True))
 
 
 def test_offsets_out_of_range_read_nothing_there() -> None:
     query, key, value = _case(1, 1, 4, 10, 8, 8, torch.float64)
-    out, lse = native.attention_forward(query.expand(3, -1, -1, -1), key, value, None, torch.tensor([-5, 4, 1000, 20]), None, None, 1.0)
-    assert torch.equal(out[1:2], native.attention_forward(query, key[:, :, 4:], value[:, :, 4:], None, None, None, None, 1.0)[0])
+    out, lse = native.attention_forward(
+        Attention(query.expand(3, -1, -1, -1), key, value, None, torch.tensor([-5, 4, 1000, 20]), None, None, 1.0)
+    )
+    assert torch.equal(out[1:2], native.attention_forward(Attention(query, key[:, :, 4:], value[:, :, 4:], scale=1.0))[0])
     assert (lse[2] == -math.inf).all()
 
 
@@ -196,9 +203,9 @@ def test_offsets_out_of_range_read_nothing_there() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_incoming_state(isa: str, keys: int, dtype: torch.dtype) -> None:
     query, key, value = _case(2, 2, 20, keys + 50, 8, 12, dtype)
-    first = native.attention_forward(query, key[:, :, :50], value[:, :, :50], None, None, None, None, 0.3)
+    first = native.attention_forward(Attention(query, key[:, :, :50], value[:, :, :50], scale=0.3))
     state_out, state_lse = first[0].mT.contiguous().mT, first[1].mT.contiguous().mT
-    both = native.attention_forward(query, key[:, :, 50:], value[:, :, 50:], None, None, state_out, state_lse, 0.3)
+    both = native.attention_forward(Attention(query, key[:, :, 50:], value[:, :, 50:], None, None, state_out, state_lse, 0.3))
     right = attention_reference(query.double(), key.double(), value.double(), None, None, 0.3)
     own = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.3)
     assert _row_error(both[0], right[0]) <= max(TOLERANCE[dtype], 3 * _row_error(own, right[0]))
@@ -206,10 +213,8 @@ def test_incoming_state(isa: str, keys: int, dtype: torch.dtype) -> None:
     if keys == 0:
         assert torch.equal(both[0], first[0]) and torch.equal(both[1], first[1])
     empty = torch.zeros_like(first[0]), torch.full_like(first[1], -math.inf)
-    merged = native.attention_forward(query, key, value, None, None, *empty, 0.3)
-    assert all(
-        torch.equal(a, b) for a, b in zip(merged, native.attention_forward(query, key, value, None, None, None, None, 0.3), strict=True)
-    )
+    merged = native.attention_forward(Attention(query, key, value, None, None, *empty, 0.3))
+    assert all(torch.equal(a, b) for a, b in zip(merged, native.attention_forward(Attention(query, key, value, scale=0.3)), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -221,12 +226,14 @@ def test_a_key_of_another_size(isa: str, dtype: torch.dtype, logit: float, at: i
     key = torch.linspace(-1, 1, 150, dtype=torch.float64).to(dtype).view(1, 1, 150, 1).clone()
     key[0, 0, at] = logit
     value = torch.randn(1, 1, 150, 3, dtype=torch.float64).to(dtype)
-    out, lse = native.attention_forward(query, key, value, None, None, None, None, 1.0)
+    out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
     right_out, right_lse = attention_reference(query.double(), key.double(), value.double(), None, None, 1.0)
     eps = torch.finfo(dtype).eps
     assert _row_error(out, right_out) <= max(TOLERANCE[dtype], 4 * eps * min(abs(logit), 200))
     assert ((lse - right_lse).abs() <= max(TOLERANCE[dtype], 4 * eps * abs(logit))).all()
-    gradients = native.attention_backward(torch.ones_like(out), torch.ones_like(lse), query, key, value, None, None, out, lse, 1.0, ALL)
+    gradients = native.attention_backward(
+        AttentionBackward(torch.ones_like(out), torch.ones_like(lse), query, key, value, None, None, out, lse, 1.0, ALL)
+    )
     assert all(g.isfinite().all() for g in gradients)
 
 
@@ -236,11 +243,11 @@ def test_logits_of_infinity(isa: str) -> None:
         query, key = query.abs() + 0.1, key.clone()
         query[0, 0, 5] *= -1
         key[0, 0, :130] = -math.inf
-        out, lse = native.attention_forward(query, key, value, None, None, None, None, 1.0)
+        out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
         right = attention_reference(query.double(), key[:, :, 130:].double(), value[:, :, 130:].double(), None, None, 1.0)
         assert _row_error(out[:, :, :5], right[0][:, :, :5]) <= TOLERANCE[dtype]
         assert out[0, 0, 5].isnan().all() and lse[0, 0, 5].isnan()
-        out, lse = native.attention_forward(query, key[:, :, :130], value[:, :, :130], None, None, None, None, 1.0)
+        out, lse = native.attention_forward(Attention(query, key[:, :, :130], value[:, :, :130], scale=1.0))
         assert (out[:, :, :5] == 0).all() and (lse[:, :, :5] == -math.inf).all()
 
 
@@ -248,9 +255,9 @@ def test_logits_of_infinity(isa: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_bad_query_stays_in_its_row(isa: str, dtype: torch.dtype, bad: float) -> None:
     query, key, value = _case(1, 1, 40, 300, 8, 8, dtype)
-    clean = native.attention_forward(query, key, value, None, None, None, None, 1.0)
+    clean = native.attention_forward(Attention(query, key, value, scale=1.0))
     query[0, 0, 11, 3] = bad
-    out, lse = native.attention_forward(query, key, value, None, None, None, None, 1.0)
+    out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
     assert out[0, 0, 11].isnan().all() and lse[0, 0, 11].isnan()
     others = torch.arange(40) != 11
     assert torch.equal(out[:, :, others], clean[0][:, :, others]) and torch.equal(lse[:, :, others], clean[1][:, :, others])
@@ -260,23 +267,23 @@ def test_a_bad_query_stays_in_its_row(isa: str, dtype: torch.dtype, bad: float) 
 @pytest.mark.parametrize("latents, keys", [(20, 300), (600, 70)])
 def test_needs(isa: str, needs: tuple[bool, bool, bool], latents: int, keys: int) -> None:
     inputs = _case(1, 2, latents, keys, 8, 12, torch.float32)
-    out, lse = native.attention_forward(*inputs, None, None, None, None, 1.0)
+    out, lse = native.attention_forward(Attention(*inputs, scale=1.0))
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    everything = native.attention_backward(dout, dlse, *inputs, None, None, out, lse, 1.0, ALL)
-    some = native.attention_backward(dout, dlse, *inputs, None, None, out, lse, 1.0, needs)
+    everything = native.attention_backward(AttentionBackward(dout, dlse, *inputs, None, None, out, lse, 1.0, ALL))
+    some = native.attention_backward(AttentionBackward(dout, dlse, *inputs, None, None, out, lse, 1.0, needs))
     for need, mine, full in zip(needs, some, everything, strict=True):
         assert torch.equal(mine, full) if need else mine.shape == (0,)
 
 
 def test_rows_without_a_key_contribute_nothing(isa: str) -> None:
     query, key, value = _case(1, 1, 20, 100, 8, 8, torch.float64)
-    out, lse = native.attention_forward(query, key, value, None, None, None, None, 1.0)
+    out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     right = native.attention_backward(
-        dout[:, :, 1:], dlse[:, :, 1:], query[:, :, 1:], key, value, None, None, out[:, :, 1:], lse[:, :, 1:], 1.0, ALL
+        AttentionBackward(dout[:, :, 1:], dlse[:, :, 1:], query[:, :, 1:], key, value, None, None, out[:, :, 1:], lse[:, :, 1:], 1.0, ALL)
     )
     lse[:, :, 0], out[:, :, 0], dout[:, :, 0], dlse[:, :, 0] = -math.inf, 0.0, math.nan, math.nan
-    dquery, dkey, dvalue = native.attention_backward(dout, dlse, query, key, value, None, None, out, lse, 1.0, ALL)
+    dquery, dkey, dvalue = native.attention_backward(AttentionBackward(dout, dlse, query, key, value, None, None, out, lse, 1.0, ALL))
     assert (dquery[:, :, 0] == 0).all() and torch.equal(dquery[:, :, 1:], right[0])
     assert _row_error(dkey, right[1]) < 1e-12 and _row_error(dvalue, right[2]) < 1e-12
 
@@ -290,10 +297,10 @@ def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
 def _everything(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return (out, lse, dquery, dkey, dvalue); incoming gradients depend on the shapes alone, so that parts of a batch can be compared."""
     scale = query.shape[-1] ** -0.5
-    out, lse = native.attention_forward(query, key, value, mask, None, None, None, scale)
+    out, lse = native.attention_forward(Attention(query, key, value, mask, None, None, None, scale))
     dout = torch.linspace(-1, 1, out[0].numel(), dtype=out.dtype).view(out.shape[1:]).expand_as(out)
     dlse = torch.linspace(1, -1, lse[0].numel(), dtype=lse.dtype).view(lse.shape[1:]).expand_as(lse)
-    return out, lse, *native.attention_backward(dout, dlse, query, key, value, mask, None, out, lse, scale, ALL)
+    return out, lse, *native.attention_backward(AttentionBackward(dout, dlse, query, key, value, mask, None, out, lse, scale, ALL))
 
 
 @pytest.mark.parametrize("latents, keys", [(128, 9000), (5, 40_000), (700, 700), (1500, 60)])
@@ -319,7 +326,7 @@ def test_backward_repeats_its_bits() -> None:
 
 def test_more_than_65535_heads() -> None:
     query, key, value = _case(300, 220, 1, 2, 1, 1, torch.float32)
-    out, lse = native.attention_forward(query, key, value, None, None, None, None, 1.0)
+    out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
     right = attention_reference(query.double(), key.double(), value.double(), None, None, 1.0)
     assert torch.allclose(out.double(), right[0], rtol=1e-5, atol=1e-6) and torch.allclose(lse, right[1], rtol=1e-5, atol=1e-6)
 
@@ -346,4 +353,4 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("CMAB_KERNELS_ISA", wanted)
     inputs: list[Any] = _case(1, 1, 1, 1, 1, 1, torch.float32)
     with pytest.raises(RuntimeError, match=f'"{wanted}"; usable here: portable'):
-        native.attention_forward(*inputs, None, None, None, None, 1.0)
+        native.attention_forward(Attention(*inputs, scale=1.0))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cmab_kernels as ck
+from cmab_kernels.attention.schema import Attention
 from cmab_kernels.runtime.backends import implementation
 from cmab_kernels.runtime.extension import load_cuda
 
@@ -42,7 +43,7 @@ def _calls() -> dict[str, Callable[[], Any]]:
     a = torch.randn(8, 16, 16, device=DEVICE).softmax(-1)
     solution = a.double()[:4].view(2, 2, 16, 16)
     return {
-        "attention over 1,024 keys": lambda: attention.attention_forward(q, k, k, None, None, None, None, 0.125),
+        "attention over 1,024 keys": lambda: attention.attention_forward(Attention(q, k, k, scale=0.125)),
         "both sums of 1,024 keys of 16": lambda: ridge.gram(narrow, narrow, None, None, (True, True), False),
         "rows times a solution": lambda: ridge.apply_rows(narrow, solution),
         "pinv": lambda: nystrom.iterative_pinv(a, 6),

@@ -17,6 +17,7 @@ from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device, triton_dtype
 from ...runtime.triton_products import in_place, product, product_of_wide
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
+from ..schema import AttentionBackward
 from .backward_in_parts import _backward_in_parts
 from .forward import IN_SHARED, LOG2_E
 from .launch import WIDEST_BLOCK, backward_keys_tiles, backward_products, backward_tiles, piece_of_columns
@@ -358,20 +359,9 @@ def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: i
     return _Passes(products.operand, tiles.BLOCK_L, 1, _backward.given(**options), keys)
 
 
-def attention_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dquery, dkey, dvalue); an empty tensor for each that `needs` does not ask for. `dlse` None is zeros."""
+    dout, dlse, query, key, value, key_padding_mask, cu_seqlens, out, lse, scale, needs, _ = inputs
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
@@ -383,7 +373,7 @@ def attention_backward(
     with on_device(query):
         offsets = vetted(cu_seqlens, N)
         terms = row_terms(dout, dlse, out.contiguous(), lse.contiguous(), scale, passes.operand, sums, passes.filled_to)
-        inputs = (query, key, value, mask, offsets, *terms)
+        read = (query, key, value, mask, offsets, *terms)
         numbers = (
             (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
             (B, H, L, N),
@@ -398,11 +388,11 @@ def attention_backward(
         if passes.keys is not None:
             blocks = -(-L // passes.block)
             if blocks > 1 and (dkey is not None or dvalue is not None):
-                passes.keys(programs, *inputs, dkey, dvalue, *numbers)
+                passes.keys(programs, *read, dkey, dvalue, *numbers)
                 dkey = dvalue = None
             programs *= blocks
         if not (dquery is None and dkey is None and dvalue is None):
-            passes.queries(programs, *inputs, shares, dkey, dvalue, *numbers)
+            passes.queries(programs, *read, shares, dkey, dvalue, *numbers)
         if shares is not None and dquery is not None and not at_once:
             sum_runs(shares, offsets, dquery, *numbers[1:])
         elif shares is not None and dquery is not None:

@@ -14,6 +14,7 @@ from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device
 from ...runtime.triton_products import in_place, product, product_of_wide
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
+from ..schema import Attention
 from .launch import WIDEST_BLOCK, forward_constants, merge_constants
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 
@@ -283,17 +284,9 @@ def _merge(
     tl.store(lse + tl.program_id(0), unless_bad(merged, offsets, B))
 
 
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
     """Return (out, lse): the attention over all keys, merged with the incoming state if there is one."""
+    query, key, value, key_padding_mask, cu_seqlens, state_out, state_lse, scale, _ = inputs
     (B, H, L, D), (*_, N, E) = query.shape, value.shape
     mask = mask_bytes(key_padding_mask)
     runs, most_runs, slots = cut_keys(B, L, N, cu_seqlens is not None)

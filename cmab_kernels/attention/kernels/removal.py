@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...runtime.triton_launch import kernel, on_device
 from ...runtime.triton_rows import load_tile, rows_at
+from ..schema import Attention
 from ..state import FAR_BELOW, SURE_ROUNDING
 from .forward import attention_forward
 
@@ -61,11 +62,11 @@ def _subtract(
     tl.store(rows_at(out, row, E, E_PAD), result, mask=inside[:, None] & (tl.arange(0, E_PAD) < E)[None, :])
 
 
-def attention_removal(
-    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, state_out: Tensor, state_lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def attention_removal(inputs: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, lse, reliable): the incoming state without these keys."""
-    part_out, part_lse = attention_forward(query, key, value, key_padding_mask, None, None, None, scale)
+    query, state_out, state_lse = inputs.query, inputs.state_out, inputs.state_lse
+    assert state_out is not None and state_lse is not None
+    part_out, part_lse = attention_forward(inputs._replace(state_out=None, state_lse=None))
     out, lse, reliable = torch.empty_like(part_out), torch.empty_like(part_lse), torch.empty_like(part_lse, dtype=torch.bool)
     eps, E = torch.finfo(out.dtype).eps, out.shape[-1]
     rows = max(512 // triton.next_power_of_2(E), 1)

@@ -110,7 +110,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]
             dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, ctx.scale, ctx.eps, needs, ctx.impl
         )
         grads = tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
-    dstate = (None, None)
+    dstate: Any = (None, None)
     if any(ctx.needs_input_grad[6:8]):
         dstate = state_gradient(dout, dlse, state_out, state_lse, out, lse)
     return *grads, None, None, *dstate, None, None, None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...attention.kernels import attention_backward, attention_forward
+from ...attention.schema import Attention, AttentionBackward
 from ...runtime.triton_launch import on_device
 from .launch import aligned
 from .projections import Rows, join, matrix_gradient, part, plain_rows, project, project_back, rows_of
@@ -42,7 +43,7 @@ def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *res
     with on_device(x):
         own, other = _rows(x, context, mask, parameters, eps, context_eps)
         query, key, value = project(own, pairs) if other is None else (*project(own, pairs[:1]), *project(other, pairs[1:]))
-        out, lse = attention_forward(_split(query, heads), _split(key, heads), _split(value, heads), mask, None, None, None, scale)
+        out, lse = attention_forward(Attention(_split(query, heads), _split(key, heads), _split(value, heads), mask, scale=scale))
         y = join(out, output_weight, output_bias, own, residual)
     kept = query, key, value, out, lse
     return y, *(kept if keep else (x.new_empty(0, dtype=t.dtype) for t in kept))
@@ -61,7 +62,8 @@ def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask
         if any(wanted):
             dout = part(dy, parameters[10], heads)
             query, key, value = (_split(t, heads) for t in (query, key, value))
-            dheads = attention_backward(dout, None, query, key, value, mask, None, out.contiguous(), lse.contiguous(), scale, wanted)
+            kept = out.contiguous(), lse.contiguous()
+            dheads = attention_backward(AttentionBackward(dout, None, query, key, value, mask, None, *kept, scale, wanted))
         of_matrices = [
             *matrix_gradient(dheads[0], own, needs[6:8]),
             *matrix_gradient(dheads[1], seen, needs[8:10]),

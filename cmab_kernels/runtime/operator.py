@@ -1,0 +1,244 @@
+"""An operator: its contract, from which torch learns everything about it, and the choice between definition, kernel and dispatcher.
+
+The contract of an operator is a NamedTuple of its arguments. Its tensors come first, then numbers, then the name of the
+implementation, `impl`. The schema, the fake implementation, the vmap rule and the gradient name the fields they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NewType, TypeVar, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .autograd import differentiable, gradient_of_formula
+from .backends import kernel
+from .checks import as_they_are
+from .flops import flop_formula
+from .tracing import is_differentiated, is_plain, is_profiled
+from .vmap import Rule, mapped_rule
+
+LIB = torch.library.Library("cmab", "FRAGMENT")
+
+Inputs = TypeVar("Inputs", bound=tuple)
+"""The contract of an operator: a NamedTuple of its arguments."""
+
+Extent = NewType("Extent", int)
+"""An int of a contract that a compiler may trace as a symbol."""
+
+Gradients = dict[str, Tensor | None]
+"""Argument -> its gradient. Arguments without a gradient may be absent."""
+
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+    Extent: "SymInt",
+    bool: "bool",
+    str: "str",
+}
+"""Type of a field -> its type in a schema. A tuple of n bools is bool[n], likewise for ints."""
+
+
+def schema_of(name: str, contract: type, results: Sequence[str]) -> str:
+    """Return the schema of the operator `name`: its arguments are the fields of `contract`."""
+    arguments = ", ".join(f"{_schema_type(kind)} {field}" for field, kind in get_type_hints(contract).items())
+    returned = "Tensor" if len(results) == 1 else f"({', '.join(f'Tensor {result}' for result in results)})"
+    return f"{name}({arguments}) -> {returned}"
+
+
+def _schema_type(kind: Any) -> str:
+    items = get_args(kind) if kind not in _TYPES else ()
+    return f"{_TYPES[items[0]]}[{len(items)}]" if items else _TYPES[kind]
+
+
+def _is_tensor(kind: Any) -> bool:
+    return _TYPES.get(kind, "").startswith("Tensor")
+
+
+class Call(Generic[Inputs]):
+    """A call of an operator, as its backward pass sees it.
+
+    `inputs` are the arguments; tensors that were not kept are None. `kept` are the results that were kept.
+    """
+
+    def __init__(self, inputs: Inputs, kept: tuple[Tensor, ...], needs: tuple[bool, ...]) -> None:
+        self.inputs, self.kept, self._needs = inputs, kept, needs
+
+    def needs(self, *arguments: str) -> Any:
+        """Return whether the gradients of these arguments are needed."""
+        fields: tuple[str, ...] = self.inputs._fields  # type: ignore[attr-defined]  # of a NamedTuple
+        return tuple([self._needs[fields.index(argument)] for argument in arguments])
+
+
+def _accept(inputs: Any) -> None:
+    """The default `check` of an `Operator`: accept all values."""
+
+
+def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call may bypass the dispatcher. Profiles show only calls that do not."""
+    return is_plain(*tensors) and not is_profiled()
+
+
+class Operator(Generic[Inputs]):
+    """An operator of a set, `cmab::name`. A call takes the contract.
+
+    If `impl` is "reference", the definition in PyTorch runs, which autograd differentiates and tracers record. Any other
+    implementation runs its kernel: through the autograd Function if an input requires a gradient or a transform is on,
+    directly if `is_plain`, and otherwise through torch's dispatcher.
+    """
+
+    def __init__(
+        self,
+        operator_set: str,
+        name: str,
+        contract: type[Inputs],
+        results: tuple[str, ...],
+        *,
+        shapes: Callable[[Inputs], Any],
+        operations: Callable[[Inputs], int],
+        backward: Callable[..., Gradients],
+        keeps: Iterable[str] | None = None,
+        constant: Iterable[str] = (),
+        vmap: Rule | None = None,
+        reference: Callable[[Inputs], Any] | None = None,
+        check: Callable[[Inputs], None] = _accept,
+        function: str | None = None,
+    ) -> None:
+        """Define the operator.
+
+        Args:
+            operator_set: the set whose implementations have the kernel.
+            name: the name of the operator in torch.
+            contract: the NamedTuple of its arguments.
+            results: the names of its results, which are tensors.
+            shapes: return uninitialised results for arguments whose values must not be read.
+            operations: return the FLOPs, for a contract that has shapes in place of tensors.
+            backward: return the gradients of the arguments, by name, for a `Call` and the gradients of the results.
+            keeps: the arguments and results that the backward pass needs; None for all arguments and no result.
+            constant: the results that have no gradient.
+            vmap: how a mapped dimension is handled; None if all tensors have a batch into which it can be folded.
+            reference: the definition; None for a backward operator, because autograd differentiates the definition
+                without one.
+            check: raise for values that are not allowed. It runs in every call, also inside a compiled graph.
+            function: the name of the kernel's function in the modules of the implementations; None for `name`.
+        """
+        kinds = get_type_hints(contract)
+        self.name, self._set, self._function, self._contract = name, operator_set, function or name, contract
+        self._fields, self._results = tuple(kinds), results
+        self._tensors = sum(map(_is_tensor, kinds.values()))
+        self._reference, self._check, self._gradients = reference, check, backward
+        kept = set(self._fields if keeps is None else keeps)
+        self._dropped = [i for i in range(self._tensors) if self._fields[i] not in kept]
+        self._kept_results = [i for i, result in enumerate(results) if result in kept]
+        self._constant = [i for i, result in enumerate(results) if result in set(constant)]
+        with_gradient = [i for i in range(len(results)) if i not in self._constant]
+        self._only = with_gradient[0] if len(with_gradient) == 1 else None
+
+        LIB.define(schema_of(name, contract, results))
+        self._overload = getattr(torch.ops.cmab, name).default
+        # A function, because Dynamo does not trace a method as the backward pass of an autograd Function.
+        self._differentiable = differentiable(self._computed, self._save, lambda *args: self._backward(*args))
+        LIB.impl(name, self._dispatched, "CompositeExplicitAutograd")
+        LIB.impl(name, self._recorded, "Autograd")
+        torch.library.register_fake(f"cmab::{name}", lambda *args: shapes(contract(*args)), lib=LIB)
+        torch.library.register_vmap(f"cmab::{name}", mapped_rule(self._overload, contract, self._tensors, vmap), lib=LIB)
+        flop_formula(getattr(torch.ops.cmab, name))(lambda *args, **_: operations(contract(*args)))
+
+    def __call__(self, inputs: Inputs) -> Any:
+        args = (*inputs,)  # the compiler of torch 2.6 cannot slice a NamedTuple
+        if args[-1] == "reference":
+            return self._by_definition(inputs)
+        tensors = args[: self._tensors]
+        if is_differentiated(*tensors):
+            return self._differentiable(*args)
+        return self._by_kernel(inputs) if _is_direct(tensors) else self._overload(*args)
+
+    def _computed(self, *args: Any) -> Any:
+        """Return the results without a gradient."""
+        return self._by_kernel(self._contract(*args)) if _is_direct(args[: self._tensors]) else self._overload(*args)
+
+    def _dispatched(self, *args: Any) -> Any:
+        return self._by_kernel(self._contract(*args))
+
+    def _by_kernel(self, inputs: Inputs) -> Any:
+        self._check(inputs)
+        return kernel(self._set, inputs[-1], self._function)(inputs)
+
+    def _recorded(self, *args: Any) -> Any:
+        """Run a call that did not come from `__call__`, but from a program of `torch.export`: it has its gradient too."""
+        if is_differentiated(*args[: self._tensors]):
+            return self._differentiable(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._overload(*args)
+
+    def _by_definition(self, inputs: Inputs) -> Any:
+        assert self._reference is not None
+        self._check(inputs)
+        with as_they_are(inputs[0].device):
+            return self._reference(inputs)
+
+    # ---- gradients
+
+    def _save(self, ctx: Any, args: Any, output: Any) -> None:
+        results = (output,) if isinstance(output, Tensor) else output
+        ctx.settings = args[self._tensors :]
+        if self._constant:
+            ctx.mark_non_differentiable(*[results[i] for i in self._constant])
+        if self._only is not None:
+            ctx.set_materialize_grads(False)  # else the backward pass would allocate zeros for all constant results
+        tensors = args[: self._tensors]
+        if self._dropped:
+            tensors = [None if i in self._dropped else tensor for i, tensor in enumerate(tensors)]
+        ctx.save_for_backward(*tensors, *[results[i] for i in self._kept_results])
+
+    def _backward(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if self._only is not None and grads[self._only] is None:
+            return (None,) * len(self._fields)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        call = Call(self._contract(*saved[: self._tensors], *ctx.settings), saved[self._tensors :], needs)
+        gradients = self._gradients(call, *grads)
+        return tuple([gradients.get(field) if need else None for field, need in zip(self._fields, needs, strict=True)])
+
+
+def gradient_shapes(*arguments: str) -> Callable[[Any], tuple[Tensor, ...]]:
+    """Return the `shapes` of a backward operator whose results are the gradients of these arguments.
+
+    A gradient that is not in the field `needs` of the contract is an empty vector.
+    """
+
+    def shapes(inputs: Any) -> tuple[Tensor, ...]:
+        tensors = [getattr(inputs, argument) for argument in arguments]
+        like = next(tensor for tensor in tensors if tensor is not None)
+        return tuple(
+            like.new_empty(0) if tensor is None or not need else tensor.new_empty(tensor.shape)
+            for tensor, need in zip(tensors, inputs.needs, strict=True)
+        )
+
+    return shapes
+
+
+def derivatives_of(formula: Callable[[Any], Sequence[Tensor]], *arguments: str) -> Callable[..., Gradients]:
+    """Return the `backward` of a backward operator: autograd through `formula`, which computes all results from the
+    contract.
+
+    `arguments` are the fields that `formula` is differentiable in. Results that are not in the field `needs` of the
+    contract are left out. The derivatives have any order.
+    """
+
+    def backward(call: Call[Any], *directions: Tensor) -> Gradients:
+        needs = call.inputs.needs
+
+        def needed(results: Iterable[Tensor]) -> list[Tensor]:
+            return [result for result, need in zip(results, needs, strict=True) if need]
+
+        def of_tensors(*tensors: Tensor | None) -> list[Tensor]:
+            return needed(formula(call.inputs._replace(**dict(zip(arguments, tensors, strict=True)))))
+
+        tensors = [getattr(call.inputs, argument) for argument in arguments]
+        return dict(zip(arguments, gradient_of_formula(of_tensors, tensors, needed(directions)), strict=True))
+
+    return backward
