@@ -62,9 +62,10 @@ class Events(NamedTuple):
         return events
 
     def take(self, rows: Tensor) -> Events:
-        """Return the sequences `rows` (R,) int64, cut to the longest of them."""
+        """Return the sequences `rows` (R,) int64, cut to the longest of them. Without rows, the shapes are (0, 0) and
+        (0,)."""
         lengths = self.lengths[rows]
-        longest = int(lengths.max())
+        longest = int(lengths.max()) if len(lengths) else 0
         return Events(self.times[rows, :longest], self.marks[rows, :longest], lengths, self.end[rows])
 
     @property
