@@ -163,6 +163,12 @@ def test_a_loss_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> 
         train(Run("cnp", toy(steps=2, learning_rate=1e30), tmp_path))
 
 
+def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
+    run = Run("thp", TASKS["hawkes"]().changed({"sequences": 20, "end": 5.0}), tmp_path, model_settings={"log_gap_std": 1e300})
+    with pytest.raises(Diverged, match=r"the loss of step 1 is nan, .*; the model has not learned yet: check its options and the data"):
+        train(run)
+
+
 def test_data_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`context_y` holds a NaN or an infinity"):
         train(Run("cnp", toy(slope=float("inf")), tmp_path))  # type: ignore[call-arg]
@@ -273,6 +279,9 @@ def test_an_evaluation_tells_what_was_trained(
         (("train", "cnp", "--seed", "one"), "argument --seed: the seed is 'one'"),
         (("train", "cnp", "--set", "model.latents=3"), "cnp has no argument 'latents'; it has dim_x, "),
         (("train", "cnp", "--set", "model.dim=wide"), "`dim` is 'wide': an int >= 1 is needed"),
+        (("train", "cnp", "--set", "model.depth=1"), "depth is 1; a perceptron has at least two linear layers"),
+        (("train", "cnp", "--set", "model.dim_y=3"), "`dim_y` is 3: 1 is needed, a size of the data of lines"),
+        (("train", "cnp", "--set", "model.dim_x=true"), "`dim_x` is True: an int >= 1 is needed"),
         (("train", "cnp", "--device", "meta"), "--device is 'meta'; it must be cpu, cuda"),
         (("train", "cnp", "--device", "cuda:99"), "--device is 'cuda:99'; GPUs that torch can use: "),
         (("train", "cnp", "--folder", "a file"), "Not a directory"),
@@ -335,6 +344,23 @@ runpy._run_module_as_main("cmab_models")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert f'cmab_models needs {package}: pip install "cmab-kernels[models]"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "task", "name", "value", "message"),
+    [
+        ("nystromformer", "patches", "num_classes", 1, "`num_classes` is 1: 16 is needed, a size of the data of patches"),
+        ("continual-transformer", "patches", "sequence_len", 3, "`sequence_len` is 3: 64 is needed"),
+        ("intention", "few-shot", "dim_out", 3, "`dim_out` is 3: 4 is needed"),
+        ("mlp", "sine", "num_points", 3, "`num_points` is 3: 10 is needed"),
+        ("thp", "hawkes", "num_marks", 2, "`num_marks` is 2: 3 is needed"),
+        ("cmanp-and", "gp-rbf", "embedding_depth", 1, "embedding_depth is 1; a perceptron has at least two linear layers"),
+        ("tnp-nd", "gp-rbf", "projection_depth", 1, "projection_depth is 1; a perceptron"),
+    ],
+)
+def test_options_of_a_model_that_no_data_fits(system: str, task: str, name: str, value: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        TASKS[task]().model(system, **{name: value})
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: in
     norm = nn.utils.clip_grad_norm_(group["params"], task.clip)
     value = float(loss.detach())
     if not math.isfinite(value) or not math.isfinite(float(norm)):
-        raise Diverged(f"the loss of step {done + 1} is {value}, the norm of its gradient {float(norm)}; try a smaller learning_rate")
+        hint = "try a smaller learning_rate" if done else "the model has not learned yet: check its options and the data"
+        raise Diverged(f"the loss of step {done + 1} is {value}, the norm of its gradient {float(norm)}; {hint}")
     optimizer.step()
     return value
 
