@@ -284,7 +284,8 @@ def test_an_evaluation_tells_what_was_trained(
         (("train", "cnp", "--set", "model.dim_x=true"), "`dim_x` is True: an int >= 1 is needed"),
         (("train", "cnp", "--device", "meta"), "--device is 'meta'; it must be cpu, cuda"),
         (("train", "cnp", "--device", "cuda:99"), "--device is 'cuda:99'; GPUs that torch can use: "),
-        (("train", "cnp", "--folder", "a file"), "Not a directory"),
+        (("train", "cnp", "--folder", "a file"), "a file cannot be written: Not a directory"),
+        (("train", "cnp", "--folder", "a file/run"), "a file/run cannot be written: Not a directory"),
         (("train", "cnp", "--config", "no.json"), "no.json"),
         (("train", "cnp", "--config", "a file"), "is not a JSON object"),
         (("train", "cnp", "--config", "pairs.json"), "is not a JSON object"),
@@ -302,6 +303,55 @@ def test_what_is_refused(
     Path("pairs.json").write_text('[["steps", 2]]')
     assert run_command(*arguments, "--task", "lines") == 2
     assert message in capsys.readouterr().err and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("--set", "slope=1e308"), "`context_y` holds a NaN or an infinity"),
+        (("--resume",), "there is nothing to resume"),
+        (
+            ("--set", "learning_rate=1e30", "--set", "steps=9"),
+            "the loss of step 2 is nan, the norm of its gradient nan; try a smaller learning_rate",
+        ),
+    ],
+)
+def test_a_run_that_records_nothing_leaves_no_folder(
+    asked: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command("train", "cnp", "--task", "lines", *asked) == 2
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    Path("mine").mkdir()
+    assert run_command("train", "cnp", "--task", "lines", "--folder", "mine/run", *asked) == 2
+    assert [str(each) for each in Path().rglob("*")] == ["mine"]
+
+
+def test_a_run_that_diverges_says_where_its_losses_are(
+    toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(toy, "before_step", lambda self, model, step: step < 12 or nn.init.constant_(model.decoder[0].weight, 1e38))
+    assert run_command("train", "cnp", "--task", "lines", "--set", "steps=20") == 2
+    assert "the loss of step 13 is nan" in (said := capsys.readouterr().err)
+    assert said.endswith("; the losses before it are in runs/lines/cnp-0/tensorboard\n")
+    assert [each.name for each in Path("runs/lines/cnp-0").iterdir()] == ["tensorboard"]
+    assert any(Path("runs/lines/cnp-0/tensorboard").iterdir())
+
+
+def test_scores_that_cannot_be_recorded_are_shown(
+    toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command("train", "cnp", "--task", "lines", "--folder", "run") == 0
+    Path("run/results.jsonl").unlink()
+    Path("run/results.jsonl").mkdir()  # a file there cannot be written, not even by root
+    capsys.readouterr()
+    assert run_command("evaluate", "cnp", "--task", "lines", "--folder", "run") == 2
+    said = capsys.readouterr()
+    assert "without a model" in said.out
+    assert said.err == "python -m cmab_models evaluate: run cannot be written, so these scores are not recorded: Is a directory\n"
 
 
 def test_what_is_not_given_is_the_task_s_own_for_the_system(toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
