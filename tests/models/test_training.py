@@ -140,7 +140,10 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     written = run.checkpoint.read_bytes()
     (tmp_path / "whole.pt").write_bytes(written)
     run.checkpoint.write_bytes(written[: len(written) // 2])
-    with pytest.raises(BadCheckpoint, match="broken"):
+    with pytest.raises(BadCheckpoint, match=r"is cut short or damaged; the checkpoint\.pt of a training is needed"):
+        train(run, resume=True)
+    run.checkpoint.write_bytes(written[:-1])
+    with pytest.raises(BadCheckpoint, match="is cut short or damaged"):
         train(run, resume=True)
     torch.save({"weights": torch.zeros(3)}, run.checkpoint)
     with pytest.raises(BadCheckpoint, match="is no cmab_models checkpoint"):
@@ -149,12 +152,16 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     torch.save(other | {"model": {}}, run.checkpoint)  # of a version whose models had other parameters
     with pytest.raises(BadCheckpoint, match=r"of another version of cnp: .* Missing key"):
         train(run, resume=True)
-    for broken in (b"", b"abc"):  # torch raises errors without a message, and of many kinds
+    torch.save(other | {"run": 5}, run.checkpoint)
+    with pytest.raises(BadCheckpoint, match="has no settings or no number of steps"):
+        train(run, resume=True)
+    for broken, why in ((b"", "is empty"), (b"abc", "is a file of another kind"), (b'{"steps": 1}', "is a file of another kind")):
         run.checkpoint.write_bytes(broken)
-        with pytest.raises(BadCheckpoint, match=r"broken, or no checkpoint: \w+"):
+        with pytest.raises(BadCheckpoint, match=rf"checkpoint.pt {why}; the checkpoint.pt of a training is needed.*$") as refused:
             train(run, resume=True)
+        assert "\n" not in str(refused.value)
     torch.save(Run, run.checkpoint)  # a class: to load it would be to execute something
-    with pytest.raises(BadCheckpoint, match="broken"):
+    with pytest.raises(BadCheckpoint, match="holds something that is not a checkpoint"):
         train(run, resume=True)
 
 
