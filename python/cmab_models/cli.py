@@ -91,7 +91,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; may be repeated, "
         "and overrides --config; what is not set is as it was in the training, if there was one",
     )
-    command.add_argument("--seed", type=_seed, default=0, help="all numbers follow from it (default: 0)")
+    command.add_argument("--seed", type=_seed, default=0, help="all numbers follow from it, with as many threads (default: 0)")
     command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
     command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
 

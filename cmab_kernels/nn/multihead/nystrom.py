@@ -99,7 +99,7 @@ class NystromAttention(MatrixFreeAttention):
         embed_dim), depending on `batch_first`, or (N, embed_dim). Without `keys`, for self-attention, the tokens are
         clustered once. Every head projects the centres to its q~ and its k~, so that q~ and k~ correspond. With `keys`
         of width kdim, for cross-attention, the projected queries and the projected keys of each head are clustered
-        separately. The same tokens and seed give the same landmarks.
+        separately. On one machine, the same tokens and seed give the same landmarks, with as many threads.
 
         The landmarks are new parameters: add them to an optimizer to fine-tune them. In a stack, fit the layers from
         first to last. Fit each layer on the outputs of the fine-tuned layers before it.

@@ -69,8 +69,8 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
 
     `report(steps_done, loss)` is called after each step. The checkpoint in `run.folder` is written at the end and on an
     interruption. An interruption waits until the step, or the checkpoint, is finished, and then raises `Interrupted`.
-    With `resume`, training continues from the checkpoint, with the numbers of a run that was not interrupted on the
-    same machine.
+    With `resume`, training continues from the checkpoint, with the numbers of a run that was not interrupted, on the
+    same machine and with as many threads.
     """
     model, task = run.model(), run.task
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
