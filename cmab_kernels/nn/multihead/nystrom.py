@@ -12,6 +12,7 @@ from torch import Tensor
 from ...nystrom import Landmarks, check_pinv, choose_landmarks, landmark_values_reference, logits, nystrom_attention
 from ...runtime.checks import as_autocast, as_they_are, check_count, wrong
 from ..inputs import check_features
+from ..parts import computed
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
 
@@ -116,11 +117,12 @@ class NystromAttention(MatrixFreeAttention):
         for name, each, width in (("tokens", tokens, self.embed_dim), ("keys", keys, self.kdim)):
             if each is not None:
                 check_features(name, each, "(B, N, C), (N, B, C) or (N, C)", (2, 3), width, self._like)
+        own = computed(self)
         if keys is None:
             centres = _centres("tokens", tokens.flatten(0, -2), self.num_landmarks, seed)
-            fitted = [self._project(part, centres)[0] for part in range(2)]
+            fitted = [own._project(part, centres)[0] for part in range(2)]
         else:
-            fitted = [self._centres_of_heads("tokens", 0, tokens, seed), self._centres_of_heads("keys", 1, keys, seed)]
+            fitted = [own._centres_of_heads("tokens", 0, tokens, seed), own._centres_of_heads("keys", 1, keys, seed)]
         for name, landmarks in zip(LANDMARKS, fitted, strict=True):
             setattr(self, name, torch.nn.Parameter(landmarks.contiguous()))
 
