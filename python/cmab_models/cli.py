@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 from textwrap import shorten
 from typing import Any, cast
 
@@ -89,7 +91,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; may be repeated, "
         "and overrides --config; what is not set is as it was in the training, if there was one",
     )
-    command.add_argument("--seed", type=_seed, default=0, help="all numbers follow from it (default: 0)")
+    command.add_argument("--seed", type=_seed, default=0, help="all numbers follow from it, with as many threads (default: 0)")
     command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
     command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
 
@@ -185,22 +187,49 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
     if run.checkpoint.exists() and not asked.resume:
         raise ValueError(f"{run.checkpoint} exists: add --resume to go on from it, or choose another --folder")
     run.model(), run.task.batch(seeded(run.seed))  # if these calls raise, no folder is made
-    with SummaryWriter(str(run.folder / "tensorboard")) as writer, tqdm(total=run.task.steps, unit="step") as bar:
+    losses = run.folder / "tensorboard"
+    with _made_folder(run.folder), contextlib.ExitStack() as at_end, tqdm(total=run.task.steps, unit="step") as bar:
+
+        @cache
+        def writer() -> SummaryWriter:  # made at the first value, so a run without values leaves no file
+            return at_end.enter_context(SummaryWriter(str(losses)))
 
         def report(done: int, loss: float) -> None:
             bar.update(done - bar.n)
             if done % 10 == 0 or done == run.task.steps:
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                writer.add_scalar("loss", loss, done)
+                writer().add_scalar("loss", loss, done)
 
-        model, seconds = train(run, resume=asked.resume, report=report)
+        try:
+            model, seconds = train(run, resume=asked.resume, report=report)
+        except Diverged as error:
+            raise Diverged(f"{error}; the losses before it are in {losses}" if losses.exists() else str(error)) from error
         cast("Pretrained", model).save_pretrained(run.folder / "model")
         scores = run.task.evaluate(model)
         for name, value in scores.items():
-            writer.add_scalar(name, value, run.task.steps)
+            writer().add_scalar(name, value, run.task.steps)
     print(f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of wall time")
     _show(run, scores, {**run.recorded(), **seconds})
     print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/")
+
+
+@contextlib.contextmanager
+def _made_folder(folder: Path) -> Iterator[None]:
+    """Make a folder; `OSError` if no file can be written there, before a training is spent. A folder that was made here
+    and is left empty is removed, and so are those above it."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        try:
+            if made:
+                folder.mkdir(parents=True)
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise OSError(f"{folder} cannot be written: {error.strerror}") from error
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # of a folder that holds something
+            for each in made:
+                each.rmdir()
 
 
 def _evaluate(run: Run, asked: argparse.Namespace) -> None:
@@ -215,7 +244,10 @@ def _show(run: Run, scores: Mapping[str, float], told: Mapping[str, Any]) -> Non
     rows += [("without a model", name, value) for name, value in run.task.references().items()]
     for who, name, value in rows:
         print(f"  {who:16} {name:32} {value:10.4f}")
-    append(run.folder / "results.jsonl", {**told, "scores": dict(scores), **provenance()})
+    try:
+        append(run.folder / "results.jsonl", {**told, "scores": dict(scores), **provenance()})
+    except OSError as error:
+        raise OSError(f"{run.folder} cannot be written, so these scores are not recorded: {error.strerror}") from error
 
 
 def _stream(run: Run, asked: argparse.Namespace) -> None:

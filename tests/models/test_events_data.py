@@ -88,11 +88,15 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ([{"arrival_times": [1.0, 2.0], "marks": [0], "t_end": 3.0}], r"sequence 0 has times \(2,\) and marks \(1,\)"),
         ([{"arrival_times": [1.0], "t_end": 3.0}, {"arrival_times": [2.0, 1.0], "t_end": 3.0}], "sequence 1 has an event before"),
         ([{"arrival_times": [1.0, 5.0], "t_end": 3.0}], "sequence 0 has an event .* after its end"),
+        ([{"arrival_times": [1.0], "marks": [0.7], "t_end": 3.0}], r"`marks\[0\]` is \[0.69.*\]: whole numbers"),
         ([], "at least one sequence"),
     ):
         torch.save({"sequences": given}, tmp_path / "wrong.pkl")
         with pytest.raises(ValueError, match=said):
             read_sequences(tmp_path / "wrong.pkl")
+    (tmp_path / "data").write_text(CSV.replace("0,7,", "0,7.7,"))
+    with pytest.raises(ValueError, match=r"`marks\[0\]` is \[5.0, 7.7, 5.0\]: whole numbers"):
+        read_interactions(tmp_path / "data", shortest=1)
     (tmp_path / "data").write_text(CSV)
     with pytest.raises(ValueError, match="no stream has a run of 16 events"):
         read_interactions(tmp_path / "data")

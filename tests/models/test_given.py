@@ -287,6 +287,34 @@ def test_events_may_come_as_arrays_and_lists() -> None:
         assert all(torch.equal(mine, other) for mine, other in zip(ours, expected, strict=True))
 
 
+TWO = [[1.0, 2.0], [3.0]]
+
+
+@pytest.mark.parametrize(
+    ("times", "marks", "end", "said"),
+    [
+        (TWO[1:], [[0]], [4.0, 5.0, 6.0], r"`end` has shape \(3,\): \(1,\), a number for each sequence, is needed"),
+        (TWO, [[0, 1], [2]], [4.0], r"`end` has shape \(1,\): \(2,\)"),
+        (TWO, [[0, 1], [2]], 4.0, r"`end` has shape \(\): \(2,\)"),
+        (TWO, [[0, 1], [2]], [4.0, torch.inf], "`end` has inf: every end must be finite"),
+        (TWO, [[0, 1], [2]], [torch.nan, 4.0], "`end` has nan: every end must be finite"),
+        (TWO, [[0, 1], [2]], ["four", 4.0], r"`end` is \['four', 4.0\]: numbers are needed"),
+        (TWO, [[0, 1]], [4.0, 4.0], "`marks` has 1 sequences: times has 2"),
+        (TWO, [[0, 1], [2], [0]], [4.0, 4.0], "`marks` has 3 sequences: times has 2"),
+        (TWO, [[0, 0.7], [2]], [4.0, 4.0], r"`marks\[0\]` is \[0.0, 0.69.*\]: whole numbers from 0 on are needed"),
+        (TWO, [[0, 1], [torch.nan]], [4.0, 4.0], r"`marks\[1\]` is \[nan\]: whole numbers"),
+        (TWO, [[0, 1], [1e30]], [4.0, 4.0], r"`marks\[1\]` is \[1.0.*e\+30\]: whole numbers"),
+        (TWO, [[0, -1], [2]], [4.0, 4.0], r"`marks\[0\]` is \[0, -1\]: whole numbers"),
+        (TWO, [["JFK", "LGA"], [2]], [4.0, 4.0], r"`marks\[0\]` is \['JFK', 'LGA'\]: numbers are needed"),
+        ([[1.0, torch.inf], [3.0]], [[0, 1], [2]], [4.0, 4.0], r"`times\[0\]` holds a NaN or an infinity: every time must be finite"),
+        ([[1.0, 2.0], [torch.nan]], [[0, 1], [2]], [4.0, 4.0], r"`times\[1\]` holds a NaN"),
+    ],
+)
+def test_events_that_do_not_fit_are_named(times: Any, marks: Any, end: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        Events.pad(times, marks, end)
+
+
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")  # torch announces the successor of its dynamic quantisation
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cmab_models.data.hawkes import Hawkes
 from cmab_models.neural_processes import Batch, NeuralProcess
 from cmab_models.point_processes import Events, PointProcess
 from cmab_models.streams import StreamClassifier
@@ -131,3 +132,24 @@ def test_the_loss_of_no_events_is_that_of_none_having_come() -> None:
         nothing = Events(TIMES[:, :0], MARKS[:, :0], torch.zeros(2, dtype=torch.int64), torch.tensor([2.0, 3.0], dtype=torch.float64))
         loss = TASKS["hawkes"]().loss(model, nothing)
         assert loss > 0 and all(each.isfinite().all() for each in gradients(model, loss).values())
+
+
+def test_events_of_no_rows() -> None:
+    events = Events.pad([[1.0, 2.0], [3.0]], [[0, 1], [2]], [4.0, 4.0])
+    none = events.take(torch.zeros(0, dtype=torch.int64))
+    assert [part.shape for part in none] == [(0, 0), (0, 0), (0,), (0,)]
+    assert [part.dtype for part in none] == [part.dtype for part in events]
+    assert none.take(none.lengths).gaps().shape == none.there.shape == (0, 0)
+    for system in ("cmhp", "thp"):
+        model = made(system)
+        all_zero(model, TASKS["hawkes"]().loss(model, none), TASKS["hawkes"]().loss(model, events))
+
+
+def test_exact_likelihoods_of_no_events() -> None:
+    """Those of no sequences, and of sequences in which no event came."""
+    some = Events.pad([[], [1.0]], [[], [2]], [4.0, 4.0])
+    assert [part.shape for part in Hawkes().log_prob(some.take(torch.tensor([], dtype=torch.int64)))] == 3 * [(0, 0)] + [(0,), (0, 0)]
+    alone, beside = Hawkes().log_prob(some.take(torch.tensor([0]))), Hawkes().log_prob(some)
+    assert torch.equal(alone.survival, beside.survival[:1]) and alone.time.shape == (1, 0)
+    with pytest.raises(ValueError, match="`sequences` is 0: an int >= 1 is needed"):
+        Hawkes().simulate(0, 1.0, torch.Generator())

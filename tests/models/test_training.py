@@ -140,7 +140,10 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     written = run.checkpoint.read_bytes()
     (tmp_path / "whole.pt").write_bytes(written)
     run.checkpoint.write_bytes(written[: len(written) // 2])
-    with pytest.raises(BadCheckpoint, match="broken"):
+    with pytest.raises(BadCheckpoint, match=r"is cut short or damaged; the checkpoint\.pt of a training is needed"):
+        train(run, resume=True)
+    run.checkpoint.write_bytes(written[:-1])
+    with pytest.raises(BadCheckpoint, match="is cut short or damaged"):
         train(run, resume=True)
     torch.save({"weights": torch.zeros(3)}, run.checkpoint)
     with pytest.raises(BadCheckpoint, match="is no cmab_models checkpoint"):
@@ -149,18 +152,28 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     torch.save(other | {"model": {}}, run.checkpoint)  # of a version whose models had other parameters
     with pytest.raises(BadCheckpoint, match=r"of another version of cnp: .* Missing key"):
         train(run, resume=True)
-    for broken in (b"", b"abc"):  # torch raises errors without a message, and of many kinds
+    torch.save(other | {"run": 5}, run.checkpoint)
+    with pytest.raises(BadCheckpoint, match="has no settings or no number of steps"):
+        train(run, resume=True)
+    for broken, why in ((b"", "is empty"), (b"abc", "is a file of another kind"), (b'{"steps": 1}', "is a file of another kind")):
         run.checkpoint.write_bytes(broken)
-        with pytest.raises(BadCheckpoint, match=r"broken, or no checkpoint: \w+"):
+        with pytest.raises(BadCheckpoint, match=rf"checkpoint.pt {why}; the checkpoint.pt of a training is needed.*$") as refused:
             train(run, resume=True)
+        assert "\n" not in str(refused.value)
     torch.save(Run, run.checkpoint)  # a class: to load it would be to execute something
-    with pytest.raises(BadCheckpoint, match="broken"):
+    with pytest.raises(BadCheckpoint, match="holds something that is not a checkpoint"):
         train(run, resume=True)
 
 
 def test_a_loss_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> None:
     with pytest.raises(Diverged, match="the loss of step 2 is nan"):
         train(Run("cnp", toy(steps=2, learning_rate=1e30), tmp_path))
+
+
+def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
+    run = Run("thp", TASKS["hawkes"]().changed({"sequences": 20, "end": 5.0}), tmp_path, model_settings={"log_gap_std": 1e300})
+    with pytest.raises(Diverged, match=r"the loss of step 1 is nan, .*; the model has not learned yet: check its options and the data"):
+        train(run)
 
 
 def test_data_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> None:
@@ -273,9 +286,13 @@ def test_an_evaluation_tells_what_was_trained(
         (("train", "cnp", "--seed", "one"), "argument --seed: the seed is 'one'"),
         (("train", "cnp", "--set", "model.latents=3"), "cnp has no argument 'latents'; it has dim_x, "),
         (("train", "cnp", "--set", "model.dim=wide"), "`dim` is 'wide': an int >= 1 is needed"),
+        (("train", "cnp", "--set", "model.depth=1"), "depth is 1; a perceptron has at least two linear layers"),
+        (("train", "cnp", "--set", "model.dim_y=3"), "`dim_y` is 3: 1 is needed, a size of the data of lines"),
+        (("train", "cnp", "--set", "model.dim_x=true"), "`dim_x` is True: an int >= 1 is needed"),
         (("train", "cnp", "--device", "meta"), "--device is 'meta'; it must be cpu, cuda"),
         (("train", "cnp", "--device", "cuda:99"), "--device is 'cuda:99'; GPUs that torch can use: "),
-        (("train", "cnp", "--folder", "a file"), "Not a directory"),
+        (("train", "cnp", "--folder", "a file"), "a file cannot be written: Not a directory"),
+        (("train", "cnp", "--folder", "a file/run"), "a file/run cannot be written: Not a directory"),
         (("train", "cnp", "--config", "no.json"), "no.json"),
         (("train", "cnp", "--config", "a file"), "is not a JSON object"),
         (("train", "cnp", "--config", "pairs.json"), "is not a JSON object"),
@@ -293,6 +310,55 @@ def test_what_is_refused(
     Path("pairs.json").write_text('[["steps", 2]]')
     assert run_command(*arguments, "--task", "lines") == 2
     assert message in capsys.readouterr().err and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("--set", "slope=1e308"), "`context_y` holds a NaN or an infinity"),
+        (("--resume",), "there is nothing to resume"),
+        (
+            ("--set", "learning_rate=1e30", "--set", "steps=9"),
+            "the loss of step 2 is nan, the norm of its gradient nan; try a smaller learning_rate",
+        ),
+    ],
+)
+def test_a_run_that_records_nothing_leaves_no_folder(
+    asked: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command("train", "cnp", "--task", "lines", *asked) == 2
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+    Path("mine").mkdir()
+    assert run_command("train", "cnp", "--task", "lines", "--folder", "mine/run", *asked) == 2
+    assert [str(each) for each in Path().rglob("*")] == ["mine"]
+
+
+def test_a_run_that_diverges_says_where_its_losses_are(
+    toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(toy, "before_step", lambda self, model, step: step < 12 or nn.init.constant_(model.decoder[0].weight, 1e38))
+    assert run_command("train", "cnp", "--task", "lines", "--set", "steps=20") == 2
+    assert "the loss of step 13 is nan" in (said := capsys.readouterr().err)
+    assert said.endswith("; the losses before it are in runs/lines/cnp-0/tensorboard\n")
+    assert [each.name for each in Path("runs/lines/cnp-0").iterdir()] == ["tensorboard"]
+    assert any(Path("runs/lines/cnp-0/tensorboard").iterdir())
+
+
+def test_scores_that_cannot_be_recorded_are_shown(
+    toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command("train", "cnp", "--task", "lines", "--folder", "run") == 0
+    Path("run/results.jsonl").unlink()
+    Path("run/results.jsonl").mkdir()  # a file there cannot be written, not even by root
+    capsys.readouterr()
+    assert run_command("evaluate", "cnp", "--task", "lines", "--folder", "run") == 2
+    said = capsys.readouterr()
+    assert "without a model" in said.out
+    assert said.err == "python -m cmab_models evaluate: run cannot be written, so these scores are not recorded: Is a directory\n"
 
 
 def test_what_is_not_given_is_the_task_s_own_for_the_system(toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,6 +401,23 @@ runpy._run_module_as_main("cmab_models")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert f'cmab_models needs {package}: pip install "cmab-kernels[models]"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("system", "task", "name", "value", "message"),
+    [
+        ("nystromformer", "patches", "num_classes", 1, "`num_classes` is 1: 16 is needed, a size of the data of patches"),
+        ("continual-transformer", "patches", "sequence_len", 3, "`sequence_len` is 3: 64 is needed"),
+        ("intention", "few-shot", "dim_out", 3, "`dim_out` is 3: 4 is needed"),
+        ("mlp", "sine", "num_points", 3, "`num_points` is 3: 10 is needed"),
+        ("thp", "hawkes", "num_marks", 2, "`num_marks` is 2: 3 is needed"),
+        ("cmanp-and", "gp-rbf", "embedding_depth", 1, "embedding_depth is 1; a perceptron has at least two linear layers"),
+        ("tnp-nd", "gp-rbf", "projection_depth", 1, "projection_depth is 1; a perceptron"),
+    ],
+)
+def test_options_of_a_model_that_no_data_fits(system: str, task: str, name: str, value: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        TASKS[task]().model(system, **{name: value})
 
 
 @pytest.mark.parametrize(

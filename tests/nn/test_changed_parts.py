@@ -444,3 +444,32 @@ def test_weights_that_are_no_parameters_are_taken_over(theirs: Any, new: Any) ->
     torch.testing.assert_close(frozen(*given), layer(*given), rtol=1e-9, atol=1e-9)
     whole = nn.Sequential(without_parameters(theirs(C, H, **LAYER), "tensor"))
     assert ours.replace_modules(whole, {theirs: getattr(ours, theirs.__name__)}, verbose=False) == 1
+
+
+class _Counted(nn.Module):
+    """A parametrization that counts how often it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.times += 1
+        return 2 * weight
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+@pytest.mark.parametrize(("kind", "window"), [(ours.NystromAttention, {}), (ours.ContinualNystromAttention, {"sequence_len": 16})])
+def test_landmarks_are_fitted_with_one_value_of_a_parametrization(kind: Any, window: dict[str, int], crossed: bool) -> None:
+    tokens = torch.randn(2, 2, 32, 16).unbind(0)[: 1 + crossed]
+    plain, counted = kind(16, 2, num_landmarks=4, landmarks="fixed", batch_first=True, **window), _Counted()
+    changed = copy.deepcopy(plain)
+    parametrize.register_parametrization(changed, "in_proj_weight", counted)
+    with torch.no_grad():
+        plain.in_proj_weight.mul_(2)
+    counted.times = 0
+    plain.fit_landmarks(*tokens)
+    changed.fit_landmarks(*tokens)
+    assert counted.times == 1
+    assert torch.equal(changed.landmark_queries, plain.landmark_queries)
+    assert torch.equal(changed.landmark_keys, plain.landmark_keys)

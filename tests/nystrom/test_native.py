@@ -98,7 +98,7 @@ def test_logits_beyond_the_range_are_at_its_end(isa: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 2, 16, 33])
-@pytest.mark.parametrize("exponent", [-60, -30, 30, 60])
+@pytest.mark.parametrize("exponent", [-90, -60, -30, 30, 60, 90])
 def test_inverses_of_any_size(isa: str, m: int, exponent: int) -> None:
     """The inverse of 2^n A is 2^-n times that of A, to the last bit, unless numbers overflow or underflow.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...nystrom import Landmarks, check_pinv, choose_landmarks, landmark_values_reference, logits, nystrom_attention
 from ...runtime.checks import as_autocast, as_they_are, check_count, wrong
 from ..inputs import check_features
+from ..parts import computed
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .projections import extending, no_extra_keys
 
@@ -99,7 +100,7 @@ class NystromAttention(MatrixFreeAttention):
         embed_dim), depending on `batch_first`, or (N, embed_dim). Without `keys`, for self-attention, the tokens are
         clustered once. Every head projects the centres to its q~ and its k~, so that q~ and k~ correspond. With `keys`
         of width kdim, for cross-attention, the projected queries and the projected keys of each head are clustered
-        separately. The same tokens and seed give the same landmarks.
+        separately. On one machine, the same tokens and seed give the same landmarks, with as many threads.
 
         The landmarks are new parameters: add them to an optimizer to fine-tune them. In a stack, fit the layers from
         first to last. Fit each layer on the outputs of the fine-tuned layers before it.
@@ -116,11 +117,12 @@ class NystromAttention(MatrixFreeAttention):
         for name, each, width in (("tokens", tokens, self.embed_dim), ("keys", keys, self.kdim)):
             if each is not None:
                 check_features(name, each, "(B, N, C), (N, B, C) or (N, C)", (2, 3), width, self._like)
+        own = computed(self)
         if keys is None:
             centres = _centres("tokens", tokens.flatten(0, -2), self.num_landmarks, seed)
-            fitted = [self._project(part, centres)[0] for part in range(2)]
+            fitted = [own._project(part, centres)[0] for part in range(2)]
         else:
-            fitted = [self._centres_of_heads("tokens", 0, tokens, seed), self._centres_of_heads("keys", 1, keys, seed)]
+            fitted = [own._centres_of_heads("tokens", 0, tokens, seed), own._centres_of_heads("keys", 1, keys, seed)]
         for name, landmarks in zip(LANDMARKS, fitted, strict=True):
             setattr(self, name, torch.nn.Parameter(landmarks.contiguous()))
 

@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from cmab_kernels.runtime.checks import check_count
 
 from ..point_processes import Events
 
@@ -50,6 +53,7 @@ class Hawkes:
 
     def simulate(self, sequences: int, end: float, generator: torch.Generator) -> Events:
         """Return sequences of all events from time 0 until `end`. There are no events before time 0."""
+        check_count("sequences", sequences)
         base, excitation = self._parameters
         now = torch.zeros(sequences, dtype=torch.float64)
         above = torch.zeros(sequences, len(base), dtype=torch.float64)
@@ -82,7 +86,7 @@ class Hawkes:
         mark = at_events.gather(-1, chosen).squeeze(-1).log() - total.log()
         mark_alone = self._next_mark(above[:, :-1]).gather(-1, chosen).squeeze(-1).log()
         last = above[torch.arange(len(there)), events.lengths]
-        survival = -self._compensator(last, events.end - events.times.max(1).values)
+        survival = -self._compensator(last, events.end - F.pad(events.times, (1, 0)).amax(1))  # counted from 0 without events
         time, mark, mark_alone = (each.where(there, 0.0) for each in (total.log() - compensator, mark, mark_alone))
         return Exact(time, mark, mark_alone, survival, compensator)
 

@@ -43,7 +43,7 @@ def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -
         raise ValueError(f"{path} has no interactions below its first line")
     order = np.lexsort((times, users))
     _, lengths = np.unique(users, return_counts=True)
-    by_user = (torch.from_numpy(part[order]).split(lengths.tolist()) for part in (times, items.astype(np.int64)))
+    by_user = (torch.from_numpy(part[order]).split(lengths.tolist()) for part in (times, items))
     return windows(list(zip(*by_user, strict=True)), float(times.max()), DAY, window, shortest)
 
 
@@ -69,7 +69,7 @@ def read_sequences(path: str | Path) -> Events:
 
 
 def _marks(sequence: dict[str, Any], events: int) -> Tensor:
-    return torch.as_tensor(sequence.get("marks", np.zeros(events))).long()
+    return torch.as_tensor(sequence.get("marks", torch.zeros(events)))
 
 
 _reconstruct: Any = np.zeros(0).__reduce__()[0]

@@ -45,8 +45,8 @@ class CNP(NeuralProcess):
     def __init__(self, dim_x: int, dim_y: int, dim: int = 128, depth: int = 4, bound_std: bool = False) -> None:
         super().__init__()
         self.dim_x, self.dim_y = dim_x, dim_y
-        self.embedding = point_embedding(dim_x + dim_y, dim, depth)
-        self.decoder = point_embedding(dim_x + dim, dim, depth)
+        self.embedding = point_embedding(dim_x + dim_y, dim, depth, "depth")
+        self.decoder = point_embedding(dim_x + dim, dim, depth, "depth")
         self.head = NormalHead(dim, dim, dim_y, bound_std)
 
     def condition(self, x: Tensor, y: Tensor, state: Total | None = None, mask: Tensor | None = None) -> Total:

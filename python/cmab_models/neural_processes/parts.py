@@ -14,17 +14,18 @@ from ..encoder import EncoderLayer
 from ..precision import in_single
 
 
-def perceptron(inputs: int, hidden: int, outputs: int, depth: int) -> nn.Sequential:
-    """Return `depth` linear layers with ReLU between them."""
+def perceptron(inputs: int, hidden: int, outputs: int, depth: int, called: str = "depth") -> nn.Sequential:
+    """Return `depth` linear layers with ReLU between them; `ValueError` for fewer than 2, with the name of the model's
+    argument."""
     if depth < 2:
-        raise ValueError(f"depth is {depth}; a perceptron has at least two linear layers")
+        raise ValueError(f"{called} is {depth}; a perceptron has at least two linear layers")
     layers: list[nn.Module] = [nn.Linear(inputs, hidden), nn.ReLU()]
     for _ in range(depth - 2):
         layers += [nn.Linear(hidden, hidden), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
 
 
-def point_embedding(inputs: int, dim: int, depth: int) -> nn.Sequential:
+def point_embedding(inputs: int, dim: int, depth: int, called: str = "embedding_depth") -> nn.Sequential:
     """Return a perceptron of width `dim` whose features differ between points already before training.
 
     With torch's initialisation a layer keeps a sixth of the variance of its inputs and adds a constant. After four such
@@ -32,7 +33,7 @@ def point_embedding(inputs: int, dim: int, depth: int) -> nn.Sequential:
     than the mean of the points, and takes thousands of steps to learn to tell points apart. Layers between two other
     layers are therefore initialised to keep the variance (He et al., ICCV 2015); 19% then differs.
     """
-    layers = perceptron(inputs, dim, dim, depth)
+    layers = perceptron(inputs, dim, dim, depth, called)
     for layer in list(layers)[2:-1]:
         if isinstance(layer, nn.Linear):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
@@ -109,7 +110,7 @@ class JointHead(nn.Module):
         super().__init__()
         self.mean = perceptron(dim, hidden, dim_y, 2)
         self.encoder = nn.TransformerEncoder(EncoderLayer(dim, num_heads, hidden), 2, enable_nested_tensor=False)
-        self.projection = perceptron(dim, hidden, rank * dim_y, depth)
+        self.projection = perceptron(dim, hidden, rank * dim_y, depth, "projection_depth")
         self.rank, self.bound_std = rank, bound_std
 
     def forward(self, features: Tensor) -> MultivariateNormal:

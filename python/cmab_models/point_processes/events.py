@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from cmab_kernels.runtime.checks import wrong
 
 
 class Events(NamedTuple):
@@ -24,31 +27,45 @@ class Events(NamedTuple):
 
     @staticmethod
     def pad(times: Sequence[Any], marks: Sequence[Any], end: Sequence[float] | Tensor) -> Events:
-        """Return sequences of any lengths as one batch; `ValueError` for no sequence, and for an invalid sequence,
-        which it names.
+        """Return sequences of any lengths as one batch.
 
-        A sequence of times or marks is a tensor (events,), or an array or a list that `torch.as_tensor` accepts.
+        A sequence of times or marks is a tensor (events,), or an array or a list that `torch.as_tensor` accepts. Marks
+        are whole numbers from 0 on, in any dtype. `end` has one finite number for each sequence.
+
+        `ValueError` for no sequence, for another number of marks or ends than of sequences, and for an invalid
+        sequence, which it names.
         """
         if not len(times):
             raise ValueError("times is empty; at least one sequence is needed")
-        times = [torch.as_tensor(each, dtype=torch.float64) for each in times]
-        marks = [torch.as_tensor(each) for each in marks]
+        if len(marks) != len(times):
+            raise ValueError(wrong("marks", f"has {len(marks)} sequences", f"times has {len(times)}"))
+        end = _as_tensor("end", end, torch.float64)
+        if end.shape != (len(times),):
+            raise ValueError(wrong("end", f"has shape {tuple(end.shape)}", f"({len(times)},), a number for each sequence, is needed"))
+        if not end.isfinite().all():
+            raise ValueError(wrong("end", f"has {float(end[~end.isfinite()][0])}", "every end must be finite"))
+        times = [_as_tensor(f"times[{i}]", each, torch.float64) for i, each in enumerate(times)]
+        marks = [_as_tensor(f"marks[{i}]", each) for i, each in enumerate(marks)]
         for i, (time, mark) in enumerate(zip(times, marks, strict=True)):
             if time.dim() != 1 or mark.shape != time.shape:
                 raise ValueError(f"sequence {i} has times {tuple(time.shape)} and marks {tuple(mark.shape)}; both must be (events,)")
+            if not time.isfinite().all():
+                raise ValueError(wrong(f"times[{i}]", "holds a NaN or an infinity", "every time must be finite"))
+            if not ((mark >= 0) & (mark == mark.long())).all():
+                raise ValueError(wrong(f"marks[{i}]", f"is {shorten(str(mark.tolist()), 60)}", "whole numbers from 0 on are needed"))
         lengths = torch.tensor([len(each) for each in times])
         padded = pad_sequence(times, batch_first=True)
-        padded_marks = pad_sequence([each.long() for each in marks], batch_first=True)
-        events = Events(padded, padded_marks, lengths, torch.as_tensor(end, dtype=torch.float64))
+        events = Events(padded, pad_sequence([each.long() for each in marks], batch_first=True), lengths, end)
         sound = (events.gaps() >= 0).all(1) & (events.times <= events.end.unsqueeze(1)).all(1)
         if not sound.all():
             raise ValueError(f"sequence {int(sound.long().argmin())} has an event before the one before it, before time 0 or after its end")
         return events
 
     def take(self, rows: Tensor) -> Events:
-        """Return the sequences `rows` (R,) int64, cut to the longest of them."""
+        """Return the sequences `rows` (R,) int64, cut to the longest of them. Without rows, the shapes are (0, 0) and
+        (0,)."""
         lengths = self.lengths[rows]
-        longest = int(lengths.max())
+        longest = int(lengths.max()) if len(lengths) else 0
         return Events(self.times[rows, :longest], self.marks[rows, :longest], lengths, self.end[rows])
 
     @property
@@ -59,3 +76,11 @@ class Events(NamedTuple):
     def gaps(self) -> Tensor:
         """Return the times (B, N) from one event to the next, the first counted from time 0; 0 at padding."""
         return self.times.diff(dim=1, prepend=torch.zeros_like(self.times[:, :1])).where(self.there, 0.0)
+
+
+def _as_tensor(name: str, given: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what was given as a tensor; `ValueError` with the name if torch makes none of it."""
+    try:
+        return torch.as_tensor(given, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(wrong(name, f"is {shorten(repr(given), 60)}", "numbers are needed")) from error

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from cmab_kernels.runtime.checks import wrong
+
 from ..systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -85,14 +87,18 @@ class Task(ABC):
     def model(self, system: str, **changes: Any) -> nn.Module:
         """Return a new model of the size that suits this task, with `changes` to the arguments of its constructor.
 
-        `ValueError` for a system that cannot learn the task, and for changes that the constructor refuses.
+        `ValueError` for a system that cannot learn the task, for changes that the constructor refuses, and for a change
+        of an argument without a default: those are the sizes of the task's data.
         """
         if system not in self.systems:
             raise ValueError(f"{system} cannot learn {self.name}; {', '.join(self.systems)} can")
         kind, sizes = SYSTEMS[system], self.sizes(system)
-        _, *known = inspect.signature(kind.__init__).parameters
-        for name in changes.keys() - known:
-            raise ValueError(f"{system} has no argument {name!r}; it has {', '.join(known)}")
+        known = dict(list(inspect.signature(kind.__init__).parameters.items())[1:])
+        for name, value in changes.items():
+            if name not in known:
+                raise ValueError(f"{system} has no argument {name!r}; it has {', '.join(known)}")
+            if known[name].default is inspect.Parameter.empty and value != sizes.get(name, value):
+                raise ValueError(wrong(name, f"is {value!r}", f"{sizes[name]} is needed, a size of the data of {self.name}"))
         try:
             return kind(**(sizes | changes))
         except RuntimeError as error:  # the model does not fit into memory

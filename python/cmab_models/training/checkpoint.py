@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import torch
 from torch import nn
 
 FORMAT = "cmab_models checkpoint, version 1"
+NEEDED = "the checkpoint.pt of a training is needed; without it, train again in another --folder"
 
 
 class BadCheckpoint(ValueError):
@@ -47,15 +49,28 @@ def load(path: Path, run: dict[str, Any]) -> Checkpoint:
     try:
         entries = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # if bytes are not a pickle, the unpickler can raise anything, also without a message
-        why = str(error).splitlines() or [type(error).__name__]
-        raise BadCheckpoint(f"{path} is broken, or no checkpoint: {why[0]}") from error
+        raise BadCheckpoint(f"{path} {_unreadable(path)}; {NEEDED}") from error
     if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT or entries.keys() != set(Checkpoint._fields):
-        raise BadCheckpoint(f"{path} is no {FORMAT}")
+        raise BadCheckpoint(f"{path} is no {FORMAT}; {NEEDED}")
     checkpoint = Checkpoint(**entries)
+    if not isinstance(checkpoint.run, dict) or not isinstance(checkpoint.step, int):
+        raise BadCheckpoint(f"{path} has no settings or no number of steps; {NEEDED}")
     for name in run:
         if checkpoint.run.get(name) != run[name]:
             raise BadCheckpoint(f"{path} was trained with {name} = {checkpoint.run.get(name)!r}, not {run[name]!r}")
     return checkpoint
+
+
+def _unreadable(path: Path) -> str:
+    """Say why torch cannot read a file. Its own messages tell to read the file with code, which nobody should."""
+    if path.is_dir():
+        return "is a folder"
+    start = path.read_bytes()[:2]
+    if not start:
+        return "is empty"
+    if start != b"PK":
+        return "is a file of another kind"
+    return "holds something that is not a checkpoint" if is_zipfile(path) else "is cut short or damaged"
 
 
 def resumed(path: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:

@@ -69,8 +69,8 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
 
     `report(steps_done, loss)` is called after each step. The checkpoint in `run.folder` is written at the end and on an
     interruption. An interruption waits until the step, or the checkpoint, is finished, and then raises `Interrupted`.
-    With `resume`, training continues from the checkpoint, with the numbers of a run that was not interrupted on the
-    same machine.
+    With `resume`, training continues from the checkpoint, with the numbers of a run that was not interrupted, on the
+    same machine and with as many threads.
     """
     model, task = run.model(), run.task
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
@@ -144,7 +144,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: in
     norm = nn.utils.clip_grad_norm_(group["params"], task.clip)
     value = float(loss.detach())
     if not math.isfinite(value) or not math.isfinite(float(norm)):
-        raise Diverged(f"the loss of step {done + 1} is {value}, the norm of its gradient {float(norm)}; try a smaller learning_rate")
+        hint = "try a smaller learning_rate" if done else "the model has not learned yet: check its options and the data"
+        raise Diverged(f"the loss of step {done + 1} is {value}, the norm of its gradient {float(norm)}; {hint}")
     optimizer.step()
     return value
 

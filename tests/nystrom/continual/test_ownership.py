@@ -198,3 +198,20 @@ def test_a_state_from_numpy_before_its_first_step() -> None:
     copied = _changed(state, lambda f: torch.from_numpy(f.numpy().copy()))
     new = _tokens(1)
     assert torch.equal(_step(copied, new).out, _step(state, new).out)
+
+
+@pytest.mark.parametrize("field", ["keys", "sums", "scale"])
+def test_a_field_that_is_swapped_is_refused_or_read(field: str) -> None:
+    """torch refuses to swap a tensor that the ownership of memory watches; a step reads any other as it is."""
+    window, token = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 1, 4)
+    state, given = (ck.continual_nystrom_init(window, window, window, num_landmarks=4) for _ in range(2))
+    other = 1.5 * getattr(state, field)
+    given = given._replace(**{field: other.clone()})
+    if field == "scale":
+        torch.utils.swap_tensors(state.scale, other)
+    else:
+        with pytest.raises(RuntimeError, match="Cannot swap t1 because it has weakref"):
+            torch.utils.swap_tensors(getattr(state, field), other)
+        return
+    found, expected = (ck.continual_nystrom_step(each, token, token, token)[0] for each in (state, given))
+    assert torch.equal(found, expected)
