@@ -15,7 +15,7 @@ from .floors import Rates
 
 FMA_AN_EXPONENTIAL = 7
 """Instructions on a CPU's multiply-add units that a float32 exponential takes where there is none in hardware: two to reduce the argument,
-five of a polynomial; the shortest that we know (NOTES.md)."""
+five of a polynomial; the shortest that we know (notes/attention.md)."""
 
 EXPONENTIALS_PER_CLOCK = 16
 """Exponentials a clock that one GPU multiprocessor makes (CUDA C++ Programming Guide, throughput of native arithmetic instructions)."""

@@ -50,7 +50,7 @@ class Section:
 
     tasks: str
     counted: float = 25.0
-    """Seconds that the kernels of a row take to compile, as counted (bench/NOTES.md), and the row to run; it may take twice as long."""
+    """Seconds that a row takes with compiling its kernels, as counted (bench/notes/benchmarks.md); it may take twice as long."""
     workers: int = 1
     """More than one where nothing is timed: most of the time goes to compilers on the CPU."""
     judged: bool = True

@@ -1,7 +1,7 @@
 """The descriptors of Hopper's matrix instructions in a disassembly: whether each holds the address of the kernel's
 shared memory.
 
-ptxas 12.8 drops the definitions of some descriptors (bench/NOTES.md). Products are then wrong, or the address is
+ptxas 12.8 drops the definitions of some descriptors (bench/notes/gpu.md). Products are then wrong, or the address is
 illegal.
 """
 
