@@ -62,8 +62,8 @@ def _scores(
 
 @triton.jit
 def _product_over_queries(high, low, tile):
-    """The product (keys, width) of weights or score gradients, given as two parts, and a tile of rows of the
-    queries."""
+    """The product (keys, width) of weights or score gradients, given as two parts,
+    and a tile of rows of the queries."""
     a_high, ordered = in_place(high, tile)
     a_low, ordered = in_place(low, tile)
     b_high, b_low = parts(ordered)
@@ -103,8 +103,8 @@ def _add_over_queries(
     PIECE: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Add to dK or dV, in pieces of columns, the product of weights (keys, queries) and a tile of queries or of
-    dout."""
+    """Add to dK or dV, in pieces of columns, the product of weights (keys, queries)
+    and a tile of queries or of dout."""
     STEP: tl.constexpr = PIECE if held is None else held.shape[1]
     high, low = parts(weights)
     for column in tl.range(0, WIDTH, STEP, disable_licm=True):

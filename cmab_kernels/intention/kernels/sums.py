@@ -220,8 +220,8 @@ def ridge_update(
     moment: Tensor | None,
     count: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the sums over the keys, formed in float64, and the number of keys, each plus the one before if not
-    None."""
+    """Return the sums over the keys, formed in float64, and the number of keys,
+    each plus the one before if not None."""
     B, H, _, _ = key.shape
     before = _contiguous(gram), _contiguous(moment), _contiguous(count)
     if key_padding_mask is not None:

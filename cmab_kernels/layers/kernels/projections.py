@@ -325,8 +325,8 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor, mask: Tensor | None, norm: Sequence[Tensor | None], eps: float) -> Rows:
-    """The rows in the form that kernels take: contiguous, with the bytes of the mask, and with a norm (weight,
-    bias)."""
+    """The rows in the form that kernels take: contiguous, with the bytes of the mask,
+    and with a norm (weight, bias)."""
     given, ignored, weight, bias = aligned(x, None if mask is None else mask.contiguous().view(torch.uint8), *norm)
     return Rows(given, ignored, weight, bias, eps)
 

@@ -165,8 +165,8 @@ def _common(query: Tensor, values: Tensor, iterations: int, kernel: str) -> dict
 def landmark_values(
     landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> Tensor:
-    """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E), contiguous; rows of absent
-    landmarks are 0."""
+    """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E),
+    contiguous; rows of absent landmarks are 0."""
     if not in_one_program(landmark_query):
         return large.landmark_values(landmark_query, landmark_key, values, absent, scale, iterations)
     given = landmark_query, landmark_key, values

@@ -41,8 +41,8 @@ class Windows(NamedTuple):
 
 
 def chunk_of(every: int, keys: int) -> int:
-    """The keys of a chunk, at most all keys so that products fit in 32 bits, but with the same `group_of` as
-    `every`."""
+    """The keys of a chunk, at most all keys so that products fit in 32 bits,
+    but with the same `group_of` as `every`."""
     return min(every, max(keys, ALONE))
 
 

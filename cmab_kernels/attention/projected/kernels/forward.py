@@ -239,8 +239,8 @@ def projected_attention_forward(
     scale: float,
     eps: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is
-    one."""
+    """Return (out, lse): the attention of the queries over these inputs,
+    merged with the incoming state if there is one."""
     (K, B, H, L, D), (_, N, C) = query.shape, inputs.shape
     E = weight.shape[1] // H - D
     queries, before_out, before_lse = joined(query), joined(state_out), joined(state_lse)
@@ -280,7 +280,7 @@ def projected_attention_forward(
 def _chosen(
     dtype: torch.dtype, device: torch.device, C: int, D: int, E: int, queries: int, normed: bool, align: tuple[int, ...], tf32: bool
 ) -> tuple[Kernel, int]:
-    """`_projected_forward` for such inputs, and the number of queries in a block; `tf32` says whether torch allows
-    it."""
+    """`_projected_forward` for such inputs, and the number of queries in a block;
+    `tf32` says whether torch allows it."""
     constants = forward_constants(dtype, device, C, D, E, queries)
     return _projected_forward.given(ALIGN=align, NORMED=normed, **constants), constants["BLOCK_L"]

@@ -129,8 +129,8 @@ def put_newest(
     LARGEST: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Store softmax(scale q k~') inverse (Delta V / phi) for one query, with AT_ONCE columns of the inverse at a
-    time."""
+    """Store softmax(scale q k~') inverse (Delta V / phi) for one query,
+    with AT_ONCE columns of the inverse at a time."""
     row, columns = span(0, SIZE), span(0, WIDTH)
     keys = landmark_keys + tl.minimum(row, m - 1) * D
     score = logits(query + tl.zeros([1, 1], tl.int64), keys[:, None], D, scale, LARGEST, OPERAND)
