@@ -308,7 +308,8 @@ FIRST_CALLS = {
 
 @pytest.mark.parametrize("name", FIRST_CALLS)
 def test_without_the_extension_the_first_call_says_so_once(name: str) -> None:
-    """Nor does a call warn that runs no native code anyway: by its own choice, on another device, or for a query."""
+    """A call that runs no native code anyway does not warn: by its own choice, on another device, or because it only
+    asks."""
     code = f"""
 import sys, warnings
 sys.modules["cmab_kernels._C"] = None

@@ -201,7 +201,7 @@ def twice_tensors(part: nn.Module) -> None:
 
 
 NO_PARAMETERS: dict[str, Callable[[nn.Module, str, Tensor], None]] = {"tensor": setattr, "buffer": nn.Module.register_buffer}
-"""The types of a weight in a replica or a frozen model, and how they arise."""
+"""Kind of attribute that holds a weight in a replica or a frozen model -> how to set it."""
 
 
 def changed(module: nn.Module, name: str, how: str) -> Callable[[], int]:

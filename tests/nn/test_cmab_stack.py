@@ -182,7 +182,7 @@ def test_blocks_may_be_added_deleted_and_replaced(change: str) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
 def test_a_stream_begins_anew_with_other_blocks(change: str) -> None:
-    """The stream belongs to the blocks that read the inputs; a copy's blocks have their own."""
+    """A stream belongs to the blocks that read its inputs; a copied stream belongs to the copy's blocks."""
     module, (inputs, latents) = stack(), points()
     module.update(inputs[:, :9], latents)
     copies = [copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))]
@@ -376,7 +376,7 @@ def test_a_source_may_write_each_chunk_to_the_same_memory() -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_source_runs_in_the_callers_modes(grad: bool) -> None:
-    """The backward pass reads the inputs again, in order, too."""
+    """So does the backward pass, which reads the source again."""
     module, project, found = stack(torch.float32), torch.nn.Linear(DIM, DIM), []
     parts = points(torch.float32)[0].bfloat16().split(20, 1)
 
@@ -398,7 +398,7 @@ def test_a_source_runs_in_the_callers_modes(grad: bool) -> None:
 
 
 class Streamed(IterableDataset):
-    """Rows without a length."""
+    """Rows of unknown number."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows

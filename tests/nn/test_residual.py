@@ -110,7 +110,7 @@ def test_streams(kind: Any) -> None:
 
 @of_each
 def test_a_module_that_was_pickled_before(kind: Any) -> None:
-    """It has no residual argument, and adds to its inputs as before."""
+    """It has no `residual` attribute, and adds to its inputs as before."""
     module, inputs = made(kind, "input"), given(kind)
     expected = module(*inputs)
     for part in module.modules():

@@ -261,7 +261,8 @@ FLOAT_MASKS: dict[str, dict[str, Tensor]] = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", FLOAT_MASKS)
 def test_float_masks_are_added_in_evaluation(name: str, compiled: bool) -> None:
-    """torch's fused layer, which it prefers without gradients, ignores parts with unusual numbers, and adds nothing."""
+    """torch's fused layer, which it prefers without gradients, would ignore keys whose number is not 0, and add
+    nothing."""
     layer, x, masks = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), torch.randn(3, 5, 8), FLOAT_MASKS[name]
     with_gradients = layer(x, **masks).detach()
     run = torch.compile(layer.eval(), backend="eager") if compiled else layer.eval()

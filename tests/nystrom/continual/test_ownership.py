@@ -75,7 +75,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def _read(held: list[Any]) -> list[Any]:
     def one(each: Any) -> Any:
         if type(each).__name__ == "PyCapsule":
-            return None  # its memory is read at the end, on removal
+            return None  # its memory is read when it is opened, at the end
         if isinstance(each, torch.UntypedStorage):
             return bytes(each)
         return each.tobytes() if not isinstance(each, Tensor) else bytes(each.contiguous().view(torch.uint8).numpy())
