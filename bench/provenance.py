@@ -105,12 +105,24 @@ def digest(files: Sources) -> str:
 
 
 _IMPORTS = re.compile(rb"^(?:from \S+ )?import (?:\([^)]*\)|.*)\n", re.MULTILINE)
+_STRING = rb'"(?:\\.|[^"\\\n])*"'
+_PROSE_IN_PYTHON = re.compile(rb'^ *"""(?:.|\n)*?"""$|(' + _STRING + rb")|#.*", re.MULTILINE)
+_PROSE_IN_CPP = re.compile(rb"(" + _STRING + rb")|//.*|/\*(?:.|\n)*?\*/")
+"""Docstrings and comments; or a string, as a group, which is no comment whatever it holds."""
 
 
 def kernel_digests(files: Sources) -> dict[str, str]:
-    """Path -> a hash of each kernel source, without its path and its imports:
-    moving a file does not change its hash."""
-    return {name: digest({"": _IMPORTS.sub(b"", files[name])}) for name in sorted(files) if KERNEL.fullmatch(name)}
+    """Path -> a hash of each kernel source, without its path and without imports, docstrings, comments and line breaks.
+
+    A file that was only moved, or whose comments alone have changed, has the same hash.
+    """
+    return {name: digest({"": _code(name, files[name])}) for name in sorted(files) if KERNEL.fullmatch(name)}
+
+
+def _code(name: str, source: bytes) -> bytes:
+    if not name.endswith(".py"):
+        return b" ".join(_PROSE_IN_CPP.sub(rb"\1", source).split())
+    return b" ".join(_PROSE_IN_PYTHON.sub(rb"\1", _IMPORTS.sub(b"", source)).split())
 
 
 def clean_commit(told: str = "") -> str:

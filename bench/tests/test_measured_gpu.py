@@ -162,6 +162,26 @@ def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest
     assert _facts(monkeypatch, now, kernels=provenance.kernel_digests(now))["changed"].startswith("0 of the 3 files")
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "changed"),
+    [
+        ("cmab_kernels/intention/cuda.py", 'import os\n\ndef f(x):\n    return "#" if x else "a"\n', '"a"'),
+        ("csrc/solve/solve.cu", 'const char* f(int x) {\n  return x / 2 ? "//" : "a";\n}\n', '"a"'),
+    ],
+)
+def test_comments_and_line_breaks_change_no_digest(name: str, code: str, changed: str) -> None:
+    def digest(text: str) -> str:
+        return provenance.kernel_digests({name: text.encode()})[name]
+
+    python = name.endswith(".py")
+    told = [
+        code.replace("{\n", "{  // one {\n  /* two\n  three */\n"),
+        code.replace("(x):\n", '(x):  # one "\n    """Two.\n\n    # Three.\n    """\n'),
+    ]
+    assert told[python] != code and digest(told[python]) == digest(code)
+    assert digest(code.replace(changed, '"b"')) != digest(code) and digest(code.replace('"#"' if python else '"//"', '""')) != digest(code)
+
+
 def test_a_dirty_tree_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _facts(monkeypatch, KERNELS)["commit"] == "commit aaaaaaa"
     assert _facts(monkeypatch, KERNELS, sources="other")["commit"].startswith("a tree with changes that are in no commit")
