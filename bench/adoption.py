@@ -1,10 +1,12 @@
-"""`python -m bench.adoption [MODEL ...]`: models of other packages as they are, and with this package's attention in them.
+"""`python -m bench.adoption [MODEL ...]`: models of other packages as they are, and with this package's attention in
+them.
 
-Weights are random, sizes are those of small published models. Every way computes the same, which is checked first, against the model as it
-was in float64. Models with torch's own layers are taken with torch's fast path on and off, those of `transformers` with each attention that
-they have: a ratio is to the fastest of these. What is compared is the least CPU time of one thread, of calls that take turns, which other
-programs disturb less than the clock on the wall. It writes `bench/results/adoption.json`, in which models that are not named keep their
-rows; `--page` writes the table of docs/use_it_in.md from it.
+Weights are random; sizes are those of small published models. All ways compute the same, which is checked first against
+the original model in float64. Models with torch's own layers run with torch's fast path on and off, those of
+`transformers` with each of their attentions: a ratio is to the fastest of these. The figure is the least CPU time of
+one thread, over calls that take turns; other programs disturb it less than wall-clock time. It writes
+`bench/results/adoption.json`, in which models that are not named keep their rows; `--page` writes the table of
+docs/use_it_in.md from it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .runs import write_json
 RESULTS = provenance.ROOT / "bench" / "results" / "adoption.json"
 PLACE = Marks(provenance.ROOT / "docs" / "use_it_in.md", "adoption")
 BUDGET = 2.0
-"""CPU seconds of timing for a model in one mode, but for four rounds at least."""
+"""CPU seconds of timing for a model in one mode; there are at least four rounds."""
 PASSES = ("evaluation", "training")
 
 Inputs = Mapping[str, Any]
@@ -42,16 +44,16 @@ Way = Callable[[Inputs], Tensor]
 
 
 class Subject(NamedTuple):
-    """A model that somebody has."""
+    """A model from another package."""
 
     told: str
-    """What the table says of it."""
+    """Its description in the table."""
     make: Callable[[], tuple[nn.Module, Inputs]]
     ways: Callable[[nn.Module], dict[str, Way]]
-    """The model -> ways to run it; names of this package's begin with "cmab"."""
+    """The model -> ways to run it; names of this package's ways begin with "cmab"."""
 
 
-# ---- ways ------------------------------------------------------------------------------------------------------------------------------
+# ---- ways ------------------------------------------------------------------------------------------------------------
 
 
 def by_name(model: nn.Module) -> dict[str, Way]:
@@ -67,7 +69,7 @@ def by_name(model: nn.Module) -> dict[str, Way]:
 
 
 def by_modules(model: nn.Module) -> dict[str, Way]:
-    """A model with torch's attention inside: as it is, and with what `replace_modules` replaces."""
+    """A model with torch's attention inside: unchanged, and with the replacements of `replace_modules`."""
 
     def way(made: nn.Module, fast: bool = True) -> Way:
         def run(inputs: Inputs) -> Tensor:
@@ -96,7 +98,7 @@ def by_modules(model: nn.Module) -> dict[str, Way]:
     return found
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------------------------
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 
 def encoder(batch: int, tokens: int, heads: int, width: int) -> Callable[[], tuple[nn.Module, Inputs]]:
@@ -139,7 +141,8 @@ NO_DROPOUT = ("dropout", "attention_dropout", "hidden_dropout_prob", "attention_
 def of_transformers(
     kind: str, inputs: Callable[[], Inputs], sizes: Mapping[str, Any], part: str = ""
 ) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """A model of `transformers` by the name of its class, without dropout; `part`: the module of it that is called, if not all."""
+    """A model of `transformers` by the name of its class, without dropout;
+    `part`: the module of it to call, if not all."""
 
     def make() -> tuple[nn.Module, Inputs]:
         import transformers
@@ -155,7 +158,7 @@ def of_transformers(
 
 
 def series(past: int, features: int, batch: int) -> Inputs:
-    """What a TimeSeriesTransformer is given in training."""
+    """The inputs of a TimeSeriesTransformer in training."""
     future = 24
     return {
         "past_values": torch.randn(batch, past + 7).abs(),
@@ -229,11 +232,12 @@ SUBJECTS = {
 }
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 def rows_of(key: str) -> Iterator[dict[str, Any]]:
-    """What came of a model: least CPU seconds and error of each way in each mode, and how busy others were."""
+    """The results for a model: least CPU seconds and error of each way in each mode,
+    and the load from other programs."""
     subject = SUBJECTS[key]
     torch.manual_seed(0)
     model, inputs = subject.make()
@@ -245,7 +249,7 @@ def rows_of(key: str) -> Iterator[dict[str, Any]]:
             exact, {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}, training
         )
         errors = {name: relative_error(_results(way, inputs, training), expected) for name, way in ways.items()}
-        allowed = max(ERROR_BOUND[torch.float32], 2 * next(iter(errors.values())))  # some gradients lose digits in the model as it is
+        allowed = max(ERROR_BOUND[torch.float32], 2 * next(iter(errors.values())))  # some gradients lose digits
         if wrong := [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= allowed]:
             raise SystemExit(f"{key}, {mode}: relative errors of {', '.join(wrong)}, and there is no speed without a right result")
         before = usage()
@@ -256,7 +260,7 @@ def rows_of(key: str) -> Iterator[dict[str, Any]]:
 
 
 def _results(way: Way, inputs: Inputs, training: bool) -> tuple[Tensor, ...]:
-    """The output; in training the gradients of the inputs too, while parameters add up theirs."""
+    """The output; in training also the gradients of the inputs, while parameters accumulate theirs."""
     if not training:
         with torch.no_grad():
             return (way(inputs),)
@@ -268,12 +272,12 @@ def _results(way: Way, inputs: Inputs, training: bool) -> tuple[Tensor, ...]:
 
 @cache
 def _direction(shape: torch.Size) -> Tensor:
-    """The gradient of an output, which no norm before it makes vanish."""
+    """A gradient of the output that no earlier norm makes vanish."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 def _least(ways: Mapping[str, Way], inputs: Inputs, training: bool) -> dict[str, float]:
-    """Least CPU seconds of a call of each, in turn."""
+    """Least CPU seconds of a call of each way, in turn."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     start = time.process_time()
     while len(samples[next(iter(ways))]) < 4 or (time.process_time() - start < BUDGET and len(samples[next(iter(ways))]) < 50):
@@ -284,11 +288,11 @@ def _least(ways: Mapping[str, Way], inputs: Inputs, training: bool) -> dict[str,
     return {name: min(taken[1:]) for name, taken in samples.items()}
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """A line for each model, those that gain most in evaluation first, and where it was measured."""
+    """One line for each model, those with the largest gain in evaluation first, and the machine."""
     seconds = {(row["model"], row["pass"], row["implementation"]): row["seconds"] for row in found["rows"]}
     lines = [
         (ratio_of(seconds, key, PASSES[0])[0], _line(seconds, key)) for key in SUBJECTS if (key, PASSES[0]) in {k[:2] for k in seconds}
@@ -303,7 +307,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def ratio_of(seconds: Mapping[tuple[str, str, str], float], key: str, mode: str) -> tuple[float, str, str]:
-    """Our least time over that of the fastest of the others, and which these are."""
+    """Our least time over that of the fastest of the others, and the names of both."""
     names = [name for model, which, name in seconds if (model, which) == (key, mode)]
     mine, theirs = (
         min((name for name in names if name.startswith("cmab") == own), key=lambda name: seconds[key, mode, name]) for own in (True, False)
@@ -333,7 +337,8 @@ def main() -> None:
 
 
 def measured(keys: list[str], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures models, and keeps the rows of others if they were measured in the same commit and on the same machine."""
+    """Measures models,
+    and keeps the rows of others if they were measured in the same commit and on the same machine."""
     machine = provenance.machine()
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "torch_geometric")}
     head = {

@@ -1,7 +1,8 @@
-"""`pytest bench [--quick] [--device cuda] [-k SCAN]`: the same cases under pytest-benchmark, each row by itself and on its clock.
+"""`pytest bench [--quick] [--device cuda] [-k SCAN]`: the same cases under pytest-benchmark, each row by itself.
 
-Memory, error, FLOPs and bytes of a step, the steps of a call, and the ratio to the fastest baseline are its `extra_info`. In the runs of
-`python -m cmab_kernels bench` the rows of a group take turns, which makes their ratios steadier: those are committed and compared.
+Memory, error, FLOPs and bytes of a step, the steps of a call, and the ratio to the fastest baseline are its
+`extra_info`. In the runs of `python -m cmab_kernels bench` the rows of a group take turns, which makes their ratios
+steadier: those are committed and compared.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .scans.case import Case, Results
 ROWS = [
     pytest.param(case, name, id=f"{case.scan}-{case}-{name}")
     for case in all_cases()
-    for name in sorted(case.implementations, key=lambda name: name not in case.baselines)  # a ratio is to what was timed before
+    for name in sorted(case.implementations, key=lambda name: name not in case.baselines)  # ratios are to earlier rows
     if name != DEFINITION
 ]
 MEDIANS: dict[str, dict[str, float]] = {}
@@ -31,13 +32,13 @@ MEDIANS: dict[str, dict[str, float]] = {}
 
 @lru_cache(maxsize=1)
 def prepared(case: Case) -> tuple[Any, dict[str, Results]]:
-    """Inputs and expected results of a case, whose rows follow each other."""
+    """Inputs and expected results of a case; its rows follow each other."""
     inputs = case.inputs(0)
     return inputs, case.expected(inputs)
 
 
 def _finished(call: Callable[[Any], Any], inputs: Any) -> None:
-    """Call, and wait for a GPU: the clock is that of the host, which a launch does not keep."""
+    """Call, and wait for a GPU, because the host's clock does not see a launch's work."""
     call(inputs)
     if device() == "cuda":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The device that is measured, and what depends on it."""
+"""The device of the measurements, and settings that depend on it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ _device = "cpu"
 
 
 def device() -> str:
-    """The device that is measured: "cpu" or "cuda"."""
+    """The measured device: "cpu" or "cuda"."""
     return _device
 
 
 def measure_on(device: str) -> None:
-    """Chooses the device. It is not torch's default device: that is a mode, and every call would go through it."""
+    """Choose the device.
+
+    It is not torch's default device, because that is a mode, which every call would go through.
+    """
     global _device
     _device = device
 
 
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Sets the number of threads of torch and of this package, here and in the process that measures memory; None leaves it."""
+    """Set the number of threads of torch and of this package,
+    here and in the memory-measuring process; None leaves it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -37,7 +41,7 @@ def threads(count: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Sets whether torch may multiply float32 in tf32."""
+    """Set whether torch may multiply float32 in tf32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     try:
@@ -47,16 +51,19 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def generator(seed: int) -> torch.Generator:
-    """The source of random numbers for `normal`, on the device that is measured: a CPU draws for seconds what a GPU reads in 1 ms."""
+    """The source of random numbers for `normal` on the measured device.
+
+    A CPU takes seconds to draw numbers that a GPU reads in 1 ms.
+    """
     return torch.Generator(device()).manual_seed(seed)
 
 
 def normal(random: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
-    """Normal numbers on the device that is measured; `grad`: they require gradients."""
+    """Normal numbers on the measured device; `grad`: they require gradients."""
     return torch.randn(*shape, generator=random, device=random.device).to(dtype).requires_grad_(grad)
 
 
 def lacking_memory(needed: float) -> str | None:
-    """Says so when `needed` bytes would take more than half of what is left."""
+    """Report if `needed` bytes would take more than half of the free memory."""
     left = available_memory(device())
     return f"needs {needed / 2**30:.1f} GiB, of {left / 2**30:.1f} available" if needed > left / 2 else None

@@ -1,7 +1,7 @@
-"""The least time that a result leaves: its exponentials, products and memory traffic over what a machine gives of each.
+"""The least time for a result: its exponentials, products and memory traffic over the rates of a machine.
 
-Formulas count what any implementation must do, not what one does: each score's exponential once, keys and values moved once. What is
-small beside them (queries, latents, states) is left out, and so is all that a cache holds from one call to the next.
+Formulas count the work that any implementation must do: each score's exponential once, keys and values moved once. They
+leave out small terms (queries, latents, states), and all data that a cache holds from one call to the next.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, nystrom_att
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PADS = {"cpu": (1, 1), "cuda": (16, 8)}
-"""What a GPU's matrix units round the inner and the outer width of a product up to; a CPU's lanes are queries, whose number is no width."""
+"""The multiple to which a GPU's matrix units round inner and outer widths;
+a CPU's lanes are queries, which are not a width."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a result cannot be had without: exponentials, floating-point operations of products, bytes that no cache holds."""
+    """The work that a result needs: exponentials, floating-point operations of products, bytes that no cache holds."""
 
     exponentials: float = 0.0
     products: float = 0.0
@@ -27,7 +28,7 @@ class Work:
     """The dtype of the products' operands, or "tf32" for float32 that may be rounded to it."""
 
     def __add__(self, other: Work) -> Work:
-        """The work of both, which must be of one dtype."""
+        """The sum of the work of both, which must have one dtype."""
         return replace(
             self,
             exponentials=self.exponentials + other.exponentials,
@@ -38,23 +39,24 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """Exponentials and bytes a second, and floating-point operations a second by the dtype of the operands."""
+    """Exponentials and bytes per second, and floating-point operations per second by the dtype of the operands."""
 
     exponentials: float
     memory: float
     matrix: Mapping[str, float]
-    """On a GPU "float32" is the rate of exact products, each several of the matrix units, and "tf32" that of one rounded product."""
+    """On a GPU "float32" is the rate of exact products, each several of the matrix units,
+    and "tf32" that of one rounded product."""
     together: bool = False
-    """Exponentials and products take turns on the same units, as on a CPU."""
+    """Whether exponentials and products take turns on the same units, as on a CPU."""
 
 
 Passes = Work | Sequence[Work]
-"""The work of a pass, or of several that follow one another: a backward pass begins when the forward pass has ended."""
+"""The work of a pass, or of several one after the other: a backward pass begins when the forward pass has ended."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time for the work of a pass, in seconds, by what takes it."""
+    """The least time for the work of a pass, in seconds, by kind of work."""
 
     exponentials: float
     matrix: float
@@ -69,7 +71,7 @@ class Floor:
 
     @property
     def bound(self) -> str:
-        """What the time goes to; where two take turns, the greater of them."""
+        """The kind of work that takes the time; if two kinds take turns, the greater of them."""
         if self.together and self.memory < self.seconds:
             return max("exponentials", "matrix", key=lambda name: getattr(self, name))
         return max("exponentials", "matrix", "memory", key=lambda name: getattr(self, name))
@@ -77,7 +79,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Floors:
-    """The least time for passes one after the other: the sum of theirs."""
+    """The least time for passes one after the other: the sum of their times."""
 
     passes: Sequence[Floor]
 
@@ -87,7 +89,7 @@ class Floors:
 
     @property
     def bound(self) -> str:
-        """What the longest of the passes goes to."""
+        """The kind of work of the longest pass."""
         return max(self.passes, key=lambda one: one.seconds).bound
 
 
@@ -106,29 +108,30 @@ def passes_of(work: Passes) -> Sequence[Work]:
 
 
 def rounded(work: Passes) -> Passes:
-    """The same where float32 may be multiplied in tf32."""
+    """The rates if float32 may be multiplied in tf32."""
     return [replace(one, dtype="tf32") if one.dtype == "float32" else one for one in passes_of(work)]
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------------------------
+# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def attention_work(scores: int, pairs: int, width: int, value_width: int, dtype: str, backward: bool = False, device: str = "cpu") -> Work:
     """The work of `scores` = B H L N scores, and `pairs` = B H N keys with their values.
 
-    Forward: an exponential and two products a score, Q K' and P V. Backward by itself: the exponential again, five products (Q K', dO V',
-    dS' Q, dS K, P' dO), and gradients as large as what is read.
+    Forward: an exponential and two products per score, Q K' and P V. Backward alone: the exponential again, five
+    products (Q K', dO V', dS' Q, dS K, P' dO), and gradients as large as the operands.
     """
     inner, outer = (-(-size // pad) * pad for size, pad in zip((width, value_width), PADS[device], strict=True))
     widths, passes = (3 * inner + 2 * outer, 2) if backward else (inner + outer, 1)
     return Work(scores, 2 * scores * widths, passes * pairs * (width + value_width) * BYTES[dtype], dtype)
 
 
-# ---- Intention -------------------------------------------------------------------------------------------------------------------------
+# ---- Intention -------------------------------------------------------------------------------------------------------
 
 
 def ridge_work(keys: int, width: int, value_width: int, dtype: str, backward: bool = False, exact: bool = False) -> Work:
-    """The sums K'K (half of it: it is symmetric) and K'V over `keys` = B H N keys; backward their gradients K (dG + dG') + V dM', K dM.
+    """The sums K'K (half of it: it is symmetric) and K'V over `keys` = B H N keys; backward their gradients K (dG +
+    dG') + V dM', K dM.
 
     `exact`: products in float64, as a state's are.
     """
@@ -154,7 +157,7 @@ def inverse_work(systems: int, width: int, dtype: str) -> Work:
     return Work(0.0, systems * width**3, systems * 2 * width**2 * BYTES[dtype], dtype)
 
 
-# ---- Nyström ---------------------------------------------------------------------------------------------------------------------------
+# ---- Nyström ---------------------------------------------------------------------------------------------------------
 
 
 def pinv_work(matrices: int, landmarks: int, iterations: int, dtype: str) -> Work:
@@ -169,10 +172,13 @@ def nystrom_work(heads: int, tokens: int, landmarks: int, width: int, value_widt
 
 
 def step_work(scheme: str, heads: int, window: int, landmarks: int, width: int, dtype: str) -> Work:
-    """One token of a continual step, the mean over a stream; the state stays in a cache. `scheme` is one of a step in costs.SCHEMES."""
+    """The mean over a stream of one token of a continual step; the state stays in a cache.
+
+    `scheme` is one of costs.SCHEMES.
+    """
     assert scheme in SCHEMES and scheme not in ("full", "nystrom"), scheme
     outputs = window if "retroactive" in scheme else 1
-    row = window if outputs == 1 else 3 * window  # of exact attention; for retroactive outputs what comes into n sums and leaves them too
+    row = window if outputs == 1 else 3 * window  # exact attention; retroactive: n sums too
     exponentials = (2 + outputs) * landmarks if " " in scheme else row
     products = executed_on_average(scheme, window, landmarks, width)
     return Work(heads * exponentials, heads * products, heads * (3 + outputs) * width * BYTES[dtype], dtype)

@@ -1,11 +1,12 @@
 """Check, time and tune the kernels on the GPU of this machine: `python bench/gpu_check.py`.
 
-It runs the package's own tests on the GPU, times the operators beside their floors and peers, runs the tests under sanitizers, and finds
-the block sizes that are fastest. They go to `cmab_kernels/runtime/tiles.json`, with a copy beside the results, and are tested in turn.
-A call takes 8 minutes at most. What it has found stands in `bench/results/gpu_check_<gpu>_<date>.json`, what was compiled in `compiled`
-beside it, and the same command goes on where it stopped: what is complete and right is not run again unless --sections names it. A
-table comes last. Exit codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run: without a GPU, or with sources that are
-in no commit.
+It runs the package's own tests on the GPU, times the operators beside their floors and peers, runs the tests under
+sanitizers, and finds the block sizes that are fastest. They go to `cmab_kernels/runtime/tiles.json`, with a copy beside
+the results, and are tested in turn. A call takes 8 minutes at most. What it has found stands in
+`bench/results/gpu_check_<gpu>_<date>.json`, what was compiled in `compiled` beside it, and the same command goes on
+where it stopped: what is complete and right is not run again unless --sections names it. A table comes last. Exit
+codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run: without a GPU, or with sources that are in no
+commit.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from cmab_kernels.runtime import tiles  # noqa: E402  after the path too
 BUDGET = 480.0
 """Seconds of a call."""
 TO_FINISH = 10.0
-"""Seconds of the budget that are kept to stop workers, to write and to print."""
+"""Seconds of the budget that are reserved to stop workers, to write and to print."""
 WORTH_BEGINNING = 30.0
-"""Seconds below which no section is begun: workers take some to start."""
+"""A section does not begin with fewer seconds left: workers take some to start."""
 
 COMPILERS = max(8, (os.cpu_count() or 8) - 2)
-"""Workers where nothing is timed and most of the time goes to compilers: one for each core, but for those that watch."""
+"""Workers if nothing is timed and the CPU compiles most of the time: one per core, except for the watchers."""
 
 SECTIONS = {
     "suite": Section("bench.gpu.suite:tasks", counted=90, workers=COMPILERS),
@@ -57,7 +58,7 @@ SECTIONS = {
     "tuned_timings": Section("bench.gpu.timings:tuned_tasks", judged=False, after="tune"),
     "compiled_timings": Section("bench.gpu.timings:compiled_tasks", counted=40, judged=False),
 }
-"""The sections, in the order in which a rare hour is best spent: what is right, how fast it is, last what may crash or takes long."""
+"""The sections in the best order for a rare hour: correctness, then speed, last what may crash or takes long."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -121,7 +122,7 @@ def run_all(report: Report, named: list[str], device: str, end: float) -> list[s
         if outcome.right:
             outcome = Outcome()
             for other in [other for other in report.outcomes if SECTIONS[other].after == name]:
-                del report.outcomes[other]  # its rows came from those that are made anew
+                del report.outcomes[other]  # its rows came from rows that are made again
         report.outcomes[name] = outcome
         before = {other: made.rows for other, made in report.outcomes.items()}
         run(section, device, outcome, before, seconds, report.save)

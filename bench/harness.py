@@ -1,4 +1,4 @@
-"""How a case is measured, on a CPU and on a GPU: its implementations take turns, and a speed counts only with a right result."""
+"""Measurement of a case on a CPU or a GPU: implementations take turns, and a speed counts only with a right result."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from .runs import FAULTS, Row, Spread, fastest, of_this_package
 from .scans.case import COLD_BYTES, COMPILED, IN_TF32, Case, Implementation, Results
 
 ERROR_BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""Relative RMS error of a result beyond which it is wrong, and has no speed. One key of 100,000 left out makes 2e-3."""
+"""The relative RMS error beyond which a result is wrong, and has no speed. One key of 100,000 left out makes 2e-3."""
 
 TF32_BOUND = 2e-3
-"""The same where float32 is multiplied in tf32."""
+"""The same limit if float32 is multiplied in tf32."""
 
 SAMPLE_SECONDS = 2e-3
-"""A sample is the mean of as many calls as take this long, or of one."""
+"""A sample is the mean of as many calls as take this long, or of one call."""
 
 TIME_LIMIT = 60.0
-"""Seconds for a first call, in a process of its own: peers have been seen to hang."""
+"""Seconds for a first call, in a process of its own, because some peers hang."""
 
 
 @dataclass
 class Group:
-    """What came of a case: rows of the implementations that are right, the samples behind them, and why others have none."""
+    """The results of a case: rows of the right implementations, their samples, and why others have none."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
-    """Implementation -> seconds of a step, round by round."""
+    """Implementation -> seconds of a step, for each round."""
     problems: dict[str, str] = field(default_factory=dict)
 
     def at_fault(self, name: str) -> bool:
-        """True where a problem is no matter of the machine, of an installation or of a peer."""
+        """True if a problem is not due to the machine, an installation or a peer."""
         return self.problems[name].startswith(FAULTS)
 
 
@@ -57,9 +57,11 @@ class Problem(Exception):
 
 
 def measure(case: Case, names: Iterable[str], budget: float, expected: Mapping[str, Results] | None = None, capture: bool = True) -> Group:
-    """Measures implementations of a case: memory, result and FLOPs one by one, then time, all in turn, for about `budget` seconds.
+    """Measures implementations of a case: first memory, result and FLOPs one by one, then time, for about `budget`
+    seconds.
 
-    `expected`: the results for the inputs of seed 0, where they are at hand. `capture`: on a GPU, time replays of captured graphs.
+    For time, all take turns. `expected`: the results for the inputs of seed 0, if known. `capture`: on a GPU, time
+    replays of captured graphs.
     """
     inputs = case.inputs(0)
     expected = expected or case.expected(inputs)
@@ -81,7 +83,7 @@ def measure(case: Case, names: Iterable[str], budget: float, expected: Mapping[s
     return group
 
 
-# ---- all but the time ------------------------------------------------------------------------------------------------------------------
+# ---- all but the time ------------------------------------------------------------------------------------------------
 
 
 def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, 
         before = case if compiles else case.small()
         peak = peak_memory(prepare, case, name, warm_up=(before, name), device=device(), limit=TIME_LIMIT)
         results, flops = _counted(case, name, inputs)
-    except Exception as error:  # a peer that cannot run a shape, or hangs, is no fault of ours
+    except Exception as error:  # a peer may fail or hang for some shapes
         reason = str(error).strip().partition("\n")[0]
         raise Problem(f"failed: {reason}" if of_this_package(name) else reason) from None
     error, allowed = relative_error(results, expected), TF32_BOUND if IN_TF32 in name else ERROR_BOUND[case.dtype]
@@ -111,7 +113,10 @@ def prepare(case: Case, name: str) -> Task:
 
 
 def _counted(case: Case, name: str, inputs: Any) -> tuple[Results, int]:
-    """Results and operations. The counter cannot see into what is compiled: what does the same products is counted in its place."""
+    """Results and operations.
+
+    The counter cannot see into compiled code: what does the same products is counted instead.
+    """
     run = partial(case.implementations[name], inputs)
     if not name.endswith(COMPILED):
         return count_flops(run)
@@ -119,7 +124,8 @@ def _counted(case: Case, name: str, inputs: Any) -> tuple[Results, int]:
 
 
 def count_flops(run: Callable[[], Results]) -> tuple[Results, int]:
-    """Results, and the floating-point operations of the matrix products and factorisations that torch's counter sees."""
+    """Results,
+    and the floating-point operations of the matrix products and factorisations that torch's counter sees."""
     counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
     counter.mod_tracker = _NoModules()
     with counter:
@@ -128,7 +134,8 @@ def count_flops(run: Callable[[], Results]) -> tuple[Results, int]:
 
 
 class _NoModules(nullcontext[None]):
-    """In place of torch's tracker of modules, whose hooks fail where autograd goes through a module that was given a parameter."""
+    """Replaces torch's tracker of modules,
+    whose hooks fail if autograd goes through a module with a given parameter."""
 
     parents = frozenset({"Global"})
 
@@ -155,18 +162,19 @@ _UNCOUNTED = {
     torch.ops.aten.linalg_cholesky_ex: _cholesky_flops,
     torch.ops.aten.cholesky_solve: _cholesky_solve_flops,
 }
-"""torch counts its attention on GPUs, but not that on CPUs, and no factorisation."""
+"""torch counts its attention on GPUs, but neither that on CPUs nor factorisations."""
 
 
 def relative_error(results: Results, expected: Results) -> float:
-    """RMS of the difference over RMS of what is expected, for the worst result; infinity for anything not finite or of another shape."""
+    """RMS of the difference over RMS of what is expected, for the worst result;
+    infinity for anything not finite or of another shape."""
     if [r.shape for r in results] != [e.shape for e in expected]:
         return math.inf
     errors = [float((r.double() - e).norm() / e.norm()) for r, e in zip(results, expected, strict=True)]
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------------------------
+# ---- time ------------------------------------------------------------------------------------------------------------
 
 
 def _copies(inputs: Iterable[Tensor]) -> int:
@@ -175,7 +183,7 @@ def _copies(inputs: Iterable[Tensor]) -> int:
 
 
 def timed_call(implementation: Implementation, copies: Sequence[Any], capture: bool = True) -> Callable[[], Any]:
-    """A call that takes the next copy of the inputs each time; on a GPU the replay of a captured graph, where it can be captured."""
+    """A call that takes the next copy of the inputs each time; on a GPU, the replay of a captured graph if possible."""
     calls: list[Callable[[], Any]] = [partial(implementation, inputs) for inputs in copies]
     if device() == "cuda" and capture:
         calls = replays(calls)
@@ -184,7 +192,7 @@ def timed_call(implementation: Implementation, copies: Sequence[Any], capture: b
 
 
 def replays(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """The replays of the calls, captured as graphs; the calls themselves where they cannot be captured, as with some peers."""
+    """The replays of the calls as graphs; the calls themselves if they cannot be captured, as for some peers."""
     try:
         return [captured(call) for call in calls]
     except RuntimeError:
@@ -193,9 +201,9 @@ def replays(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The replay of a call. What it needs besides, compiled kernels and handles, it gets from a first call on a side stream.
+    """The replay of a call. A first call on a side stream prepares compiled kernels and handles.
 
-    A stream that goes on puts other tensors in the place of those of its state, whose memory the graph goes on reading: it is kept.
+    A stream that goes on replaces the tensors of its state, but the graph keeps reading their memory: they are kept.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -215,7 +223,7 @@ def _replay(graph: torch.cuda.CUDAGraph, read: list[Tensor]) -> None:
 
 
 def take_samples(calls: Mapping[str, Callable[[], Any]], budget: float) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of a call, in rounds in which all take turns, for about `budget` seconds; and how many calls a sample is the mean of."""
+    """Seconds of a call, in rounds in which all take turns, for about `budget` seconds; and the calls per sample."""
     repeats, once, again = dict.fromkeys(calls, 1), {}, calls
     for _ in range(2):  # the first call of some microseconds takes ten times as long
         once |= {name: samples[-1] for name, samples in interleave(again, 2, device(), repeats).items()}

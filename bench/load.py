@@ -1,4 +1,4 @@
-"""How busy other programs keep the machine while something is timed."""
+"""The load of other programs on the machine during a timing."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 STAT = Path("/proc/stat")
 NOISY = 0.05
-"""Share of all processors beyond which a time may be the neighbours' doing: a tenth of one, where there are two."""
+"""The share of all processors beyond which neighbours may have disturbed a time: a tenth of one of two."""
 
 
 class Usage(NamedTuple):
-    """Seconds of processors since some moment."""
+    """Seconds of processor time since some moment."""
 
     every: float
-    """Those of all of them, idle or not."""
+    """Seconds of all processors, idle or not."""
     busy: float
-    """Those of every program, and of other guests of the same host."""
+    """Seconds of every program, and of other guests of the same host."""
     own: float
-    """Those of this process."""
+    """Seconds of this process."""
 
 
 def usage() -> Usage | None:
-    """What was used until now; None where the system does not tell, as elsewhere than on Linux."""
+    """The seconds used so far; None if the system does not report them, as anywhere but on Linux."""
     if not STAT.exists():
         return None
     user, nice, system, idle, waiting, *interrupts_and_stolen = map(int, STAT.read_text().partition("\n")[0].split()[1:9])
@@ -33,7 +33,8 @@ def usage() -> Usage | None:
 
 
 def others_since(before: Usage | None) -> float | None:
-    """The share of all processors that other programs have taken since `before`; None where the system does not tell."""
+    """The share of all processors that other programs have taken since `before`;
+    None if the system does not report it."""
     now = usage()
     if before is None or now is None or now.every <= before.every:
         return None
@@ -41,7 +42,7 @@ def others_since(before: Usage | None) -> float | None:
 
 
 def others(seconds: float) -> float | None:
-    """The share that other programs take now: what they do while this process sleeps."""
+    """The share that other programs take now, while this process sleeps."""
     before = usage()
     time.sleep(seconds)
     return others_since(before)

@@ -1,7 +1,8 @@
-"""`python -m bench.online_regression`: what an example of a stream takes, predicted and then learned, by `OnlineRidge` and by its peers.
+"""`python -m bench.online_regression`: what an example of a stream takes, predicted and then learned, by `OnlineRidge`
+and by its peers.
 
-Peers that compute the same agree with it to 1e-9 before anything is timed; those of gradient descent compute something else: their error
-stands beside ours. All take turns. river and scikit-learn are measured where they are installed.
+Peers that compute the same result agree with it to 1e-9 before anything is timed. Those of gradient descent compute
+something else: their error stands beside ours. All take turns. river and scikit-learn are measured if installed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from cmab_kernels import OnlineRidge
 
 ALPHA, WARM, CALLS, ROUNDS = 1.0, 500, 50, 30
 Learner = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""From examples X (N, D) and y (N,) to what was predicted at X before they were learned."""
+"""A function from examples X (N, D) and y (N,) to the predictions at X before they were learned."""
 
 
 def of_estimator(model: Any, fitted: str) -> Learner:
-    """A learner of an estimator with the methods of scikit-learn, which has the attribute `fitted` when it has learned something."""
+    """A learner from a scikit-learn estimator, which has the attribute `fitted` when it has learned something."""
 
     def learn(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         guess = model.predict(x) if hasattr(model, fitted) else np.zeros(len(x))
@@ -83,7 +84,8 @@ def learners(width: int) -> Iterator[tuple[str, Learner]]:
 
 
 def measured(width: int, block: int) -> Iterator[tuple[str, float, list[float]]]:
-    """Name, root of the mean squared error after 500 examples, and the quartiles of microseconds for an example, the least before them."""
+    """Name, root mean squared error after 500 examples,
+    and quartiles of microseconds per example, the least before them."""
     random = np.random.default_rng(0)
     x = random.normal(size=(WARM + block * CALLS * ROUNDS, width))
     y = x @ random.normal(size=width) + 0.1 * random.normal(size=len(x))

@@ -1,6 +1,7 @@
-"""What a run depends on: processor, versions, commit and sources, and the state of the GPU.
+"""The circumstances of a run: processor, versions, commit and sources, and the state of the GPU.
 
-`python -m bench.provenance` prints commit and sources of a clean checkout, for the GPU check in a copy of it that has no git.
+`python -m bench.provenance` prints commit and sources of a clean checkout, for the GPU check in a copy of it that has
+no git.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-# ---- software --------------------------------------------------------------------------------------------------------------------------
+# ---- software --------------------------------------------------------------------------------------------------------
 
 
 def versions() -> dict[str, str | None]:
-    """Python, this package, and whatever it is measured with and beside; None for what is not installed."""
+    """Python, this package, and the packages for or beside its measurement; None for those not installed."""
     own = {"python": platform.python_version(), "cmab_kernels": cmab_kernels.__version__}
     return own | {name: _version(name) for name in PACKAGES} | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
@@ -54,37 +55,37 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of this checkout; "unknown" where there is none."""
+    """The commit of this checkout; "unknown" if there is none."""
     return output("git", "-C", str(ROOT), "rev-parse", "HEAD")
 
 
 def dirty() -> bool:
-    """True if the checkout has changes that are in no commit, other than results, which a run writes before the next begins."""
+    """Whether the checkout has uncommitted changes, except results, which a run writes before the next begins."""
     return output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results") != "unknown"
 
 
 COMPILED = ROOT / "bench" / "results" / "compiled"
-"""What torch and Triton compile in a run."""
+"""The files that torch and Triton compile in a run."""
 FOLDERS = ("bench", "cmab_kernels", "csrc", "tests")
 SOURCE = re.compile(r"csrc/.+|.+\.py")
-"""What is measured, measures or tests; tiles.json, which tuning writes, is not among it."""
+"""The sources that are measured, measure or test; tiles.json, which tuning writes, is not one."""
 _FOR_CUDA = r"csrc/(.+\.cuh?|common/(dtype|host_device|stream)\.h|continual/schedule\.h|solve/info\.h)"
 _IN_PYTHON = r"cmab_kernels/(.+/kernels/.+|.+/cuda|runtime/(triton_.+|cuda_launch))\.py"
 KERNEL = re.compile(f"{_FOR_CUDA}|{_IN_PYTHON}")
 """The sources of the kernels for a GPU, what they include, and their launches."""
 
 Sources = Mapping[str, bytes]
-"""Path in the checkout -> what stands there."""
+"""Path in the checkout -> its contents."""
 
 
 def sources() -> dict[str, bytes]:
-    """Those here, whether they are committed or not."""
+    """The sources of the checkout, committed or not."""
     paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and COMPILED not in path.parents)
     return {name: path.read_bytes() for path in paths if SOURCE.fullmatch(name := path.relative_to(ROOT).as_posix())}
 
 
 def sources_of(commit: str) -> dict[str, bytes]:
-    """Those of a commit. `ValueError` where git does not know it."""
+    """The sources of a commit. `ValueError` if git does not know it."""
     try:
         command = ["git", "-C", str(ROOT), "archive", commit, *FOLDERS]
         packed = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
@@ -96,7 +97,7 @@ def sources_of(commit: str) -> dict[str, bytes]:
 
 
 def digest(files: Sources) -> str:
-    """A hash of all of them."""
+    """A hash of all of these files."""
     found = hashlib.sha256()
     for name in sorted(files):
         found.update(f"{name}\0".encode() + files[name])
@@ -104,17 +105,30 @@ def digest(files: Sources) -> str:
 
 
 _IMPORTS = re.compile(rb"^(?:from \S+ )?import (?:\([^)]*\)|.*)\n", re.MULTILINE)
+_STRING = rb'"(?:\\.|[^"\\\n])*"'
+_PROSE_IN_PYTHON = re.compile(rb'^ *"""(?:.|\n)*?"""$|(' + _STRING + rb")|#.*", re.MULTILINE)
+_PROSE_IN_CPP = re.compile(rb"(" + _STRING + rb")|//.*|/\*(?:.|\n)*?\*/")
+"""Docstrings and comments; or a string, as a group, which is no comment whatever it holds."""
 
 
 def kernel_digests(files: Sources) -> dict[str, str]:
-    """Path -> a hash of each source of kernels, without its path and its imports: a file that has only moved is still the same."""
-    return {name: digest({"": _IMPORTS.sub(b"", files[name])}) for name in sorted(files) if KERNEL.fullmatch(name)}
+    """Path -> a hash of each kernel source, without its path and without imports, docstrings, comments and line breaks.
+
+    A file that was only moved, or whose comments alone have changed, has the same hash.
+    """
+    return {name: digest({"": _code(name, files[name])}) for name in sorted(files) if KERNEL.fullmatch(name)}
+
+
+def _code(name: str, source: bytes) -> bytes:
+    if not name.endswith(".py"):
+        return b" ".join(_PROSE_IN_CPP.sub(rb"\1", source).split())
+    return b" ".join(_PROSE_IN_PYTHON.sub(rb"\1", _IMPORTS.sub(b"", source)).split())
 
 
 def clean_commit(told: str = "") -> str:
-    """The commit whose sources are those here; `ValueError` where they are of none.
+    """The commit whose sources are those of the checkout; `ValueError` if there is none.
 
-    `told`: where git cannot say it, "COMMIT:SOURCES" as this module prints it in the checkout.
+    `told`: if git cannot tell it, "COMMIT:SOURCES" as this module prints it in the checkout.
     """
     here, named = sources(), commit()
     if named == "unknown":
@@ -132,18 +146,18 @@ def clean_commit(told: str = "") -> str:
 
 
 def output(*command: str) -> str:
-    """What a command prints; "unknown" where it is missing, fails or prints nothing."""
+    """The output of a command; "unknown" if it is missing, fails or prints nothing."""
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 
-# ---- the machine -----------------------------------------------------------------------------------------------------------------------
+# ---- the machine -----------------------------------------------------------------------------------------------------
 
 
 def processor(device: str) -> str:
-    """The name of the CPU or the GPU that is measured."""
+    """The name of the measured CPU or GPU."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     cpu = _cpu()
@@ -151,7 +165,7 @@ def processor(device: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Cores, system, the build of the native extension, and the instruction sets that it and torch take."""
+    """Cores, system, the build of the native extension, and the instruction sets that it and torch use."""
     cpu = _cpu()
     features = [flag for flag in cpu.get("flags", ()) if flag.startswith(("avx", "amx", "fma", "f16c", "sve", "asimd"))]
     return {
@@ -166,7 +180,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu() -> dict[str, Any]:
-    import cpuinfo  # half a second, where it is wanted
+    import cpuinfo  # takes half a second, so only on demand
 
     return dict(cpuinfo.get_cpu_info())
 
@@ -179,7 +193,7 @@ def _native_instruction_set() -> str | None:
 
 
 def rates(device: str, thread_counts: set[int]) -> dict[str, Any]:
-    """What the floors were computed with: the rates of the GPU, or by number of threads."""
+    """The rates behind the floors: of the GPU, or by number of threads."""
     if device == "cuda":
         return {device: asdict(rates_of(device))}
     measured = {}
@@ -189,7 +203,7 @@ def rates(device: str, thread_counts: set[int]) -> dict[str, Any]:
     return measured
 
 
-# ---- the GPU ---------------------------------------------------------------------------------------------------------------------------
+# ---- the GPU ---------------------------------------------------------------------------------------------------------
 
 STATE = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 LIMITS = ("clocks.max.sm", "clocks.max.mem", "power.limit")
@@ -198,7 +212,8 @@ THROTTLING = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 
 
 def gpu(commit: str) -> dict[str, Any]:
-    """What figures of the GPU check depend on: the card, its driver and clocks, versions, and the sources that were measured."""
+    """The circumstances of figures of the GPU check: the card, its driver and clocks,
+    versions, and the measured sources."""
     card, files = torch.cuda.get_device_properties(0), sources()
     return {
         "gpu": card.name,
@@ -217,13 +232,13 @@ def gpu(commit: str) -> dict[str, Any]:
 
 
 def gpu_state() -> dict[str, str]:
-    """Clocks, temperature, power and what holds the clocks back, now: a bit mask, 0 or idle where nothing does."""
+    """Clocks, temperature, power, and the reasons for throttling now: a bit mask, 0 or idle if there is none."""
     throttling = next((found for name in THROTTLING if "unknown" not in (found := ask(name)).values()), {THROTTLING[0]: "unknown"})
     return {**ask(*STATE), "throttling": next(iter(throttling.values()))}
 
 
 def ask(*fields: str) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; it fails as a whole where it does not know a field."""
+    """nvidia-smi's fields of the first GPU; it fails as a whole if it does not know a field."""
     lines = output("nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader").splitlines()
     values = [part.strip() for part in lines[0].split(",")]
     return dict(zip(fields, values if len(values) == len(fields) else ["unknown"] * len(fields), strict=True))

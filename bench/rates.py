@@ -1,4 +1,5 @@
-"""What this machine gives: exponentials, products and bytes a second, which the floors are computed with. Measured, the best of a few."""
+"""The rates of this machine for the floors: exponentials, products and bytes per second,
+the best of a few measurements."""
 
 from __future__ import annotations
 
@@ -14,15 +15,20 @@ from .devices import tf32
 from .floors import Rates
 
 FMA_AN_EXPONENTIAL = 7
-"""Instructions on a CPU's multiply-add units that a float32 exponential takes where there is none in hardware: two to reduce the argument,
-five of a polynomial; the shortest that we know (notes/attention.md)."""
+"""CPU multiply-add instructions for a float32 exponential without hardware support.
+
+Two reduce the argument, five compute a polynomial; this is the shortest that we know (notes/attention.md).
+"""
 
 EXPONENTIALS_PER_CLOCK = 16
-"""Exponentials a clock that one GPU multiprocessor makes (CUDA C++ Programming Guide, throughput of native arithmetic instructions)."""
+"""Exponentials per clock of one GPU multiprocessor (CUDA C++ Programming Guide, throughput of native arithmetic
+instructions)."""
 
 TF32_AN_EXACT_PRODUCT = 3
-"""Products of matrix units in tf32 that one of float32 takes there: each operand in two parts, and the product of the low parts left out.
-Six of bfloat16, in three parts, take as long."""
+"""Products of matrix units in tf32 for one product of float32: each operand in two parts, low times low left out.
+
+Six products of bfloat16, in three parts, take as long.
+"""
 
 ORDER = {"cpu": 1024, "cuda": 8192}
 BYTES = {"cpu": 2**28, "cuda": 2**30}
@@ -31,7 +37,7 @@ ROUNDS = 5
 
 @cache
 def rates_of(device: str, threads: int | None = None) -> Rates:
-    """Rates of the GPU, or of so many threads of the CPU: None for as many as torch has now."""
+    """Rates of the GPU, or of so many threads of the CPU; None means torch's current number."""
     if device == "cpu" and threads is None:
         return rates_of(device, torch.get_num_threads())
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
@@ -62,7 +68,7 @@ def _products(dtype: torch.dtype, device: str) -> float:
 
 
 def _memory(device: str) -> float:
-    """Bytes a second of copying, or of reading alone where that is faster."""
+    """Bytes per second of copying, or of reading alone if that is faster."""
     source = torch.ones(BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
     return max(2 * BYTES[device] / _best(lambda: target.copy_(source), device), BYTES[device] / _best(source.sum, device))

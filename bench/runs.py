@@ -1,4 +1,5 @@
-"""Runs and their files: one JSON file each, with what holds for the whole run at its top, then a line for each group and each row."""
+"""Runs and their files: one JSON file per run, with common fields at its top,
+then a line for each group and each row."""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ KERNELS = {"cpu": ("native",), "cuda": ("triton", "cuda")}
 """Device -> names of this package's kernels for it."""
 
 AUTO = "auto"
-"""What a call without `impl` runs: one of the kernels."""
+"""The implementation of a call without `impl`: one of the kernels."""
 
 DEFINITION = "reference"
-"""The implementation that ours are tested against: it is slow, and no peer."""
+"""The implementation that ours are tested against: it is slow, and not a peer."""
 
 FAULTS = ("wrong", "failed")
-"""First words of the reasons that are a fault of this package, and not of a machine, an installation or a peer."""
+"""First words of the reasons that are faults of this package, and not of a machine, an installation or a peer."""
 
 Value = int | str
 
 
 class BadRun(Exception):
-    """A file that is no run: which one, what was found, what to do."""
+    """A file that is not a run: which one, the finding, and the remedy."""
 
 
 def is_ours(implementation: str) -> bool:
@@ -43,7 +44,7 @@ def is_ours(implementation: str) -> bool:
 
 
 def of_this_package(implementation: str) -> bool:
-    """True for all whose faults are ours: kernels, modules and the definition."""
+    """True for all implementations whose faults are ours: kernels, modules and the definition."""
     return is_ours(implementation) or implementation == DEFINITION
 
 
@@ -57,20 +58,20 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one implementation of a group. Memory in bytes."""
+    """The measurement of one implementation of a group. Memory is in bytes."""
 
     group: str
     implementation: str
     scan: str
-    """The public operator or the module that was measured."""
+    """The measured public operator or module."""
     parameters: Mapping[str, Value]
     """Sizes and choices, by the letters of the formulas."""
     seconds: Spread
-    """Time of one call, or of one step where a call does several."""
+    """Time of one call, or of one step if a call does several."""
     rounds: int
-    """How many samples there were."""
+    """The number of samples."""
     repeats: int
-    """How many calls a sample is the mean of."""
+    """The number of calls of which a sample is the mean."""
     extra_memory: int
     """Peak beyond the inputs, results included."""
     result_memory: int
@@ -79,17 +80,18 @@ class Row:
     error: float
     """Relative root mean square of the difference to the float64 oracle."""
     baseline: str | None = None
-    """The implementation that ratios of this group are to."""
+    """The implementation to which ratios of this group refer."""
     ratio: Spread | None = None
     """Time over that of the baseline: of the medians, and the quartiles of the ratios within each round."""
     speed_up: Spread | None = None
-    """The time of a peer over that of our fastest kernel; None for what is no peer."""
+    """The time of a peer over that of our fastest kernel; None for others."""
     floor: float | None = None
-    """Seconds that the machine needs at least."""
+    """The seconds that the machine needs at least."""
     bound: str | None = None
-    """What the floor's time goes to: exponentials, matrix or memory."""
+    """The kind of work that takes the floor's time: exponentials, matrix or memory."""
     others: float | None = None
-    """The share of all processors that other programs took while the group was timed; None where the system does not tell."""
+    """The share of all processors that other programs took while the group was timed;
+    None if the system does not report it."""
 
     @property
     def ours(self) -> bool:
@@ -97,12 +99,13 @@ class Row:
 
     @property
     def peer(self) -> bool:
-        """Nothing of this package: its time changes only with the machine and the software around it."""
+        """Whether nothing of this package is in it:
+        its time changes only with the machine and the software around it."""
         return not self.ours and self.implementation != DEFINITION
 
     @property
     def noisy(self) -> bool:
-        """Other programs took so much of the machine meanwhile that its ratio is no verdict."""
+        """Whether other programs took so much of the machine that its ratio is not a verdict."""
         return self.others is not None and self.others > NOISY
 
     @property
@@ -116,7 +119,7 @@ class Row:
 
     @property
     def scratch(self) -> int:
-        """Peak of memory beyond inputs and results, in bytes: the part that an implementation can do something about."""
+        """Peak of memory beyond inputs and results, in bytes: the part that an implementation can influence."""
         return self.extra_memory - self.result_memory
 
     @property
@@ -132,7 +135,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """All that was measured in one go, and where."""
+    """All measurements of one session, and their circumstances."""
 
     date: str
     commit: str
@@ -142,14 +145,14 @@ class Run:
     threads: int
     device: str
     processor: str
-    """The name of the CPU or of the GPU that was measured."""
+    """The name of the measured CPU or GPU."""
     machine: Mapping[str, Any]
     versions: Mapping[str, str | None]
     rates: Mapping[str, Any]
-    """What floors were computed with, by number of threads or by device."""
+    """The rates behind the floors, by number of threads or by device."""
     figures: Mapping[str, float]
     notes: Sequence[str]
-    """What a reader must know about this run."""
+    """Caveats about this run."""
     not_measured: Mapping[str, str]
     """GROUP-IMPLEMENTATION -> why there is no row."""
     rows: tuple[Row, ...] = ()
@@ -184,7 +187,7 @@ class Run:
 
     @cached_property
     def implementations(self) -> tuple[str, ...]:
-        """Ours first, the definition last, peers by how often they appear."""
+        """Our implementations first, the definition last, peers by their number of rows."""
         count = Counter(row.implementation for row in self.rows)
         return tuple(sorted(count, key=lambda name: (not is_ours(name), name == DEFINITION, -count[name], name)))
 
@@ -202,8 +205,10 @@ def called(implementation: str) -> str:
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
-    """Our kernel of a group: the one that "auto" takes where there are several; a variant (`native, exact`) counts only where there is
-    nothing else of ours, as it may compute something else."""
+    """Our kernel of a group: the one that "auto" takes if there are several.
+
+    A variant (`native, exact`) counts only if nothing else of ours is there, as it may compute something else.
+    """
     ours = [row for row in rows if row.ours]
     auto = [row for row in ours if row.implementation == AUTO]
     named = [row for row in ours if any(row.implementation in names for names in KERNELS.values())]
@@ -211,15 +216,15 @@ def fastest(rows: Iterable[Row]) -> Row | None:
 
 
 def beyond_results(row: Row) -> str:
-    """Its memory beyond inputs and results, as text; a little less than nothing is nothing."""
+    """Its memory beyond inputs and results, as text; small negative values become 0."""
     size = round(row.scratch / 2**20, 1)
     return f"{size:+.1f} MiB" if size else "0.0 MiB"
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 OF_GROUP = ("group", "scan", "parameters", "baseline", "others")
-"""Fields that the rows of a group share: they stand in the group's line."""
+"""Fields that the rows of a group share, and that are stored in the group's line."""
 
 
 def save(run: Run, path: Path) -> None:
@@ -229,7 +234,7 @@ def save(run: Run, path: Path) -> None:
 
 
 def told(row: Row, whole: bool = False) -> dict[str, Any]:
-    """A row as JSON has it, without what is None and, unless it is told whole, without what its group says."""
+    """A row as JSON, without None and, unless it is wanted whole, without the fields of its group."""
     shared = () if whole else OF_GROUP[1:]
     return {name: _digits(value) for name, value in asdict(row).items() if name not in shared and value is not None}
 
@@ -242,7 +247,7 @@ def _digits(value: Any) -> Any:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file in one step, so that a process that is stopped leaves the old file or the new one."""
+    """Write a file in one step, so that an interrupted process leaves the old file or the new one."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(_lines(content) + "\n", encoding="utf-8")
     os.replace(unfinished, path)
@@ -263,7 +268,7 @@ def _has_rows(content: Any) -> bool:
     return isinstance(content, list) and bool(content) and isinstance(content[0], Mapping)
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 Kind = type | tuple[type, ...]
 
@@ -300,7 +305,7 @@ def load(path: Path) -> Run:
 
 
 class _Damage(Exception):
-    """What is wrong in a file."""
+    """The faults in a file."""
 
 
 def _json(path: Path) -> Any:
@@ -316,7 +321,7 @@ def _json(path: Path) -> Any:
 
 
 def _check(found: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
-    """`found`, in which every field is there and of its kind."""
+    """`found`, if every field is there and has its type."""
     if not isinstance(found, dict):
         raise _Damage(f"{found!r:.40} where a mapping is due")
     for name, kind in kinds.items():

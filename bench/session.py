@@ -1,4 +1,4 @@
-"""A run: all cases that are asked for, one after the other, with a line for each on the way and a table at the end."""
+"""A run: all requested cases one after the other, with a line for each on the way and a table at the end."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ BUDGET = {True: 1.0, False: 1.5}
 """Seconds of timing a group, for a quick run and for a full one."""
 
 LOOK = 0.5
-"""Seconds in which a run looks at the machine before it begins."""
+"""Seconds for which a run observes the machine before it begins."""
 
 THREADS = 2
-"""Threads where neither a case nor the caller says how many, if torch has as many."""
+"""Threads if neither a case nor the caller sets them, if torch has as many."""
 
 
 def measured(
     scans: Collection[str] = (), quick: bool = False, device: str = "cpu", threads: int | None = None, groups: Collection[str] = ()
 ) -> Run:
-    """Measures the cases of these scans and the cases of these names, or all, without the definition, which is no peer and takes longer
-    than all else."""
+    """Measures the cases of these scans and the cases of these names, or all.
+
+    The definition is left out: it is not a peer, and takes longer than all else.
+    """
     versions = provenance.versions()
     measure_on(device)
     torch.set_num_threads(threads or min(THREADS, torch.get_num_threads()))
@@ -67,13 +69,13 @@ def measured(
 
 
 def _errors_of_a_million_additions() -> Mapping[str, float]:
-    """What float64 sums are for."""
+    """The relative errors of a million additions, which show why sums are float64."""
     found = errors_of_additions(1_000_000)
     return {f"relative error of K'K after 1,000,000 additions of one key, {name}": error for name, error in found.items()}
 
 
 def _warn_of_others() -> None:
-    """Says before anything is measured that the machine is busy."""
+    """Report before any measurement that the machine is busy."""
     share = others(LOOK)
     if share is not None and share > NOISY:
         print(
@@ -85,7 +87,7 @@ def _warn_of_others() -> None:
 
 
 def _notes(rows: Collection[Row]) -> list[str]:
-    """What a reader must know of the run."""
+    """Caveats about the run."""
     noisy = {row.group for row in rows if row.noisy}
     told = f"{len(noisy)} of {len({row.group for row in rows})} groups were timed while other programs took more than {NOISY:.0%}"
     return [f"{told} of the machine's processors: they are noisy, and count neither as gain nor as loss."] if noisy else []

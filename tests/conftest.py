@@ -27,14 +27,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, read only the files with tests for it: others import packages that a machine with a GPU may not have."""
+    """With `-m gpu`, read only the files with tests for it:
+    others import packages that a machine with a GPU may not have."""
     others = collection_path.suffix == ".py" and collection_path.name != "test_suite.py" and collection_path.parent.name != "gpu"
     return True if others and config.option.markexpr == "gpu" else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark suites on a GPU, so that `-m gpu` selects them. What takes minutes comes first, or one process would end with it alone."""
+    """Mark suites on a GPU, so that `-m gpu` selects them, and put slow tests first,
+    so that no process ends with one alone."""
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")
     for item in items:
         if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
@@ -44,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
-    """Return whether a test compiles a definition in plain torch for symbolic shapes, which takes four times what all others compile in."""
+    """Return whether a test compiles a plain torch definition for symbolic shapes,
+    which takes four times as long as the others."""
     chosen = getattr(getattr(item, "callspec", None), "params", {})
     return isinstance(chosen.get("compiled"), tuple) and chosen["compiled"][0] == "reference" and chosen.get("dynamic") is True
 
@@ -56,7 +59,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _as_on_a_gpu() -> Iterator[None]:
-    """With `-m gpu` the interpreter leaves products unrounded that a GPU's compiler fuses with a sum, on which scores of 2^20 rely."""
+    """With `-m gpu`, leave products unrounded in the interpreter if a GPU's compiler fuses them with a sum.
+
+    Scores of 2^20 rely on that.
+    """
     if not (OperatorSuite.gpu and testing.INTERPRETING):
         yield
         return
@@ -68,7 +74,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture
 def _sums_in_one_order() -> Iterator[None]:
-    """For tests in the interpreter that compare the bits of a row with those that it has elsewhere in a tile."""
+    """For interpreter tests that compare the bits of a row with those that it has elsewhere in a tile."""
     from cmab_kernels.testing.fused import sums_in_one_order
 
     with sums_in_one_order():
@@ -92,7 +98,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(params=_instruction_sets()[:-1])
 def narrow_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The same for those that are not the best of this processor."""
+    """Run a test for every instruction set but the best of this processor."""
     monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
     assert load().instruction_set() == request.param
     return request.param
@@ -113,7 +119,8 @@ def _importable(request: pytest.FixtureRequest, impl: str) -> str:
 
 @pytest.fixture(params=["reference", "native"])
 def impl(request: pytest.FixtureRequest) -> str:
-    """Run a test for every implementation on the CPU of the operator set whose tests lie in this folder; the value is its name."""
+    """Run a test for every implementation on the CPU of the operator set whose tests lie in this folder; the value is
+    its name."""
     return _importable(request, request.param)
 
 

@@ -1,4 +1,5 @@
-"""The CUDA kernels of csrc on the CPU: `csrc/cuda_emulated.cpp` is compiled here, and takes the place of `cmab_kernels._cuda`."""
+"""The CUDA kernels of csrc on the CPU: `csrc/cuda_emulated.cpp` is compiled here,
+and takes the place of `cmab_kernels._cuda`."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def launch(function: Callable[..., None], device: Any, **arguments: Any) -> None
 
 
 def run_under_sanitizers(file: str, chosen: str) -> None:
-    """Run the tests of `file` that the expression `chosen` selects in a process with the address and undefined-behaviour sanitizers."""
+    """Run the tests of `file` that the expression `chosen` selects in a process with the address and
+    undefined-behaviour sanitizers."""
     preload = [
         subprocess.run([str(COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")

@@ -1,4 +1,5 @@
-"""The map of docs/architecture.md, a line for each folder and each shared module: `python -m tests.folders` writes it anew."""
+"""The map of docs/architecture.md, a line for each folder and each shared module:
+`python -m tests.folders` writes it anew."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from .pages import DOCS, ROOT
 
 PAGE = DOCS / "architecture.md"
 MAP = re.compile(r"(?<=<!-- map: begin -->\n).*?(?=\n<!-- map: end -->)", flags=re.DOTALL)
-"""What stands between the marks on the page."""
+"""The text between the marks on the page."""
 
 TOPS = ("csrc", "cmab_kernels", "python", "bench", "gpu_machine", "tests")
 SOURCES = {".py", ".h", ".cpp", ".cu"}
@@ -35,11 +36,12 @@ TOLD = {
     "python/examples": "Short programs, each by itself.",
     "tests": "The tests. Those of an operator set lie in the folder of its name.",
 }
-"""What a folder without a docstring holds."""
+"""The contents of a folder without a docstring."""
 
 
 def listed() -> list[Path]:
-    """Return the folders that hold sources, those of tests but the first left out, each after the folder that it lies in."""
+    """Return the folders that hold sources, those of tests but the first left out,
+    each after the folder that it lies in."""
     found = {file.parent for top in TOPS[:-1] for file in (ROOT / top).rglob("*") if file.suffix in SOURCES} | {ROOT / "tests"}
     inside = (folder.relative_to(ROOT) for folder in found)
     return sorted((folder for folder in inside if not ROOMS & set(folder.parts)), key=lambda folder: (TOPS.index(folder.parts[0]), folder))

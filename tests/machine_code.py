@@ -1,4 +1,4 @@
-"""What is wrong with compiled kernels, of which some are known to spill."""
+"""Faults of compiled kernels; some kernels are known to spill."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from cmab_kernels.testing.cubin import SPILLS, Launch, compiled, faults
 
 
 def by_matrix_units(names: Collection[str], launch: Launch, capability: int) -> bool:
-    """Return whether matrix units multiply, in the kernels of these names: not float32 in full, and float64 on sm_80 and sm_90 alone, as
-    Triton 3.6 does."""
+    """Return whether matrix units multiply in the kernels of these names.
+
+    They do not for full float32, and for float64 only on sm_80 and sm_90, as in Triton 3.6.
+    """
     operand = launch.options.get("OPERAND")
     in_float32 = operand == tl.float32 and launch.options["PRECISION"] == "ieee"
     return launch.kernel.__name__ in names and not in_float32 and (operand != tl.float64 or capability in (80, 90))
@@ -27,9 +29,9 @@ def wrong(
 ) -> list[str]:
     """Compile launches for one compute capability, print their figures, and return their faults as sentences.
 
-    `by_matrix_units` says of a launch whether matrix units must do its products. `spilling` holds the kernels known to spill, by name, and
-    the most of their instructions that may access local memory, as a share. What spills more is at fault, and so is a declaration of what
-    spills no longer.
+    `by_matrix_units` tells whether matrix units must do the products of a launch. `spilling` has the kernels known to
+    spill, by name, and the largest share of their instructions that may access local memory. A kernel that spills more
+    is at fault, and so is a declared kernel that no longer spills.
     """
     known, spilled, found = spilling or {}, set(), []
     for launch in launches:

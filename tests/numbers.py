@@ -1,4 +1,4 @@
-"""Measure the errors of every operator, what solves keep, and the size of states, for `python -m tests.numbers`.
+"""Measure the errors of every operator, the accuracy of solves, and the size of states, for `python -m tests.numbers`.
 
 It writes bench/results/numbers.json; `python -m bench.report.numbers` makes a section of docs/numerics.md of it.
 """
@@ -18,7 +18,7 @@ from .declarations import declarations
 from .record import write
 
 ROWS, DRAWS = 2000, 12
-"""Rows of a result after which no more inputs are drawn, and how often they are drawn at most."""
+"""The number of result rows after which no more inputs are drawn, and the most draws."""
 
 
 def spread(errors: Tensor) -> list[float]:
@@ -32,7 +32,8 @@ def spread(errors: Tensor) -> list[float]:
 
 
 def errors_of(suite: type[OperatorSuite], dtype: torch.dtype, law: str) -> dict[str, list[float]]:
-    """Return the spread of the errors of rows, of results and of gradients, as the suite's bounds take them: relative to the row."""
+    """Return the spread of the errors of rows, of results and of gradients,
+    relative to the row as in the suite's bounds."""
     found: dict[str, list[Tensor]] = {"results": [], "gradients": []}
 
     def keep(_: OperatorSuite, measured: Measured) -> None:
@@ -57,7 +58,7 @@ def _impl(operator: str) -> str:
 
 
 def operators() -> dict[str, Any]:
-    """Return operator -> dtype -> law -> the spread of errors, by the declaration of each operator that has most of both."""
+    """Return operator -> dtype -> law -> the spread of errors, for each operator's declaration with most of both."""
     widest: dict[str, type[OperatorSuite]] = {}
     for suite in sorted(declarations(), key=lambda suite: -len(suite.dtypes) * len(suite.laws)):
         widest.setdefault(suite.operator, suite)
@@ -71,7 +72,8 @@ def operators() -> dict[str, Any]:
 
 
 def solve_errors(dtype: torch.dtype, exponent: float, number: int = 500, width: int = 16) -> dict[str, Any]:
-    """Return the spread of the relative error of solutions at a condition number of 10^exponent, and the share that `info` flags."""
+    """Return the spread of the relative error of solutions at a condition number of 10^exponent,
+    and the share that `info` flags."""
     torch.manual_seed(0)
     basis = torch.linalg.qr(torch.randn(number, width, width, dtype=torch.float64))[0]
     gram = (basis * torch.logspace(0, -exponent, width, dtype=torch.float64)) @ basis.mT

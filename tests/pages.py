@@ -26,17 +26,18 @@ def docs() -> list[Path]:
 
 
 def programs(page: Path) -> list[str]:
-    """Return the python blocks of a page in order, each padded to its line of the page, so that a traceback points there."""
+    """Return the python blocks of a page in order, each padded to its line of the page,
+    so that a traceback points there."""
     text = page.read_text()
     blocks = [found for found in _FENCED.finditer(text) if found[1] == "python"]
     return ["\n" * text.count("\n", 0, found.start(2)) + found[2] for found in blocks]
 
 
 def run(page: Path) -> None:
-    """Run the programs of a page one after the other in one module. torch.compile looks this module up by its name."""
+    """Run the programs of a page one after the other in one module, which torch.compile looks up by its name."""
     torch.use_deterministic_algorithms(False)
     module = ModuleType(f"page_{page.stem}")
-    sys.modules[module.__name__] = module  # this entry alone: what a program imports stays imported, torch's parts cannot be twice
+    sys.modules[module.__name__] = module  # a program's imports stay: parts of torch cannot be imported twice
     try:
         for program in programs(page):
             exec(compile(program, str(page), "exec"), module.__dict__)

@@ -1,4 +1,4 @@
-"""What a record of figures depends on, and how it is written to bench/results."""
+"""The circumstances of a record of figures, and its form in bench/results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def provenance() -> dict[str, Any]:
 
 
 def write(name: str, figures: dict[str, Any]) -> Path:
-    """Write the figures and what they depend on as bench/results/NAME.json, and return that path."""
+    """Write the figures and their circumstances as bench/results/NAME.json, and return that path."""
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(provenance() | figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

@@ -1,4 +1,5 @@
-"""What a machine without a GPU can see of one: how a compiler traces the choice of an implementation, and tensors left on the CPU."""
+"""What a machine without a GPU can test of one:
+a compiler's trace of the choice of an implementation, and CPU tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ SHAPES = {
     "intention": ((2, 3, 5, 8), (2, 3, 9, 8), (2, 3, 9, 8)),
     "intention.solve": ((6, 8, 8), (6, 8, 4)),
 }
-"""Operator set -> the shapes of the tensors by which an implementation is chosen."""
+"""Operator set -> the shapes of the tensors that decide the implementation."""
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of compute capability 9.0, as far as the choice of implementations asks."""
+    """A GPU of compute capability 9.0, as far as the choice of implementations needs it."""
     cuda_launch, triton_launch = (
         pytest.importorskip(f"cmab_kernels.runtime.{module}", exc_type=ImportError) for module in ("cuda_launch", "triton_launch")
     )
@@ -41,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     "family, impl", [(family, impl) for family in backends.SETS for impl in ("auto", *backends.FAMILIES[family]) if impl != "native"]
 )
 def test_a_compiler_traces_the_choice(family: str, impl: str, dynamic: bool, gpu: None) -> None:
-    """In one graph, whatever the sizes: a compiler traces no function of an extension."""
+    """There is one graph for all sizes: a compiler traces no function of an extension."""
     torch._dynamo.reset()
     chosen = []
 
@@ -57,7 +58,7 @@ def test_a_compiler_traces_the_choice(family: str, impl: str, dynamic: bool, gpu
 
 @pytest.mark.parametrize("declaration", declarations(), ids=lambda each: each.__qualname__)
 def test_a_declaration_makes_its_tensors_where_its_inputs_are(declaration: type[OperatorSuite]) -> None:
-    """On the meta device, which is not the CPU either."""
+    """This also holds on the meta device, which is not the CPU either."""
     suite = declaration()
     inputs = {name: tensor.to("meta") for name, tensor in suite.inputs(suite.dtypes[0]).items()}
     with torch.no_grad():

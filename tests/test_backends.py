@@ -1,4 +1,4 @@
-"""Which implementation is chosen and why, and that importing the package starts nothing."""
+"""The choice of an implementation and its reasons; and importing the package starts nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def _run(code: str) -> str:
 
 
 def test_import_starts_nothing() -> None:
-    """Importing loads neither Triton nor the extension, and touches no GPU: they are imported when they are first used."""
+    """Importing loads neither Triton nor the extension, and touches no GPU:
+    they are imported when they are first used."""
     code = """
 import sys, torch, cmab_kernels, cmab_kernels.nn
 print([name for name in ("triton", "torch._dynamo", "cmab_kernels._C") if name in sys.modules], torch.cuda.is_initialized())
@@ -94,7 +95,7 @@ def test_use_impl_is_undone_by_an_exception() -> None:
     assert backends.current_impl() == "auto"
 
 
-# ---- what `use_impl` chooses, where, and for how long
+# ---- the effect of `use_impl`
 
 
 def _chosen() -> str:
@@ -153,7 +154,7 @@ def test_tasks_that_overlap_see_their_own_and_leave_nothing() -> None:
         return [*seen, backends.current_impl()]
 
     async def main() -> list[list[str]]:
-        with ck.use_impl("cuda"):  # which attention does not have
+        with ck.use_impl("cuda"):  # attention has no "cuda"
             found = await asyncio.gather(work("reference", 0.02), work("native", 0.01), work("reference", 0.0))
             assert backends.current_impl() == "cuda"
         return found
@@ -234,7 +235,7 @@ def test_calls_from_now_on_take_no_memory() -> None:
 
 
 def test_compiled_code_follows_each_thread_and_task() -> None:
-    """Compiled code is compiled anew where another implementation is chosen, and not where it ran before."""
+    """Compiled code is compiled again if another implementation is chosen, but not if it has run before."""
 
     @torch.compile(fullgraph=True, backend="eager")
     def chosen(x: torch.Tensor) -> torch.Tensor:
@@ -268,7 +269,7 @@ def test_compiled_code_follows_each_thread_and_task() -> None:
     assert asyncio.run(tasks())
 
 
-# ---- what is said of the reference
+# ---- warnings about the reference
 
 
 def test_the_reference_is_never_taken_silently() -> None:
@@ -307,7 +308,8 @@ FIRST_CALLS = {
 
 @pytest.mark.parametrize("name", FIRST_CALLS)
 def test_without_the_extension_the_first_call_says_so_once(name: str) -> None:
-    """And no call that runs no native code anyway: by its own choice, on another device, or one that asks."""
+    """A call that runs no native code anyway does not warn: by its own choice, on another device, or because it only
+    asks."""
     code = f"""
 import sys, warnings
 sys.modules["cmab_kernels._C"] = None
@@ -355,7 +357,7 @@ print(torch.allclose(compiled(q, k), cmab_kernels.latent_attention(q, k, k, impl
     assert _run(code).strip() == "True"
 
 
-# ---- what a GPU gets
+# ---- the choice on a GPU
 
 
 @pytest.fixture
@@ -370,7 +372,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _there(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
-    """A tensor on a GPU, as far as the choice of an implementation looks at it."""
+    """A tensor on a GPU, as far as the choice of an implementation reads it."""
     return SimpleNamespace(shape=shape, device=torch.device("cuda", 0), dtype=dtype, is_cuda=True, is_meta=False, dim=lambda: len(shape))
 
 

@@ -1,4 +1,5 @@
-"""The extension checks its arguments itself: a wrong call raises an exception that names an argument, and never crashes."""
+"""The extension checks its arguments itself:
+a wrong call raises an exception that names an argument, and never crashes."""
 
 from __future__ import annotations
 
@@ -224,11 +225,11 @@ OPTIONAL = {
     *(f"{name}_bias" for name in ("expand", "contract", "query", "key", "value", "output")),
     *_gradients(_layer() | _feed_forward()),
 }
-"""Arguments for which None is allowed: an input that is absent, or a result that is not wanted."""
+"""Arguments that may be None: an absent input, or an unwanted result."""
 
 
 def _wrong(tensor: Tensor) -> dict[str, Any]:
-    """Return values that are wrong for any argument in the place of this tensor."""
+    """Return values that are wrong for any argument that expects this tensor."""
     more = [tensor.new_zeros([n + (i == d) for i, n in enumerate(tensor.shape)]) for d in range(tensor.dim())]
     return {
         "no tensor": [1.0],
@@ -289,7 +290,7 @@ def test_what_is_filled_is_contiguous(call: str) -> None:
 
 
 def test_what_has_no_memory_is_refused() -> None:
-    """A tensor of zeros that torch never wrote, as it may pass to a backward, has a shape and no address."""
+    """A tensor of zeros that torch never wrote, which it may pass to a backward pass, has a shape and no address."""
     arguments = _attention() | _state() | {"key": torch._efficientzerotensor(B, H, N, D)}
     with pytest.raises(ValueError, match="`key` is not a dense tensor"):
         native.attention_forward(**arguments)

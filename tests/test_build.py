@@ -1,4 +1,4 @@
-"""What setup.py builds, what it says when it cannot, and what ptxas made of the CUDA kernels for each GPU."""
+"""The products of setup.py, its messages when it fails, and ptxas's results for the CUDA kernels on each GPU."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ print("libcuda.so" in open("/proc/self/maps").read())
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "False"
 
 
-# ---- setup.py, with compilers that only pretend
+# ---- setup.py, with fake compilers
 
 
 WORKS = '#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ "$1" = -o ]; then touch "$2"; fi; shift; done; echo a compiler; echo that pretends\n'
@@ -186,7 +186,10 @@ NOTES = WORKS.replace("\n", '\necho "$(basename "$0")" "$@" >> "$(dirname "$0")/
 @needs_tools
 @pytest.mark.parametrize("name", ["my projects", "a$b", "a(b)", "a:b", "it's", "a|b&c;d", "$HOME", 'é#"'])
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
-    """The compiler and nvcc lie there, too, as in an environment inside a checkout. Only a quotation mark must itself be quoted in CXX."""
+    """The compiler and nvcc have such a path too, as in an environment inside a checkout.
+
+    In CXX only, it must be quoted.
+    """
     compiler = str(tmp_path / name / "bin" / "c++")
     quoted = {"CXX": shlex.quote(compiler)} if {"'", '"'} & {*name} else {}
     returned, report = _build(tmp_path / name, "1", "1", WORKS, WORKS, **quoted)
@@ -197,7 +200,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
 @needs_tools
 @pytest.mark.parametrize("command", ["{0}/launcher {0}/c++", "{0}/c++ -m64", "{0}/launcher {0}/c++ -m64 -isystem /x", "'{0}/c++' '-m64'"])
 def test_the_compiler_may_be_a_command(tmp_path: Path, command: str) -> None:
-    """A launcher such as ccache, and flags. nvcc takes the compiler alone, and its flags by an option of its own."""
+    """A launcher such as ccache, and flags. nvcc takes the compiler alone, and its flags through an option."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "launcher").write_text('#!/bin/sh\necho launched >> "$(dirname "$0")/calls"\nexec "$@"\n')
@@ -241,7 +244,7 @@ def test_a_command_that_is_none_is_a_reason(tmp_path: Path) -> None:
 @in_sources
 @needs_tools
 def test_a_second_build_compiles_nothing_anew(tmp_path: Path) -> None:
-    """pip builds in temporary folders. Another compiler in the place of the first compiles all anew."""
+    """pip builds in temporary folders. A replaced compiler compiles everything again."""
     assert _build(tmp_path, "1", "0", NOTES, None)[0] == 0
     compiler, calls = tmp_path / "bin" / "c++", tmp_path / "bin" / "calls"
     compiled = calls.read_text().count(" -c ")
@@ -259,7 +262,7 @@ def test_a_second_build_compiles_nothing_anew(tmp_path: Path) -> None:
 @needs_tools
 @pytest.mark.parametrize("platform, on_x86", [("linux-aarch64", False), ("linux-x86_64", True)])
 def test_kernels_are_those_of_the_platform_that_is_built_for(tmp_path: Path, platform: str, on_x86: bool) -> None:
-    """Python's build tools name it in this variable where a wheel is cross-compiled."""
+    """Python's build tools name it in this variable when a wheel is cross-compiled."""
     _, report = _build(tmp_path, "1", "0", WORKS, None, _PYTHON_HOST_PLATFORM=platform)
     assert report["targets"] == (["cpu", "amx", "avx2", "avx512", "avx512bf16"] if on_x86 else ["cpu"])
 

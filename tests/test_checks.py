@@ -1,4 +1,4 @@
-"""What is launched on a GPU to check values: nothing, or what makes a NaN of a value that is not allowed; no assertion on the device."""
+"""The launches of value checks on a GPU: none, or one that turns a bad value into NaN; no assertion on the device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_number_costs_one_fill() -> None:
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_a_negative_weight_that_is_not_read_is_nan(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the host does not wait for the values, a negative weight spoils its head, not the others, and not under the mask."""
+    """If the host does not wait for the values, a negative weight spoils its own head only, and not under the mask."""
     monkeypatch.setattr(checks, "is_read", lambda tensor: False)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     key, value = torch.randn(3, 1, 9, 4), torch.randn(3, 1, 9, 2)
@@ -80,7 +80,8 @@ def test_a_negative_weight_that_is_not_read_is_nan(form: str, monkeypatch: pytes
 
 
 def test_a_label_that_is_not_read_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside the classes it spoils its head, not the others, and not under the mask; nothing is gathered out of bounds."""
+    """A label outside the classes spoils its own head only, and not under the mask;
+    nothing is gathered out of bounds."""
     monkeypatch.setattr(checks, "is_read", lambda tensor: False)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     key, labels = torch.randn(4, 1, 9, 2), torch.arange(9).expand(4, 9) % 3
@@ -95,7 +96,8 @@ def test_a_label_that_is_not_read_is_nan(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("module", [nn.MultiheadIntention, nn.MultiheadSigmaIntention, nn.NystromAttention])
 def test_a_float_mask_that_is_not_read_is_nan(module: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that is neither 0 nor -inf, which is refused where it is read, makes every result NaN, with no assertion on the device."""
+    """A number that is neither 0 nor -inf would be refused if read;
+    here it makes every result NaN, without an assertion."""
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     options = {"num_landmarks": 3} if module is nn.NystromAttention else {}
     layer, points, mask = module(8, 2, batch_first=True, **options), torch.randn(2, 6, 8), torch.zeros(2, 6)
@@ -121,7 +123,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 def test_a_count_may_be_one_of_numpys(count: Any) -> None:
-    """A count may be one of NumPy's, as sizes of modules may; True is none."""
+    """A count may be a NumPy integer, as sizes of modules may; True is refused."""
     for number in (np.int64(3), np.uint8(3)):
         torch.testing.assert_close(count(number), count(3), rtol=0, atol=0)
     for wrong in (True, np.bool_(True), 3.0, "3", np.int64(0), torch.tensor(3)):
@@ -138,7 +140,7 @@ def test_iterations_of_a_module_may_be_numpys() -> None:
 
 
 def test_a_check_of_weights_copies_nothing() -> None:
-    """Memory is constant in the number of keys: of weights that are expanded, that have gaps, and beside a mask."""
+    """Memory is constant in the number of keys for weights that are expanded, have gaps, or have a mask beside them."""
     heads, keys = 16, 20_000
     key, weights = torch.randn(1, heads, keys, 2), torch.rand(1, heads, keys)
     mask = torch.zeros(1, keys, dtype=torch.bool)
@@ -150,7 +152,7 @@ def test_a_check_of_weights_copies_nothing() -> None:
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
                 ck.ridge_state(key, key, weights=given, key_padding_mask=padding)
             most = max(event.cpu_memory_usage for event in watched.events())
-            # Only numbers that only look negative, as those under a mask may be, are looked at one by one: a byte each.
+            # Only if some weights are negative, perhaps under the mask, are they checked one by one, with a byte each.
             assert most <= (heads * keys if given.isnan().any() else 8192), (given.stride(), padding is not None, most)
 
 
@@ -183,7 +185,7 @@ def test_a_penalty_of_a_wider_dtype_must_fit() -> None:
 
 @pytest.mark.parametrize("call", ["ridge_state", "intention", "ridge_step", "class_moments"])
 def test_weights_that_float32_cannot_hold_are_named(call: str) -> None:
-    """Weights of float64, as forgetting by growing weights makes them, of keys in float32; keys in float64 take them."""
+    """Keys in float32 take weights in float64, from forgetting by growing weights, and so do keys in float64."""
     key, grown = torch.randn(1, 1, 400, 2), 1.25 ** torch.arange(400, dtype=torch.float64)[None]
     run = {
         "ridge_state": lambda rows, w: ck.ridge_state(rows, rows, weights=w).gram,
@@ -195,5 +197,5 @@ def test_weights_that_float32_cannot_hold_are_named(call: str) -> None:
         with pytest.raises(ValueError, match=r"^`weights` has .* for its largest: .* float32"):
             run(key, weights)
         assert run(key.double(), weights).isfinite().all()
-    faded = grown / grown.max()  # the least become 0 beside 1
+    faded = grown / grown.max()  # the smallest become 0 beside 1
     torch.testing.assert_close(run(key, faded).double(), run(key.double(), faded), rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""How CUDA kernels are launched, and the reasons why a GPU cannot run them, with a GPU that is made up."""
+"""Launches of CUDA kernels, and the reasons why a GPU cannot run them, with a simulated GPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ KIB = 1024
 
 @pytest.fixture(autouse=True)
 def no_known_gpu() -> Iterator[None]:
-    """Forget what is known of GPUs before and after each test."""
+    """Forget all known GPUs before and after each test."""
     cuda_launch._properties.cache_clear()
     yield
     cuda_launch._properties.cache_clear()
 
 
 class Gpus:
-    """Two made-up GPUs: which is the current one, and how much shared memory a block may have."""
+    """Two simulated GPUs: which is current, and how much shared memory a block may have."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, shared_bytes: int, capability: tuple[int, int] = (8, 6)) -> None:
         self.current, self.shared_bytes = 0, shared_bytes
@@ -51,7 +51,8 @@ def _with(module: Any, **changed: Any) -> SimpleNamespace:
 
 
 def test_a_launch_restores_the_callers_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is launched on its tensors' device and stream; afterwards, an exception included, the caller's device is current."""
+    """The kernel is launched on its tensors' device and stream; afterwards,
+    an exception included, the caller's device is current."""
     gpus = Gpus(monkeypatch, 99 * KIB)
     seen: list[Any] = []
     cuda_launch.launch(lambda **given: seen.append((gpus.current, given)), torch.device("cuda", 1), out="a tensor")
@@ -75,7 +76,7 @@ def test_a_driver_older_than_the_runtime_is_a_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_shared_memory_is_judged_by_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 99 KiB in a block, only wide systems in float64, and their steps with many landmarks, do not run."""
+    """With 99 KiB in a block, only wide float64 systems, and float64 steps with many landmarks, do not run."""
     Gpus(monkeypatch, 99 * KIB)
     assert cuda_launch.gpu_problem(0, "solve_shared_bytes", 96, 130, True) is None
     problem = cuda_launch.gpu_problem(0, "solve_shared_bytes", 97, 130, True)

@@ -1,4 +1,4 @@
-"""The demos run, their comparisons are right, and they name what is missing."""
+"""The demos run, their comparisons are right, and they name missing packages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_memory_of_the_stream_is_constant():
         peak_memory(c.conditioning, c.CMAB_NAME, count, "cpu", "auto", warm_up=(c.CMAB_NAME, 8192, "cpu", "auto")).extra
         for count in (200_000, 800_000)
     )
-    assert many < few + 32 * MIB  # what the allocator keeps varies; the keys and values of 600,000 pixels are 293 MiB
+    assert many < few + 32 * MIB  # the allocator varies; the keys and values of 600,000 pixels are 293 MiB
     torchs = peak_memory(c.conditioning, c.SDPA_NAME, 264_000, "cpu", "auto", warm_up=(c.SDPA_NAME, 8192, "cpu", "auto"))
     assert torchs.extra > 2 * 264_000 * c.DIM * 4  # keys and values at the least
 
@@ -159,7 +159,7 @@ def test_demo_without_a_kernel_says_so(tmp_path: Path, capsys, monkeypatch):
     assert "No compiled kernel runs here" in text and "native: no compiler" in text and "        600" in text and "demo.png written" in text
 
 
-# ---- Intention -------------------------------------------------------------------------------------------------------------------------
+# ---- Intention -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +251,7 @@ def test_demo_of_intention_prints_tables_and_draws(tmp_path: Path, capsys, monke
     assert output.read_bytes().startswith(b"\x89PNG") and output.stat().st_size > 100_000
 
 
-# ---- what is wrong ---------------------------------------------------------------------------------------------------------------------
+# ---- bad options -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

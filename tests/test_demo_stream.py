@@ -1,4 +1,5 @@
-"""The demo of streams: its comparisons are right, it draws what it measured, and bad options give one line of error."""
+"""The demo of streams: its comparisons are right, it draws its measurements,
+and a bad option gives one line of error."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "explain", lambda *_: rows)
 
 
-# ---- tokens ----------------------------------------------------------------------------------------------------------------------------
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 def test_patches_are_the_photograph_in_rows():
@@ -75,7 +76,7 @@ def test_landmarks_are_learnt_from_other_photographs():
     assert len(t.training()) > 6000 and query.isfinite().all()
 
 
-# ---- the run ---------------------------------------------------------------------------------------------------------------------------
+# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 def test_demo_prints_tables_and_draws(short, tmp_path: Path, capsys):
@@ -140,7 +141,7 @@ def test_progress_tells_what_goes_on():
     assert len(told) <= 92
 
 
-# ---- what is wrong ---------------------------------------------------------------------------------------------------------------------
+# ---- what is wrong ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("package", ["sklearn", "skimage", "matplotlib", "tqdm"])

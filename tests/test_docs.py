@@ -1,4 +1,4 @@
-"""The pages of docs/: their programs run, their links lead somewhere, and nothing public is left out."""
+"""The pages of docs/: their programs run, their links resolve, and nothing public is left out."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cmab_kernels.runtime import backends
 from . import pages
 
 MODULES = (cmab_kernels, distributed, integrations, nn, variants, cmab_models)
-"""What exports public names."""
+"""The modules that export public names."""
 PAGES = {page.name: page for page in pages.docs()}
 SECONDS = {"use_it_in.md": 15.0, "add_an_operator.md": 10.0}  # the first imports five packages, the second runs a whole suite
 
 
 @pytest.fixture
 def restored_tables() -> Iterator[None]:
-    """Remove from the tables of `backends` what a page's program has added."""
+    """Remove the entries that a page's program has added to the tables of `backends`."""
     before = [(table, dict(table)) for table in (backends.FAMILIES, backends.OPERATORS, backends._MODULES, backends._PROBLEMS)]
     yield
     for table, entries in before:
@@ -143,7 +143,7 @@ def test_environment_variables_are_those_that_are_read() -> None:
     assert documented == _variables_read()
 
 
-# ---- that the checks see what they are for
+# ---- the checks find planted errors
 
 FAULTY = {
     "a file": ("[there](nothing.md)", ["nothing.md"]),

@@ -1,9 +1,9 @@
-"""A half type costs the rounding of the result on the CPU, and nothing else.
+"""On the CPU a half type costs only the rounding of the result.
 
-Kernels widen float16 and bfloat16 to float32. Results are those of the same numbers in float32, rounded once: to half a step of the type.
-Below 6e-5 float16 has steps of 2^-24 whatever the size of the number, and rounding alone may be any error relative to a small result,
-such as a gradient of small inputs and scales. So a bound on the relative error has to allow for half a step, as a bound by torch's own
-error does, which includes the same rounding.
+Kernels widen float16 and bfloat16 to float32. Results are those of the same numbers in float32, rounded once: to half a
+step of the type. Below 6e-5 float16 has steps of 2^-24 whatever the size of the number, and rounding alone may be any
+error relative to a small result, such as a gradient of small inputs and scales. So a bound on the relative error has to
+allow for half a step, as a bound by torch's own error does, which includes the same rounding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_gradients_are_those_of_float32_rounded(isa: str, width: int, value_widt
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_gradients_are_right_to_half_a_step(isa: str, dtype: torch.dtype) -> None:
-    """Each element is off from float64 by at most half a step of the type, and what float32 may be off by."""
+    """Each element differs from float64 by at most half a step of the type, plus the error of float32."""
     for _ in range(20):
         latents, keys, width, value_width = (int(_pick(*choices)) for choices in ((1, 3, 40), (64, 200), (1, 8, 64), (64, 128)))
         size, scale = _pick(0.003, 0.01, 0.1), _pick(1e-3, 1e-2, width**-0.5)
@@ -63,7 +63,7 @@ def test_gradients_are_right_to_half_a_step(isa: str, dtype: torch.dtype) -> Non
         terms = oracles.attention_terms(dout.double(), *wide, *expected)
         for name, ours, wanted, term in zip("qkv", _gradients(inputs, dout, scale)[2:], right, terms, strict=True):
             if name != "v":
-                term = term * (scale * width**0.5)  # the terms are for a scale of D^-1/2
+                term = term * (scale * width**0.5)  # terms assume a scale of D^-1/2
             rounding = (torch.finfo(dtype).eps / 2 * wanted.abs()).clamp(min=HALF_STEP[dtype])
             float32 = 4 * 32 * torch.finfo(torch.float32).eps * torch.maximum(wanted.abs(), 0.05 * term.norm(dim=-1, keepdim=True))
             assert ((ours.double() - wanted).abs() <= rounding + float32).all(), name

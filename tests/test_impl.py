@@ -1,4 +1,4 @@
-"""An implementation that is asked for by name runs or raises. An unknown name is an error that lists the known ones."""
+"""An implementation that is named runs or raises. An unknown name is an error that lists the known ones."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_implementation_that_explain_calls_usable_runs(name: str) -> None:
 
 
 def test_an_estimator_that_triton_sums_is_solved_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an operator is asked to run is passed on to the solve of its system."""
+    """The implementation of an operator is passed on to the solve of its system."""
     asked: list[tuple[str, str]] = []
     choose = backends.choose
 

@@ -1,4 +1,4 @@
-"""What `python -m cmab_kernels info` prints."""
+"""The output of `python -m cmab_kernels info`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_operator_has_a_line_whose_words_are_apart(printed: str) -> None:
 
 
 def test_one_reason_stands_once(printed: str) -> None:
-    """An operator names the numbers of the reasons why others cannot run, which follow below, each once."""
+    """An operator names the numbers of the reasons why others cannot run; the reasons follow below, each once."""
     section = printed.partition("Implementations\n")[2]
     notes = re.findall(r"^  \[(\d+)\] (.+)$", section, flags=re.MULTILINE)
     assert len({reason for _, reason in notes}) == len(notes)

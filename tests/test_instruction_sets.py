@@ -1,4 +1,5 @@
-"""Promise P2 for the vectors that this processor has and does not choose: the suites alone run no kernel of theirs."""
+"""Promise P2 for the vectors that this processor has but does not choose:
+the suites alone run none of their kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_accuracy(narrow_isa: str, suite: OperatorSuite) -> None:
 
 
 def test_huge_logits(narrow_isa: str, suite: OperatorSuite) -> None:
-    """So they are with logits up to 2^60, of operators that have logits."""
+    """They are also within the bounds with logits up to 2^60, for operators with logits."""
     for order in ("rising", "falling", "mixed") if any(suite.logits) else ():
         suite.test_huge_logits("native", torch.float32, order)
 
@@ -52,7 +53,7 @@ def test_huge_logits(narrow_isa: str, suite: OperatorSuite) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("vectors", load().instruction_sets()[:-1])
 def test_all_native_tests(vectors: str, family: str) -> None:
-    """The ordinary tests of native kernels, but for those that choose their vectors themselves, in a process that has these vectors."""
+    """The ordinary tests of native kernels, except those that choose their vectors, in a process with these vectors."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/{family}", "-k", CHOSEN]
     run = subprocess.run(command, cwd=ROOT, env={**os.environ, "CMAB_KERNELS_ISA": vectors})
     assert run.returncode == 0

@@ -1,4 +1,4 @@
-"""What the demos and the benchmarks measure with: peak memory, and calls that take turns."""
+"""The measurements of the demos and the benchmarks: peak memory, and calls that take turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELD = [(0, 4, 0, 1), (3, 4, 0, 1), (100, 4, 0, 1), (8, 2 * MIB, 0, 1), (8, 4, 3
 
 @pytest.mark.parametrize(("size", "result", "leftover", "warm_up"), HELD)
 def test_memory_probe_sees_what_was_held(size: int, result: int, leftover: int, warm_up: int) -> None:
-    """By the task alone: neither what was freed while it was prepared nor an earlier task counts; results are told from the rest."""
+    """Peak memory counts the task alone: neither freed preparation nor an earlier task; results are counted apart."""
     peak = peak_memory(planted, size * MIB, result, leftover * MIB, warm_up=(warm_up * MIB,))
     assert peak.results == result and abs(peak.extra - size * MIB - result) < TOLERANCE
 

@@ -1,4 +1,5 @@
-"""The figures of the numerics page are measured ones: the record is complete, sizes follow their formulas, and errors are as they were."""
+"""The figures of the numerics page are measured: the record is complete,
+sizes follow formulas, errors have not grown."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def _faulty(suite: type[OperatorSuite]) -> type[OperatorSuite]:
 
 @pytest.mark.parametrize("operator", ["latent_attention", "intention", "regularised_solve"])
 def test_errors_are_as_they_were(operator: str) -> None:
-    """Measured anew, the median error of float32 is within four times what was recorded, on any machine; a fault shows."""
+    """A new measurement of the median float32 error is within four times the record, on any machine; a fault shows."""
     suite = next(suite for suite in declarations() if suite.operator == operator and torch.float32 in suite.dtypes)
     kept = record.read("numbers")["operators"][operator]["float32"]["normal"]["results"][0]
     assert numbers.errors_of(suite, torch.float32, "normal")["results"][0] < 4 * kept
@@ -59,7 +60,7 @@ def test_errors_are_as_they_were(operator: str) -> None:
 
 
 def test_digits_of_solves() -> None:
-    """A condition number of 1e3 costs float32 three digits and not five; at 1e8 none is left."""
+    """A condition number of 1e3 costs float32 three digits and not five; at 1e8 no digit is left."""
     found = [numbers.solve_errors(torch.float32, exponent, 100) for exponent in (3, 8)]
     assert found[0]["error"][2] < 1e-4 and found[0]["flagged"] == 0.0
     assert found[1]["error"][0] > 1e-2 and found[1]["flagged"] == 1.0

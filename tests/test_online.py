@@ -1,4 +1,4 @@
-"""Ridge regression that forgets, as an estimator of scikit-learn: equal to its `Ridge`, and held to its own checks."""
+"""Ridge regression that forgets, as a scikit-learn estimator: equal to its `Ridge`, and it passes its checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 
-# All of them apply where nothing is forgotten; `check_array_api_input` skips itself, with its reason, unless SCIPY_ARRAY_API is set.
+# All of them apply where nothing is forgotten; `check_array_api_input` skips itself, with its reason, unless
+# SCIPY_ARRAY_API is set.
 def do_not_apply(estimator: OnlineRidge) -> dict[str, str]:
     """Return the checks that an estimator cannot pass, and why."""
     reason = "the ages of all examples before it change where one is repeated or removed"
@@ -73,7 +74,7 @@ def test_equals_ridge(intercept: bool, targets: int) -> None:
 
 
 def test_a_row_backwards() -> None:
-    """It is in order to NumPy, and not to torch."""
+    """NumPy accepts it, torch does not."""
     rows, targets = np.array([[1.0, 2.0]]), np.array([3.0])
     both = [OnlineRidge().fit(*given).predict(rows) for given in ((rows, targets), (rows[::-1], targets[::-1]))]
     assert np.array_equal(*both)
@@ -89,7 +90,7 @@ def test_what_was_forgotten_was_never_seen() -> None:
     with pytest.raises(NotFittedError):
         model.predict(x)
     np.testing.assert_allclose(model.partial_fit(x, y).predict(x), OnlineRidge().fit(x, y).predict(x), rtol=1e-12)
-    assert model.forget(x, y).partial_fit(x[:, :2], y[:, 0]).predict(x[:, :2]).shape == (60,)  # as if it were never fitted
+    assert model.forget(x, y).partial_fit(x[:, :2], y[:, 0]).predict(x[:, :2]).shape == (60,)  # as if unfitted
 
 
 def test_what_was_never_held_is_not_blamed_on_alpha() -> None:
@@ -99,7 +100,7 @@ def test_what_was_never_held_is_not_blamed_on_alpha() -> None:
 
 
 class Frame:
-    """A data frame, as far as it is looked at."""
+    """A data frame, as far as it is read."""
 
     def __init__(self, rows: np.ndarray, columns: str) -> None:
         self.rows, self.columns = rows, list(columns)
@@ -128,7 +129,7 @@ def test_numbers_of_numpy(number: Any) -> None:
 
 @pytest.mark.parametrize("number", [np.float32, np.float16])
 def test_a_forgetting_factor_of_few_digits_is_as_exact(number: Any) -> None:
-    """Powers of one of NumPy's have its digits only: the result depended on how a stream was cut."""
+    """Powers of a NumPy number have only its digits, so the result depended on the cuts of a stream."""
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((400, 3)), rng.standard_normal((400, 1))
     at_once, in_parts = (_streamed(OnlineRidge(forgetting=number(0.99)), x, y, size=size) for size in (400, 40))
@@ -136,7 +137,7 @@ def test_a_forgetting_factor_of_few_digits_is_as_exact(number: Any) -> None:
 
 
 def test_a_forgetting_factor_is_a_weight_by_age() -> None:
-    """Any way of cutting the stream gives the same."""
+    """Any cut of the stream gives the same result."""
     x, y, weights = _data()
     theirs = Ridge(1.0).fit(x, y, weights * 0.9 ** np.arange(59, -1, -1))
     for size in (1, 7, 60):
@@ -149,9 +150,9 @@ def test_a_forgetting_factor_is_a_weight_by_age() -> None:
 @pytest.mark.parametrize("spread", [1, 1e-3])
 @pytest.mark.parametrize("offset", [1e6, 1e7])
 def test_far_from_zero(offset: float, spread: float) -> None:
-    """An offset costs no more digits than it costs the data themselves, be it 1e10 times their spread."""
+    """An offset costs no more digits than it costs the data themselves, even at 1e10 times their spread."""
     x, y, weights = _data()
-    x, y = (spread * x + offset) - offset, (y + offset) - offset  # what is left of them
+    x, y = (spread * x + offset) - offset, (y + offset) - offset  # the digits that are left
     ours, theirs = _streamed(OnlineRidge(spread**2), x + offset, y + offset, weights), Ridge(spread**2).fit(x, y, weights)
     np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-10)
     digits = np.spacing(offset) * (1 + np.abs(theirs.coef_).sum())
@@ -160,7 +161,7 @@ def test_far_from_zero(offset: float, spread: float) -> None:
 
 
 def test_far_from_the_first_examples() -> None:
-    """Sums far from the first examples hold few digits of the spread of the others, which is said."""
+    """Sums far from the first examples keep few digits of the spread of the others, and a warning says so."""
     x, y, _ = _data()
     model = OnlineRidge().fit(x, y).partial_fit(x + 1.5e7, y).forget(x, y)
     assert model.info_ == 2
@@ -171,7 +172,7 @@ def test_far_from_the_first_examples() -> None:
 @pytest.mark.parametrize("intercept", [True, False])
 @pytest.mark.parametrize(("distance", "said"), [(1e6, {0}), (3e8, {1, 2}), (1e9, {1, 2}), (1e10, {1, 2})])
 def test_what_far_examples_leave_is_said(distance: float, said: set[int], intercept: bool) -> None:
-    """The sums keep the rounding of the largest that they have been."""
+    """The sums keep the rounding errors of their largest values so far."""
     x, y, _ = _data(targets=1)
     for far in distance * np.random.default_rng(1).normal(size=(4, 1, 5)):
         for methods in (("partial_fit", "forget"), ("forget", "partial_fit")):
@@ -200,7 +201,7 @@ def test_what_fades_takes_its_rounding_along() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_rows_of_no_weight_determine_is_said(seed: int) -> None:
-    """The weight that is left when the others were forgotten is rounding."""
+    """If the others were forgotten, the remaining weight is rounding error."""
     x, y, weights = _data(seed=seed)
     weights[30:] = 0
     model = OnlineRidge().fit(x, y, weights)
@@ -306,7 +307,7 @@ def test_a_system_without_a_solution() -> None:
     assert model.info_ > 0
     with pytest.raises(ValueError, match=r"`alpha` is 0\.0"):
         model.predict(x)
-    assert model.set_params(alpha=1.0).predict(x).shape == (4,)  # the sums are the same: only the penalty is another
+    assert model.set_params(alpha=1.0).predict(x).shape == (4,)  # the sums are the same: only the penalty differs
 
 
 def test_with_the_tools_of_scikit_learn() -> None:
@@ -320,7 +321,7 @@ def test_with_the_tools_of_scikit_learn() -> None:
 
 
 def test_weights_are_routed() -> None:
-    """Where scikit-learn routes metadata, a search passes on the weights that its estimator, or a clone of it, asks for."""
+    """With scikit-learn's metadata routing, a search passes on the weights that its estimator, or a clone, requests."""
     x, y, weights = _data()
     with config_context(enable_metadata_routing=True):
         with pytest.raises(UnsetMetadataPassedError, match="OnlineRidge"):
@@ -357,7 +358,7 @@ def test_an_intercept_cannot_come_or_go_between_examples() -> None:
 
 
 def test_rows_of_no_weight_may_hold_anything() -> None:
-    """They move no origin, from which the others would be too far."""
+    """They do not move the origin, from which the others would then be too far."""
     x, y, weights = _data()
     filled, counted = (np.r_[part, np.full_like(part, 1e17)] for part in (x, y)), np.r_[weights, np.zeros_like(weights)]
     ours, right = OnlineRidge().fit(*filled, counted), OnlineRidge().fit(x, y, weights)
@@ -436,7 +437,7 @@ def test_the_worst_penalty_of_any_target_decides() -> None:
 @pytest.mark.parametrize("number", [2.0, 2, np.float32(2), np.int64(2), True])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_one_weight_for_all_examples(number: Any, offset: float) -> None:
-    """As scikit-learn takes it, in every method that takes weights."""
+    """scikit-learn accepts it like this, in every method with weights."""
     x, y, _ = _data()
     x, y = (x + offset) - offset, (y + offset) - offset
     theirs = Ridge(0.3).fit(x, y, sample_weight=number)

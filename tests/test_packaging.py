@@ -1,4 +1,4 @@
-"""The source distribution and the wheels: their contents, and that they run away from the checkout."""
+"""The source distribution and the wheels: their contents, and that they run outside the checkout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def _build(what: str, source: Path, target: Path, **variables: str) -> Path:
 
 
 def _outside() -> dict[str, str]:
-    """Return the environment without variables that lead Python to the checkout, or setup.py to a compiler of the tests."""
+    """Return the environment without variables that point Python to the checkout,
+    or setup.py to a compiler of the tests."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -65,7 +66,8 @@ def _outside() -> dict[str, str]:
 
 
 def _run(folder: Path, *arguments: str) -> str:
-    """Return what Python prints when the package is found in `folder` only: -S turns off an editable installation's finder."""
+    """Return what Python prints when the package is found in `folder` only:
+    -S turns off an editable installation's finder."""
     environment = {**_outside(), "PYTHONPATH": os.pathsep.join([str(folder), str(DEPENDENCIES)])}
     done = subprocess.run([sys.executable, "-S", *arguments], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -97,7 +99,7 @@ def test_the_source_distribution_holds_what_it_needs(sdist: Path) -> None:
 
 
 def test_the_source_distribution_holds_nothing_else(sdist: Path) -> None:
-    """There are no tests, whose data are missing, and nothing that an earlier build left in the checkout."""
+    """They contain no tests, whose data would be missing, and nothing that an earlier build left in the checkout."""
     top = {path.name for path in sdist.iterdir() if path.is_dir()}
     assert top == {"csrc", "cmab_kernels", "cmab_kernels.egg-info", "python"}
     assert [path.name for path in (sdist / "python").iterdir()] == ["cmab_models"]
@@ -112,7 +114,8 @@ def test_one_version(sdist: Path) -> None:
 
 
 def test_the_lock_holds_what_the_tests_need() -> None:
-    """Every direct requirement of the tests has one version with hashes, torch that of constraints.txt; no index is named."""
+    """Every direct requirement of the tests has one version with hashes,
+    torch that of constraints.txt; no index is named."""
     tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
     text = (ROOT / "requirements-test.lock").read_text()
     locked = dict(re.findall(r"^([\w.-]+)==(\S+) .*\\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE))
@@ -160,7 +163,7 @@ def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: st
 
 
 LINKED = r"libstdc\+\+\.so|libm\.so|libgcc_s\.so|libc\.so|libpthread\.so|ld-linux|libgomp\.so\.1$"
-"""What an extension may link to: what every manylinux machine has, and libgomp, which comes with torch."""
+"""The libraries that an extension may link to: those of every manylinux machine, and libgomp, which torch brings."""
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump, which shows what an extension links to, is not here")

@@ -1,4 +1,5 @@
-"""How many programs the Triton kernels are compiled to, whatever the shapes and strides; counted where they are launched, without a GPU."""
+"""The number of programs into which the Triton kernels are compiled,
+for any shapes and strides, counted without a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from gpu_machine.driver import Launched, stub
 MOST = 4
 """The most programs of a kernel for one dtype, width and block size; and the most block sizes."""
 LEVELS = 2
-"""The most of these with the same optional arguments and results: what is taken for granted of addresses, or nothing."""
+"""The most programs with the same optional arguments and results: with assumed alignment, or without."""
 SIZES = (1, 2, 3, 16, 17, 64, 100, 128, 129, 300, 1024, 5003, 65536, 10**6)
 BLOCKS = (
     "BLOCK_L",
@@ -64,7 +65,8 @@ BLOCKS = (
 
 
 class Program(NamedTuple):
-    """A compiled program: the kernel's name, its block sizes, the names of arguments that are None, and all that tells it from others."""
+    """A compiled program: the kernel's name, its block sizes,
+    its arguments that are None, and all other distinctions."""
 
     kernel: str
     blocks: tuple[Any, ...]
@@ -74,7 +76,7 @@ class Program(NamedTuple):
 
 @pytest.fixture
 def programs() -> Iterator[list[Program]]:
-    """The programs that are compiled in a test, by `Kernel` or by Triton's own launch; none is really compiled."""
+    """The programs that a test compiles, by `Kernel` or by Triton's own launch; none is really compiled."""
     compiled = []
 
     def keep(source: Any, target: Any, options: dict[str, Any]) -> Any:
@@ -91,7 +93,7 @@ def programs() -> Iterator[list[Program]]:
 
 
 def _too_many(programs: list[Program]) -> dict[Any, set[Any]]:
-    """What there is too much of, by the kernel and what is the same."""
+    """The counts that are too high, by the kernel and the common part of its programs."""
     levels, variants, blocks = defaultdict(set), defaultdict(set), defaultdict(set)
     for program in programs:
         levels[program.kernel, program.blocks, program.absent].add(program.everything)
@@ -105,7 +107,8 @@ def _too_many(programs: list[Program]) -> dict[Any, set[Any]]:
 
 
 def _some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of this shape without memory: contiguous, or with the strides of a view of a larger one, perhaps beyond 32 bits."""
+    """A tensor of this shape without memory: contiguous,
+    or with the strides of a larger tensor's view, perhaps of 64 bits."""
     kind = random.randrange(4)
     if kind == 0:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -292,7 +295,7 @@ def _constant(x, N: tl.constexpr):
 
 @kernel("x")
 def _third_level(x, ALIGN: tl.constexpr):
-    """One more alignment than is allowed."""
+    """One alignment more than allowed."""
 
 
 @kernel("x")
@@ -319,7 +322,8 @@ def test_a_planted_fault_is_seen(fault: str, programs: list[Program]) -> None:
 
 
 def test_one_program_is_loaded_and_launched_for_all_shapes() -> None:
-    """Really compiled, through Triton's launcher and the driver's library, with lengths and strides that Triton would specialise."""
+    """Really compiled, through Triton's launcher and the driver's library,
+    with lengths and strides that Triton would specialise."""
     launched: list[Launched] = []
     with stub(80, launched.append):
         for batch, keys in [(1, 1), (2, 16), (3, 7), (16, 1000)]:
@@ -330,7 +334,7 @@ def test_one_program_is_loaded_and_launched_for_all_shapes() -> None:
 
 
 def test_equal_constants_are_compiled_once(programs: list[Program]) -> None:
-    """Lengths that take the same block are one program, which is not looked for again."""
+    """Lengths with the same block are one program, which is not looked up again."""
     key = torch.empty(2, 1, 3, 16, device="meta")
     for queries in range(1, 17):
         attention.attention_forward(Attention(torch.empty(2, 1, queries, 16, device="meta"), key, key, scale=0.25))

@@ -1,4 +1,4 @@
-"""The README's programs run as they stand, and what it names exists."""
+"""The README's programs run as they stand, and the names in it exist."""
 
 from __future__ import annotations
 

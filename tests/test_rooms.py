@@ -36,10 +36,11 @@ MAY = {
     "kernels": {"kernels", "state", "triton_launch", "triton_rows", "triton_products", "tiles", "constants", "dtypes"},
     "costs": {"reference", "checks", "constants"},
 }
-"""What each room may import from its own family; "public" stands for the names that another family exports to users."""
+"""The imports that each room may have from its own family; "public" stands for the public names of another family."""
 
 BUILT_ON = {("layers", "kernels"): {"the insides of attention"}}
-"""(Family, room) -> what it may import besides: the Triton kernels of attention layers run those of attention between their projections."""
+"""(Family, room) -> its further imports:
+the Triton attention layers run attention kernels between their projections."""
 
 
 def _imports(file: Path) -> Iterator[tuple[str, ...]]:
@@ -113,7 +114,8 @@ ROOMS_OF_NN = {
 
 
 def wrong_imports_of_nn() -> list[str]:
-    """Return the imports of a room of `nn` from another that it may not know, or from the inside of a family or of another room."""
+    """Return a room's imports of another room of `nn` that it may not know,
+    or of the inside of a family or of another room."""
     found = []
     for file in (HOUSE / "nn").rglob("*.py"):
         room = file.relative_to(HOUSE / "nn").parts[0].removesuffix(".py")
@@ -141,13 +143,13 @@ def test_the_page_names_the_operator_sets() -> None:
 
 
 def test_the_map_is_that_of_the_tree() -> None:
-    """Mended by `python -m tests.folders`."""
+    """`python -m tests.folders` mends it."""
     assert folders.MAP.search(folders.PAGE.read_text())[0] == folders.written()  # type: ignore[index]  # a page without the map fails here too
     assert folders.TOLD.keys() <= {folder.as_posix() for folder in folders.listed()}
 
 
 def test_tests_and_benchmarks_import_nothing_of_each_other() -> None:
-    """What both use lies beside them, in `gpu_machine`."""
+    """Code that both use lies beside them, in `gpu_machine`."""
     found = []
     for folder, stranger in (("tests", "bench"), ("bench", "tests"), ("gpu_machine", "bench"), ("gpu_machine", "tests")):
         files = sorted((folders.ROOT / folder).rglob("*.py"))
@@ -160,11 +162,11 @@ def test_tests_and_benchmarks_import_nothing_of_each_other() -> None:
     assert found == []
 
 
-# ---- the ways of calls
+# ---- the paths of calls
 
 
 def _calls() -> dict[str, Callable[[], Any]]:
-    """Return the calls whose ways the page shows, by what it calls them."""
+    """Return the calls whose paths the page shows, by their names there."""
     rows, points = torch.randn(1, 2, 9, 8), torch.randn(1, 9, 16)
     sums = cmab_kernels.ridge_state(rows, rows)
     stream = cmab_kernels.continual_nystrom_init(rows, rows, rows, num_landmarks=3)
@@ -197,7 +199,7 @@ def _modules(frame: FrameType | None) -> list[str]:
 
 
 def _ways(call: Callable[[], Any]) -> str:
-    """Return the ways by which a call reaches kernels of the extension, as the page writes them."""
+    """Return the paths by which a call reaches kernels of the extension, as the page writes them."""
     extension = {id(function): name for name, function in vars(sys.modules["cmab_kernels._C"]).items() if callable(function)}
     ways: dict[str, None] = {}
 
@@ -218,5 +220,5 @@ def test_calls_go_the_ways_that_the_page_shows() -> None:
     shown = dict(re.findall(r"^\| (.+?) \| (`\w+/.+?) \|$", table, re.MULTILINE))
     calls = _calls()
     for call in calls.values():
-        call()  # what is imported on first use is imported
+        call()  # now all imports on first use have happened
     assert {name: _ways(call) for name, call in calls.items()} == shown

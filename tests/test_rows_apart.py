@@ -1,7 +1,7 @@
 """Promises P1 and P3: a row of queries changes no bit of another row, in every operator that takes queries.
 
-The kernels work on blocks of rows, a row to each vector lane or to each row of a tile. A NaN, a rescaling or a slow path in one row must
-not change the order in which the rows beside it are added up.
+The kernels work on blocks of rows, with a row in each vector lane or in each row of a tile. A NaN, a rescaling or a
+slow path in one row must not change the order of additions in the rows beside it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _rows(results: tuple[Tensor, ...], length: int, kept: Tensor) -> list[Tensor
 
 
 def _check(operator: Operator, query: Tensor, row: int, changes: dict[str, Callable[[Tensor], Tensor]]) -> None:
-    """Replace `row`, which has large logits, by each of the changes, and then all other rows: the rows that stay keep their bits."""
+    """Replace `row`, which has large logits, by each of the changes,
+    and then all other rows: the others keep their bits."""
     length = query.shape[-2]
     query[..., row, :] *= 30
     others = torch.arange(length) != row
@@ -111,7 +112,7 @@ def test_attention_with_a_mask_and_a_state(engine: str, dtype: torch.dtype) -> N
     _check(attend, q, 17, CHANGES)
 
 
-# ---- Nyström attention and its streams: the landmarks are given, for means of queries are shared by all rows
+# ---- Nyström attention and its streams: landmarks are given, because all rows share means of queries
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -158,7 +159,8 @@ def test_sums_of_landmarks(engine: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_continual_attention(engine: str, dtype: torch.dtype) -> None:
-    """A query of the first window changes; after thirty steps the other rows, one for each query of the window, are compared."""
+    """A query of the first window changes; after thirty steps the other rows,
+    one for each query of the window, are compared."""
     q, k, v = (_random(1, 2, 70, 8, dtype=dtype) for _ in range(3))
 
     def attend(query: Tensor) -> tuple[Tensor, ...]:

@@ -69,7 +69,7 @@ MOVED = {
     "stream": (nn.AttentionStream, nn.RidgeStream),
     "transformer": (nn.TransformerDecoderLayer, nn.TransformerEncoderLayer),
 }
-"""Where classes stood in 0.1.0, whose pickles name these modules."""
+"""The modules of classes in 0.1.0, which pickles name."""
 
 
 @pytest.mark.parametrize("module", MOVED)
@@ -80,7 +80,7 @@ def test_pickles_of_older_versions_find_their_classes(module: str):
 
 @pytest.mark.parametrize("name", ["a window that fills", "tokens of a window"])
 def test_a_state_of_an_older_version_is_read_without_pickle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its file names the module in which its class stood."""
+    """Its file names the old module of its class."""
     written, file = STATES[name](), tmp_path / "state.pt"
     with monkeypatch.context() as patch:
         patch.setattr(type(written), "__module__", "cmab_kernels.nn.continual_stream")

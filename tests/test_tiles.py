@@ -1,4 +1,5 @@
-"""The table of tuned block sizes: an entry is used, a missing one falls back to the default, and an invalid one is refused."""
+"""The table of tuned block sizes: an entry is used, a missing one falls back to the default,
+and an invalid one is refused."""
 
 from __future__ import annotations
 
@@ -127,7 +128,7 @@ def test_what_cannot_be_read_cannot_be_written() -> None:
         as_entry(KEY, (8, 32, 8, 2), {})
 
 
-# ---- what is launched
+# ---- launches
 
 
 pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
@@ -252,7 +253,8 @@ print(json.dumps({
 
 
 def test_results_are_right_with_other_tiles() -> None:
-    """Each kernel that has a table is right with other tiles, in the interpreter, over several blocks of queries and runs of any length."""
+    """Each kernel with a table is right with other tiles, in the interpreter,
+    for several blocks and runs of any length."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERPRETED],
         env={**os.environ, "TRITON_INTERPRET": "1"},

@@ -1,4 +1,5 @@
-"""Numbers below the smallest normal one: the native kernels of attention give 0, as x86 processors are very slow with them."""
+"""Numbers below the smallest normal one: the native attention kernels give 0,
+because x86 processors are slow with them."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ CASES: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_are_0(threads: Callable[[int], None], case: str, count: int) -> None:
-    """On every thread of a call; afterwards the caller's arithmetic is as it was."""
+    """This holds on every thread of a call; afterwards the caller's arithmetic is as before."""
     threads(count)
     assert CASES[case]().eq(0).all()
     assert (torch.tensor(2.0**-100) * 2.0**-33).item() == TINY
@@ -98,7 +99,7 @@ def test_operands_keep_their_value() -> None:
 
 @pytest.mark.parametrize("size", [1e-19, 1e15])
 def test_intention_of_small_keys(size: float) -> None:
-    """Sums of squares may be as small as the smallest normal number: there 1e-38 is no small number beside others."""
+    """Sums of squares may be as small as the smallest normal number: 1e-38 is not small beside others there."""
     query, key, value = size * torch.randn(1, 2, 20, 16), size * torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 8)
     alpha = 300 * size**2
     right = ck.intention(query.double(), key.double(), value.double(), alpha, impl="reference")

@@ -1,4 +1,5 @@
-"""Calls are visible to `torch.jit.trace`, to fake and meta tensors, and to `torch.export`, for every operator and module."""
+"""Calls are visible to `torch.jit.trace`, to fake and meta tensors,
+and to `torch.export`, for every operator and module."""
 
 from __future__ import annotations
 
@@ -145,7 +146,8 @@ def test_every_operator_is_traced_here() -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_a_traced_function_computes_what_it_traced(name: str, impl: str) -> None:
-    """A traced function is right on inputs that the trace has not seen, and writes all memory: uninitialised memory is NaN."""
+    """A traced function is right on inputs that the trace has not seen,
+    and writes all memory: unwritten memory is NaN."""
     function = OPERATORS[name]
     with ck.use_impl(impl):
         traced = torch.jit.trace(function, _inputs(), check_trace=False)
@@ -168,7 +170,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones(name: str, impl: str) -> None
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_meta_tensors_have_the_shapes_of_real_ones(name: str) -> None:
-    """Meta tensors compute nothing, so there is no warning of the cost either."""
+    """Meta tensors compute nothing, so there is no warning about the cost either."""
     wanted = list(_flat(OPERATORS[name](*_inputs())))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -190,7 +192,7 @@ def test_every_module_is_exported_here() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_export_of_a_module(name: str) -> None:
-    """The exported program computes what the module does.
+    """The exported program computes what the module computes.
 
     Parameters record gradients, so that calls reach the dispatcher and the program has the operators in it.
     """
@@ -202,7 +204,7 @@ def test_export_of_a_module(name: str) -> None:
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_exported_update_takes_any_number_of_inputs(plain: bool) -> None:
-    """So it does where the projections are modules with hooks, which are called one by one."""
+    """So does a module whose projections have hooks and are called one by one."""
 
     class Update(nn.Module):
         def __init__(self) -> None:
@@ -257,7 +259,8 @@ with torch.no_grad():
 
 @pytest.mark.parametrize(("name", "options"), [("NystromAttention", "num_landmarks=4"), ("MultiheadIntention", "")])
 def test_the_first_call_of_a_process_may_be_a_compiled_one(name: str, options: str) -> None:
-    """The first call imports implementations while the compiler traces; it must see those it did not know when it began."""
+    """The first call imports implementations while the compiler traces;
+    it must see those it did not know when it began."""
     program = _FIRST_CALL.format(name=name, options=options)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -265,7 +268,8 @@ def test_the_first_call_of_a_process_may_be_a_compiled_one(name: str, options: s
 
 @pytest.mark.parametrize("train", [True, False])
 def test_padding_on_the_meta_device(train: bool) -> None:
-    """torch's encoder makes a float mask of a bool one; on the meta device there are no values to tell whether it may be one."""
+    """torch's encoder makes a float mask of a bool one;
+    on the meta device there are no values to tell whether it may be one."""
     tokens, padding = torch.empty(2, 12, 16, device="meta"), torch.zeros(2, 12, dtype=torch.bool, device="meta")
     for kind in (modules.TransformerEncoderLayer, modules.InformerEncoderLayer):
         encoder = nn.TransformerEncoder(kind(16, 2, 32, batch_first=True, device="meta"), 2, enable_nested_tensor=False)

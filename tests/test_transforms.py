@@ -1,4 +1,4 @@
-"""Transforms of `torch.func` nest: the derivative of a derivative is that of autograd, in a map and in a batch of directions too."""
+"""Transforms of `torch.func` nest: second derivatives equal autograd's, also in maps and in batches of directions."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_a_map_of_nothing(name: str) -> None:
 
 
 def test_a_map_of_no_masks() -> None:
-    """The segments without a token are mapped, too; with one head, no copy of them is needed."""
+    """Segments without a token are mapped, too; with one head, they need no copy."""
     nothing, k = torch.zeros(0, 1, 5, dtype=torch.bool), K[:, :1]
     assert vmap(lambda mask: ck.nystrom_attention(k, k, k, 2, key_padding_mask=mask))(nothing).shape == (0, *k.shape)
 
 
 def test_a_map_of_no_offsets() -> None:
-    """Not mapped or mapped, they are not read; a gradient that is not mapped is a sum of nothing."""
+    """They are not read, mapped or not; a gradient that is not mapped is an empty sum."""
     offsets, nothing = torch.tensor([[0, 2, 5]])[:0], K[None][:0]
 
     def packed(query: Tensor, key: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def test_a_map_of_no_offsets() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_batch_of_directions(name: str) -> None:
-    """As `is_grads_batched` and the vectorised jacobians of autograd pass them."""
+    """`is_grads_batched` and the vectorised jacobians of autograd pass them like this."""
     call, at = CALLS[name]
     x = at.clone().requires_grad_()
     y = call(x)
@@ -101,7 +101,7 @@ def test_a_batch_of_directions(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_pull_back_after_its_transform(name: str) -> None:
-    """It holds tensors of `vjp`, which has returned: they are in no memory that a kernel could read."""
+    """It holds tensors of a finished `vjp`: a kernel could not read their memory."""
     call, at = CALLS[name]
     out, pull_back = vjp(call, at)
     direction = torch.randn_like(out)
@@ -128,7 +128,7 @@ def test_forward_mode(name: str) -> None:
 
 
 def test_what_forward_mode_refuses() -> None:
-    """A backward pass of a call that was made outside is a kernel's, which has no derivative; and no implementation is made up."""
+    """The backward pass of an outside call is a kernel's, without a derivative; no other implementation steps in."""
     k = K.clone().requires_grad_()
     out = ck.latent_attention(Q, k, V, impl="native")
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
@@ -178,7 +178,7 @@ def test_a_scale_that_is_no_constant_is_refused(name: str, transform: str) -> No
 
 @pytest.mark.parametrize("name", OF_SCALE)
 def test_a_constant_scale_beside_a_transform(name: str) -> None:
-    """A tensor of one number that no transform has made is taken, whatever else is transformed."""
+    """A tensor of one number that no transform has made is accepted, whatever else is transformed."""
     call = OF_SCALE[name]
     right = call(HALF)
     close(right, call(0.5))  # type: ignore[arg-type]  # a tensor of one number is taken for one
@@ -197,7 +197,8 @@ OF_SYSTEMS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OF_SYSTEMS)
 def test_a_map_of_solves_in_forward_mode(name: str) -> None:
-    """Right-hand sides that are not mapped have as many dimensions as vectors would, and their sizes: here all are 3."""
+    """Right-hand sides that are not mapped have as many dimensions as vectors would,
+    and their sizes: here all are 3."""
     call, at = OF_SYSTEMS[name]
     right = torch.stack([jvp(call, (each,), (each,))[1] for each in at])
     close(jvp(vmap(call), (at,), (at,))[1], right)

@@ -1,4 +1,4 @@
-"""Programs of users pass mypy: the package says that it is typed."""
+"""Users' programs pass mypy: the package declares that it is typed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def every(state: ck.ContinualAttentionState, token: torch.Tensor) -> ck.Continua
 
 
 def programs() -> dict[str, str]:
-    """The programs to check: of each page the one that streams over a window, and what else may be done with its steps."""
+    """The programs to check: the page's program that streams over a window, and other uses of its steps."""
     streams = {
         page.stem: next(program.lstrip() for program in pages.programs(page) if "continual_nystrom_step" in program)
         for page in (pages.README, pages.DOCS / "quickstart.md")

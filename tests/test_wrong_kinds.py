@@ -1,4 +1,5 @@
-"""Wrong kinds of arguments, for every tensor of every public function: the error names the argument and what is needed."""
+"""Wrong kinds of arguments, for every tensor of every public function:
+the error names the argument and what is needed."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ NUMBERS = {"alpha", "gamma", "shrinkage", "regularisation"}
 
 
 def _changed(kind: str, given: Any) -> Any:
-    """What is given in place of a tensor, or of the tensors of a state."""
+    """The values given in place of a tensor, or of the tensors of a state."""
     if isinstance(given, tuple):
         return {
             "None": None,
@@ -163,12 +164,12 @@ def _cases() -> list[Any]:
 
 
 def _may_be(name: str, argument: str, kind: str) -> bool:
-    """Whether the call is right with it."""
+    """Whether the call is right with this value."""
     function, arguments = CALLS[name]
     if kind == "None":
         return inspect.signature(function).parameters[argument].default is None
     if argument in NUMBERS or argument == "weights":
-        return kind == "double" or (kind == "one dimension more" and argument != "weights")  # of a dtype of its own, and broadcast
+        return kind == "double" or (kind == "one dimension more" and argument != "weights")  # has its own dtype
     if kind == "double":
         return name in ALONE or (argument == "key" and "labels" in arguments)
     if argument == "query" and kind == "one dimension less":

@@ -1,1 +1,2 @@
-"""What a GPU shows of the kernels: are they right, do they repeat, and how far are they from the floor. Run by `bench/gpu_check.py`."""
+"""Checks of the kernels on a GPU: whether they are right, repeat,
+and how far they are from the floor (`bench/gpu_check.py`)."""

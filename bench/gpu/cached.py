@@ -11,11 +11,11 @@ import triton
 from triton.runtime import cache
 
 KEPT = (".cubin", ".json")
-"""What is loaded; the stages of compilation are ten times as large."""
+"""The files to load; the stages of compilation are ten times as large."""
 
 
 def same_keys() -> None:
-    """Let the cache find kernels whatever Python they were compiled under: keys hold Triton's version, and not a hash of its own files."""
+    """Let the cache find kernels whatever Python compiled them: keys have Triton's version, not a hash of its files."""
     cache.triton_key = lambda: triton.__version__
 
 
@@ -30,9 +30,9 @@ def pack(folder: Path, file: Path) -> int:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Put the kernels of a file into the folder of a cache, in which each group names its files by their whole path.
+    """Put the kernels of a file into a cache folder, in which each group names its files by their whole path.
 
-    `ValueError` for what is no such file.
+    `ValueError` for any other file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:

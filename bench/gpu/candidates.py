@@ -1,4 +1,4 @@
-"""What block sizes are tuned for, and which are tried: each kernel with a table, on a shape that stands for its width."""
+"""The targets and candidates of tuning: each kernel with a table, on a shape that stands for its width."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Target:
 
     @property
     def latents(self) -> int:
-        """The number of queries, for attention: one block of them, or several."""
+        """The number of queries for attention: one block of them, or several."""
         return 512 if self.kernel == "attention.backward_keys" else 128
 
     def products(self, device: torch.device) -> Any:
@@ -74,12 +74,15 @@ class Target:
 
 
 def _of_rows(tiles: Any) -> tuple[int, ...]:
-    """TILE_D and TILE_E are the widest tile, which is one number, where the heads are as wide as that."""
+    """TILE_D stands for TILE_E as well: with heads as wide as this, both are the widest tile."""
     return (tiles.TILE_D, tiles.BLOCK_N, tiles.num_warps, tiles.num_stages)
 
 
 def targets() -> Iterator[Target]:
-    """What is used most first: half precision and float32 at narrow heads. float64, and heads of which few fit, keep what is built in."""
+    """The most used targets first: half precision and float32 at narrow heads.
+
+    float64, and heads of which few fit, keep the built-in tiles.
+    """
     yield from _of_attention(("bfloat16", "float32"), (16, 64))
     for dtype, width in itertools.product(("float32", "bfloat16"), (64, 16)):
         for kernel in ("intention.gram", "intention.backward", "intention.apply"):
@@ -94,7 +97,7 @@ def _of_attention(dtypes: tuple[str, ...], widths: tuple[int, ...]) -> Iterator[
     for dtype, width in itertools.product(dtypes, widths):
         yield Target("attention.forward", dtype, width)
         yield Target("attention.backward", dtype, width)
-        if dtype != "float32":  # whose gradients, in parts, are one kernel's
+        if dtype != "float32":  # its gradients, in parts, are one kernel
             yield Target("attention.backward_keys", dtype, width)
 
 
@@ -111,21 +114,21 @@ TRIED: dict[str, dict[str, tuple[int, ...]]] = {
     "nystrom.forward": {"num_warps": (1, 2, 4, 8)},
     "nystrom.backward": {"num_warps": (1, 2, 4, 8)},
 }
-"""Kernel -> field of its tiles -> values that are tried, in all combinations; other fields stay as they are built in."""
+"""Kernel -> field of its tiles -> values to try, in all combinations; other fields keep the built-in value."""
 
 MOST_OF_BUILT_IN = 2
 LEAST_OF_BUILT_IN = 1 / 4
-"""The sizes of a tile, as shares of the built-in one, beyond which it is not tried: that is about the largest that fits."""
+"""The sizes of a tile, as shares of the built-in one, beyond which it is not tried: the largest fits just about."""
 
 
 def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
-    """The built-in tiles first, then all others that are tried."""
+    """The built-in tiles first, then all other candidates."""
     start, fields = target.built_in(device), FIELDS[target.kernel]
     tried = TRIED[target.kernel]
     values = [tried.get(name, (value,)) for name, value in zip(fields, start, strict=True)]
     most = {"TILE": max(target.width, 16), "BLOCK_L": target.latents}  # what is larger is cut to this, and so not seen
     in_one_block = target.kernel == "attention.backward" and target.products(device).kind != "tf32x3"
-    whole = {"BLOCK_L": min(target.latents, start[0])} if in_one_block else {}  # else another kernel has dK and dV
+    whole = {"BLOCK_L": min(target.latents, start[0])} if in_one_block else {}  # else another kernel computes dK and dV
     found = [
         tiles
         for tiles in itertools.product(*values)
@@ -144,13 +147,13 @@ def _size(fields: Iterable[str], tiles: tuple[int, ...]) -> int:
 
 
 LENGTHS = {"small": 5003, "large": 200_000}
-"""Keys; of the large ones so many where heads are 64 wide, and at other widths as many bytes."""
+"""The number of keys; large calls have so many with heads of 64, and as many bytes at other widths."""
 SET = 1021
 """The keys of one of Intention's sets, as in training."""
 
 
 def prepared(target: Target, device: str, size: str, wide: bool = False) -> Callable[[], Results]:
-    """A call in which the kernel takes most of the time; of `size` "small" for its correctness, "large" for its speed.
+    """A call in which the kernel takes most of the time; `size` "small" tests its result, "large" its speed.
 
     `wide`: the same inputs, to the bit, in float64.
     """
@@ -180,7 +183,7 @@ def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
 
 
 def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
-    """A call over as many keys in all."""
+    """A call over the same total number of keys."""
     module = implementation("intention", "triton")
     sets = max(keys // SET, 1)
     k, v = (draw(sets, 1, SET, target.width) for _ in range(2))
@@ -193,7 +196,7 @@ def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
 
 
 def _nystrom(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
-    """Diagonally dominant, so that the iteration does not magnify what it rounds."""
+    """A diagonally dominant matrix, so that the iteration does not magnify rounding errors."""
     module = implementation("nystrom", "triton")
     a = draw(max(keys // 50, 1), target.width, target.width).softmax(-1)
     a = a + 2 * torch.eye(target.width, dtype=a.dtype, device=a.device)

@@ -1,4 +1,4 @@
-"""The compiled extensions that are checked: those built in the checkout, else those of the package that is installed."""
+"""The compiled extensions to check: those built in the checkout, or else those of the installed package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ CUDA = "_cuda*.so"
 
 
 def adopt_installed(checkout: Path, places: Iterable[str] | None = None) -> None:
-    """Copy the extensions of an installed package (of `places`, by default Python's path) into a checkout that has no `_cuda`.
+    """Copy the extensions of an installed package (of `places`, by default Python's path) into a checkout that has no
+    `_cuda`.
 
     `ValueError` if the installed package is of other sources: its kernels are not those to be checked.
     """

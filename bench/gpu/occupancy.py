@@ -1,5 +1,6 @@
-"""What a GPU's multiprocessor holds of each Triton kernel, as compiled here: `python -m bench.gpu.occupancy --write` writes the page
-docs/gpu_occupancy.md, in half an hour on two cores; `--kernels _pinv _solve` only their rows. Without `--write` it says which are stale."""
+"""What a GPU's multiprocessor holds of each Triton kernel, as compiled here: `python -m bench.gpu.occupancy --write`
+writes the page docs/gpu_occupancy.md, in half an hour on two cores; `--kernels _pinv _solve` only their rows. Without
+`--write` it says which are stale."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ COMPILER = f"triton {triton.__version__}"
 
 
 class Chip(NamedTuple):
-    """`warps`, `blocks` and bytes of `shared` memory are what one multiprocessor has room for."""
+    """The `warps`, `blocks` and bytes of `shared` memory for which one multiprocessor has room."""
 
     name: str
     multiprocessors: int
@@ -58,10 +59,11 @@ CHIPS = {
 
 
 def blocks_held(capability: int, registers: int, shared: int, warps: int, tensor_columns: int = 0) -> tuple[int, str]:
-    """How many blocks a multiprocessor holds, and what there is no more of, by the rules of NVIDIA's cuda_occupancy.h.
+    """How many blocks a multiprocessor holds, and the limiting resource, by the rules of NVIDIA's cuda_occupancy.h.
 
-    `registers` of a thread; bytes of shared memory, warps, and columns of tensor memory of a block. A warp's registers come in units of 256
-    from its scheduler's 16,384; the system takes 1 KiB of each block's shared memory, which comes in units of 128 bytes.
+    `registers` of a thread; bytes of shared memory, warps, and columns of tensor memory of a block. A warp's registers
+    come in units of 256 from its scheduler's 16,384. The system takes 1 KiB of each block's shared memory, which comes
+    in units of 128 bytes.
     """
     chip, of_warp = CHIPS[capability], -(-max(registers, 1) * 32 // 256) * 256
     room = {
@@ -75,11 +77,11 @@ def blocks_held(capability: int, registers: int, shared: int, warps: int, tensor
     return blocks, next(name for name, most in room.items() if most == blocks)
 
 
-# ---- what is compiled
+# ---- compiled calls
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 Call = tuple[str, int, torch.dtype, Callable[[], Any]]
-"""Its name on the page, width and dtype of its inputs, and a forward and a backward pass of it, on tensors without memory."""
+"""A call: its name on the page, width and dtype, and its forward and backward pass on tensors without memory."""
 
 
 def _attention(dtype: torch.dtype, heads: int, latents: int, width: int) -> Call:
@@ -162,7 +164,7 @@ def _solve(dtype: torch.dtype) -> Call:
 
 
 def _steps() -> None:
-    with torch.device("cpu"):  # a stream begins with a window that is there
+    with torch.device("cpu"):  # a stream begins with a real window
         rows, token = torch.zeros(16, 4, 64, 64), torch.zeros(16, 4, 1, 64)
         continual.continual_attention_step(ck.continual_attention_init(rows, rows, rows), token, token, token, False)
         continual.continual_nystrom_step(ck.continual_nystrom_init(rows, rows, rows, 16), token, token, token, False)
@@ -184,12 +186,14 @@ CALLS: Sequence[Call] = [
 ]
 
 Key = tuple[str, str]
-"""A kernel, and a call that launches it, as the page names them."""
+"""A kernel, and a call that launches it, by their names on the page."""
 
 
 def launches() -> dict[Key, dict[int, Launch]]:
-    """The launches by the compute capability of the GPU that has them. A kernel stands once for each dtype and width of rows, with the
-    first call that launches it."""
+    """The launches by the compute capability of the GPU that has them.
+
+    A kernel stands once for each dtype and width of rows, with the first call that launches it.
+    """
     found: dict[Key, dict[int, Launch]] = {}
     for capability in CHIPS:
         seen = set()
@@ -207,8 +211,8 @@ def launches() -> dict[Key, dict[int, Launch]]:
 
 
 def row(key: Key, on_chips: Mapping[int, Launch], folder: Path) -> str:
-    """A line of the table, compiled now: of each figure one for every chip, or one for all where it is the same; "-" where another
-    kernel runs."""
+    """A line of the table, compiled now: of each figure one for every chip, or one for all where it is the same;
+    "-" where another kernel runs."""
     of_chips = [_figures(on_chips[chip], chip, folder) if chip in on_chips else ["-"] * 9 for chip in CHIPS]
     cells = (" / ".join(cell) if len(set(cell)) > 1 else cell[0] for cell in zip(*of_chips, strict=True))
     return f"| {' | '.join([*key, *cells, _on_amd(next(iter(on_chips.values())))])} |"

@@ -1,4 +1,4 @@
-"""The table that people read: what is right, how fast it is beside its floor and its peers, what tuning gained, what was not run."""
+"""The printed table: correctness, speed beside floor and peers, gains of tuning, and what was not run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sections import Outcome, Row, Section
 MOST_WRONG = 20
 """Rows of a section that are printed in full; the file has all."""
 MOST_KERNELS = 6
-"""The kernels of a call that are printed, those that take longest."""
+"""The printed kernels of a call: those that take longest."""
 
 
 def table(report: Report, sections: Mapping[str, Section]) -> str:
@@ -38,7 +38,7 @@ def _judged(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
 
 
 def _faults(wrong: list[Row]) -> Iterator[str]:
-    """Rows that could not be made by what stopped them, the others in full."""
+    """Failed rows by their cause, the others in full."""
     off = [row for row in wrong if "problem" not in row]
     for problem, keys in _grouped(wrong, "problem").items():
         yield f"  WRONG, {problem}: {'; '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
@@ -48,7 +48,7 @@ def _faults(wrong: list[Row]) -> Iterator[str]:
 
 
 def _grouped(rows: list[Row], name: str) -> dict[str, list[str]]:
-    """What rows have under `name` -> their keys."""
+    """The values of rows under `name` -> their keys."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         if name in row:

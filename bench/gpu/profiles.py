@@ -1,4 +1,4 @@
-"""Where a call spends its time on the GPU: the kernels of what "auto" takes, by torch's profiler, for each case that is timed."""
+"""The GPU time of a call by kernel, from torch's profiler, for each timed case of "auto"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sections import Row, Task
 from .timings import attention_cases, continual_cases, intention_cases, layer_cases, nystrom_cases
 
 CALLS = 5
-"""The calls that a figure is the mean of, after one that compiles."""
+"""The number of calls of which a figure is the mean, after one that compiles."""
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
@@ -27,7 +27,7 @@ def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def profiled(case: Case) -> Row:
-    """Kernel -> its launches in a call and their microseconds together, the longest first."""
+    """Kernel -> its number of launches in a call and their total microseconds, the longest first."""
     name = next(name for name in case.implementations if is_ours(name) and IN_TF32 not in name)
     call = partial(case.implementations[name], case.inputs(0))
     call()

@@ -1,4 +1,5 @@
-"""The JSON of a check: written as a whole or not at all, and continued by a later run of the same GPU, sources and day."""
+"""The JSON of a check: written as a whole or not at all,
+and continued by a later run of the same GPU, sources and day."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .sections import Outcome, Row
 
 FORMAT = 4
 SAME = ("gpu", "commit", "sources")
-"""What must be as it was for a file to be continued; the day is in its name."""
+"""The fields that must be equal to continue a file; the day is in its name."""
 
 
 @dataclass
@@ -40,7 +41,7 @@ def file_name(machine: dict[str, Any]) -> str:
 
 
 def opened(folder: Path, machine: dict[str, Any], force: bool) -> Report:
-    """A new report, or the one that is there, to be continued. `ValueError` for a file that is not this check's, unless `force`."""
+    """Return a new report, or the existing one to continue. `ValueError` for another check's file, unless `force`."""
     path = folder / file_name(machine)
     if force or not path.exists():
         return Report(path, machine)

@@ -1,6 +1,7 @@
-"""compute-sanitizer on tests of every family, and on a planted fault, without which its silence would say nothing.
+"""compute-sanitizer on tests of every family, and on a planted fault, which shows that its silence means something.
 
-Its initcheck is not among the tools: the tests fill all memory with NaN before a kernel sees it, and so find themselves what nobody wrote.
+Its initcheck is not among the tools: the tests fill all memory with NaN before a kernel sees it, and so find themselves
+what nobody wrote.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ FAMILIES = ("attention", "intention", "nystrom")
 """Folders of tests."""
 TOOLS = ("memcheck", "racecheck", "synccheck")
 LIMIT = 100.0
-"""Seconds to compile the kernels of a family, and again to look on: a sanitizer makes a program ten times as slow, and more."""
+"""Seconds to compile the kernels of a family, and again to run them: a sanitizer slows a program tenfold or more."""
 FOUND = 77
-"""Exit code where it has found something."""
+"""Exit code of the sanitizer if it found something."""
 REFUSAL = "Device not supported"
 SOME = "test_suite and (arguments_are_not_changed or float32-normal-0)"
 """Tests that launch every kernel of a family, in one run of keys and in several."""
@@ -37,7 +38,7 @@ def program() -> str | None:
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """The tasks: first the planted fault, which must be seen."""
+    """The tasks: first the planted fault, which must be found."""
     sanitizer = program()
     if sanitizer is None:
         reason = "compute-sanitizer is neither on the PATH nor in CUDA_HOME/bin"
@@ -61,7 +62,10 @@ def must_see(sanitizer: str, tool: str, command: Sequence[str]) -> Row:
 
 
 def is_silent(sanitizer: str, tool: str, command: Sequence[str]) -> Row:
-    """Right with a verdict of no error. The command runs once by itself before, so that what is looked at need not be compiled."""
+    """A row is right if the verdict is no error.
+
+    The command first runs by itself, so that the watched run need not compile.
+    """
     code, text = _output(command)
     if code != 0:
         return {"ok": False, "problem": "it fails without a sanitizer", "lines": first_lines(text)}
@@ -76,14 +80,15 @@ def is_silent(sanitizer: str, tool: str, command: Sequence[str]) -> Row:
 def looked_at(sanitizer: str, tool: str, command: Sequence[str]) -> tuple[int, str]:
     """Exit code and output under a sanitizer.
 
-    Errors that the driver returns are left to the program: torch and Triton ask for what older drivers lack, and go on without it.
+    Errors that the driver returns are left to the program: torch and Triton ask for what older drivers lack, and go on
+    without it.
     """
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5", "--target-processes", "application-only"]
     return _output([sanitizer, *options, *(["--report-api-errors", "no"] if tool == "memcheck" else []), *command])
 
 
 def _output(command: Sequence[str]) -> tuple[int, str]:
-    """Exit code and output of a command. Allocations are not cached: else one tensor's end is another's beginning."""
+    """Exit code and output of a command. Allocations are not cached, because else tensors would adjoin one another."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     try:
         run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
@@ -100,7 +105,7 @@ def verdict(text: str) -> str:
 
 
 def first_lines(text: str, most: int = 12) -> list[str]:
-    """The first lines of what the tool found; where it found nothing, the last that the program said."""
+    """The first lines of the tool's findings, or else the last lines of the program."""
     lines = [line.rstrip()[:200] for line in text.splitlines() if line.strip()]
     findings = [line for line in lines if line.startswith("=========") and "COMPUTE-SANITIZER" not in line]
     return findings[:most] if len(findings) > 1 else lines[-most:]

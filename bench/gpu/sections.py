@@ -1,8 +1,8 @@
-"""How a section is run: row by row in processes of its own, each row within a limit, so that what hangs or crashes costs that row alone.
+"""Sections are run row by row, in processes of their own and within a limit: a hang or a crash costs only its row.
 
-A section is a list of tasks, each with a stable key. Its workers claim them one by one, say on file when they begin one, and put the row
-there when it is made. Whoever watches stops a worker whose row takes too long, puts another in its place, and stops them all when the
-time is up; the rows that are there are kept, and a later run goes on behind them.
+A section is a list of tasks, each with a stable key. Its workers claim them one by one, note on file when they begin
+one, and add the row when it is made. The watcher stops a worker whose row takes too long, starts another in its place,
+and stops them all when the time is up. The rows so far are kept, and a later run continues after them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 POLL = 0.1
 DEVICE_LOST = 70
-"""Exit code of a worker that an error left without a usable GPU."""
+"""Exit code of a worker whose GPU an error made unusable."""
 
 
 class Task(NamedTuple):
-    """A row to be made; of a peer, a failure is a fact and no fault."""
+    """A row to make; for a peer, a failure is a fact and not a fault."""
 
     key: str
     make: Callable[[], Row]
@@ -45,18 +45,19 @@ Perform = Callable[[list[Task]], None]
 class Section:
     """`tasks` is "module:function", a function of (device, rows of the sections that ran before).
 
-    It lists the tasks, or returns a function that gives them to `Perform` while what they need is open.
+    It lists the tasks, or returns a function that passes them to `Perform` while their resources are open.
     """
 
     tasks: str
     counted: float = 25.0
-    """Seconds that a row takes with compiling its kernels, as counted (bench/notes/benchmarks.md); it may take twice as long."""
+    """Seconds that the kernels of a row take to compile, as counted (bench/notes/benchmarks.md),
+    and to run; it may take twice as long."""
     workers: int = 1
-    """More than one where nothing is timed: most of the time goes to compilers on the CPU."""
+    """More than one if nothing is timed: compilers on the CPU then take most of the time."""
     judged: bool = True
-    """Rows are right or wrong; else they are figures."""
+    """Whether rows are right or wrong; otherwise they are figures."""
     after: str = ""
-    """The section that must be complete before, and without whose rows these are worth nothing."""
+    """The section that must be complete before; its rows give these a meaning."""
 
     @property
     def row_limit(self) -> float:
@@ -65,7 +66,7 @@ class Section:
 
 @dataclass
 class Outcome:
-    """What has been made of a section so far."""
+    """The rows of a section so far."""
 
     rows: list[Row] = field(default_factory=list)
     complete: bool = False
@@ -73,14 +74,14 @@ class Outcome:
     state: dict[str, str] = field(default_factory=dict)
     """The state of the GPU when the section was last run: clocks, temperature, power."""
     listed: int = 0
-    """How many rows there are to make."""
+    """The number of rows to make."""
 
     @property
     def right(self) -> bool:
         return self.complete and all(row.get("ok", True) for row in self.rows)
 
     def add(self, row: Row) -> None:
-        """Adds a row, in place of an older one of the same key."""
+        """Add a row, in place of an older one with the same key."""
         self.rows = [*(old for old in self.rows if old["key"] != row["key"]), row]
 
 
@@ -103,7 +104,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _work(section: Section, device: str, before: Mapping[str, list[Row]], outcome: Outcome, folder: str, number: int) -> None:
-    """Ends without tidying up: a crash in that would look like one of a row."""
+    """End without cleanup: a crash in it would look like a crash of a row."""
     os.setsid()  # what a row starts is stopped with it
     if "TRITON_CACHE_DIR" in os.environ:
         from .cached import same_keys  # Triton, where rows need it: a worker starts in a tenth of the time
@@ -134,7 +135,7 @@ def _work(section: Section, device: str, before: Mapping[str, list[Row]], outcom
 
 
 def _waiting(tasks: Iterable[Task], outcome: Outcome, folder: str) -> Iterator[Task]:
-    """Those that are neither done nor claimed by another worker; what went wrong before comes last."""
+    """The tasks that are neither done nor claimed by another worker; earlier failures come last."""
     known = {row["key"]: row.get("ok", True) for row in outcome.rows}
     left = [(number, task) for number, task in enumerate(tasks) if not known.get(task.key, False)]
     for number, task in sorted(left, key=lambda pair: pair[1].key in known):
@@ -146,7 +147,7 @@ def _waiting(tasks: Iterable[Task], outcome: Outcome, folder: str) -> Iterator[T
 
 
 def _made(task: Task, device: str) -> tuple[Row, bool]:
-    """The row, and whether the GPU is lost to this process."""
+    """The row, and whether this process has lost the GPU."""
     start, lost = time.perf_counter(), False
     try:
         row = task.make()
@@ -161,10 +162,10 @@ def failure(peer: bool, problem: str) -> Row:
 
 
 def _recovered(device: str) -> bool:
-    """Out of memory passes; after an illegal access every later call fails."""
+    """Whether the GPU is lost: out of memory passes, but after an illegal access every later call fails."""
     if not device.startswith("cuda"):
         return True
-    import torch  # not where rows need none: a worker starts in a tenth of the time
+    import torch  # only if rows need it: a worker starts ten times as fast without
 
     gc.collect()
     try:
@@ -175,11 +176,11 @@ def _recovered(device: str) -> bool:
     return True
 
 
-# ---- who watches
+# ---- the watcher
 
 
 class _Worker:
-    """A process, what it has told, and the row that it is at."""
+    """A process, its reports, and its current row."""
 
     def __init__(self, number: int, folder: str, *arguments: Any) -> None:
         self.path = Path(folder) / f"{number}.jsonl"
@@ -193,7 +194,7 @@ class _Worker:
         self.process.start()
 
     def news(self) -> Iterator[Row]:
-        """The rows made since the last time. A line that is half written waits."""
+        """The rows since the last call. A half-written line waits."""
         lines = self.path.read_text().split("\n")[:-1] if self.path.exists() else []
         for line in map(json.loads, lines[self.read :]):
             self.read += 1
@@ -208,9 +209,9 @@ class _Worker:
                 self.failed = line["failed"]
 
     def stop(self) -> None:
-        """Stops the process with all that it has started."""
+        """Stop the process with all that it has started."""
         assert self.process.pid is not None
-        with contextlib.suppress(ProcessLookupError):  # it has not got so far
+        with contextlib.suppress(ProcessLookupError):  # it has not started that yet
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
@@ -224,7 +225,7 @@ def run(
     seconds: float,
     keep: Callable[[], None] = lambda: None,
 ) -> None:
-    """Carries on with `outcome` for so many seconds at most; `keep` is called whenever there is more of it."""
+    """Continue with `outcome` for at most so many seconds; `keep` is called whenever there is more of it."""
     outcome.complete, outcome.problem = False, ""
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +261,7 @@ def run(
 
 
 def _look_after(worker: _Worker, section: Section, outcome: Outcome) -> bool:
-    """Takes the worker's rows, ends one that is stuck, and says whether it still works."""
+    """Take the worker's rows, end it if it hangs, and return whether it still works."""
     alive = worker.process.is_alive()
     for row in worker.news():
         outcome.add(row)

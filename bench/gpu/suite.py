@@ -1,7 +1,7 @@
 """The package's own tests on the GPU, as a section: a row for each test that `pytest -m gpu` selects.
 
-Every worker collects the tests in a pytest session of its own and runs those that it claims, so that a test that hangs or crashes costs
-its row alone, and a later call goes on with those that have not passed.
+Every worker collects the tests in a pytest session of its own and runs those that it claims, so that a test that hangs
+or crashes costs its row alone, and a later call goes on with those that have not passed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .sections import Perform, Row, Task
 
 TESTS = ROOT / "tests"
 OF_TILES = "accuracy or same_bits or masks or layouts"
-"""What block sizes can change."""
+"""The tests that block sizes can affect."""
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None]:
@@ -29,12 +29,12 @@ def tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], N
 
 
 def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None] | list[Task]:
-    """The tests of numbers again, where something was tuned meanwhile."""
+    """The tests of numbers again, if something was tuned meanwhile."""
     return partial(run_tests, [str(TESTS), "-k", OF_TILES]) if any(row.get("written") for row in before.get("tune", [])) else []
 
 
 def run_tests(arguments: Sequence[str], perform: Perform) -> None:
-    """Collect the tests of these arguments, and give them to `perform`. `RuntimeError` where they cannot be collected."""
+    """Collect the tests of these arguments, and pass them to `perform`. `RuntimeError` if they cannot be collected."""
     options = ["-m", "gpu", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-o", "addopts=", "-p", "no:cacheprovider"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = pytest.main([*options, "-qq", "--no-summary", *arguments], plugins=[_Loop(perform)])
@@ -43,7 +43,7 @@ def run_tests(arguments: Sequence[str], perform: Perform) -> None:
 
 
 class _Loop:
-    """A pytest plugin that gives the collected tests to `perform` instead of running them in order."""
+    """A pytest plugin that passes the collected tests to `perform` instead of running them in order."""
 
     def __init__(self, perform: Perform) -> None:
         self.perform = perform
@@ -70,7 +70,8 @@ class _Loop:
 
 
 def _shuffled(item: pytest.Item) -> int:
-    """An order in which every family comes early, if the time is not enough for all, and in which workers seldom compile the same."""
+    """An order in which every family comes early, in case time runs out,
+    and in which workers seldom compile the same."""
     return zlib.crc32(item.nodeid.encode())
 
 

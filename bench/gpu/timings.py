@@ -1,7 +1,7 @@
-"""Our kernels beside every peer that there is on a GPU, each beside its floor: cases of the scans, at the shapes that the targets name.
+"""Our kernels beside every peer on a GPU, each beside its floor: cases of the scans, at the shapes of the targets.
 
-A row is one implementation of one case. It is made in a process that can be stopped, and a peer's rounds take turns with ours, so that the
-ratio between them does not depend on the clocks of the moment.
+A row is one implementation of one case. It is made in a process that can be stopped, and a peer's rounds take turns
+with ours, so that the ratio between them does not depend on the clocks of the moment.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from bench.scans.intention_peers import ALPHA, inverse_of, regularised
 from .sections import Row, Task
 
 BUDGET = 0.3
-"""Seconds of timing a row."""
+"""Seconds of timing per row."""
 HALF = torch.bfloat16
 MILLION = 10**6
 EAGERLY = ", not captured"
-"""Last part of the keys of rows whose calls are made from Python each time."""
+"""Last part of the keys of rows whose calls Python makes each time."""
 
 
 def attention_cases() -> Iterator[Case]:
@@ -57,12 +57,12 @@ def nystrom_cases() -> Iterator[Case]:
 
 
 def continual_cases() -> Iterator[Case]:
-    """As many tokens as four landmarks take: a graph of a peer's 64 steps takes seconds to capture."""
+    """As many tokens as four landmarks take, because a graph of a peer's 64 steps takes seconds to capture."""
     yield from (continual.step(heads=heads, fixed=False, calls=16) for heads in (1, 64, 1024))
 
 
 def layer_cases() -> Iterator[Case]:
-    """Blocks and what they are made of, at the papers' sizes, trained and used."""
+    """Blocks and their parts, at the papers' sizes, in training and in use."""
     for backward in (False, True):
         yield layers.stack(backward=backward)
         yield layers.stack(32, 32, depth=2, backward=backward)
@@ -76,11 +76,11 @@ def layer_cases() -> Iterator[Case]:
     yield from (update(removes=removes) for removes in (False, True))
 
 
-# ---- sections --------------------------------------------------------------------------------------------------------------------------
+# ---- sections --------------------------------------------------------------------------------------------------------
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """The rates that floors are computed with, then ours at all shapes, which are what the check is for, then peers."""
+    """First the rates for the floors, then our kernels at all shapes, which the check is for, then peers."""
     rates = Task("rates", lambda: {"rates": asdict(rates_of(device))})
     return [rates, *of_cases(attention_cases, device, compiled=False)]
 
@@ -94,7 +94,7 @@ def nystrom_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def continual_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """Steps from a graph, and called from Python each time."""
+    """Steps from a graph, and steps called from Python."""
     return [*of_cases(continual_cases, device), *of_cases(continual_cases, device, capture=False)]
 
 
@@ -103,7 +103,7 @@ def layer_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """Ours again, where something was tuned meanwhile."""
+    """Our kernels again, if something was tuned meanwhile."""
     if not any(row.get("written") for row in before.get("tune", [])):
         return []
     return [task for task in of_cases(attention_cases, device, compiled=False) if not task.peer]
@@ -115,7 +115,7 @@ def compiled_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def of_cases(cases: Callable[[], Iterable[Case]], device: str, compiled: bool | None = None, capture: bool = True) -> list[Task]:
-    """A task for each implementation; `compiled`: those alone that `torch.compile` makes, or the others."""
+    """A task for each implementation; `compiled`: only those that `torch.compile` makes, or only the others."""
     measure_on(device)
     made = [
         Task(f"{case}; {name}{'' if capture else EAGERLY}", partial(timed, case, name, capture), not is_ours(name))
@@ -127,7 +127,10 @@ def of_cases(cases: Callable[[], Iterable[Case]], device: str, compiled: bool | 
 
 
 def timed(case: Case, name: str, capture: bool = True) -> Row:
-    """The row of an implementation; a peer's is timed beside what "auto" takes, in tf32 if it may be. A wrong one of ours is a fault."""
+    """The row of an implementation.
+
+    A peer is timed beside "auto", in tf32 if it may be. A wrong result of ours is a fault.
+    """
     ours = next(other for other in case.implementations if is_ours(other) and (IN_TF32 in other) == (IN_TF32 in name))
     names = dict.fromkeys((name,) if is_ours(name) else (ours, name))
     group = measure(case, names, BUDGET, _expected(case), capture)
@@ -139,19 +142,20 @@ def timed(case: Case, name: str, capture: bool = True) -> Row:
 
 @lru_cache(maxsize=1)
 def _expected(case: Case) -> Mapping[str, Results]:
-    """What is expected of a case, whose rows follow each other."""
+    """The expected results of a case; its rows follow each other."""
     return case.expected(case.inputs(0))
 
 
-# ---- flash-linear-attention's mesa_net -------------------------------------------------------------------------------------------------
+# ---- flash-linear-attention's mesa_net -------------------------------------------------------------------------------
 
 MESA = "flash-linear-attention, mesa_net"
 
 
 @declared()
 def a_solve_a_token(batch: int = 256, length: int = 1024, width: int = 64) -> Case:
-    """Ridge regression with keys of norm 1, beside mesa_net, which makes one for each token over those before it, by 30 steps of conjugate
-    gradients, and is right where its last token is. It computes more than one solution for each set: it has no share of our floor."""
+    """Ridge regression with keys of norm 1, beside mesa_net, which makes one for each token over those before it, by 30
+    steps of conjugate gradients, and is right where its last token is. It computes more than one solution for each set:
+    it has no share of our floor."""
     ours = intention.layer(length, batch=batch, width=width, dtype=HALF)
 
     def inputs(seed: int) -> tuple[Tensor, Tensor]:
@@ -159,7 +163,7 @@ def a_solve_a_token(batch: int = 256, length: int = 1024, width: int = 64) -> Ca
         return torch.nn.functional.normalize(key, dim=-1), value
 
     def mesa(i: tuple[Tensor, Tensor]) -> Results:
-        from fla.ops.mesa_net import chunk_mesa_net  # of PyPI's flash-linear-attention
+        from fla.ops.mesa_net import chunk_mesa_net  # from PyPI's flash-linear-attention
 
         key, value = (part.transpose(1, 2).contiguous() for part in i)
         gate, beta = key.new_zeros(key.shape[:3], dtype=torch.float32), key.new_ones(key.shape[:3])

@@ -1,8 +1,9 @@
-"""Which block sizes are fastest on this GPU: tried, found right, timed beside the built-in ones, and written to the package's table.
+"""The fastest block sizes on this GPU: tried, checked, timed beside the built-in ones, and written to the package's
+table.
 
-Two sections. `candidates` compiles each candidate and compares its results with those in float64, in many processes, for compiling is what
-takes long and what may crash. `tune` times those that were right, all in turn, and writes the fastest where it beats the built-in one by
-more than two timings of the built-in one differ.
+There are two sections. `candidates` compiles each candidate and compares its results with float64, in many processes,
+because compiling takes long and may crash. `tune` times those that were right, all in turn, and writes the fastest if
+it beats the built-in one by more than two timings of the built-in one differ.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from .sections import Row, Task
 LEAST_GAIN = 0.01
 BUILT_IN, AGAIN = "built-in", "built-in again"
 FIRST_ROUNDS, FINALISTS, ROUNDS = 3, 4, 21
-"""Rounds in which all take part, how many of them go on, and rounds of these beside the built-in tiles."""
+"""Rounds in which all take part, how many go on, and the rounds of these beside the built-in tiles."""
 SAMPLE = 1e-3
-"""Seconds that a sample takes at least, as a row of calls: an event's own cost is some microseconds."""
+"""Least seconds of a sample, as a row of calls: an event's own cost is some microseconds."""
 
 
 # ---- candidates
 
 
 def candidate_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """What does not compile, or does not fit, is no fault; but the built-in tiles must."""
+    """A candidate that does not compile or fit is not a fault; but the built-in tiles must."""
     return [
         Task(_name(target, tiles), lambda target=target, tiles=tiles: check(target, tiles, device), peer=number > 0)
         for target in targets()
@@ -48,7 +49,8 @@ def _name(target: Target, tiles: Sequence[int]) -> str:
 
 
 def check(target: Target, tiles: tuple[int, ...], device: str) -> Row:
-    """Whether tiles are sound: their error is at most twice that of the built-in ones, and their bits are the same each time."""
+    """Whether tiles are sound: their error is at most twice that of the built-in ones,
+    and their bits are the same each time."""
     key = target.key(torch.device(device))
     with table.using({}):
         right = prepared(target, device, "small", wide=True)()
@@ -73,7 +75,7 @@ def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def tune(target: Target, sound: Mapping[str, bool], device: str, path: Path = table.FILE) -> Row:
-    """The row says what was found; the table has it where it pays, and has no entry where the built-in tiles are as good."""
+    """The row has the result; the table has an entry only if it gains over the built-in tiles."""
     place = torch.device(device)
     built_in, *others = candidates(target, place)
     if not sound[_name(target, built_in)]:
@@ -88,7 +90,8 @@ def tune(target: Target, sound: Mapping[str, bool], device: str, path: Path = ta
 
 
 def fastest(target: Target, built_in: tuple[int, ...], others: Sequence[tuple[int, ...]], device: str) -> dict[str, Any]:
-    """The best of `others` beside the built-in tiles: timed with all of them, then with the best few, and once more alone with these."""
+    """The best of `others` beside the built-in tiles: timed with all of them,
+    then with the best few, and once more alone with these."""
     key = target.key(torch.device(device))
     choices = {BUILT_IN: built_in, AGAIN: built_in, **{" ".join(map(str, tiles)): tiles for tiles in others}}
     call, calls = prepared(target, device, "large"), {}

@@ -1,10 +1,10 @@
 """Two runs side by side: which of our rows changed by more than the noise.
 
-Peers are the control. Their code is the same in both runs, so how much their times moved is what a machine does by itself: the median of
-it is the drift of the whole machine, which is taken out, and what is left of it is the noise between runs: the usual one of all peers, and
-more where the peers of the same group moved by more, since some groups are disturbed and most are not. The quartiles of the samples
-are the noise within one. Where the machine, the threads or torch differ, times say nothing about our code: then ratios to the baseline are
-compared, which say a little.
+Peers are the control. Their code is the same in both runs, so their changes show the machine alone. The median of them
+is the drift of the whole machine, which is taken out. The rest is the noise between runs: the usual noise of all peers,
+or more if the peers of the same group changed more, since some groups are disturbed and most are not. The quartiles of
+the samples are the noise within a run. If the machine, the threads or torch differ, times say nothing about our code:
+ratios to the baseline are compared instead, which say little.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from cmab_kernels.measure import readable
 from ..runs import FAULTS, Row, Run
 
 BOUND = 4.0
-"""Standard deviations, which are themselves known to a fifth: of some hundred rows in which nothing changed, no more than one in ten such
-comparisons tells a single one to be faster or slower."""
+"""Standard deviations beyond which a row counts as changed; they are themselves known to a fifth.
+
+Of some hundred rows without a change, at most one in ten such comparisons calls a single one faster or slower.
+"""
 
 ORDINARY = 2.0
 """Standard deviations by which some peer of a group may be off without the group being a noisy one."""
 
 CONTROLS = 8
-"""Rows of peers below which the noise between runs is not known."""
+"""With fewer rows of peers, the noise between runs is unknown."""
 
 UNKNOWN = 0.05
-"""Standard deviation between runs that is taken where too few peers tell: 5 %, what a shared machine was seen to do."""
+"""The standard deviation between runs if too few peers tell: 5 %, as seen on a shared machine."""
 
 MEMORY_BYTES, MEMORY_SHARE = 2**19, 0.02
-"""A peak has changed by more than both."""
+"""A peak has changed if it changed by more than both."""
 
 LESS_EXACT = 3.0
-"""Times the error: beyond what another order of sums makes."""
+"""The factor of the error beyond another order of sums."""
 
 ROUNDING = 1e-15
-"""Errors below this are none."""
+"""Errors below this count as none."""
 
 QUARTILES = 1.349
 """Interquartile range of a normal distribution of standard deviation 1."""
@@ -51,7 +53,10 @@ By = Literal["time", "ratio"]
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one row of ours. `change` is new over old, the drift of the machine taken out; within `noise` of 1 it says nothing."""
+    """The verdict on one row of ours.
+
+    `change` is new over old without the machine's drift; within `noise` of 1 it is nothing.
+    """
 
     group: str
     implementation: str
@@ -90,15 +95,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs side by side, with what the verdicts rest on."""
+    """Two runs side by side, with the basis of the verdicts."""
 
     old: Run
     new: Run
     by: By
     different: tuple[str, ...]
-    """What makes times incomparable: empty where they are compared."""
+    """The reasons why times are incomparable; empty if they are compared."""
     drift: float
-    """Factor by which peers were slower: of the machine, not of our code."""
+    """The factor by which peers were slower, due to the machine and not to our code."""
     between: float
     """Standard deviation between runs, of the logarithm."""
     controls: int
@@ -147,7 +152,7 @@ def _different(old: Run, new: Run) -> Iterator[str]:
 
 
 def _moved(old: Row, new: Row, by: By) -> float | None:
-    """The logarithm of new over old for the figure that is compared; None where there is nothing to compare."""
+    """The logarithm of new over old for the compared figure; None if there is nothing to compare."""
     if by == "time":
         return math.log(new.seconds.median / old.seconds.median) if new.threads == old.threads else None
     if old.ratio is None or new.ratio is None or old.baseline != new.baseline or new.implementation == new.baseline:
@@ -162,7 +167,7 @@ def _within(row: Row, by: By) -> float:
 
 
 def _deviation(moves: Sequence[float]) -> float:
-    """The standard deviation that half of the moves imply, so that rows that a neighbour disturbed do not decide it."""
+    """The standard deviation that half of the changes imply, so that disturbed rows do not decide it."""
     return 2 * statistics.median(abs(move) for move in moves) / QUARTILES
 
 
@@ -172,7 +177,7 @@ class Noise(NamedTuple):
     drift: float
     between: float
     beside: float
-    """The most that a peer of the same group moved by, the drift taken out."""
+    """The largest change of a peer of the same group, without the drift."""
 
 
 def _change(old: Row | None, new: Row | None, by: By, runs: Noise, why: str) -> Change:
@@ -191,7 +196,7 @@ def _change(old: Row | None, new: Row | None, by: By, runs: Noise, why: str) -> 
 
 
 def _notes(old: Run, new: Run, controls: int, left_out: int) -> Iterator[str]:
-    """What a reader must know before believing it."""
+    """Caveats for a reader."""
     for run, other in ((old, new), (new, old)):
         if only := sorted(run.scans.keys() - other.scans.keys()):
             yield f"only in the {'old' if run is old else 'new'} run: {', '.join(only)}"
@@ -201,11 +206,11 @@ def _notes(old: Run, new: Run, controls: int, left_out: int) -> Iterator[str]:
         yield f"only {controls} rows of peers are in both runs: noise between runs is taken as {UNKNOWN:.0%}, and drift is not taken out"
 
 
-# ---- on the terminal -------------------------------------------------------------------------------------------------------------------
+# ---- on the terminal -------------------------------------------------------------------------------------------------
 
 
 def basis(comparison: Comparison) -> list[str]:
-    """What the verdicts rest on, in sentences."""
+    """The basis of the verdicts, in sentences."""
     old, new = comparison.old, comparison.new
     lines = []
     if old.processor != new.processor:
@@ -229,7 +234,7 @@ def basis(comparison: Comparison) -> list[str]:
 
 
 def table(comparison: Comparison) -> Iterator[str]:
-    """A line a row, what changed first; of rows that did not, how many."""
+    """A line per row, changes first; for unchanged rows, their number."""
     yield from basis(comparison)
     yield ""
     yield f"{'group, implementation':<72}{'old':>10}{'new':>10}{'change':>9}{'noise':>8}  verdict"
@@ -250,7 +255,7 @@ def ordered(comparison: Comparison) -> list[Change]:
 
 
 def shown(row: Row | None, by: By) -> str:
-    """The figure of a row that is compared, as text."""
+    """The compared figure of a row, as text."""
     if row is None:
         return "--"
     if by == "time":
@@ -259,14 +264,14 @@ def shown(row: Row | None, by: By) -> str:
 
 
 def percent(factor: float | None) -> str:
-    """A change as +20%, a great one as 3.1x."""
+    """A change as +20%, a large one as 3.1x."""
     if factor is None:
         return "--"
     return f"{factor - 1:+.1%}" if 0.5 < factor < 2 else f"{factor:.2g}x"
 
 
 def spoken(change: Change) -> str:
-    """The verdict, with what changed beside time."""
+    """The verdict, and changes other than time."""
     said = [f"{change.verdict}{f' ({change.why})' if change.why else ''}"]
     if change.wrong:
         said = [f"NO RIGHT RESULT ANY MORE ({change.why})"]

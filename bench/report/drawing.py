@@ -1,6 +1,7 @@
-"""How figures are drawn: one panel each, as wide as a phone, with the same colour for the same implementation everywhere.
+"""Drawing of figures: one panel each, as wide as a phone, with the same colour for the same implementation everywhere.
 
-A panel becomes an SVG for a page, whose text stays text and takes the page's colours, or stands with others on a sheet, which is a PNG.
+A panel becomes an SVG for a page, whose text stays text and takes the page's colours, or stands with others on a sheet,
+which is a PNG.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from ..runs import DEFINITION, Run, is_ours
 
 INK, FAINT, PAPER = "#1f2328", "#d8dee5", "#fffffe"
-"""Text, grid and ground of a sheet: on a page, its own."""
+"""Text, grid and ground of a sheet; on a page, the page's own."""
 
 OURS = "#d55e00"
 PEERS = ("#0072b2", "#009e73", "#9a4ea3", "#a6761d", "#3d8fb8", "#c2578a")
-"""After Okabe and Ito, dark enough for a white ground and light enough for a black one. Markers tell apart what colours do not."""
+"""Colours after Okabe and Ito, dark enough for white and light enough for black; markers help where colours do not."""
 
 GREY = "#7d8590"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -38,7 +39,8 @@ WIDTH = 3.75
 """Inches of a panel: 390 pixels of a phone show its text at its size."""
 
 LEFT, RIGHT, TITLE, LINE, UNIT, BOTTOM, ENTRY = 0.68, 0.16, 0.3, 0.145, 0.26, 0.5, 0.17
-"""Inches: beside the axes; of the title, of a line under it, of the axes' heading; of ticks and the axis' name; of a line of the legend."""
+"""Inches: beside the axes; of the title, of a line under it, of the axes' heading;
+of ticks and the axis' name; of a line of the legend."""
 
 DPI = 160
 NAME_SIZE, NAME_SPACING = 10, 1.2
@@ -75,7 +77,7 @@ class Style:
     dashes: Any = "-"
     width: float = 1.4
     rank: int = 2
-    """Higher ones lie on top."""
+    """Lines with higher numbers lie on top."""
 
     def line(self) -> dict[str, Any]:
         size = 4.5 if self.width > 2 else 3.5
@@ -90,7 +92,8 @@ class Style:
 
 
 def styles(run: Run) -> dict[str, Style]:
-    """The style of each implementation of a run: ours in one colour and broad, our variants dashed, the definition grey."""
+    """The style of each implementation of a run: ours in one colour and broad,
+    our variants dashed, the definition grey."""
     ours = [name for name in run.implementations if is_ours(name)]
     peers = [name for name in run.implementations if name not in ours and name != DEFINITION]
     chosen = {name: Style(OURS, MARKERS[i % 7], DASHES[i % 3 + 1] if "," in name else "-", 2.6, 4) for i, name in enumerate(ours)}
@@ -100,7 +103,7 @@ def styles(run: Run) -> dict[str, Style]:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: what is written over it, what it says to those who do not see it, and who draws it."""
+    """One plot: its heading, its text for readers who do not see it, and its drawing function."""
 
     name: str
     """A name of letters, digits, - and _ that no other panel has."""
@@ -129,7 +132,7 @@ class Panel:
         )
 
     def onto(self, figure: Figure, x: float = 0.0, y: float = 0.0) -> None:
-        """Draws the panel with its upper left corner `x` and `y` inches from the figure's."""
+        """Draw the panel with its upper left corner `x` and `y` inches from the figure's."""
         wide, high = figure.get_size_inches()
 
         def at(right: float, down: float) -> tuple[float, float]:
@@ -148,7 +151,8 @@ class Panel:
 
 
 def svg(panel: Panel) -> str:
-    """The panel as an SVG for a page: text stays text, in the colours of the page, and every identifier is the panel's own."""
+    """The panel as an SVG for a page: text stays text, in the colours of the page,
+    and every identifier is the panel's own."""
     with matplotlib.rc_context(STYLE):
         figure = Figure((WIDTH, panel.inches))
         panel.onto(figure)
@@ -185,7 +189,7 @@ def sheet(panels: Sequence[Panel], path: Path) -> None:
         figure.savefig(path, format="png", dpi=DPI, metadata={"Software": None})
 
 
-# ---- axes ------------------------------------------------------------------------------------------------------------------------------
+# ---- axes ------------------------------------------------------------------------------------------------------------
 
 STEPS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
 
@@ -202,7 +206,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def log_scale(axis: Any, values: Iterable[float], say: Callable[[float], str], pad: float = 1.35) -> None:
-    """Makes an axis logarithmic, with room around `values` and a few ticks that `say` writes."""
+    """Make an axis logarithmic, with room around `values` and a few ticks that `say` writes."""
     low, high = min(values := list(values)) / pad, max(values) * pad
     which = axis.axis_name
     getattr(axis.axes, f"set_{which}scale")("log")
@@ -217,7 +221,7 @@ def _ticks(axis: Any, places: Sequence[float], say: Callable[[float], str]) -> N
 
 
 def sizes_axis(axes: Axes, values: Sequence[int]) -> None:
-    """Ticks at the sizes that were measured, but none on another's label; even steps if they grow by factors."""
+    """Ticks at the measured sizes, without overlapping labels; at even steps if they grow by factors."""
     low, high = min(values), max(values)
     if low > 0 and high / low >= 8:
         axes.set_xscale("log")
@@ -247,7 +251,8 @@ def mebibytes(value: float) -> str:
 
 
 def name_ends(axes: Axes, ends: Mapping[str, tuple[float, Style]]) -> None:
-    """Writes each name in the colour of its line right of the axes, at the height of the line's end, or lower where another name stands.
+    """Writes each name in the colour of its line right of the axes, at the height of the line's end, or lower where
+    another name stands.
 
     `ends` is name -> the line's last value, and how it looks.
     """
@@ -264,7 +269,7 @@ def name_ends(axes: Axes, ends: Mapping[str, tuple[float, Style]]) -> None:
 
 
 def name_y(axes: Axes, name: str) -> None:
-    """Writes the name of the y axis over the axes, where it is read without turning one's head."""
+    """Write the name of the y axis above the axes, where it is read without turning one's head."""
     axes.set_title(name, loc="left", fontsize=7, pad=4)
 
 

@@ -1,8 +1,10 @@
-"""docs/measured.md, its plots, the headline of the README, the table of docs/when_not.md: `python -m bench.report.measured` writes them.
+"""docs/measured.md, its plots, the headline of the README, the table of docs/when_not.md: `python -m
+bench.report.measured` writes them.
 
-The page is measured.md, beside this file, in which each {group} has given way to the figures of that group. All come from runs in
-bench/results: `page.json` has what measured.md shows, `short.json` the short calls of when_not.md, `avx2.json` and `short_avx2.json` the
-headline and the short calls with both sides held to AVX2. `python -m bench.report.measured RUN` measures one of them anew, from a commit.
+The page is measured.md, beside this file, in which each {group} has given way to the figures of that group. All come
+from runs in bench/results: `page.json` has what measured.md shows, `short.json` the short calls of when_not.md,
+`avx2.json` and `short_avx2.json` the headline and the short calls with both sides held to AVX2. `python -m
+bench.report.measured RUN` measures one of them anew, from a commit.
 """
 
 from __future__ import annotations
@@ -27,24 +29,27 @@ PAGE = ROOT / "docs" / "measured.md"
 PLOTS = {plots.FIRST: ROOT / "docs" / "measured.png", "prefix_attention_states": ROOT / "docs" / "prefixes.png"}
 """Operators whose curves are drawn -> the plot of each."""
 WHOLE, NARROW = RESULTS / "page.json", RESULTS / "avx2.json"
-"""The run of all that is shown; the run of which the headline shows ratios beside those, both sides held to AVX2."""
+"""The run of all shown figures; and the run for the headline's ratios with both sides held to AVX2."""
 SHORT, NARROW_SHORT = RESULTS / "short.json", RESULTS / "short_avx2.json"
-"""Short calls, of which when_not.md shows where they lose; the same held to AVX2."""
+"""Short calls, for when_not.md, which shows our losses; the same held to AVX2."""
 HEADLINE, LOSSES = Marks(ROOT / "README.md", "headline table"), Marks(ROOT / "docs" / "when_not.md", "short calls")
 
 INTRODUCTION, *TABLES = re.split(r"(?m)^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
-"""The text of the page: what stands before the first heading, and a table under each. The first is the headline of the README."""
+"""The text of the page: the part before the first heading, and a table under each.
+
+The first is the README's headline.
+"""
 
 PLACE = re.compile(r"\{([^}]+)\}")
 
 
 def shown(tables: Sequence[str]) -> set[str]:
-    """The groups whose figures stand in these tables."""
+    """The groups with figures in these tables."""
     return {place for table in tables for place in PLACE.findall(table) if place != "narrow" and not place.startswith("where")}
 
 
 def measure(path: Path) -> None:
-    """Measures one of the runs anew: what is published is what a commit does."""
+    """Measure one of the runs again; published figures come from a commit."""
     if provenance.dirty():
         raise SystemExit("the checkout has changes that are in no commit: commit them, and measure then")
     held = {side: str(provenance.machine()[f"{side}_instruction_set"]).lower() for side in ("native", "torch")}
@@ -67,10 +72,12 @@ def headline(run: Run, narrow: Run) -> str:
 
 
 def filled(table: str, run: Run, narrow: Run | None = None) -> str:
-    """A table with its figures and a line that says where it was measured; without the rows that the run has not, empty if it has none.
+    """A table with its figures and a line that says where it was measured; without the rows that the run has not, empty
+    if it has none.
 
-    {narrow} in a row gives way to the ratio of the run `narrow`, {where narrow} to where that was. Where torch was faster in that run, a
-    row shows its time there, and our ratio to it: a ratio is to the fastest torch that this machine has.
+    {narrow} in a row gives way to the ratio of the run `narrow`, {where narrow} to where that was. Where torch was
+    faster in that run, a row shows its time there, and our ratio to it: a ratio is to the fastest torch that this
+    machine has.
     """
     lines, threads = [], set()
     for line in table.rstrip().split("\n"):
@@ -90,18 +97,19 @@ def filled(table: str, run: Run, narrow: Run | None = None) -> str:
 
 
 def _pair(group: Sequence[Row]) -> tuple[Row, Row] | None:
-    """Ours and the fastest baseline of a group."""
+    """Our row and the fastest baseline of a group."""
     ours = next((row for row in group if row.ours), None)
     theirs = next((row for row in group if ours and row.implementation == ours.baseline), None)
     return (ours, theirs) if ours and theirs else None
 
 
 FASTER = 0.95
-"""Held to AVX2, torch counts as faster if it takes less than this share of its time: two runs differ by more than two ways in one."""
+"""Held to AVX2, torch counts as faster if it takes less than this share of its time:
+two runs differ by more than two ways in one."""
 
 
 def _cells(ours: Row, theirs: Row, held: Row | None) -> str:
-    """The cells of torch's figures, of ours and of the ratio; `held` are torch's figures where it is held to AVX2."""
+    """The cells of torch's figures, of ours and of the ratio; `held` are torch's figures held to AVX2."""
     if held is None or held.seconds.median >= FASTER * theirs.seconds.median:
         return f"{_figures(theirs)} | {_figures(ours)} | {_ratios(ours.ratio)}{', noisy' if ours.noisy else ''}"
     ratio = ours.seconds.median / held.seconds.median
@@ -119,14 +127,14 @@ def _ratios(ratio: Spread | None) -> str:
 
 
 def _ratio(ratio: float) -> str:
-    """Two digits of what is small, two places of the rest; of what is tiny, how many times it is less."""
+    """Two digits of small numbers, two places of others; for tiny ones, the factor by which they are less."""
     if ratio < 0.001:
         return f"1 / {float(f'{1 / ratio:.2g}'):,.0f}"
     return f"{ratio:.2g}" if ratio < 0.1 else f"{ratio:.2f}"
 
 
 def _where(run: Run, threads: Sequence[int]) -> str:
-    """The machine and the day; the commit stands in the file."""
+    """The machine and the day; the commit is in the file."""
     count = f"{' or '.join(map(str, threads))} thread{'' if threads == [1] else 's'}"
     machine = f"{run.processor} ({run.machine['native_instruction_set']}), {count}, torch {run.versions['torch']}"
     dirty = " **with changes that are in no commit**" if run.dirty else ""
@@ -134,7 +142,8 @@ def _where(run: Run, threads: Sequence[int]) -> str:
 
 
 def short_calls(run: Run, narrow: Run) -> str:
-    """The table of when_not.md: ratios of short calls by queries and keys, losses in bold by the rule of the benchmark's report."""
+    """The table of when_not.md: ratios of short calls by queries and keys,
+    losses in bold by the rule of the benchmark's report."""
     found: dict[tuple[int, ...], dict[tuple[str, int], str]] = {}
     for source, rows in (("", run.rows), ("AVX2", narrow.rows)):
         for row in rows:

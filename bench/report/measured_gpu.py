@@ -1,8 +1,9 @@
 """docs/measured_gpu.md and the GPU's headline in the README, from the newest file that bench/gpu_check.py wrote.
 
-`python -m bench.report.measured_gpu` writes them. The page is measured_gpu.md, beside this file, in which each {group} has given way to the
-figures of that group, and each other {name} to a fact of the run. Floors are computed here, by the rates of the run. Where time ended
-before a group or its peers were timed, they are those of the check before, with a mark.
+`python -m bench.report.measured_gpu` writes them. The page is measured_gpu.md, beside this file, in which each {group}
+has given way to the figures of that group, and each other {name} to a fact of the run. Floors are computed here, by the
+rates of the run. Where time ended before a group or its peers were timed, they are those of the check before, with a
+mark.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ HEADLINE = Marks(ROOT / "README.md", "GPU table")
 PAGE = ROOT / "docs" / "measured_gpu.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
 EARLIER = "†"
-"""The mark of what was timed in the check before, not in turn with the rest."""
+"""The mark of figures that were timed in the check before, not in turn with the rest."""
 CAPTURED_APART = ", not captured"
-"""Last part of the keys of rows that the page does not show: the same calls, made from Python each time."""
+"""Last part of the keys of rows that the page does not show: the same calls from Python."""
 TF32 = "; tf32"
 """Last part of a place for the figures of float32 that may be multiplied in tf32, on both sides."""
 OVER_KEYS = ("latent_attention", "projected_attention_state", "nn.MultiheadAttention")
-"""What no library has a fast kernel for in float32: there plain torch is the peer."""
+"""Operators for which no library has a fast float32 kernel: plain torch is the peer there."""
 
 SHORTEST = 1e-6
-"""A floor below so many seconds is less than any launch takes: no share of it is shown."""
+"""A floor of fewer seconds is shorter than any launch, so no share of it is shown."""
 
 Row = Mapping[str, Any]
 PLACE = re.compile(r"\{([^}]+)\}")
@@ -65,7 +66,7 @@ def page(path: Path) -> str:
 
 
 def _before(path: Path) -> Mapping[str, Any] | None:
-    """The check of the day before that of a file, with what an earlier run of its day had timed besides."""
+    """The check of the day before that of a file, with the other timings of an earlier run of its day."""
     older = [other for other in _by_day() if other.stem[-10:] < path.stem[-10:]]
     if not older:
         return None
@@ -85,7 +86,7 @@ def _of_earlier(before: Mapping[str, Any] | None) -> str:
 
 
 def cases() -> dict[str, Case]:
-    """Group -> the case that is timed."""
+    """Group -> the timed case."""
     families = (timings.attention_cases, timings.intention_cases, timings.nystrom_cases, timings.continual_cases, timings.layer_cases)
     measured = device()
     measure_on("cuda")
@@ -96,7 +97,7 @@ def cases() -> dict[str, Case]:
 
 
 def headline(text: str) -> str:
-    """The table under the page's first heading of a second level, without that."""
+    """The table under the page's first second-level heading, without that heading."""
     return text.split("\n## ")[1].partition("\n")[2].strip()
 
 
@@ -111,7 +112,8 @@ def timed(check: Mapping[str, Any]) -> dict[str, list[Row]]:
 
 
 def with_earlier(groups: Mapping[str, list[Row]], before: Mapping[str, Any] | None) -> dict[str, list[Row]]:
-    """The groups, those without a peer with the peers of the check before, and the groups that it alone has; what is of it is marked."""
+    """The groups, those without a peer with the peers of the check before,
+    and the groups that it alone has; what is of it is marked."""
     earlier = {name: [{**row, "earlier": EARLIER} for row in rows] for name, rows in timed(before).items()} if before else {}
     alone = {name: rows for name, rows in earlier.items() if name not in groups}
     both = {name: rows if any(map(_is_peer, rows)) else [*rows, *filter(_is_peer, earlier.get(name, []))] for name, rows in groups.items()}
@@ -123,7 +125,7 @@ def _is_peer(row: Row) -> bool:
 
 
 def rates(check: Mapping[str, Any]) -> Rates:
-    """Those of the run. A run of before "tf32" was a rate of its own has it under "float32"."""
+    """The rates of the run. Older runs, without a rate for "tf32", have it under "float32"."""
     found = next(row["rates"] for row in check["sections"]["timings"]["rows"] if "rates" in row)
     matrix = found["matrix"]
     if "tf32" not in matrix:
@@ -139,7 +141,7 @@ class Table:
         self.auto: Mapping[str, str] = check.get("added_later", {}).get("auto", {})
 
     def cells(self, place: str) -> str:
-        """The cells of a group; empty where we were not timed."""
+        """The cells of a group; empty if ours was not timed."""
         group, tf32 = place.removesuffix(TF32), place.endswith(TF32)
         rows = [row for row in self.groups.get(group, ()) if (IN_TF32 in row["implementation"]) == tf32]
         mine = self._mine(group, [row for row in rows if is_ours(row["implementation"])])
@@ -159,7 +161,8 @@ class Table:
         return f"{peer['implementation']}{peer.get('earlier', '')}{other} | {_figures(peer)} | {rest.format(ratio)}"
 
     def _mine(self, group: str, ours: Sequence[Row]) -> Row | None:
-        """What a call without `impl` takes: the only one, or "auto", or what it took by what was added to the run later."""
+        """The implementation of a call without `impl`: the only one, or "auto",
+        or its choice as added to the run later."""
         found = {row["implementation"]: row for row in ours}
         return found.get(AUTO) or found.get(self.auto.get(group, "")) or next(iter(ours), None)
 
@@ -170,13 +173,13 @@ class Table:
 
 
 def is_fair(mine: Row, peers: Sequence[Row]) -> bool:
-    """False where plain torch, which stores the scores, was not tried, and nothing else is fast there."""
+    """False if plain torch, which stores the scores, was not tried, and nothing else is fast there."""
     wanted = mine["scan"] in OVER_KEYS and "float32" in mine["group"]
     return not wanted or any(stores_scores(peer["implementation"]) for peer in peers)
 
 
 def filled(line: str, table: Table, known: Mapping[str, str]) -> str | None:
-    """A line with its figures; None where its group has none."""
+    """A line with its figures, or None if its group has none."""
     for place in PLACE.findall(line):
         if place not in known and not table.cells(place):
             return None

@@ -1,4 +1,4 @@
-"""What a run of the GPU check was: its machine, the commit, how much of the check was run, and which kernels have changed since."""
+"""Facts of a run of the GPU check: its machine, the commit, how much was run, and which kernels have changed since."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..gpu_check import SECTIONS
 
 
 def facts(check: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Name of a place of the page -> its text. `ValueError` where git does not know the commit."""
+    """Name of a place on the page -> its text. `ValueError` if git does not know the commit."""
     machine, added = check["machine"], check.get("added_later", {})
     there = provenance.sources_of(machine["commit"])
     changed = Changed(machine.get("kernels") or provenance.kernel_digests(there), provenance.kernel_digests(provenance.sources()))
@@ -44,7 +44,7 @@ def _rates(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{products}, memory {found['memory'] / 1e12:.2f} TB/s; exponentials {found['exponentials'] / 1e12:.1f} T/s by the clock"
 
 
-# ---- how much was run ------------------------------------------------------------------------------------------------------------------
+# ---- how much was run ------------------------------------------------------------------------------------------------
 
 
 def _suite(suite: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, str]:
@@ -69,11 +69,11 @@ def _sections(sections: Mapping[str, Any]) -> str:
     return "; ".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in kinds.items())
 
 
-# ---- which kernels have changed --------------------------------------------------------------------------------------------------------
+# ---- which kernels have changed --------------------------------------------------------------------------------------
 
 
 class Changed:
-    """The sources of kernels that are not as they were, by their digests then and now."""
+    """The kernel sources that have changed, by their digests then and now."""
 
     def __init__(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
         self.total = len(now)
@@ -85,7 +85,7 @@ class Changed:
         return f"{len(self.files)} of the {self.total} files of kernels for GPUs have changed since that commit or are new{gone}"
 
     def listed(self) -> str:
-        """A line for each folder."""
+        """One line for each folder."""
         folders: dict[str, list[str]] = {}
         for name in self.files:
             folders.setdefault(str(PurePath(name).parent), []).append(PurePath(name).name)

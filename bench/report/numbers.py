@@ -59,7 +59,7 @@ def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _short(figure: float) -> str:
-    """Two digits of a figure, without the zeros that an exponent is filled with."""
+    """Two digits of a figure, without leading zeros in the exponent."""
     if figure == 0 or math.isinf(figure):
         return "∞" if figure else "0"
     mantissa, _, exponent = f"{figure:.1e}".partition("e")

@@ -1,4 +1,4 @@
-"""A run as one page: what was measured, what it comes to, figures, every row, and how each number came about. It needs nothing else."""
+"""A run as one self-contained page: what was measured, a summary, figures, every row, and how each number arose."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(run: Run, folder: Path, comparison: Comparison | None = None) -> list[
 
 
 def html(run: Run, comparison: Comparison | None, sheets: Mapping[str, Sequence[Panel]]) -> str:
-    """All that comes from a run is escaped."""
+    """Everything from a run is escaped."""
     sections = {
         "run": ("What was measured", _machine(run)),
         "summary": ("Summary", _summary(run)),
@@ -81,12 +81,12 @@ def _anchor(section: str, scan: str) -> str:
 
 
 def _pairs(pairs: Mapping[str, str]) -> str:
-    """A list of names and what they stand for, which is HTML already."""
+    """A list of names and their meanings, which are HTML already."""
     return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in pairs.items() if value) + "</dl>"
 
 
 def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
-    """A table in a box that scrolls by itself, should a window be too narrow for it; `rows` are HTML already."""
+    """A table in a box that scrolls by itself if a window is too narrow; `rows` are HTML already."""
     cells = "".join(f'<th scope="col">{name}</th>' for name in head)
     body = "\n".join(rows)
     return (
@@ -96,13 +96,13 @@ def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
 
 
 def _line(head: Sequence[str], cells: Sequence[str], kind: str = "") -> str:
-    """The first cell names the row. The others know what stands over them: on a phone, each says so itself."""
+    """The first cell names the row. The others carry their heading: on a phone, each shows it itself."""
     row = f' class="{kind}"' if kind else ""
     rest = (f'<td data-label="{name}">{cell}</td>' for name, cell in zip(head[1:], cells[1:], strict=True))
     return f'<tr{row}><th scope="row">{cells[0]}</th>{"".join(rest)}</tr>'
 
 
-# ---- what was measured, and what it comes to -------------------------------------------------------------------------------------------
+# ---- what was measured, and what it comes to -------------------------------------------------------------------------
 
 
 def _machine(run: Run) -> str:
@@ -152,7 +152,7 @@ in {len(even)} the quartiles leave it open; in {len(slower)} it is slower.{_ends
 
 
 def _ends(judged: Sequence[tuple[Row, float]]) -> str:
-    """Where it gains most, and where least."""
+    """The largest gain and the smallest."""
     if not judged:
         return ""
     best, worst = max(judged, key=lambda pair: pair[1]), min(judged, key=lambda pair: pair[1])
@@ -161,7 +161,7 @@ least, {times(worst[1])}, in {_where(worst[0])}."""
 
 
 def _noisy(count: int) -> str:
-    """Says how many groups count for nothing."""
+    """State how many groups do not count."""
     return f" <strong>{count} more groups are noisy</strong>, and count neither as gain nor as loss." if count else ""
 
 
@@ -189,7 +189,7 @@ def _even(row: Row) -> bool:
 
 
 def clearly_slower(row: Row) -> bool:
-    """A loss: more than the time of the fastest peer, and the quartiles say so too."""
+    """A loss: slower than the fastest peer, and by the quartiles as well."""
     return row.ratio is not None and row.ratio.median > 1 and not _even(row)
 
 
@@ -213,14 +213,14 @@ def _quartiles(row: Row) -> str:
 
 
 def _wrong(run: Run) -> str:
-    """The wrong rows, which come before all else."""
+    """The wrong rows, which come before all others."""
     if not run.wrong:
         return ""
     lines = "".join(f"<li><code>{escape(name)}</code>: {escape(why)}</li>" for name, why in run.wrong.items())
     return f'<p class="bad">No right result, and so no speed:</p><ul class="bad">{lines}</ul>'
 
 
-# ---- figures ---------------------------------------------------------------------------------------------------------------------------
+# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def _figures(run: Run, sheets: Mapping[str, Sequence[Panel]]) -> str:
@@ -236,7 +236,7 @@ def _drawn(panels: Sequence[Panel]) -> str:
 
 
 AT = {"n": 120, "m": 4, "d": 192}
-"""Where the paper on continual Nyström attention counts."""
+"""The places where the paper on continual Nyström attention counts."""
 
 CALLED = {
     "full": "full attention",
@@ -248,7 +248,7 @@ CALLED = {
     "fixed retroactive": "fixed landmarks, retroactive",
     "fixed single": "fixed landmarks, single",
 }
-"""Schemes as a reader meets them."""
+"""Schemes in words for a reader."""
 
 
 @cache
@@ -267,8 +267,10 @@ paper's counts for fixed landmarks leave the window out.</p>"""
 
 
 def counts(scheme: str) -> tuple[float, ...]:
-    """Operations of the paper and as executed; elements of a head that are kept between steps, of the paper and here, and the most that are
-    held, of the paper: 0 where a scheme keeps nothing."""
+    """Operations of the paper and as executed; and elements of a head between steps, of the paper and here.
+
+    The last figure is the most elements that the paper holds at a time. Figures are 0 if a scheme keeps nothing.
+    """
     n, m, d = AT.values()
     operations = paper_operations(scheme, n, m, d), executed_on_average(scheme, n, m, d)
     if scheme in SCHEMES[:2]:
@@ -278,7 +280,7 @@ def counts(scheme: str) -> tuple[float, ...]:
     return *operations, memory.between, here, memory.peak
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------------------------
+# ---- rows ------------------------------------------------------------------------------------------------------------
 
 HEAD = (
     "implementation",
@@ -339,7 +341,7 @@ def _missing(run: Run) -> str:
     return quick + _table("What was not measured, and why", ("row", "why"), rows)
 
 
-# ---- two runs --------------------------------------------------------------------------------------------------------------------------
+# ---- two runs --------------------------------------------------------------------------------------------------------
 
 
 CHANGES = ("row", "verdict", "change", "noise", "old", "new")
@@ -370,7 +372,7 @@ def _noise(change: Change) -> str:
     return compare.percent(change.noise).lstrip("+")
 
 
-# ---- definitions -----------------------------------------------------------------------------------------------------------------------
+# ---- definitions -----------------------------------------------------------------------------------------------------
 
 
 def _definitions(run: Run) -> str:
@@ -380,7 +382,7 @@ def _definitions(run: Run) -> str:
 
 
 def _rates(run: Run) -> str:
-    """The rates that floors were computed with."""
+    """The rates behind the floors."""
     rates = run.rates
     if not rates:
         return ""

@@ -1,4 +1,4 @@
-"""What is drawn of a run: memory and time along each axis, and what it gains over its peers."""
+"""The plots of a run: memory and time along each axis, and the gains over its peers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .series import Series, axes, series, words
 
 MIB = 2**20
 RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
-"""MiB below which peaks of memory cannot be told apart: less is drawn there."""
+"""Peaks of memory below so many MiB cannot be told apart, and are drawn at this value."""
 
 NAMES = {
     **{"N": "keys", "n": "tokens of the window", "m": "landmarks", "D": "width of a head", "E": "width of the values", "H": "heads"},
     **{"B": "batch", "L": "queries", "C": "width of the model", "t": "tokens a call", "d": "width"},
 }
-"""What axes are called."""
+"""The names of axes."""
 
 
 def panels(run: Run, scan: str) -> list[Panel]:
@@ -79,11 +79,11 @@ def slug(*parts: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(parts)).strip("-").lower()
 
 
-# ---- curves ----------------------------------------------------------------------------------------------------------------------------
+# ---- curves ----------------------------------------------------------------------------------------------------------
 
 
 def _draw(one: Series, figure: Callable[[Row], Spread], chosen: Mapping[str, Style], axes: Axes) -> list[Spread]:
-    """Draws a figure of the rows along the axis, shades what lies between its quartiles, and returns all of its values."""
+    """Draw a figure of the rows along the axis, shade the range of its quartiles, and return all of its values."""
     every = []
     for name, style in chosen.items():
         rows = one.lines[name]
@@ -104,7 +104,7 @@ def _draw_time(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
 
 
 def _draw_memory(one: Series, least: float, chosen: Mapping[str, Style], axes: Axes) -> None:
-    """What cannot be measured is drawn as the least that can."""
+    """Values too small to measure are drawn as the least measurable one."""
     every = _draw(one, lambda row: Spread(*3 * [max(least, row.scratch / MIB)]), chosen, axes)
     drawing.log_scale(axes.yaxis, [least, 20 * least, *(peak.median for peak in every)], drawing.mebibytes, pad=2)
     axes.axhline(least, color=INK, linewidth=0.6, linestyle=":", zorder=0)
@@ -119,10 +119,10 @@ def _name_axes(axes: Axes, one: Series, name: str) -> None:
     drawing.sizes_axis(axes, one.values)
 
 
-# ---- gains -----------------------------------------------------------------------------------------------------------------------------
+# ---- gains -----------------------------------------------------------------------------------------------------------
 
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}
-"""Around labels that lie over lines."""
+"""The outline of labels that lie over lines."""
 
 
 def overview(run: Run) -> Panel | None:
@@ -144,7 +144,7 @@ def overview(run: Run) -> Panel | None:
 
 
 def gains(run: Run, scan: str) -> list[tuple[Row, float]]:
-    """For each group with a baseline that is not ours: our fastest kernel, and how many times as long that baseline takes."""
+    """For each group with a baseline that is not ours: our fastest kernel, and the baseline's time in units of ours."""
     found = []
     for group in run.groups.values():
         ours = fastest(group)
@@ -167,7 +167,7 @@ def _draw_overview(found: Mapping[str, Sequence[float]], axes: Axes) -> None:
     axes.set_xlabel("times as fast", labelpad=2)
 
 
-# ---- plots for the pages -----------------------------------------------------------------------------------------------------------------
+# ---- plots for the pages ---------------------------------------------------------------------------------------------
 
 FIRST = "nn.CMAB"
 """The scan of the plot on the first page."""
@@ -176,7 +176,7 @@ TITLES = {
     FIRST: "A CMAB that has read N points is given one more",
     "prefix_attention_states": "A loss after each of N events, forward and backward",
 }
-"""Scan -> what is seen on its plot."""
+"""Scan -> the content of its plot, in words."""
 
 LINES = {
     FIRST: {
@@ -185,10 +185,10 @@ LINES = {
         "the block with scaled_dot_product_attention": "torch's attention\nreads all again",
     }
 }
-"""Scan -> implementation -> what is written beside its line, where that is not its name."""
+"""Scan -> implementation -> the text beside its line, if that is not its name."""
 
 SHOWN = {"prefix_attention_states": {"pass": "forward + backward", "B": 16, "L": 8, "D": 16}}
-"""Scan -> the sizes and choices of its plot, where they are not left to the curves."""
+"""Scan -> the sizes and choices of its plot, if they are not left to the curves."""
 
 
 def _shown(run: Run, scan: str) -> Series:
@@ -212,7 +212,7 @@ def digest(run: Run, scan: str) -> str:
 
 
 def picture(run: Run, scan: str, path: Path) -> None:
-    """Memory and time side by side, for a page 800 pixels wide; the file says which run it is of, and of which rows."""
+    """Memory and time side by side, for a page 800 pixels wide; the file names its run and its rows."""
     one = _shown(run, scan)
     chosen = {name: styles(run)[name] for name in run.implementations if name in one.lines}
     with matplotlib.rc_context(STYLE | {"font.size": 12}):
@@ -236,5 +236,5 @@ def picture(run: Run, scan: str, path: Path) -> None:
 
 
 def _beside(scan: str, implementation: str) -> str:
-    """What is written beside the line of an implementation."""
+    """The text beside the line of an implementation."""
     return LINES.get(scan, {}).get(implementation, called(implementation).replace(", ", ",\n"))

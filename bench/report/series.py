@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from ..runs import Row, Run, Value
 
 LENGTHS = ("N", "n")
-"""Axes that matter most: keys, or tokens of a window."""
+"""The axes that matter most: keys, or tokens of a window."""
 
 POINTS = 3
-"""Fewer are no curve."""
+"""Fewer points are no curve."""
 
-# ---- curves ----------------------------------------------------------------------------------------------------------------------------
+# ---- curves ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ def axes(run: Run, scan: str) -> list[str]:
 
 
 def series(run: Run, scan: str, axis: str) -> list[Series]:
-    """The curves along `axis`: for each set of groups that differ in it alone, implementations with three points or more."""
+    """The curves along `axis`: for each set of groups that differ in it alone,
+    implementations with three points or more."""
     sets: dict[tuple[tuple[str, Value], ...], list[Row]] = {}
     for row in run.scans[scan]:
-        if isinstance(row.parameters.get(axis), int):  # of words the table of rows tells
+        if isinstance(row.parameters.get(axis), int):  # the table of rows covers words
             sets.setdefault(tuple(sorted(_without(row.parameters, axis).items())), []).append(row)
     found = [Series(scan, axis, _without(rows[0].parameters, axis), _lines(rows, axis)) for rows in sets.values()]
     return [one for one in found if one.lines]
@@ -62,7 +63,7 @@ def _lines(rows: Sequence[Row], axis: str) -> dict[str, tuple[Row, ...]]:
     return lines
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------------------------
+# ---- words -----------------------------------------------------------------------------------------------------------
 
 BARE = ("pass", "dtype")
 """Parameters whose values need no name beside them."""
@@ -71,10 +72,10 @@ COUNTED = {
     **{"N": ("key", "keys"), "L": ("query", "queries"), "H": ("head", "heads"), "m": ("landmark", "landmarks")},
     **{"t": ("token a call", "tokens a call"), "threads": ("thread", "threads"), "states": ("state", "states")},
 }
-"""Parameters that are numbers of something -> what one of it is called, and what many are."""
+"""Parameters that are counts -> the singular and the plural of the counted thing."""
 
 SIZED = {"B": "batch of", "n": "window of", "D": "width", "d": "width", "C": "model width", "E": "value width"}
-"""Parameters that are sizes -> what is said before the number."""
+"""Parameters that are sizes -> the words before the number."""
 
 
 def words(parameters: Mapping[str, Value]) -> str:
@@ -94,7 +95,8 @@ def _say(name: str, value: Value) -> str:
 
 
 def labels(rows: Sequence[Row]) -> tuple[str, dict[str, str]]:
-    """What can be said once for a set of rows, and a label for each group: its pass, its length, and where it is not like most."""
+    """The common description of a set of rows, and a label for each group:
+    its pass, its length, and its differences."""
     counts: dict[str, Counter[Value]] = {}
     for row in rows:
         for name, value in row.parameters.items():

@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: a line for each group on the way, and the table at its end."""
+"""The terminal output of a run: a line for each group on the way, and the table at its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ..runs import Row, Run, beyond_results
 
 
 def table(groups: Mapping[str, Sequence[Row]], problems: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """One block for each group: time, its spread, ratio, memory beyond the results, speed, error; and why there is nothing of some."""
+    """One block for each group: time, its spread, ratio, memory beyond the results,
+    speed, error; and why there is nothing of some."""
     for group in dict.fromkeys((*groups, *problems)):
         yield ""
         yield f"{group:<64}{'median':>10}{'spread':>8}{'ratio':>24}{'memory':>12}{'GFLOP/s':>9}{'error':>9}"

@@ -1,4 +1,4 @@
-"""What there is to measure: a scan is all cases of one public operator or module."""
+"""The measured cases: a scan is all cases of one public operator or module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .case import Case
 
 
 def all_cases() -> list[Case]:
-    """Every case, for the device that is measured."""
+    """Every case, for the measured device."""
     streams = (continual, continual_modules, continual_layers)
     families = (attention, prefix, projected, modules, layers, intention, intention_state, nystrom, *streams)
     return [case for family in families for case in family.cases()]

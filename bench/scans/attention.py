@@ -40,7 +40,7 @@ SDPA = "scaled_dot_product_attention"
 FLEX, FLEX_IN_TF32 = (plain_attention.FLEX + precision + COMPILED for precision in ("", IN_TF32))
 OURS_IN_TF32 = "triton" + IN_TF32
 BACKENDS = {"cpu": ("MATH",), "cuda": ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")}
-"""Backends of torch's attention, by name; on a CPU it takes its flash kernel by itself."""
+"""Backends of torch's attention, by name; on a CPU it uses its flash kernel by itself."""
 
 
 def by_backend(name: str) -> Attend:
@@ -77,7 +77,8 @@ ATTENTION: dict[str, Attend] = {
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Attention and, for a `dout`, its gradients, in float64 by autograd: head by head, as the scores are stored."""
+    """Attention and, for a `dout`, its gradients, in float64 by autograd,
+    head by head because the scores are stored."""
     if dout is None:
         return (attended(query, key, value).out,)
     heads = [_exact_gradients(*(part[:, head].detach().double() for part in (query, key, value, dout))) for head in range(query.shape[1])]
@@ -95,7 +96,7 @@ def _exact_gradients(query: Tensor, key: Tensor, value: Tensor, dout: Tensor) ->
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
-    """The state by the formula, in float64, some queries of a head at a time, as the scores are stored."""
+    """The state by the formula, in float64, some queries of a head at a time because the scores are stored."""
     heads = []
     for q, k, v in zip(*(part.detach().unbind(1) for part in (query, key, value)), strict=True):
         k, v = k.double(), v.double()
@@ -106,7 +107,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
 
 
 def _queries_at_a_time(key: Tensor) -> int:
-    """So many that their scores take 512 MiB."""
+    """As many queries as have 512 MiB of scores."""
     return max(1, 2**26 // max(1, key.shape[0] * key.shape[1]))
 
 
@@ -125,14 +126,14 @@ def attention(
 ) -> Case:
     """Attention of `latents` queries over `keys` given keys and values, all of one width.
 
-    `transposed`: laid out (B, N, H, D), as projections leave it, not (B, H, N, D). `every_peer`: those too that take seconds to compile.
-    `logits`: their standard deviation.
+    `transposed`: the layout is (B, N, H, D), as projections leave it, not (B, H, N, D). `every_peer`: include those
+    that take seconds to compile. `logits`: their standard deviation.
     """
     scores = batch * heads * latents * keys
     named = dtype_name(dtype)
 
     def names() -> Iterator[str]:
-        """Peers in tf32 stand beside our kernel in tf32, for float32 alone."""
+        """Peers in tf32 are compared with our kernel in tf32, for float32 alone."""
         yield from kernels("latent_attention")
         yield from (SDPA, NAIVE)
         if every_peer:
@@ -143,7 +144,8 @@ def attention(
             yield from (FLASH, FLASHINFER)
 
     def in_reach(name: str) -> bool:
-        """On a CPU what stores the scores is left out where they alone take a gigabyte; on a GPU its memory decides."""
+        """On a CPU, peers that store the scores are left out from a gigabyte of scores on;
+        on a GPU its memory decides."""
         return device() == "cuda" or scores <= 2**28 or not _stores_scores(name)
 
     def inputs(seed: int) -> Operands:
@@ -192,7 +194,7 @@ def _stores_scores(name: str) -> bool:
     return stores_scores(name) or name in ("reference", f"{SDPA}, math")
 
 
-# ---- the state -------------------------------------------------------------------------------------------------------------------------
+# ---- the state -------------------------------------------------------------------------------------------------------
 
 
 class StateInputs(NamedTuple):
@@ -206,7 +208,7 @@ class StateInputs(NamedTuple):
 
 
 def eager_update(i: StateInputs, new: int, removes: bool = False) -> Results:
-    """The update as one writes it in torch: the new keys' scores are merged into the sum, or taken out of it."""
+    """The update in plain torch: the new keys' scores are merged into the sum, or taken out of it."""
     scores, lse = (i.query @ i.key[:, :, -new:].mT).double() * i.query.shape[-1] ** -0.5, i.lse.unsqueeze(-1)
     part = scores if new == 1 else scores.logsumexp(-1, keepdim=True)
     merged = lse + torch.log1p(-(part - lse).exp()) if removes else torch.logaddexp(lse, part)
@@ -232,9 +234,9 @@ def update(
     removes: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """`new` keys after `keys` of which only the state was kept, or taken out of the state of them all."""
+    """`new` keys after `keys` whose state alone was kept, or taken out of the state of all."""
     scan, named = "remove_from_state" if removes else "attention_state", dtype_name(dtype)
-    rest = slice(0, keys) if removes else slice(None)  # the keys that the result is of
+    rest = slice(0, keys) if removes else slice(None)  # the keys of the result
 
     def inputs(seed: int) -> StateInputs:
         query, key, value, _ = attention(heads, width, keys + new, latents=latents, dtype=dtype).inputs(seed)
@@ -261,7 +263,7 @@ def update(
         },
         oracle=oracle,
         baselines=(EAGER,),
-        others=(SDPA,),  # begins anew with all keys, which the state saves
+        others=(SDPA,),  # starts again with all keys, which a state avoids
         work=attention_work(latents * heads * new, heads * new, width, width, named, device=device()),
         refusal=refusing("latent_attention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=3 * 2**30),
         smaller={"keys": min(keys, 4096), "new": min(new, 64)},
@@ -270,7 +272,8 @@ def update(
 
 @declared(threads=None)
 def merge(parts: int = 2, heads: int = 4, width: int = 16, latents: int = 128, batch: int = 1) -> Case:
-    """States of parts, as processes or moments leave them, into the state of the whole: one formula in torch on every device."""
+    """Merges the states of parts, from processes or moments, into the state of the whole,
+    by one formula on every device."""
     rows = batch * heads * latents
 
     def inputs(seed: int) -> tuple[Tensor, Tensor]:
@@ -300,7 +303,7 @@ def merge(parts: int = 2, heads: int = 4, width: int = 16, latents: int = 128, b
 
 
 def _eager_merge(inputs: Sequence[Tensor]) -> Results:
-    """The merge as one writes it, one state after the other."""
+    """The merge in plain torch, one state after the other."""
     (out, *outs), (lse, *lses) = inputs
     for other_out, other_lse in zip(outs, lses, strict=True):
         merged = torch.logaddexp(lse, other_lse)
@@ -309,7 +312,7 @@ def _eager_merge(inputs: Sequence[Tensor]) -> Results:
     return out, lse
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------------------------------
 
 WIDTHS = ((8, 8), (4, 16), (1, 64))
 """(heads, width) of the model width 64."""
@@ -321,7 +324,7 @@ SHORT = (
     *((latents, 64, 4) for latents in (1, 64)),
     *((1, keys, 1) for keys in (4096, 65_536)),
 )
-"""(queries, keys, batch) of calls that share little work, among which this package loses."""
+"""(queries, keys, batch) of calls with little work, in which this package loses some."""
 
 
 def short_cases() -> Iterator[Case]:

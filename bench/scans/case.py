@@ -1,6 +1,6 @@
-"""What a scan is made of: a case is one operation at one shape, with everyone who can do it.
+"""The parts of a scan: a case is one operation at one shape, with all its implementations.
 
-A scan declares its cases by a function of their sizes, which the decorator `declared` makes into one that can be called in another process,
+A scan declares its cases by a function of their sizes. The decorator `declared` lets it be called in another process,
 and with other sizes.
 """
 
@@ -37,13 +37,13 @@ INSTALLED_AS = {FLASH: "flash-attn", FLASHINFER: "flashinfer-python"}
 COMPILED = ", compiled"
 """Last part of the names of what `torch.compile` made."""
 IN_TF32 = ", tf32"
-"""Part of the names of what may multiply float32 in tf32."""
+"""Part of the names of implementations that may multiply float32 in tf32."""
 
 COLD_BYTES = 2**28
-"""Calls go round copies of the inputs of this size in all, so that a cache does not pass for memory."""
+"""Calls go round copies of the inputs of this total size, so that a cache does not pass for memory."""
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float16)
-"""What is measured beside float32."""
+"""The dtypes measured beside float32."""
 
 Results = Sequence[Tensor]
 Implementation = Callable[[Any], Results]
@@ -60,36 +60,37 @@ class Case:
     """One operation at one shape: a group of rows, which take turns when they are timed."""
 
     scan: str
-    """The public operator, or the module, that is measured."""
+    """The measured public operator or module."""
     name: str
     sizes: Mapping[str, Value]
-    """The sizes and choices that matter to the operator, by the letters of the formulas: a plot goes along one of them."""
+    """The sizes and choices that matter to the operator, by the letters of the formulas:
+    a plot goes along one of them."""
     inputs: Callable[[int], Any]
     """Seed -> a tuple with the tensors that the implementations take."""
     implementations: Mapping[str, Implementation]
     oracle: Callable[[Any], Results | Mapping[str, Results]]
-    """Inputs -> the results in float64, by other means; by name where implementations compute different things."""
+    """Inputs -> the results in float64, by other means; by name if implementations compute different things."""
     baselines: tuple[str, ...]
     """Ratios are to the fastest of these implementations."""
     others: tuple[str, ...] = ()
-    """Implementations that compute something else: shown for comparison, with no share of the floor."""
+    """Implementations that compute something else: shown for comparison, without a share of the floor."""
     work: Passes | None = None
-    """What the result cannot be had without, for one step where a call does several; None where no floor means anything."""
+    """The work that a result needs, for one step if a call does several; None if a floor means nothing."""
     steps: Mapping[str, int] = field(default_factory=dict)
-    """Implementation -> steps that one call of it does, where that is not one."""
+    """Implementation -> the number of steps of one call, if not one."""
     counted: Mapping[str, str] = field(default_factory=dict)
-    """What is compiled -> what does the same products, so that they can be counted."""
+    """A compiled implementation -> one with the same products, which can be counted."""
     uncaptured: tuple[str, ...] = ()
-    """Peers that no graph of a GPU may capture: torch's batched factorisations there end the process (MAGMA's)."""
+    """Peers that must not be captured in a GPU's graph: torch's batched factorisations (MAGMA) then end the process."""
     refusal: Callable[[str], str | None] = everything_runs
-    """Implementation -> why it cannot be measured here; None when it can."""
+    """Implementation -> why it cannot be measured here; None if it can."""
     smaller: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for the same on little data, which starts thread pools and loads libraries."""
+    """Arguments for the same case on little data, which starts thread pools and loads libraries."""
     dtype: torch.dtype = torch.float32
     threads: int | None = None
     """None: as many as the run has."""
     quick: bool = False
-    """Belongs to a quick run too."""
+    """Whether a quick run has it, too."""
     made_by: Callable[..., Case] = field(default=lambda: NotImplemented, repr=False)
 
     def __str__(self) -> str:
@@ -116,9 +117,9 @@ class Case:
 
 
 def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callable[..., Case]]:
-    """Makes a function that builds a case take `threads` and `quick` as well, and remember its arguments; here is the usual `threads`.
+    """Make a function that builds a case also take `threads` and `quick`, and remember its arguments.
 
-    An argument `dtype` becomes the case's.
+    The usual `threads` are given here. An argument `dtype` becomes the case's.
     """
     usual = threads
 
@@ -138,19 +139,20 @@ def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callabl
     return decorate
 
 
-# ---- what cases have in common ---------------------------------------------------------------------------------------------------------
+# ---- what cases have in common ---------------------------------------------------------------------------------------
 
 
 def kernels(operator: str, definition: bool = True) -> tuple[str, ...]:
-    """Implementations of a public operator for the device that is measured, and its definition; "auto" first where it has a choice."""
+    """Implementations of a public operator for the device that is measured, and its definition;
+    "auto" first where it has a choice."""
     found = tuple(name for name in KERNELS[device()] if name in FAMILIES[OPERATORS[operator]])
     found = (AUTO, *found) if len(found) > 1 else found
     return (*found, "reference") if definition else found
 
 
 def refusing(operator: str, *shapes: Sequence[int], dtype: torch.dtype = torch.float32, memory: float = 0.0) -> Callable[[str], str | None]:
-    """The refusal of a case: an implementation of `operator` that cannot take such tensors, a package that is not installed, or too little
-    memory for `memory` bytes."""
+    """The refusal of a case: an implementation of `operator` that cannot take such tensors, a package that is not
+    installed, or too little memory for `memory` bytes."""
 
     def refusal(implementation: str) -> str | None:
         tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape in shapes]
@@ -161,7 +163,7 @@ def refusing(operator: str, *shapes: Sequence[int], dtype: torch.dtype = torch.f
 
 
 def missing(implementation: str) -> str | None:
-    """Says so where an implementation comes from a package that is not installed."""
+    """Report if an implementation comes from a package that is not installed."""
     if implementation in MODULES and importlib.util.find_spec(MODULES[implementation]) is None:
         return f"not installed: pip install {INSTALLED_AS.get(implementation, implementation.split(' ')[0])}"
     return None
@@ -172,7 +174,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a peer computes in where the operands are half precision, so that its result is right."""
+    """The dtype in which a peer computes with half-precision operands, so that its result is right."""
     return dtype if dtype.itemsize >= 4 else torch.float32
 
 
@@ -187,7 +189,7 @@ def doubled(inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def moved(size: int, dtype: str) -> Work | None:
-    """Work that is bytes alone; None where a cache may hold them from one call to the next."""
+    """Work that is bytes alone; None if a cache may hold them from one call to the next."""
     return Work(bytes=size, dtype=dtype) if size >= COLD_BYTES // 8 else None
 
 
@@ -202,8 +204,8 @@ class Operands(NamedTuple):
 
 
 def drawn(seed: int, *shapes: Sequence[int], backward: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Operands of these shapes, which require gradients for a backward, and the gradient of an output like the first of them; without a
-    backward it is empty."""
+    """Operands of these shapes, which require gradients for a backward, and the gradient of an output like the first of
+    them; without a backward it is empty."""
     random = generator(seed)
     operands = [normal(random, *shape, dtype=dtype, grad=backward) for shape in shapes]
     return [*operands, normal(random, *(shapes[0] if backward else (0,)), dtype=dtype)]
@@ -220,8 +222,10 @@ def way(backward: bool) -> str:
 
 
 def passes(function: Callable[..., Any], operands: int, backward: bool) -> Implementation:
-    """An implementation that gives `function` the first so many inputs; with a backward it returns the results and then their gradients,
-    for the gradients of the results that the other inputs hold."""
+    """An implementation that gives `function` the first so many inputs.
+
+    With a backward pass it returns the results and then their gradients, for the result gradients in the other inputs.
+    """
 
     def run(inputs: Results) -> Results:
         given, douts = inputs[:operands], inputs[operands:]
@@ -242,9 +246,11 @@ def operator(
     implementations: Mapping[str, Implementation] | None = None,
     **declared: Any,
 ) -> Case:
-    """A case whose implementations are functions of the first so many inputs; with a backward autograd has their gradients.
+    """A case whose implementations are functions of the first so many inputs; with a backward pass, autograd
+    differentiates.
 
-    `exact`: what they compute, by name where that differs; it is given the inputs in float64. `implementations`: further ones.
+    `exact`: the right result, by name if it differs; it is given the inputs in float64. `implementations`: further
+    ones.
     """
     run = partial(passes, operands=operands, backward=backward)
     every = {name: run(function) for name, function in functions.items()} | dict(implementations or {})

@@ -1,4 +1,4 @@
-"""Streams: tokens that come one by one, or in blocks, after a window. Figures are of one token."""
+"""Streams: tokens come one by one, or in blocks, after a window. Figures are per token."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ Call = Callable[[], Results]
 
 
 class Streams(tuple[Tensor, ...]):
-    """Tokens, the first window and what comes after it, with the streams that go on over them, each at its own pace, again and again over
-    the tokens after the window. In this module they are queries, keys and values, (1, H, n + t, D) each."""
+    """Tokens, the first window and the rest, with the streams that go on over them, each at its own pace, in a cycle.
+
+    In this module they are queries, keys and values, (1, H, n + t, D) each.
+    """
 
     calls: dict[str, Call]
 
 
 class Ours:
-    """A state that nobody else holds, so that it is stepped in place."""
+    """A state that nothing else holds, so that it is stepped in place."""
 
     def __init__(self, step: Any, state: Any, **options: Any) -> None:
         self.advance, self.state = partial(step, **options) if options else step, state
@@ -57,7 +59,8 @@ def stream_case(
     refusal: Callable[[str], str | None],
     **declared: Any,
 ) -> Case:
-    """A case whose implementations go on with streams; `starts`: name -> from tokens and a seed to the call that goes on with them all."""
+    """A case whose implementations continue streams; `starts`:
+    name -> from tokens and a seed to a call that continues all."""
 
     def inputs(seed: int) -> Streams:
         made = Streams(tokens(seed))
@@ -73,7 +76,8 @@ def continued(name: str, inputs: Streams) -> Results:
 
 
 class Shape(NamedTuple):
-    """So many calls of a step, with a token or a block of tokens each; outputs are of the new tokens, or of the whole window."""
+    """So many calls of a step, with a token or a block of tokens each;
+    outputs are of the new tokens, or of the whole window."""
 
     window: int
     width: int
@@ -107,7 +111,7 @@ class Shape(NamedTuple):
         return [part[:, :, : self.window] for part in tokens]
 
     def after(self, tokens: Sequence[Tensor], block: int) -> list[tuple[Tensor, ...]]:
-        """What comes after the first window, in blocks, each in memory of its own, as a projection makes it."""
+        """The tokens after the first window, in blocks with memory of their own, as a projection makes them."""
         blocks = (part[:, :, self.window :].split(block, dim=2) for part in tokens)
         return [tuple(part.contiguous() for part in block) for block in zip(*blocks, strict=True)]
 
@@ -123,7 +127,8 @@ class Shape(NamedTuple):
         return lambda *token: step(*(part.to(wide(self.dtype)) for part in token)).to(self.dtype)
 
     def windows(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        """Exact attention in float64, a block of tokens after the other: of all queries of the window, or of the newest."""
+        """Exact attention in float64, one block of tokens after the other,
+        for all queries of the window or the newest."""
         if self.retroactive:
             ends = range(self.window + 1, self.window + self.tokens + 1)
             return [exact(*(part[:, :, end - self.window : end] for part in tokens))[0] for end in ends]
@@ -143,16 +148,19 @@ def banded(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     return torch.stack([(q @ k.T * q.shape[-1] ** -0.5).masked_fill(outside, -torch.inf).softmax(-1) @ v for q, k, v in heads])[None]
 
 
-# ---- Nyström attention -----------------------------------------------------------------------------------------------------------------
+# ---- Nyström attention -----------------------------------------------------------------------------------------------
 
 
 def _fewest(tokens: Tensor) -> Tensor:
-    """(H, t, D) of (1, H, t, D), or (t, D) of a single head: with the dimensions that eager torch is fastest with."""
+    """(H, t, D) of (1, H, t, D), or (t, D) of a single head: the dimensions for which eager torch is fastest."""
     return tokens[0, 0] if tokens.shape[1] == 1 else tokens[0]
 
 
 class NystromStreams:
-    """The streams of Nyström attention of one shape: ours, and eager torch's. Landmarks are fixed, or follow the window."""
+    """The streams of Nyström attention of one shape: ours, and eager torch's.
+
+    Landmarks are fixed, or follow the window.
+    """
 
     scan = "continual_nystrom_step"
 
@@ -259,9 +267,9 @@ def step(
 
 @declared(threads=None)
 def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
-    """A step of 16 heads of 12 with 4 landmarks beside what it saves: attention of the whole window, computed again for every token.
+    """A step of 16 heads of 12 with 4 landmarks, beside full attention of the window for every token, which it saves.
 
-    Without the definition, which reads the window for every token and is no faster than what a step is beside.
+    The definition is left out: it reads the window for every token, and is no faster than full attention.
     """
     shape = Shape(window, 12, 16, 1, calls, False, torch.float32)
     streams, usable = NystromStreams(shape, 4, fixed), shape.refusal("continual_nystrom_step")
@@ -294,7 +302,7 @@ def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
     )
 
 
-# ---- exact attention -------------------------------------------------------------------------------------------------------------------
+# ---- exact attention -------------------------------------------------------------------------------------------------
 
 
 class ContinualInference:
@@ -362,7 +370,7 @@ def exact_step(
     )
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------------------------------
 
 WINDOWS = (64, 256, 1024, 4096)
 

@@ -1,4 +1,7 @@
-"""Layers of a Transformer over a stream: ours, beside a dozen lines of torch around a ring of keys and values. Figures are of one token."""
+"""Layers of a Transformer over a stream, beside a dozen lines of torch around a ring of keys and values.
+
+Figures are per token.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ BARE = "a ring of keys and values, and torch's functions"
 
 
 class Ring:
-    """torch's layer (post-norm, ReLU) at the newest of n tokens: the token's key and value go over the oldest, and its query reads all."""
+    """torch's layer (post-norm, ReLU) at the newest of n tokens:
+    its key and value replace the oldest, and its query reads all."""
 
     def __init__(self, layer: nn.TransformerEncoderLayer, tokens: Tensor) -> None:
         """The first window (1, n, C) of a stream."""
@@ -50,7 +54,8 @@ class Ring:
 
 
 class BareRing:
-    """The same as fast as we could write it in torch: weights are at hand, no module is called, and one copy writes key and value."""
+    """The same as fast as we could write it in torch: weights are at hand,
+    no module is called, one copy writes key and value."""
 
     def __init__(self, layer: nn.TransformerEncoderLayer, tokens: Tensor) -> None:
         ring, norms = Ring(layer, tokens), (layer.norm1, layer.norm2)
@@ -74,7 +79,7 @@ class BareRing:
 
 @declared()
 def layer_step(window: int = 256, width: int = 16, calls: int = 64, heads: int = 4, hidden: int = 128, landmarks: int = 16) -> Case:
-    """One stream, float32. By landmarks that follow the window a layer computes something else."""
+    """One stream in float32. With landmarks that follow the window, a layer computes something else."""
     features = heads * width
 
     @cache
@@ -121,7 +126,7 @@ def layer_step(window: int = 256, width: int = 16, calls: int = 64, heads: int =
         return results | dict.fromkeys(PEERS, results[OURS])
 
     names = (OURS, OURS_NYSTROM, *PEERS)
-    others = Work(0.0, 2 * (4 * features**2 + 2 * features * hidden), 0.0)  # whose weights stay in a cache
+    others = Work(0.0, 2 * (4 * features**2 + 2 * features * hidden), 0.0)  # the weights stay in a cache
     return stream_case(
         lambda seed: [normal(generator(seed), 1, window + calls, features)],
         {name: partial(started, name) for name in names},

@@ -1,4 +1,4 @@
-"""Modules over streams, projections and all. Figures are of one token."""
+"""Modules over streams, with their projections. Figures are per token."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ OURS, OURS_EXACT = "cmab_kernels.nn.ContinualNystromAttention", "cmab_kernels.nn
 
 
 def _module_step(names: Sequence[str], window: int, width: int, calls: int, heads: int, batch: int, landmarks: int) -> Case:
-    """Modules over a stream, projections and all, float32: those of `names`, the first of which is measured, whose landmarks follow the
-    window. Where it is Nyström attention, modules of exact attention stand beside it, which compute something else."""
+    """Modules over a stream, with their projections, in float32; landmarks follow the window, and `names[0]` is
+    measured.
+
+    If it is Nyström attention, modules of exact attention stand beside it, which compute something else.
+    """
     nystrom, features = names[0] == OURS, heads * width
 
     @cache
@@ -46,7 +49,8 @@ def _module_step(names: Sequence[str], window: int, width: int, calls: int, head
         return [part.flatten(0, 1) for part in packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)]
 
     def eager(tokens: Tensor, enter: Tensor, leave: Tensor) -> Callable[[Tensor], Tensor]:
-        """The step in eager torch: each stream of each head is a matrix; a single one has no dimension for it, as torch is faster then."""
+        """The step in eager torch: each stream of each head is a matrix;
+        a single one has no dimension for it, as torch is faster then."""
         shape = (-1, 1, width) if batch * heads > 1 else (1, width)
         stream = EagerNystrom(*split(F.linear(tokens[:, :window], enter)), width**-0.5, landmarks, None, ITERATIONS)
 
@@ -70,7 +74,8 @@ def _module_step(names: Sequence[str], window: int, width: int, calls: int, head
 
     @torch.no_grad()
     def oracle(i: Streams) -> Mapping[str, Results]:
-        """The eager stream, which is the definition, and attention over each token's window, between projections in float64."""
+        """The eager stream, which is the definition, and attention over each token's window,
+        between projections in float64."""
         tokens, enter, leave = (part.double() for part in (*i, weights().in_proj_weight, weights().out_proj.weight))
         query, key, value = (part[None] for part in split(F.linear(tokens, enter)))
         rows = banded(query[:, :, window:], key, value, window)
@@ -82,7 +87,7 @@ def _module_step(names: Sequence[str], window: int, width: int, calls: int, head
         return results
 
     scan = names[0].removeprefix("cmab_kernels.")
-    projections = Work(0.0, 2 * batch * 4 * features**2, 0.0)  # whose weights stay in a cache
+    projections = Work(0.0, 2 * batch * 4 * features**2, 0.0)  # the weights stay in a cache
     return stream_case(
         lambda seed: [normal(generator(seed), batch, window + calls, features)],
         {name: partial(started, name) for name in names},

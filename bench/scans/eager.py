@@ -1,7 +1,8 @@
-"""Steps of continual attention as fast as eager torch has them: what the kernels of family B are compared with.
+"""Steps of continual attention in the fastest eager torch, as peers for the continual kernels.
 
-The papers' equations with their errors corrected, on logits mild enough for plain exponentials. Few operations on views made beforehand,
-which at small shapes is all that matters; matrices (M, rows, columns) lose their first dimension where M is 1, since torch is faster then.
+These are the papers' equations with their errors corrected, on logits mild enough for plain exponentials. There are few
+operations on views made beforehand, because that alone matters at small shapes. Matrices (M, rows, columns) lose their
+first dimension if M is 1, since torch is then faster.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from cmab_kernels.nystrom.reference import segment_ends, segment_means
 from .case import identity, wide
 
 ITERATIONS = 6
-"""Iterations of the pseudo-inverse, wherever nothing else is said."""
+"""Iterations of the pseudo-inverse, unless others are given."""
 
 
 def eager_pinv(matrix: Tensor, iterations: int) -> Tensor:
-    """The iterated pseudo-inverse of (m, m) or (M, m, m) in five operations an iteration."""
+    """The iterated pseudo-inverse of (m, m) or (M, m, m), with five operations per iteration."""
     size = matrix.abs()
     norms = size.sum(-2, keepdim=True).amax(-1, keepdim=True) * size.sum(-1, keepdim=True).amax(-2, keepdim=True)
     add_product = torch.addmm if matrix.dim() == 2 else torch.baddbmm
@@ -35,8 +36,8 @@ def eager_pinv(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def eager_attention(query: Tensor, key: Tensor, value: Tensor, number: int) -> Tensor:
-    """Whole windows (B, H, N, *): torch's fused attention on both sides of the pseudo-inverse, whose values half precision would not
-    resolve."""
+    """Whole windows (B, H, N, *): torch's fused attention on both sides of the pseudo-inverse,
+    whose values half precision would not resolve."""
     scale, dtype = key.shape[-1] ** -0.5, wide(key.dtype)
     near, far = (segment_means(part, number) for part in (query, key))
     averaged = F.scaled_dot_product_attention(near.to(key.dtype), key, value).to(dtype)
@@ -46,7 +47,8 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, number: int) -> T
 def eager_start(
     query: Tensor, key: Tensor, value: Tensor, number: int, fixed: tuple[Tensor, Tensor] | None
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """What a stream starts from after its first window (B, H, n, *): rings with a row to spare, sums with phi, the pseudo-inverse."""
+    """The start of a stream after its first window (B, H, n, *):
+    rings with a spare row, sums with phi, the pseudo-inverse."""
     near, far = fixed or (segment_means(part, number) for part in (query, key))
     scale = key.shape[-1] ** -0.5
     weights = (scale * near @ key.to(near.dtype).mT).exp_()
@@ -64,7 +66,8 @@ def eager_rings(*tokens: Tensor) -> tuple[Tensor, ...]:
 
 
 class Ring:
-    """The newest n + 1 tokens, each in row p % (n + 1), and the first again after the last: so a new token lies before the evicted one."""
+    """The newest n + 1 tokens, each in row p % (n + 1), and the first again after the last:
+    so a new token lies before the evicted one."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         """Starts from a first window (M, n, D), (M, n, E); each value has a 1 after it, whose sum is phi."""
@@ -89,7 +92,7 @@ class Ring:
         return self._pairs[place]
 
     def window(self) -> tuple[Tensor, Tensor, int]:
-        """Keys and values in any order, with one row too many, and which."""
+        """Keys and values in any order, with one row too many, and the index of that row."""
         return self.keys[..., : self.rows, :], self.values[..., : self.rows, :], self.position % self.rows
 
 
@@ -132,7 +135,8 @@ class EagerNystrom:
         self.inverse = eager_pinv((self.queries @ self.keys.mT).softmax(-1), self.iterations)
 
     def _replace(self) -> None:
-        """The segment's mean in place of the oldest landmark; the last row of the sums is computed once the others are moved up."""
+        """The segment's mean replaces the oldest landmark;
+        the last row of the sums is computed after the others move up."""
         near, far = (torch.cat(part, dim=-2).mean(-2, keepdim=True) for part in zip(*self._segment, strict=True))
         self._segment.clear()
         self.queries = torch.cat([self.queries[..., 1:, :], self.scale * near], dim=-2)
@@ -148,7 +152,8 @@ class EagerNystrom:
 
 
 class EagerRetroactive(EagerNystrom):
-    """A stream with fixed landmarks that gives the outputs of the whole window: each query's weights are kept with its token."""
+    """A stream with fixed landmarks that gives the outputs of the whole window:
+    each query's weights are kept with its token."""
 
     def __init__(self, query: Tensor, *rest: Any) -> None:
         super().__init__(query, *rest)
@@ -182,7 +187,8 @@ class EagerBlocks:
 
 
 class EagerExact:
-    """A stream of exact attention: a ring, whose order does not matter to a softmax, and torch's own attention over it."""
+    """A stream of exact attention: a ring, whose order does not matter to a softmax,
+    and torch's own attention over it."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         """Starts from a first window (1, H, n, D)."""

@@ -1,4 +1,4 @@
-"""Intention as a layer, and the systems behind it, beside their peers. One thread where nothing else is said, as its targets say."""
+"""Intention as a layer, and its systems, beside their peers; on one thread unless stated, as in the targets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .intention_peers import ALPHA, cholesky_gradients, cholesky_solve, inverse_
 CHUNKED = "torch, in chunks"
 SCALED = F.scaled_dot_product_attention
 BESIDE_ATTENTION = 16_384
-"""Rows up to which attention, which computes something else, is shown beside Intention and its peer, torch's best form."""
+"""The most rows for which attention, which computes something else, is shown beside Intention and torch's best form."""
 
 
 def _inverse(key: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def _inverse(key: Tensor) -> Tensor:
 
 
 def regression_work(heads: int, length: int, width: int, dtype: str, backward: bool) -> list[Work]:
-    """Sums, solution, rows, of as many queries as keys; backward the gradients of each, by the same factor and a product of solutions."""
+    """Sums, solution and rows, with as many queries as keys; backward the gradients of each, by the same factor."""
     rows = heads * length
     forward = ridge_work(rows, width, width, dtype) + solve_work(heads, width, width, dtype) + rows_work(rows, width, width, dtype)
     if not backward:
@@ -57,8 +57,11 @@ def regression_work(heads: int, length: int, width: int, dtype: str, backward: b
 
 @declared()
 def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward: bool = False, dtype: torch.dtype = torch.float32) -> Case:
-    """`intention` of as many queries as keys. The oracle is by an inverse in float64; for long ones, where the gradient of that takes
-    gigabytes, torch's form in float64."""
+    """`intention` of as many queries as keys.
+
+    The oracle is by an inverse in float64; for long ones, where the gradient of that takes gigabytes, torch's form in
+    float64.
+    """
     short, named = length <= BESIDE_ATTENTION, dtype_name(dtype)
     ours = kernels("intention", definition=length < 1_000_000)  # the definition copies what it reads
     functions = {name: partial(intention, alpha=ALPHA, impl=name) for name in ours} | ({SDPA: SCALED} if short else {})
@@ -93,7 +96,8 @@ def sigma_layer(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Some queries, through the inverse of a ridge regression, over many keys: attention then, on logits of the usual size."""
+    """Some queries, through the inverse of a ridge regression, over many keys:
+    attention with logits of the usual size."""
     scan, named = "sigma_intention", dtype_name(dtype)
     scale = length * width**-0.5  # K'K is about N I, which queries are divided by
     ours = kernels(scan, definition=length < 100_000)  # the definition stores the scores
@@ -121,7 +125,7 @@ def sigma_layer(
     )
 
 
-# ---- systems ---------------------------------------------------------------------------------------------------------------------------
+# ---- systems ---------------------------------------------------------------------------------------------------------
 
 CHOLESKY, INVERSE = "torch, Cholesky", "torch, inverse"
 
@@ -142,14 +146,15 @@ def _solve(
     backward: bool,
     dtype: torch.dtype,
 ) -> Case:
-    """Well-conditioned systems of `width` unknowns for `columns` right-hand sides each. alpha is 0, so that torch need not add it.
+    """Well-conditioned systems of `width` unknowns for `columns` right-hand sides each. alpha is 0, so torch need not
+    add it.
 
-    A product with the inverse is less accurate (it fails LAPACK's test from condition 1e3 on), but faster in torch than its triangular
-    solves: it is shown, and no baseline.
+    A product with the inverse is less accurate (it fails LAPACK's test from condition 1e3 on), but faster in torch than
+    its triangular solves: it is shown, but is not a baseline.
     """
 
     def widened(solve: Callable[..., Tensor]) -> Implementation:
-        """torch factorises no half precision."""
+        """torch cannot factorise half precision."""
         return lambda inputs: (solve(*(part.to(wide(dtype)) for part in inputs)).to(dtype),)
 
     peers: dict[str, Implementation] = {CHOLESKY: lambda inputs: cholesky_gradients(*inputs)}
@@ -213,7 +218,7 @@ def solve_state(width: int, columns: int, batch: int) -> Case:
 
 @declared()
 def inverse(width: int, batch: int, dtype: torch.dtype = torch.float32) -> Case:
-    """Inverses of the same matrices, where their elements are wanted. The oracle is by eigenvalues."""
+    """Inverses of the same matrices, if their elements are needed. The oracle uses eigenvalues."""
     scan = "regularised_inverse"
 
     def exact(gram: Tensor) -> Tensor:
@@ -237,7 +242,7 @@ def inverse(width: int, batch: int, dtype: torch.dtype = torch.float32) -> Case:
     )
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------------------------------
 
 WIDTHS = (16, 32, 64, 128)
 

@@ -1,4 +1,4 @@
-"""What Intention is compared with: the same as fast as torch has it, with gradients by hand where that is faster than autograd."""
+"""Peers of Intention: the fastest torch forms, with gradients by hand if that is faster than autograd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .case import identity, wide
 
 ALPHA = 1.0
 CHUNK = 4096
-"""Keys that torch is given at a time: the fastest of 512 to all of them, and of eight ways to write the products."""
+"""Keys given to torch at a time: the fastest from 512 to all, and of eight ways to write the products."""
 
 
 def regularised(gram: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def inverse_of(gram: Tensor) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky_ex(gram)[0])
 
 
-# ---- sums over keys --------------------------------------------------------------------------------------------------------------------
+# ---- sums over keys --------------------------------------------------------------------------------------------------
 
 
 def summed(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,11 +65,12 @@ def sums_gradients(key: Tensor, value: Tensor, dgram: Tensor, dmoment: Tensor, d
     return dkey, dvalue
 
 
-# ---- a layer ---------------------------------------------------------------------------------------------------------------------------
+# ---- a layer ---------------------------------------------------------------------------------------------------------
 
 
 def regression(query: Tensor, key: Tensor, value: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """Intention of (B, H, N, *), and its gradients for a dout that is not empty, by hand: in 0.45 of the time that autograd takes."""
+    """Intention of (B, H, N, *), and its gradients for a dout that is not empty, by hand:
+    in 0.45 of the time that autograd takes."""
     with torch.no_grad():
         return (together if key.shape[2] <= CHUNK or key.is_cuda else chunked)(query, key, value, dout)
 

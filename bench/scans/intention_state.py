@@ -1,4 +1,4 @@
-"""The states of Intention: sums over keys that grow, shrink, merge and are solved anew."""
+"""The states of Intention: sums over keys that grow, shrink, merge and are solved again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _keys(seed: int, batch: int, heads: int, keys: int, width: int, dtype: torch
 
 
 def _exact_sum(first: Tensor, second: Tensor) -> Tensor:
-    """first' second in float64, by sums over few keys each: one product over all is good to 1e-13 only, and kernels to 1e-15."""
+    """first' second in float64, by sums over few keys each:
+    one product over all is good to 1e-13 only, and kernels to 1e-15."""
     pieces = zip(first.double().split(256, dim=2), second.double().split(256, dim=2), strict=True)
     return torch.stack([rows.mT @ others for rows, others in pieces]).sum(0)
 
@@ -54,8 +55,10 @@ def sums(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """The sums over so many keys, for a state: products in float64. Sums of float32 products, as `intention` forms them for a single
-    call, are shown for what they save."""
+    """The sums over so many keys, for a state: products in float64.
+
+    Sums of float32 products, as in a single call of `intention`, show what they save.
+    """
     scan, named = "ridge_state", dtype_name(dtype)
     ours = kernels(scan, definition=keys < 1_000_000)  # the definition copies what it reads
     peers: dict[str, Implementation] = {TORCH: partial(_by_torch, dtype=torch.float64)}
@@ -112,7 +115,7 @@ def _subtracted(i: Held, dtype: torch.dtype) -> Results:
 
 @declared()
 def removal(keys: int, width: int = 64, heads: int = 1) -> Case:
-    """So many keys taken out of a state of twice as many."""
+    """So many keys removed from a state of twice as many."""
     scan = "remove_ridge"
 
     def inputs(seed: int) -> Held:
@@ -144,7 +147,7 @@ def _updated_by(i: Held, impl: str) -> Results:
 
 
 def eager_update(i: Held) -> Results:
-    """The update as one writes it in torch."""
+    """The update in plain torch."""
     key, value = i.key.double(), i.value.double()
     gram, moment = i.gram + key.mT @ key, i.moment + key.mT @ value
     return (cholesky_solve(regularised(gram), moment),)
@@ -152,9 +155,9 @@ def eager_update(i: Held) -> Results:
 
 @declared()
 def update(heads: int, width: int, keys: int = 100_000, tokens: int = 1) -> Case:
-    """Some more keys after `keys` of which only the sums were kept, and the regression anew. All sums in float64.
+    """Some more keys after `keys` whose sums alone were kept, and the regression again. All sums are in float64.
 
-    It has no floor: the state stays in a cache, and the rest is calls.
+    There is no floor: the state stays in a cache, and the rest is the cost of calls.
     """
 
     def inputs(seed: int) -> Held:
@@ -223,7 +226,8 @@ def _added(first: RidgeState, *others: RidgeState) -> Results:
 
 
 def errors_of_additions(keys: int, width: int = 8) -> dict[str, float]:
-    """Relative error of the sum K'K after `keys` additions of one key each: of a `ridge_state`, and of float32 sums kept in torch."""
+    """Relative error of the sum K'K after `keys` additions of one key each:
+    of a `ridge_state`, and of float32 sums kept in torch."""
     key = normal(generator(0), 1, 1, keys, width)
     exact_sum = key.double().mT @ key.double()
     state, plain = None, key.new_zeros(width, width)

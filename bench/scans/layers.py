@@ -1,4 +1,5 @@
-"""Layers of a transformer in one call, and stacks of blocks made of them: the papers' models, trained and used, beside torch."""
+"""Layers of a transformer in one call, and stacks of such blocks:
+the papers' models in training and in use, beside torch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-# ---- one layer -------------------------------------------------------------------------------------------------------------------------
+# ---- one layer -------------------------------------------------------------------------------------------------------
 
 
 def torch_feed_forward(x: Tensor, weight: Tensor, bias: Tensor, expand: Tensor, contract: Tensor) -> Tensor:
@@ -103,7 +104,8 @@ def _layer(
 
 
 def _initialised(seed: int, shapes: Sequence[Sequence[int]], backward: bool) -> list[Tensor]:
-    """Operands whose matrices, behind the norm's vectors, keep the size of rows: those of N(0, 1) saturate a softmax, and errors grow."""
+    """Operands whose matrices, behind the norm's vectors, keep the size of rows:
+    those of N(0, 1) saturate a softmax, and errors grow."""
     operands = drawn(seed, *shapes, backward=backward)
     first = max(number for number, shape in enumerate(shapes) if len(shape) == 1) + 1
     with torch.no_grad():
@@ -112,7 +114,7 @@ def _initialised(seed: int, shapes: Sequence[Sequence[int]], backward: bool) -> 
     return operands
 
 
-# ---- a stack of blocks -----------------------------------------------------------------------------------------------------------------
+# ---- a stack of blocks -----------------------------------------------------------------------------------------------
 
 STACK = "cmab_kernels.nn.CMABStack"
 WITH_SDPA, NAIVE = f"torch with {SDPA}", "plain torch"

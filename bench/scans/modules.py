@@ -1,5 +1,8 @@
-"""Modules, projections and all: the drop-in for `nn.MultiheadAttention`, a CMAB that takes in one more point, and modules that stand in the
-place of torch's attention over tokens that attend to themselves."""
+"""Modules with their projections.
+
+These are the drop-in for `nn.MultiheadAttention`, a CMAB that takes in one more point, and modules that replace torch's
+attention over tokens that attend to themselves.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,18 @@ BETWEEN = "linear layers and "
 OURS = "cmab_kernels.nn.MultiheadAttention"
 
 Attend = Callable[..., Tensor]
-"""A function of tokens, or of queries and the context that they attend to."""
+"""A function of tokens, or of queries and the context to which they attend."""
 
 
 def torch_attention(features: int, heads: int, dtype: torch.dtype = torch.float32) -> nn.MultiheadAttention:
-    """torch's module, whose weights all others take; the same each time, on the device that is measured."""
+    """torch's module, whose weights all others take; the same each time, on the measured device."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.MultiheadAttention(features, heads, batch_first=True, device=device(), dtype=dtype)
 
 
 def called(module: nn.Module) -> Attend:
-    """What a module makes of tokens, or of a query and its context."""
+    """The output of a module for tokens, or for a query and its context."""
     return lambda *tokens: module(tokens[0], tokens[-1], tokens[-1], need_weights=False)[0]
 
 
@@ -87,7 +90,8 @@ def module_case(
     dtype: torch.dtype = torch.float32,
     **declared: Any,
 ) -> Case:
-    """Modules with the same weights: name -> what it makes of torch's module. Backward gives the gradients of all inputs and of `leaves`.
+    """Modules with the same weights: name -> what it makes of torch's module. Backward gives the gradients of all
+    inputs and of `leaves`.
 
     The oracle is the same in float64; `alike`: name -> the peer that stands for it there.
     """
@@ -152,7 +156,7 @@ def cross_attention(heads: int = 4, width: int = 64, keys: int = 100_000, latent
     )
 
 
-# ---- a block that is given one more point ----------------------------------------------------------------------------------------------
+# ---- a block that is given one more point ----------------------------------------------------------------------------
 
 UPDATE, FORWARD, WITH_SDPA = "cmab_kernels.nn.CMAB.update", "cmab_kernels.nn.CMAB.forward", f"the block with {SDPA}"
 
@@ -167,7 +171,7 @@ class BlockInputs(NamedTuple):
 
 
 def _with_sdpa(block: CMAB, inputs: BlockInputs) -> Results:
-    """All keys and values in memory; what follows the attention over the points is an update of its result with no points at all."""
+    """All keys and values in memory; the layers after the attention over the points run as an update without points."""
     cross = block.compress.cross_attention
     query = cross.heads(cross.query, cross.norm(block.latents)).unsqueeze(0)
     context = cross.context_norm(inputs.points)
@@ -178,9 +182,10 @@ def _with_sdpa(block: CMAB, inputs: BlockInputs) -> Results:
 
 @declared(threads=None)
 def block(heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128) -> Case:
-    """A Constant Memory Attention Block that has read `keys` points, given one more: by its state, and from all points again.
+    """A Constant Memory Attention Block that has read `keys` points takes one more: by its state, and from all points
+    again.
 
-    It has no floor: most of an update is the layers behind the attention.
+    There is no floor: most of an update is the layers after the attention.
     """
 
     @cache
@@ -220,10 +225,10 @@ def block(heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 1
     )
 
 
-# ---- self-attention --------------------------------------------------------------------------------------------------------------------
+# ---- self-attention --------------------------------------------------------------------------------------------------
 
 LONGEST = 4096
-"""Tokens up to which torch's module, which is quadratic in them, is measured."""
+"""The most tokens for which torch's module, which is quadratic in them, is measured."""
 
 
 def self_attention(
@@ -241,8 +246,8 @@ def self_attention(
     more: Mapping[str, int] | None = None,
     smallest: int = 256,
 ) -> Case:
-    """A module beside peers that compute the same, `attend` in eager torch between the same projections, and `peers`, made from torch's
-    weights; torch's own module, which computes something else, is shown beside them."""
+    """A module beside peers that compute the same, `attend` in eager torch between the same projections, and `peers`,
+    made from torch's weights; torch's own module, which computes something else, is shown beside them."""
     ours, more, short, named = f"cmab_kernels.{scan}", more or {}, length <= LONGEST, dtype_name(dtype)
     like = {"batch_first": True, "device": device()}
     makers: dict[str, Callable[[nn.MultiheadAttention], Attend]] = {
@@ -321,7 +326,7 @@ def nystrom_module(
     )
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------------------------------
 
 
 def cases() -> Iterator[Case]:

@@ -47,7 +47,7 @@ class LayerInputs(NamedTuple):
     key: Tensor
     value: Tensor
     together: Tensor
-    """The three as the package takes them: (B, N, 3 H D)."""
+    """All three in one tensor, as the package takes them: (B, N, 3 H D)."""
     dout: Tensor
     """Gradient of the output; empty without a backward."""
 
@@ -62,7 +62,8 @@ def layer(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """As many queries as keys, beside attention, which computes something else, and the package, whose heads share their norms."""
+    """As many queries as keys, beside attention, which computes something else,
+    and the package, whose heads share their norms."""
     scan, named, rows = "nystrom_attention", dtype_name(dtype), batch * heads * length
 
     def by(attend: Callable[..., Tensor]) -> Implementation:
@@ -81,7 +82,7 @@ def layer(
         return LayerInputs(*parts, together.requires_grad_(backward), dout)
 
     def oracle(i: LayerInputs) -> Mapping[str, Results]:
-        """The definition in float64; for attention and for the package their own."""
+        """The definition in float64; attention and the package have their own."""
         doubles = LayerInputs(*doubled(i))
         own = {name: implementations[name](doubles) for name in (SDPA, PACKAGE) if name in implementations and missing(name) is None}
         return dict.fromkeys(implementations, implementations["reference"](doubles)) | own
@@ -122,7 +123,7 @@ def packaged_attention(
     enter: Callable[[Tensor], Tensor] = _unchanged,
     leave: Callable[[Tensor], Tensor] = _unchanged,
 ) -> Callable[[Tensor], Tensor]:
-    """The package's attention with other functions in the place of its projections."""
+    """The package's attention with other functions in place of its projections."""
     from nystrom_attention import NystromAttention
 
     module = NystromAttention(heads * width, width, heads, landmarks, ITERATIONS, residual=False)
@@ -132,19 +133,23 @@ def packaged_attention(
     return module.forward  # torch's counter of FLOPs cannot follow modules under autograd.grad
 
 
-# ---- the pseudo-inverse ----------------------------------------------------------------------------------------------------------------
+# ---- the pseudo-inverse ----------------------------------------------------------------------------------------------
 
 
 @declared()
 def pinv(landmarks: int = 16, batch: int = 1, backward: bool = False, dtype: torch.dtype = torch.float32) -> Case:
-    """The iterated pseudo-inverse of softmaxes over random landmarks. Backward it has no floor: what must be recomputed is a choice."""
+    """The iterated pseudo-inverse of softmaxes over random landmarks.
+
+    Backward has no floor, as recomputation is a choice.
+    """
     scan = "iterative_pinv"
 
     def eager(matrix: Tensor) -> Tensor:
         return eager_pinv(matrix[0], ITERATIONS)[None] if batch == 1 else eager_pinv(matrix, ITERATIONS)
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
-        """Matrices; with a backward the gradient of their inverses, and rows of different sums: equal ones have no greatest to go to."""
+        """Matrices; with a backward the gradient of their inverses, and rows of different sums:
+        equal ones have no greatest to go to."""
         random = generator(seed)
         matrix = (2 * normal(random, batch, landmarks, landmarks)).softmax(-1).to(dtype)
         if not backward:
@@ -187,7 +192,7 @@ def iterated(matrix: Tensor, together: bool = False) -> Tensor:
     return z
 
 
-# ---- first windows of streams ----------------------------------------------------------------------------------------------------------
+# ---- first windows of streams ----------------------------------------------------------------------------------------
 
 
 def _with_a_row(tokens: Sequence[Tensor]) -> list[Tensor]:
@@ -235,8 +240,11 @@ def start(
     kind, scale = "fixed" if fixed else "continual", width**-0.5
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
-        """The window, and landmarks where they are given. Each segment has a level of its own: of pure noise all landmarks would be alike,
-        and have no inverse that float32 resolves."""
+        """The window, and landmarks where they are given.
+
+        Each segment has a level of its own: of pure noise all landmarks would be alike, and have no inverse that
+        float32 resolves.
+        """
         random = generator(seed + 1000)
         segments = torch.arange(window, device=device()) * landmarks // window
         levels = (normal(random, 1, heads, landmarks, width)[:, :, segments].to(dtype) for _ in range(3))
@@ -254,7 +262,8 @@ def start(
         return *rings, sums, inverse
 
     def oracle(i: Sequence[Tensor]) -> Mapping[str, Results]:
-        """Sums of exponentials as they are; ours less their greatest, which stands behind them, phi once more as its peak, and the size."""
+        """Sums of exponentials as they are; ours less their greatest, which stands behind them,
+        phi once more as its peak, and the size."""
         query, key, value = (part.double() for part in i[:3])
         near, far = (part.double() for part in i[3:]) if fixed else (segment_means(part, landmarks) for part in (query, key))
         scores = torch.einsum("...md,...nd->...mn", near, key) * scale

@@ -1,4 +1,5 @@
-"""Attention in plain torch as a GPU's user may write it: the scores whole, or in chunks whose results are merged by their log-sum-exps."""
+"""Attention in plain torch as a GPU's user may write it: the scores whole,
+or in chunks whose results are merged by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -22,16 +23,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 CHUNK = 1000
 """Keys of a chunk: a product with the values over all keys at once would occupy a few multiprocessors."""
 CACHED = 2**25
-"""Bytes of scores that are made at a time where chunks take turns: they stay in the L2 cache of a GPU of a data centre."""
+"""Bytes of scores that are made at a time if chunks take turns: they stay in the L2 cache of a data-centre GPU."""
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The formula as one writes it down: the scores are stored, and so are their exponentials."""
+    """The formula in plain torch: the scores are stored, and so are their exponentials."""
     return torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, dim=-1) @ value
 
 
 class Parts(NamedTuple):
-    """What is kept of each chunk, (B, H, chunks, L, *): the highest score, the sum of exponentials below it, and their sum with values."""
+    """The kept values of each chunk, (B, H, chunks, L, *): the highest score,
+    the sum of exponentials, and their weighted values."""
 
     peak: Tensor
     total: Tensor
@@ -44,7 +46,7 @@ def in_chunks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def in_turn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same with the scores of some chunks at a time."""
+    """The same, with the scores of some chunks at a time."""
     columns = CACHED // (query.element_size() * query.shape[:-1].numel())
     keys = max(CHUNK, columns - columns % CHUNK)
     parts = [_parts(query, *some) for some in zip(key.split(keys, dim=-2), value.split(keys, dim=-2), strict=True)]
@@ -66,21 +68,21 @@ def _merged(parts: Parts) -> Tensor:
 
 
 def flashinfer_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """A sequence at a time; it has no gradients."""
+    """One sequence at a time, without gradients."""
     from flashinfer import single_prefill_with_kv_cache
 
     sequences = zip(*(part.transpose(1, 2) for part in (query, key, value)), strict=True)
     return torch.stack([single_prefill_with_kv_cache(*sequence) for sequence in sequences]).transpose(1, 2)
 
 
-# ---- by name ---------------------------------------------------------------------------------------------------------------------------
+# ---- by name ---------------------------------------------------------------------------------------------------------
 
 FORMS: dict[str, Attend] = {NAIVE: naive_attention, CHUNKS: in_chunks, TURNS: in_turn}
 
 
 _EAGER = [form + precision for form in FORMS for precision in ("", IN_TF32)]
 PLAIN = (*_EAGER, *(name + COMPILED for name in _EAGER if not name.startswith(TURNS)))
-"""Every form in float32 and in tf32, and compiled where its program does not grow with the keys."""
+"""Every form in float32 and in tf32, and compiled if its program does not grow with the keys."""
 
 
 def plain(name: str) -> Attend:
@@ -103,7 +105,7 @@ def _compiled(name: str) -> Attend:
 
 
 def stores_scores(name: str) -> bool:
-    """True for what writes all scores; in turn it does so for its gradients."""
+    """True for forms that write all scores; those in turn do so for their gradients."""
     return NAIVE in name
 
 

@@ -1,4 +1,4 @@
-"""The states of all prefixes of a row of keys, of attention and of Intention, and what one writes in torch for them."""
+"""The states of all prefixes of a row of keys, of attention and of Intention, and their plain torch forms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ RIDGE_LOOP = "ridge_state, in a loop"
 
 
 def cumulative_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
-    """Cumulative sums of weights and of weighted values; a prefix whose logits are far below the last ones' has no digits left."""
+    """Cumulative sums of weights and of weighted values;
+    a prefix whose logits are far below the last ones' has no digits left."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     weights = (scores - scores.detach().amax(-1, keepdim=True)).exp().unflatten(-1, (-1, every)).transpose(2, 3)
     return (weights @ value.unflatten(2, (-1, every))).cumsum(2) / weights.sum(-1, keepdim=True).cumsum(2)
@@ -119,7 +120,7 @@ def attention_prefixes(
     )
 
 
-# ---- Intention -------------------------------------------------------------------------------------------------------------------------
+# ---- Intention -------------------------------------------------------------------------------------------------------
 
 
 def cumulative_ridge(key: Tensor, value: Tensor, every: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Attention of stacked blocks over inputs that each norms and projects, beside torch's LayerNorm, linear layers and attention."""
+"""Attention of stacked blocks over inputs that each norms and projects,
+beside torch's LayerNorm, linear layers and attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the benchmarks are given."""
+"""Fixtures for the tests of the benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import synthetic
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Seed torch, and let uninitialised memory hold NaN, so that an element that nobody wrote is seen."""
+    """Seed torch, and fill uninitialised memory with NaN, so that an unwritten element is noticed."""
     torch.manual_seed(0)
     with testing.poisoned_memory():
         yield

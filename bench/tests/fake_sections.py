@@ -1,4 +1,4 @@
-"""Sections that need no GPU, for the machinery to be tried on: tasks that are slow, raise, hang, or start a program."""
+"""Sections without a GPU, to test the machinery: tasks that are slow, raise, hang, or start a program."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def fine(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def slow(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """Two rows at once, then one that takes longer than the section has, unless it is told not to."""
+    """Two rows at once, then one that takes longer than the section may, unless told otherwise."""
     return [*fine(device, before)[:2], _marked("slow", _fine if os.environ.get("FAKE_SECTIONS_FAST") else _hangs)]
 
 

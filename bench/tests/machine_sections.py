@@ -1,8 +1,8 @@
-"""The GPU check's section of tests with the GPU made of software in the place of a GPU, and faults planted in its kernels.
+"""The GPU check's section of tests with a GPU made of software, and faults planted in its kernels.
 
-The section is the check's own: it collects the package's tests for a GPU and runs them, of some operators in small shapes, of tensors on
-the CPU whose kernels are compiled, launched through a stub of the driver and executed by the machine. This module is a pytest plugin too,
-with which those tests run there.
+The section is the check's own: it collects the package's tests for a GPU and runs them, of some operators in small
+shapes, of tensors on the CPU whose kernels are compiled, launched through a stub of the driver and executed by the
+machine. This module is a pytest plugin too, with which those tests run there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpu_machine.launch import on_machine
 from gpu_machine.machine import Machine
 
 MENDED = Path(os.environ.get("MACHINE_SECTIONS", "")) / "mended"
-"""A file in the folder of the test that starts the check: the kernels are mended where it is there."""
+"""A file in the folder of the test that starts the check: if it is there, the kernels are mended."""
 KEYS = 21
 SMALL = {"B": 1, "H": 1, "L": 5, "N": KEYS, "M": 5, "D": 9, "E": 8}
 SOME = ("TestAttentionState", "TestRidgeState", "TestRegularisedSolve")
@@ -63,7 +63,7 @@ def pytest_configure() -> None:
 
     def move(suite: type[OperatorSuite]) -> None:
         plain(suite)
-        if suite.batch:  # packed sets say themselves how many keys they have
+        if suite.batch:  # packed sets have their own numbers of keys
             suite.extents = {**suite.extents, **{letter: size for letter, size in SMALL.items() if letter in suite.extents}}
         suite.shapes, suite.laws = ({},), ("normal",)
 

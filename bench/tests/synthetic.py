@@ -1,4 +1,4 @@
-"""A run that nobody measured: what a file of results holds, small, with every kind of row."""
+"""A synthetic run: the contents of a small file of results, with every kind of row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unchanged(group: str, implementation: str) -> float:
 
 
 def run(seed: int = 0, speed: Speed = unchanged, noise: float = 0.02, **changes: Any) -> Run:
-    """A run with other fields where `changes` says so."""
+    """A run with other fields as in `changes`."""
     made = Run(
         date="2026-01-02T03:04:05+00:00",
         commit=COMMIT,
@@ -81,7 +81,8 @@ def _groups(draw: random.Random, speed: Speed, noise: float) -> Iterator[list[Ro
 
 
 def _latent(keys: int = 100_000, width: int = 16, backward: bool = False, dtype: str = "float32") -> tuple[dict, dict, Peers]:
-    """Attention of 128 queries: linear in the keys; the naive form stores its scores, and does not fit at a million keys."""
+    """Attention of 128 queries: linear in the keys; the naive form stores its scores,
+    and does not fit at a million keys."""
     direction = "forward + backward" if backward else "forward"
     parameters = {"pass": direction, "dtype": dtype, "B": 1, "H": 4, "D": width, "L": 128, "N": keys, "threads": 2}
     seconds = 2e-7 * keys * (3 if backward else 1) * (16 + width) / 32 + 2e-5

@@ -1,4 +1,4 @@
-"""What the page says of models of other packages is what was measured, beside the fastest of what they have."""
+"""The page's figures for models of other packages are the measured ones, beside the fastest of their own forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m cmab_kernels bench`: what it refuses, what it writes, and what is left when it is interrupted."""
+"""`python -m cmab_kernels bench`: its refusals, its files, and what remains after an interruption."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """A synthetic run in the place of each measurement; gives what was asked for."""
+    """A synthetic run in place of each measurement; returns the arguments of the call."""
     asked: list[tuple[Any, ...]] = []
 
     def instead(*arguments: Any) -> runs.Run:
@@ -52,7 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty files for the page and the pictures: what is on them is tested elsewhere, and takes seconds."""
+    """Empty files for the page and the pictures, whose contents other tests check and which take seconds."""
 
     def write(run: runs.Run, folder: Path, comparison: object) -> list[Path]:
         written = [folder / name for name in WRITTEN if name != "run.json"]
@@ -77,7 +77,7 @@ def files(folder: Path) -> list[str]:
 WRITTEN = ["continual_nystrom_step.png", "latent_attention.png", "overview.png", "report.html", "run.json"]
 
 
-# ---- what it writes --------------------------------------------------------------------------------------------------------------------
+# ---- what it writes --------------------------------------------------------------------------------------------------
 
 
 def test_a_saved_run_is_shown_without_measuring(saved: Path, output: Path, monkeypatch, capsys):
@@ -114,7 +114,7 @@ def test_a_run_in_its_own_folder_can_be_shown_again(undrawn, saved: Path, output
     assert status_of(monkeypatch, "--from", str(output / "run.json"), "--force") == 0 and files(output) == WRITTEN
 
 
-# ---- what it refuses -------------------------------------------------------------------------------------------------------------------
+# ---- what it refuses -------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "an unknown scan": (["latent_attention", "latent_atention"], "there is no scan latent_atention: choose among .*, latent_attention, "),
@@ -181,12 +181,12 @@ def test_a_run_without_an_end_leaves_no_file_under_its_name(ends, status: int, o
     assert capsys.readouterr().err.endswith("nothing was written\n")
 
 
-# ---- what is measured ------------------------------------------------------------------------------------------------------------------
+# ---- what is measured ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def cases_measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """Names of the cases that a session goes through and of their implementations, of which only the first has a row."""
+    """Names of the cases of a session and of their implementations; only the first has a row."""
     seen: list[tuple[str, list[str]]] = []
 
     def instead(case, names, budget: float) -> Group:
@@ -216,7 +216,7 @@ def test_a_session_measures_what_was_asked_for_and_no_definition(cases_measured,
 
 @pytest.mark.parametrize(("share", "said"), [(None, False), (0.02, False), (0.4, True)])
 def test_a_session_says_that_the_machine_is_busy(share: float | None, said: bool, cases_measured, monkeypatch: pytest.MonkeyPatch, capsys):
-    """Before it measures, and at its end which of the groups that concerns."""
+    """The warning comes before the measurement, and at the end for the groups that it concerns."""
     monkeypatch.setattr(session, "others", lambda seconds: share)
     run = session.measured(["iterative_pinv"], quick=True)
     assert ("Other programs take 40% of this machine's processors" in capsys.readouterr().err) == said and not run.notes
@@ -240,7 +240,7 @@ def test_a_full_session_measures_every_case(cases_measured, monkeypatch: pytest.
     assert figure.endswith("1000000 keys") and not run.quick and run.rates.keys() == {"2"}
 
 
-# ---- under pytest-benchmark ------------------------------------------------------------------------------------------------------------
+# ---- under pytest-benchmark ------------------------------------------------------------------------------------------
 
 PLANTED = "from bench import harness; harness.ERROR_BOUND = dict.fromkeys(harness.ERROR_BOUND, {bound})"
 
@@ -254,7 +254,7 @@ def test_pytest_bench_runs_the_same_cases_and_a_wrong_result_fails(bound: float,
     alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}  # whose workers time nothing
     found = subprocess.run(command, cwd=tmp_path, env=alone | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert found.returncode == bool(failures) and found.stdout.count("Failed: wrong: relative RMS error") == failures, found.stdout
-    assert found.stdout.count("1 skipped") == failures, found.stdout  # the peer
+    assert found.stdout.count("1 skipped") == failures, found.stdout  # the peer is skipped
     if not failures:
         rows = {row["name"]: row["extra_info"] for row in json.loads((tmp_path / "found.json").read_text())["benchmarks"]}
         eager, ours = rows.values()

@@ -1,4 +1,4 @@
-"""What changed between two runs is told from what a machine does by itself."""
+"""Changes between two runs are told from those that a machine makes by itself."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_slower_machine_is_no_slower_kernel():
 
 
 def test_where_peers_moved_ours_may_move_too():
-    """A group that the machine disturbed as a whole tells nothing; the same change where peers stood still does."""
+    """A group that the machine disturbed as a whole tells nothing; the same change with steady peers does."""
     disturbed = {(TARGET, SDPA): 1.6, (TARGET, "native"): 1.3, (OTHER, "native"): 1.3}
     assert notable(c.compare(synthetic.run(1), synthetic.run(2, lambda *row: disturbed.get(row, 1.0)))) == [(OTHER, "native")]
 

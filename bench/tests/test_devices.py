@@ -1,4 +1,4 @@
-"""`pytest bench --device` chooses the device of all cases, and refuses one that is not there."""
+"""`pytest bench --device` chooses the device of all cases, and refuses a missing one."""
 
 from __future__ import annotations
 

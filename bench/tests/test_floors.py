@@ -1,4 +1,4 @@
-"""Floors: the design's table for a GPU, a CPU's units that take turns, and work that is counted and not guessed."""
+"""Floors: the design's table for a GPU, a CPU's units that take turns, and counted, not guessed, work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_backward_takes_five_products_and_twice_the_traffic():
 
 
 def test_passes_follow_one_another():
-    """A training step has the floor of its forward pass and that of its backward pass, whatever the greatest of their sums is."""
+    """The floor of a training step is the sum of those of its forward and backward pass,
+    not the greatest of their sums."""
     forward, backward = Work(exponentials=5, products=1, bytes=1), Work(exponentials=1, products=1, bytes=7)
     both = floors([forward, backward], Rates(1, 1, {"float32": 1}))
     assert (both.seconds, both.bound) == (5 + 7, "memory") and floors(forward, Rates(1, 1, {"float32": 1})).seconds == 5
@@ -66,7 +67,8 @@ def test_a_training_step_has_two_passes():
 
 
 def test_exact_products_are_several_of_tf32(monkeypatch):
-    """A product of float32 takes three of the matrix units, or the float32 units where these are faster; a rounded one takes one."""
+    """A product of float32 takes three of the matrix units,
+    or the float32 units where these are faster; a rounded one takes one."""
     monkeypatch.setattr(rates, "_gpu_exponentials", lambda: 1.0)
     monkeypatch.setattr(rates, "_memory", lambda device: 1.0)
     for exact, expected in ((6.0, 10.0), (20.0, 20.0)):

@@ -1,4 +1,4 @@
-"""Kernels that are compiled where there is no GPU are found elsewhere, in another folder and under another Python."""
+"""Kernels compiled without a GPU are found elsewhere, in another folder and under another Python."""
 
 from __future__ import annotations
 

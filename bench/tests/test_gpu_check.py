@@ -1,4 +1,4 @@
-"""The GPU check as far as a machine without a GPU shows it: what is covered, the table, refusals."""
+"""The parts of the GPU check that a machine without a GPU can test: coverage, the table, refusals."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_asked_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails as a whole where it does not know a field: throttling has two names."""
+    """nvidia-smi fails as a whole if it does not know a field: throttling has two names."""
 
     def output(*command: str) -> str:
         if "clocks_event_reasons.active" in command[3]:
@@ -115,7 +115,7 @@ def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-# ---- the commit of what is checked
+# ---- the checked commit
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def _git(folder: Path, *arguments: str) -> None:
 
 
 def test_a_clean_checkout_says_its_commit(checkout: Path) -> None:
-    """What tuning and compilers write leaves it clean."""
+    """The files of tuning and compilers leave it clean."""
     assert provenance.clean_commit() == provenance.commit() != "unknown"
     (checkout / "cmab_kernels" / "tiles.json").write_text("[]")
     provenance.COMPILED.mkdir(parents=True)
@@ -149,7 +149,7 @@ def test_a_clean_checkout_says_its_commit(checkout: Path) -> None:
 
 @pytest.mark.parametrize("name", ["csrc/solve/solve.cu", "tests/test_a.py", "bench/new.py"])
 def test_a_dirty_checkout_is_refused(checkout: Path, name: str) -> None:
-    """A file that is changed, or in no commit, is named; one that is missing too."""
+    """A changed or uncommitted file is named, and so is a missing one."""
     (checkout / name).write_text("2")
     with pytest.raises(ValueError, match=rf"^{name}: not as in commit \w{{10}}: commit them, or put them back$"):
         provenance.clean_commit()
@@ -160,7 +160,7 @@ def test_a_dirty_checkout_is_refused(checkout: Path, name: str) -> None:
 
 
 def test_a_copy_without_git_must_be_told_its_commit(checkout: Path) -> None:
-    """And its sources must have the digest that the checkout had."""
+    """Its sources must also have the digest that the checkout had."""
     told = f"{provenance.commit()}:{provenance.digest(provenance.sources())}"
     shutil.rmtree(checkout / ".git")
     with pytest.raises(ValueError, match=r"python -m bench\.provenance"):
@@ -214,7 +214,8 @@ def test_each_row_is_made_and_what_is_wrong_is_no_fault_of_ours(monkeypatch: pyt
 
 
 def test_streams_begin_anew_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is expected is kept for all rows of a case; a stream that has gone on would be compared with its first tokens."""
+    """What is expected is kept for all rows of a case;
+    a stream that has gone on would be compared with its first tokens."""
     monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: Peak(0, 0))
     monkeypatch.setattr(harness, "rates_of", lambda device: H200)
     case = continual.step(8, 8, landmarks=3, calls=4)

@@ -16,11 +16,11 @@ FAULTS = {
     "TestRegularisedSolve::test_accuracy[triton": "its process ended with exit code -11",
     "TestRegularisedSolve::test_accuracy[cuda": "the CUDA kernels are not there (nvcc was not found)",
 }
-"""Tests of the package -> what is said of them while the faults are there."""
+"""Tests of the package -> their reports while the faults are there."""
 
 
 class Limited(Section):
-    """A section whose rows may take as long as they do on a busy processor."""
+    """A section whose rows may take as long as on a busy processor."""
 
     row_limit = 60.0
 
@@ -30,7 +30,8 @@ def _problems(outcome: Outcome) -> Mapping[str, str]:
 
 
 def test_faults_of_kernels_cost_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call with a kernel that is wrong, one that crashes, and without the extension; and one when the kernels are mended."""
+    """A call with a kernel that is wrong, one that crashes, and without the extension;
+    and one when the kernels are mended."""
     monkeypatch.setenv("MACHINE_SECTIONS", str(tmp_path))
     section, outcome = Limited("bench.tests.machine_sections:tests", workers=2), Outcome()
     run(section, "cpu", outcome, {}, 3600.0)

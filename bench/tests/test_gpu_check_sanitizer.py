@@ -1,4 +1,4 @@
-"""What the GPU check makes of compute-sanitizer's words: a program in its place says what we want it to. No GPU is needed."""
+"""The GPU check's use of compute-sanitizer, with a program in its place that prints given text. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ PASSED_OVER = {"ok": True, "passed over": "compute-sanitizer: Device not support
     ],
 )
 def test_what_it_says_is_understood(text: str, code: int, silent: dict[str, Any], must_see: bool, says: Callable[..., str]) -> None:
-    """Where a program should be right, and where a fault is planted. No verdict is no success; what it cannot look at is passed over."""
+    """The cases are a right program and a planted fault.
+
+    A missing verdict is not a success; programs that it refuses are skipped.
+    """
     program = says(text, code)
     assert sanitizer.program() == program
     row = sanitizer.is_silent(program, "memcheck", RIGHT)
@@ -70,7 +73,8 @@ def test_what_takes_too_long_is_stopped(says: Callable[..., str], monkeypatch: p
 
 
 def test_what_is_looked_at_ran_before_by_itself(says: Callable[..., str], tmp_path: Path) -> None:
-    """What compiles would take ten times as long under a sanitizer; what fails by itself says nothing under one."""
+    """Compiling would take ten times as long under a sanitizer;
+    a program that fails by itself tells nothing under one."""
     mark = tmp_path / "ran"
     command = [sys.executable, "-c", f"open({str(mark)!r}, 'a').write('once ')"]
     assert sanitizer.is_silent(says(CLEAN), "memcheck", command)["ok"] and mark.read_text() == "once "

@@ -1,4 +1,7 @@
-"""How the GPU check runs: rows within limits, what hangs or dies costs its row alone, and what was cut off goes on. No GPU is needed."""
+"""Runs of the GPU check: rows have limits, hangs and crashes cost only their row, and cut runs continue.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def test_a_section_that_is_cut_off_goes_on_behind_its_rows(runs: Callable[[str],
 
 
 def test_wrong_rows_are_tried_again_and_last(runs: Callable[[str], int]) -> None:
-    """A row that was right stays as it was."""
+    """A right row stays as it was."""
     outcome = Outcome([{"key": "row 0", "ok": False}, {"key": "row 2", "ok": True, "old": True}], complete=True)
     run(_section("fine"), "cpu", outcome, {}, 60.0)
     assert outcome.right and [runs(f"row {i}") for i in range(4)] == [1, 1, 0, 1] and _rows(outcome)["row 2"]["old"]
@@ -168,7 +171,8 @@ def _times(folder: Path) -> dict[str, int]:
 
 
 def test_a_call_stays_within_its_budget(calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What is cut off is named; the next call goes on with it, and with what was wrong; the one after finds nothing to do."""
+    """Cut sections are named; the next call continues them and repeats wrong rows;
+    the one after finds nothing to do."""
     assert calls() == 1
     printed = capsys.readouterr().out
     assert "not done yet: three, tune; the same command goes on" in printed and "two: 0 of 1 right" in printed

@@ -1,4 +1,7 @@
-"""The GPU check's section of tests, and a call from start to end, with planted faults. No GPU is needed: tests of a folder stand for it."""
+"""The GPU check's section of tests, and a call from start to end, with planted faults.
+
+No GPU is needed: tests of a folder stand for it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def test_skipped(): pytest.skip("there is one GPU only")
 
 @pytest.fixture
 def tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with tests that stand for those of the package: right, wrong, hanging and crashing ones."""
+    """A folder with tests that replace those of the package: right, wrong, hanging and crashing ones."""
     folder = tmp_path / "tests"
     folder.mkdir()
     (folder / "test_some.py").write_text(TESTS.format(marks=str(tmp_path / "marks")))
@@ -73,7 +76,7 @@ ALL = sorted([*FAULTY, "test_right[0]", "test_right[1]", "test_right[2]", "test_
 
 @pytest.mark.parametrize("content", ["import nothing_of_this_name", "", None])
 def test_tests_that_cannot_be_collected_are_a_problem(content: str | None, tests: Path) -> None:
-    """A folder without tests is one too: nothing would have been checked."""
+    """A folder without tests is an error too, because nothing would be checked."""
     (tests / "test_some.py").unlink()
     if content is not None:
         (tests / "test_other.py").write_text(content)
@@ -83,7 +86,8 @@ def test_tests_that_cannot_be_collected_are_a_problem(content: str | None, tests
 
 
 def test_a_check_from_start_to_end(tests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """The first call finds the faults, the second what was mended, the third nothing to do; what is tuned is tested in turn."""
+    """The first call finds the faults, the second the mended tests, the third nothing to do;
+    tuned tiles are tested in turn."""
     fakes = {"suite": "tests", "timings": "times", "candidates": "fine", "tune": "tuned", "tuned_suite": "tuned_tests"}
     sections = {
         name: Hurried(f"{FAKE}:{fakes.get(name, 'empty')}", workers=2, judged=section.judged, after=section.after)

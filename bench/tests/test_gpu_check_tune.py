@@ -1,4 +1,7 @@
-"""Tuning on a clock of nobody's: the right winner, no winner within the noise, and a table that is written as a whole. No GPU is needed."""
+"""Tuning with a simulated clock: the right winner, no winner within the noise, and a table written as a whole.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def table(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Says how long tiles take, by the times that they were measured and by the round; they are those that a launcher would take."""
+    """Sets the seconds of the tiles that a launcher would take, by the number of their measurement and the round."""
 
     def prepared(target: Target, device: str, size: str) -> Any:
         assert size == "large"
@@ -118,7 +121,7 @@ def test_candidates_are_valid_and_few_and_keys_differ() -> None:
         found = candidates(target, CPU)
         assert found[0] == target.built_in(CPU) and len(set(found)) == len(found) <= 48
         for chosen in found[1:]:
-            entry = tiles.as_entry(target.key(CPU), chosen, {})  # which refuses what is no tile
+            entry = tiles.as_entry(target.key(CPU), chosen, {})  # it refuses anything but tiles
             assert entry["tiles"].get("BLOCK_L", 0) <= target.latents, "a block that the queries do not fill is not seen"
 
 
@@ -132,7 +135,7 @@ def test_rows_of_candidates_name_what_was_tried() -> None:
 
 @pytest.mark.parametrize("kernel", ["attention.forward", "intention.gram", "intention.apply", "nystrom.forward"])
 def test_candidates_that_are_right_are_found_so(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPU made of software, in small shapes; and one that is off is not."""
+    """On the GPU made of software, in small shapes, right tiles pass and wrong ones fail."""
     target = Target(kernel, "float32", 16)
     monkeypatch.setitem(LENGTHS, "small", 60)
     monkeypatch.setattr("bench.gpu.candidates.SET", 30)

@@ -1,4 +1,4 @@
-"""What measures measures: FLOPs, ratios, and no speed without a right result."""
+"""Tests of the measurements: FLOPs, ratios, and no speed without a right result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORWARD = attention.attention(2, 8, keys=50, latents=4, batch=3)
 BACKWARD = attention.attention(2, 8, keys=50, latents=4, backward=True, transposed=True)
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------------------------
+# ---- time ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_ratio_is_of_medians_with_the_quartiles_within_rounds():
@@ -38,7 +38,7 @@ def test_calls_go_round_copies_of_the_inputs():
     assert seen == ["first", "second", "first"]
 
 
-# ---- what a row says -------------------------------------------------------------------------------------------------------------------
+# ---- what a row says -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [FORWARD, BACKWARD], ids=str)
@@ -66,7 +66,7 @@ def test_flops_are_counted_through_a_module_that_is_given_a_parameter():
 
 
 def test_what_no_graph_may_capture_is_called(no_memory: None, monkeypatch: pytest.MonkeyPatch):
-    """And no implementation is captured where a call forbids it."""
+    """No implementation is captured if a call forbids it."""
     captured = []
     monkeypatch.setattr(
         harness, "timed_call", lambda implementation, copies, capture: captured.append(capture) or partial(implementation, copies[0])

@@ -1,4 +1,4 @@
-"""How busy other programs are is told from what the system counts, and says nothing where it counts nothing."""
+"""The load of other programs follows from the system's counts, and is None where the system has none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @pytest.fixture
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes seconds of user, nice, system, idle, waiting, two kinds of interrupts and stolen ones, and of this process."""
+    """Writes seconds of user, nice, system, idle, waiting,
+    two kinds of interrupts and stolen ones, and of this process."""
     monkeypatch.setattr(load, "STAT", tmp_path / "stat")
 
     def count(*seconds: float, own: float) -> None:

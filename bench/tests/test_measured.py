@@ -124,7 +124,7 @@ def test_a_table_says_what_it_shows(tmp_path: Path):
 
 
 def test_short_calls_tell_losses_by_the_rule_of_the_report(whole: Run):
-    """A loss is in bold, what the quartiles leave open is not, and what is noisy has no figure."""
+    """A loss is in bold; undecided quartiles are not; a noisy row has no figure."""
 
     def made(*ratios: tuple[float, float, float], others: float = 0.0) -> Run:
         case, row = next(short_cases()), next(row for row in whole.rows if row.implementation == "native")

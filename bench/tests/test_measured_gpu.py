@@ -1,4 +1,5 @@
-"""docs/measured_gpu.md and the README's GPU table are those of the newest committed check, and every row of the page is a case of it."""
+"""docs/measured_gpu.md and the README's GPU table are those of the newest committed check,
+and every row of the page is a case of it."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ def test_the_page_is_of_the_newest_check(text: str) -> None:
 
 
 def test_page_and_readme_say_what_was_run(text: str) -> None:
-    """The commit, the tests that were run of those that there are, and the kernels that have changed since."""
+    """The commit, the number of tests that were run, and the kernels that have changed since."""
     for told in (text.split("\n## ")[0], measured_gpu.headline(text)):
         assert f"commit {NEWEST['machine']['commit'][:7]}" in told and re.search(r"[\d,]+ of [\d,]+ GPU tests were run, \d+ failed", told)
         assert re.search(r"\d+ of the \d+ files of kernels for GPUs have changed since that commit", told)
 
 
 def test_every_row_was_timed(text: str) -> None:
-    """A row without its figures would be left out, and nobody would miss it."""
+    """A row without figures would silently be left out."""
     rows = [line for line in measured_gpu.TEMPLATE.read_text().splitlines() if line.startswith("| ")]
     assert len([line for line in text.splitlines() if line.startswith("| ")]) == len(rows) > 60
     table = measured_gpu.Table(NEWEST, None, measured_gpu.cases())
@@ -69,7 +70,7 @@ NAIVE = _row("naive", 9e-3)
 
 
 def test_what_auto_takes_is_compared() -> None:
-    """Not the fastest of ours; and the fastest of the others that is right."""
+    """Our row is the one of "auto", not the fastest; the peer is the fastest right one."""
     rows = [_row("triton", 2e-3), _row("cuda", 3e-3), _row("auto", 4e-3), _row("reference", 1e-6), NAIVE, _row("quick", 4e-3)]
     wrong = {"implementation": "hasty", "group": GROUP, "key": "hasty", "problem": "its result is wrong here"}
     assert _cells(*rows, wrong) == "quick | 4 ms, +1.0 MiB | 4 ms, +1.0 MiB | **1** | "
@@ -80,7 +81,7 @@ def test_what_auto_takes_is_compared() -> None:
 
 
 def test_no_ratio_without_plain_torch_in_float32() -> None:
-    """Where no library has a fast kernel; elsewhere what is there is compared."""
+    """Plain torch is the peer if no library has a fast kernel; otherwise the others are compared."""
     rows = [_row("triton", 2e-3), _row("scaled_dot_product_attention", 9e-2)]
     assert _cells(*rows) == "no fair peer measured | | 2 ms, +1.0 MiB |  | "
     assert _cells(*rows, NAIVE).startswith("naive | 9 ms")
@@ -100,14 +101,14 @@ def test_a_peer_of_another_formula_is_said_to_be_one() -> None:
 
 
 def test_peers_of_an_earlier_run_are_marked() -> None:
-    """They stand in for no peer that was timed beside ours."""
+    """They do not replace a peer that was timed beside ours."""
     before = [_row("triton", 8e-3), {**NAIVE, "implementation": "naive"}]
     assert _cells(_row("triton", 2e-3), before=before).startswith("naive† | 9 ms, +1.0 MiB | 2 ms")
     assert _cells(_row("triton", 2e-3), _row("naive", 4e-3), before=before).startswith("naive | 4 ms")
 
 
 def test_the_share_is_of_the_floor_of_the_passes_one_after_the_other() -> None:
-    """By the rates of the run; one of before tf32 had a rate of its own has it under float32, and exact products take three."""
+    """The floor uses the rates of the run. Older runs have the tf32 rate under float32; exact products take three."""
     case = attention.attention(keys=10**6, backward=True)
     matrix = RATES["matrix"] | {"tf32": 4e14, "float32": 4e14 / 3}
     least = floors(case.work, Rates(**RATES | {"matrix": matrix}))
@@ -151,7 +152,7 @@ def test_coverage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the run recorded, or those of its commit. A file that is no kernel's counts for nothing."""
+    """The digests are those that the run recorded, or those of its commit. Files that are not kernels do not count."""
     now = KERNELS | {"csrc/solve/solve.cu": b"2", "csrc/solve/new.cuh": b"1", "cmab_kernels/api.py": b"2"}
     del now["cmab_kernels/attention/kernels/gone.py"]
     expected = "2 of the 3 files of kernels for GPUs have changed since that commit or are new, and 1 are gone"
@@ -159,6 +160,26 @@ def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest
     assert told["changed"] == expected
     assert told["changed files"] == "\n- `csrc/solve`: new.cuh, solve.cu\n- gone: `cmab_kernels/attention/kernels/gone.py`"
     assert _facts(monkeypatch, now, kernels=provenance.kernel_digests(now))["changed"].startswith("0 of the 3 files")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "changed"),
+    [
+        ("cmab_kernels/intention/cuda.py", 'import os\n\ndef f(x):\n    return "#" if x else "a"\n', '"a"'),
+        ("csrc/solve/solve.cu", 'const char* f(int x) {\n  return x / 2 ? "//" : "a";\n}\n', '"a"'),
+    ],
+)
+def test_comments_and_line_breaks_change_no_digest(name: str, code: str, changed: str) -> None:
+    def digest(text: str) -> str:
+        return provenance.kernel_digests({name: text.encode()})[name]
+
+    python = name.endswith(".py")
+    told = [
+        code.replace("{\n", "{  // one {\n  /* two\n  three */\n"),
+        code.replace("(x):\n", '(x):  # one "\n    """Two.\n\n    # Three.\n    """\n'),
+    ]
+    assert told[python] != code and digest(told[python]) == digest(code)
+    assert digest(code.replace(changed, '"b"')) != digest(code) and digest(code.replace('"#"' if python else '"//"', '""')) != digest(code)
 
 
 def test_a_dirty_tree_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

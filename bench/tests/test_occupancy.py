@@ -1,4 +1,4 @@
-"""The page of occupancy is what the kernels of today compile to."""
+"""The page of occupancy equals what today's kernels compile to."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_kernel_is_there() -> None:
 
 
 def test_the_page_has_the_launches_of_today() -> None:
-    """Their programs too, without compiling them; `python -m bench.gpu.occupancy --write` mends it."""
+    """The programs are compared too, without compiling; `python -m bench.gpu.occupancy --write` mends the page."""
     lines = written()
     assert list(lines) == list(HELD) and PAGE.read_text() == page(lines)
     for key, on_chips in HELD.items():

@@ -1,4 +1,4 @@
-"""Peers that are written here are right: gradients by hand, and continual steps in eager torch."""
+"""Peers written here are right: gradients by hand, and continual steps in eager torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_tf32_is_allowed_where_a_name_says_so():
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_peers_over_many_keys_are_all_of_plain_torch():
-    """A state, blocks that project, and the module have each form, in float32 and in tf32; a GPU's memory decides, not the size."""
+    """A state, blocks that project, and the module have each form, in float32 and in tf32;
+    a GPU's memory decides, not the size."""
     cases = [attention.attention(keys=10**6, backward=True, every_peer=True), projected.projected(), modules.cross_attention()]
     for case in cases:
         assert all(any(name.endswith(plain) for name in case.implementations) for plain in plain_attention.PLAIN), case

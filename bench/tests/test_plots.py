@@ -1,4 +1,4 @@
-"""Figures show what a run holds, and never mix with each other on a page."""
+"""Figures show the contents of a run, and never mix with each other on a page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_operator_has_its_curves(run: runs.Run):
     assert titles(run, "latent_attention") == {
         "Memory against keys": 2,  # forward, and with backward
         "Time against keys": 2,
-        "Time against width of a head": 1,  # of dtypes the rows tell
+        "Time against width of a head": 1,  # rows name dtypes
     }
     assert titles(run, "continual_nystrom_step")["Time against tokens of the window"] == 2
     assert not plots.panels(run, "iterative_pinv")
@@ -93,13 +93,13 @@ def test_the_overview_has_a_dot_for_each_group_with_a_peer(run: runs.Run):
 
 
 def test_what_is_ours_is_no_peer_of_ours(run: runs.Run):
-    """Where the baseline is another kernel of this package, there is no speed-up to show."""
+    """If the baseline is another kernel of this package, there is no speed-up to show."""
     rows = (replace(row, baseline="native, exact") if row.scan == "continual_nystrom_step" else row for row in run.rows)
     run = replace(run, rows=tuple(rows))
     assert not plots.gains(run, "continual_nystrom_step") and plots.gains(run, "latent_attention")
 
 
-# ---- pages and files -------------------------------------------------------------------------------------------------------------------
+# ---- pages and files -------------------------------------------------------------------------------------------------
 
 
 def test_figures_of_a_page_share_no_identifier(run: runs.Run):
@@ -155,7 +155,7 @@ def test_sizes_are_short(value, text):
     assert drawing.size(value) == text
 
 
-# ---- plots for the pages --------------------------------------------------------------------------------------------------------------
+# ---- plots for the pages ---------------------------------------------------------------------------------------------
 
 
 SCAN = "latent_attention"

@@ -1,4 +1,4 @@
-"""The page holds what the run holds, and is read in a real browser as it is meant to be."""
+"""The page holds the contents of the run, and a real browser reads it as intended."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def section(page: str, name: str) -> str:
     return found[0]
 
 
-# ---- what it says ----------------------------------------------------------------------------------------------------------------------
+# ---- what it says ----------------------------------------------------------------------------------------------------
 
 
 def test_the_page_begins_with_what_was_measured(page: str):
@@ -165,12 +165,12 @@ def test_a_gpu_run_speaks_of_its_gpu_and_notes_are_told(run: runs.Run):
     assert "device GPU" in told and "notes On a Sunday. Twice." in told
 
 
-# ---- what it is ------------------------------------------------------------------------------------------------------------------------
+# ---- what it is ------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_needs_nothing_else(page: str):
     assert not re.findall(r"<(?:script|link|img|iframe|object)\b|@import|src=", page)
-    assert not re.findall(r'https?://(?!www\.w3\.org/)[^"\s<]*', page)  # names of the SVG standard are no addresses
+    assert not re.findall(r'https?://(?!www\.w3\.org/)[^"\s<]*', page)  # names in the SVG standard are not addresses
     assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', page))
 
 
@@ -242,7 +242,7 @@ def test_pictures_lie_beside_the_page(folder: Path):
 
 
 def test_counts_are_those_of_the_formulas(page: str):
-    """What the paper prints of operations; of memory that it counts less than our states keep."""
+    """The paper's printed counts of operations; it counts less memory than our states keep."""
     printed = {"full": 11.06e6, "nystrom": 0.423e6, "single": 0.0925e6, "continual single": 0.01178e6, "fixed single": 0.00618e6}
     assert [report.counts(scheme)[0] for scheme in printed] == pytest.approx(list(printed.values()), rel=2e-3)
     assert report.counts("fixed single")[2] == 2324 and report.counts("continual single")[4] == 50_072
@@ -250,7 +250,7 @@ def test_counts_are_those_of_the_formulas(page: str):
     assert report.CALLED.keys() == set(SCHEMES) and "72,824" in section(page, "counts")
 
 
-# ---- in a browser ----------------------------------------------------------------------------------------------------------------------
+# ---- in a browser ----------------------------------------------------------------------------------------------------
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -301,7 +301,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory):
 
 
 def seen_at(width: int, page: str, browser, folder: Path) -> dict:
-    """What a page looks like in a window of a width: a frame, as windows have a least width of their own."""
+    """The look of a page in a window of some width, inside a frame, because windows have a least width."""
     inner = html.escape(page.replace("</body>", MEASURE + "</body>"))
     outer = folder / f"frame{width}.html"
     outer.write_text(
@@ -331,7 +331,8 @@ def test_a_browser_shows_everything_within_its_width(width: int, page: str, brow
 
 
 def test_a_box_that_is_too_wide_is_seen(page: str, browser, tmp_path: Path):
-    """The check itself: a table that stays one on a phone is wider than its box, and without the box wider than the phone."""
+    """The check works: a table that stays a table on a phone is wider than its box,
+    and without the box wider than the phone."""
     one = page.replace("max-width: 60rem) {", "max-width: 1rem) {")
     assert "Rows of latent_attention" in seen_at(PHONE, one, browser, tmp_path)["inside"]
     assert seen_at(PHONE, one.replace("overflow-x: auto", "overflow-x: visible"), browser, tmp_path)["wide"] > PHONE

@@ -1,4 +1,4 @@
-"""A run's file is read as it is, or refused by name."""
+"""A run's file is read unchanged, or refused by name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_variant_is_ours_only_where_there_is_nothing_else(run: Run):
     assert runs.fastest([row for row in group if not row.ours]) is None
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 def damaged(raw: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_a_file_is_written_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     assert json.loads(path.read_text()) == {"old": 1}
 
 
-# ---- curves and words ------------------------------------------------------------------------------------------------------------------
+# ---- curves and words ------------------------------------------------------------------------------------------------
 
 
 def test_a_series_differs_in_one_parameter(run: Run):

@@ -1,4 +1,4 @@
-"""The cases measure what they say: right results, axes along which one parameter varies, floors that count what must be done."""
+"""The cases measure what they say: right results, axes with one varying parameter, floors that count necessary work."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_another_process_makes_the_same_case(case: Case):
     assert again.small().scan == case.scan and (again.threads, again.quick) == (case.threads, case.quick)
 
 
-# ---- axes ------------------------------------------------------------------------------------------------------------------------------
+# ---- axes ------------------------------------------------------------------------------------------------------------
 
 
 def differing(first: Case, second: Case) -> list[str] | None:
@@ -143,7 +143,7 @@ def differing(first: Case, second: Case) -> list[str] | None:
 
 
 def beside_an_axis(cases: Sequence[Case]) -> list[str]:
-    """Groups that no other differs from in exactly one parameter."""
+    """Groups from which no other differs in exactly one parameter."""
     return [str(case) for case in cases if not any(len(differing(case, other) or ()) == 1 for other in cases)]
 
 
@@ -178,7 +178,7 @@ def test_groups_without_an_axis_are_seen():
     assert alike([*some, intention.layer(100, quick=True)]) == [(str(some[0]),) * 2]
 
 
-# ---- what is there ---------------------------------------------------------------------------------------------------------------------
+# ---- what is there ---------------------------------------------------------------------------------------------------
 
 WITHOUT_WORK = {"empty_ridge", "empty_state", "explain", "move_state", "state_from_tensors", "state_to_tensors", "use_impl"}
 """Public functions that compute nothing."""
@@ -229,7 +229,8 @@ def test_a_missing_package_is_said(case: Case, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_peers_are_peers():
-    """What computes something else has no share of the floor; a baseline is as exact as we are, and the fastest form that was found."""
+    """Implementations that compute something else have no share of the floor;
+    a baseline is as exact as ours, and the fastest known."""
     million, short = intention.layer(1_000_000), intention.layer(16_384)
     assert million.baselines == (CHUNKED,) and SDPA not in million.implementations and "reference" not in million.implementations
     assert short.baselines == (CHUNKED,) and short.others == (SDPA,) and "reference" in short.implementations
@@ -243,7 +244,7 @@ def test_peers_are_peers():
     assert steps == {"native": 30, continual.EXACT: 30, SDPA: 1, continual.EXPLICIT: 1}
 
 
-# ---- floors ----------------------------------------------------------------------------------------------------------------------------
+# ---- floors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_backward_is_more_work():
     assert backward.products == 2 * (2 * 64 * 8 * 2 * 5 * 16)
 
 
-# ---- streams ---------------------------------------------------------------------------------------------------------------------------
+# ---- streams ---------------------------------------------------------------------------------------------------------
 
 
 def test_streams_go_on_from_call_to_call():

@@ -24,8 +24,11 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 
 def is_slower(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether Triton's sums, followed by a solve, take less time than this kernel, whose sums take no tensor cores: on an H100 they did
-    at every shape that was timed (docs/measured_gpu.md), from 1,024 sets of 256 keys of 16 to one of a million of 64."""
+    """Whether Triton's sums, followed by a solve, take less time than this kernel, whose sums use no tensor cores.
+
+    On an H100 this was so at every timed shape (docs/measured_gpu.md), from 1,024 sets of 256 keys of width 16 to one
+    set of a million keys of width 64.
+    """
     return True
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What every launch of a Triton kernel needs: requirements on the GPU, the launch itself, alignment, and how products are taken."""
+"""Common parts of all Triton launches: requirements on the GPU, the launch itself, alignment, and kinds of products."""
 
 import inspect
 import math
@@ -27,13 +27,13 @@ MOST_ROWS = 2**31 - 2**24
 """The most queries or keys: the ends of runs and tiles, which may lie beyond the last row, must fit in 32 bits."""
 
 OLDEST = (3, 6)
-"""The oldest Triton that compiles the kernels. Their arguments are tuples, and from some loops nothing may be moved."""
+"""The oldest Triton that compiles the kernels: they need tuples as arguments, and loops from which nothing is moved."""
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(f"the Triton kernels need Triton {'.'.join(map(str, OLDEST))} or newer, and this is {triton.__version__}")
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs the kernels, which Triton decides for the whole process when it is imported."""
+"""Whether Triton's interpreter runs the kernels; Triton decides this for the whole process when it is imported."""
 
 
 # ---- on the host
@@ -50,7 +50,7 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 
 def device_problem(tensor: Tensor) -> str | None:
-    """The reason why Triton runs nothing where this tensor is, as a phrase; None if it can."""
+    """The reason why Triton cannot run on this tensor's device, as a phrase; None if it can."""
     return _gpu_problem(tensor.device.index) if tensor.is_cuda else _interpreter_problem(tensor)
 
 
@@ -84,9 +84,9 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
 class Kernel:
     """A Triton kernel that is compiled once for each combination of constants and dtypes, and then called directly.
 
-    Its arguments are tensors or None, then numbers, then constants. A number, or a tuple of numbers, is annotated with its type, whatever
-    its value: Triton's own launch compiles again for a number that is 1, or a multiple of 16, or beyond 32 bits. It also takes five times
-    as long on the host.
+    Its arguments are tensors or None, then numbers, then constants. Each number, or tuple of numbers, is annotated with
+    its type, which does not depend on its value. Triton's own launch, in contrast, compiles again for a number that is
+    1, or a multiple of 16, or beyond 32 bits. It also takes five times as long on the host.
     """
 
     def __init__(self, function: Callable[..., None], anywhere: tuple[str, ...]) -> None:
@@ -100,9 +100,10 @@ class Kernel:
         self._compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def given(self, dtype: torch.dtype | None = None, **constants: Any) -> "Kernel":
-        """This kernel with constants that its calls do not name, and the host does not look at again. It is one for equal constants.
+        """This kernel with fixed constants, which its calls do not pass and the host does not check again.
 
-        Nor does it look at the types of tensors again if all follow from a `dtype`.
+        Equal constants give the same object. If the types of all tensors follow from `dtype`, calls do not check them
+        either.
         """
         key = (dtype, *constants.items())
         if key not in self._given:
@@ -125,11 +126,11 @@ class Kernel:
         if found is None:
             found = self._compiled[key] = self._load(active.get_current_target(), arguments, self.constants | constants)
         launch, function, rest = found
-        addresses = [t if t is None else t.data_ptr() for t in tensors]  # of a tensor, the launcher would ask the driver for it
+        addresses = [t if t is None else t.data_ptr() for t in tensors]  # for a tensor, launchers ask the driver
         launch(programs, 1, 1, active.get_current_stream(device), *function, *addresses, *arguments[self._tensors :], *rest)
 
     def _load(self, target: GPUTarget, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        """The function that launches the compiled kernel, and what it is to be called with before and after `arguments`."""
+        """The function that launches the compiled kernel, and its arguments before and after `arguments`."""
         source, options = self.source(*arguments, **constants)
         compiled = compiled_kernel(source, target, options)
         launcher = compiled.run  # loads the kernel
@@ -154,17 +155,20 @@ class Kernel:
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 _LOSES_DESCRIPTORS = (12, 8)
-"""The ptxas that Triton 3.6 takes for Hopper, and older ones."""
+"""The ptxas that Triton 3.6 uses for Hopper, and older ones, have this bug."""
 _PTX = 88
-"""The PTX of the ptxas that it takes for Blackwell. 12.8 cannot read it, so nothing in Triton's cache that says so was compiled by it."""
+"""The PTX version of the ptxas that Triton uses for Blackwell.
+
+ptxas 12.8 cannot read this version, so it compiled nothing in Triton's cache that has this version.
+"""
 _compiling = Lock()
 
 
 def compiled_kernel(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Any:
-    """`triton.compile`, on Hopper with the newer ptxas that Triton brings for Blackwell.
+    """`triton.compile`, on Hopper with the newer ptxas that Triton includes for Blackwell.
 
-    ptxas 12.8 drops the definitions of some descriptors where tiles of two layouts come to lie at one address of shared memory: products
-    are wrong, or the address is illegal (cmab_kernels/testing/descriptors.py).
+    ptxas 12.8 drops the definitions of some descriptors if tiles of two layouts lie at one address of shared memory.
+    Products are then wrong, or the address is illegal (cmab_kernels/testing/descriptors.py).
     """
     knobs = triton.knobs.nvidia
     if target != _HOPPER or tuple(map(int, knobs.ptxas.version.split("."))) > _LOSES_DESCRIPTORS:
@@ -175,12 +179,12 @@ def compiled_kernel(source: ASTSource, target: GPUTarget, options: dict[str, Any
 
 
 def _gathering(launch: Callable[..., None], first: int) -> Callable[..., None]:
-    """`launch`, which takes the kernel's arguments as one tuple, as a function that takes them one by one, from number `first` on."""
+    """Return `launch`, which takes a tuple of kernel arguments, as a function that takes each, from `first` on."""
     return lambda *arguments: launch(*arguments[:first], arguments[first:])
 
 
 def _type(value: Any, annotation: str) -> Any:
-    """The type of an argument in a signature: of a tuple a tuple, of a tensor that of a pointer; None is a constant."""
+    """The type of an argument in a signature: a tuple for a tuple, a pointer for a tensor, a constant for None."""
     if isinstance(value, tuple):
         return tuple(_type(item, annotation) for item in value)
     return "constexpr" if value is None else annotation or mangle_type(value)
@@ -189,8 +193,8 @@ def _type(value: Any, annotation: str) -> Any:
 def kernel(*anywhere: str) -> Callable[[Callable[..., None]], Kernel]:
     """A decorator that makes a function a `Kernel`.
 
-    `anywhere` names the tensors that may start at any address: those of the caller. The others, allocated for the call, start at multiples
-    of 16 bytes.
+    `anywhere` names the caller's tensors, which may start at any address. The others are allocated for the call and
+    start at multiples of 16 bytes.
     """
     return lambda function: Kernel(function, anywhere)
 
@@ -203,20 +207,23 @@ class Products(NamedTuple):
 
     @property
     def input_precision(self) -> str:
-        """The `input_precision` for `product`; "ieee" in the interpreter, which does not know bf16x6 and always multiplies exactly."""
+        """The `input_precision` for `product`.
+
+        It is "ieee" in the interpreter, which does not know bf16x6 and always multiplies exactly.
+        """
         return "ieee" if INTERPRETED and self.precision == "bf16x6" else self.precision
 
     @property
     def kind(self) -> str:
-        """The kind of product, by which block sizes are chosen: "half", "double", or for float32 its precision."""
+        """The kind of product, which decides block sizes: "half", "double", or for float32 its precision."""
         return {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}.get(self.operand, self.precision)
 
 
 def alignment(*tensors: Tensor) -> tuple[int, ...]:
-    """What kernels may take for granted of each tensor: columns lie side by side, and rows start at multiples of this number of elements.
+    """The alignment that kernels may assume: columns lie side by side, and rows start at multiples of so many elements.
 
-    It is that of contiguous tensors (`natural_alignment`). If one tensor has other strides, kernels take nothing for granted of any, which
-    0 says: there are two programs, not as many as there are strides.
+    It is the `natural_alignment` of contiguous tensors. If one tensor has other strides, it is 0 for all: kernels then
+    assume nothing of any. So a kernel is compiled for two cases, not for every combination of strides.
     """
     return tuple([natural_alignment(t.dtype, t.shape[-1]) for t in tensors]) if is_aligned(*tensors) else (0,) * len(tensors)
 

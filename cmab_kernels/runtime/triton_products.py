@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Products of all Triton kernels: of tiles in the dtype that matrix units take, also as sums of parts that they hold exactly."""
+"""Matrix products for all Triton kernels: of tiles in a dtype of the matrix units, or as sums of exact parts."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .triton_launch import INTERPRETED
 
 @triton.jit
 def quotient(x, y):
-    """x / y rounded to nearest, where y is a number: the `/` of float32 numbers is off by up to two units in the last place."""
+    """x / y rounded to nearest, for a number y; `/` in float32 is off by up to two units in the last place."""
     return x / y if x.dtype == tl.float64 else tl.div_rn(x, tl.full([1], y, tl.float32))
 
 
@@ -17,8 +17,9 @@ def quotient(x, y):
 def as_operand(tile, OPERAND: tl.constexpr, HIDDEN: tl.constexpr = True):
     """The tile converted to the dtype OPERAND for `tl.dot`.
 
-    Triton 3.6 fails to multiply in float64 a tile that is visibly converted from a narrower type; a sum over an axis of length 1 hides
-    the conversion. What is in float64 already is HIDDEN too, unless its kernel fares better with tiles that stay in shared memory.
+    Triton 3.6 fails to multiply in float64 a tile that is visibly converted from a narrower type; a sum over an axis of
+    length 1 hides the conversion. Float64 tiles are HIDDEN too, unless the kernel is better with tiles in shared
+    memory.
     """
     if tl.float64 == OPERAND and (HIDDEN or tile.dtype != tl.float64):
         tile = tl.sum(tile.to(tl.float64)[:, :, None], 2)
@@ -27,7 +28,7 @@ def as_operand(tile, OPERAND: tl.constexpr, HIDDEN: tl.constexpr = True):
 
 @triton.jit
 def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
-    """The matrix product of two tiles, which are converted to OPERAND (`as_operand`); "tf32x3" multiplies float32 in two parts each."""
+    """The matrix product of two tiles as OPERAND (`as_operand`); "tf32x3" multiplies float32 as two parts each."""
     if PRECISION == "tf32x3":
         a_high, a_low = parts(a)
         b_high, b_low = parts(b)
@@ -39,9 +40,11 @@ def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.con
 
 @triton.jit
 def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
-    """`product`, but that a tile which is wider than OPERAND, a half type, is multiplied in parts: what it is rounded to, and the rest.
+    """Like `product`, but a tile wider than OPERAND, a half type, is multiplied in parts: its rounded value, and the
+    rest.
 
-    Two parts hold 22 bits in float16, and three hold all 24 in bfloat16. An infinity has NaNs for its rest, as in `product_of_parts`.
+    Two parts hold 22 bits in float16; three hold all 24 in bfloat16. The rest of an infinity is NaN, as in
+    `product_of_parts`.
     """
     if a.dtype.primitive_bitwidth > OPERAND.primitive_bitwidth:
         high, middle, low = _half_parts(a, OPERAND)
@@ -58,7 +61,7 @@ def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN
 
 @triton.jit
 def _half_parts(x, OPERAND: tl.constexpr):
-    """Three numbers of a half type that add up to x: what x is rounded to, what its rest is rounded to, and what that leaves."""
+    """Three numbers of a half type that add up to x: x rounded, the rest rounded, and what is then left."""
     high = x.to(OPERAND)
     rest = x - high.to(x.dtype)
     middle = rest.to(OPERAND)
@@ -67,10 +70,11 @@ def _half_parts(x, OPERAND: tl.constexpr):
 
 @triton.jit
 def product_of_parts(a_high, a_low, b_high, b_low):
-    """A float32 product as three in tf32, of the `parts` of both. What is left out, low times low, is below 2**-20 of each term.
+    """A float32 product as three tf32 products of the `parts` of both factors.
 
-    An infinity has a NaN for its low part, and the low products are NaN, or infinities of the right sign: as the lowest number they leave
-    the result to the product of the high parts.
+    The product of the low parts is left out; it is below 2**-20 of each term. The low part of an infinity is NaN, so
+    the low products are NaN, or infinities of the right sign. They are replaced by the lowest number, so that the
+    product of the high parts decides the result.
     """
     low = tl.dot(a_low, b_high, input_precision="tf32")
     low = tl.dot(a_high, b_low, low, input_precision="tf32")
@@ -78,14 +82,16 @@ def product_of_parts(a_high, a_low, b_high, b_low):
 
 
 HALF_OF_CUT = tl.constexpr(0 if INTERPRETED else 4096)
-"""Half a unit of the bits that matrix units leave of a tf32 operand; Triton's interpreter leaves all of them."""
+"""Half a unit of the last bit of a tf32 operand that matrix units keep; Triton's interpreter keeps all bits."""
 
 
 @triton.jit
 def parts(x):
-    """The 11 leading bits of each number, which tf32 holds, and the others, by a mask and a subtraction: conversions are far dearer.
+    """The 11 leading bits of each number, which tf32 holds, and the rest, by a mask and a subtraction: conversions are
+    slower.
 
-    Matrix units cut off the last 13 bits of a number: half a unit of the others makes that a rounding of the 13 bits that they have to 11.
+    Matrix units truncate the last 13 bits of a number. Adding half a unit to the rest turns that truncation of its 13
+    bits into a rounding to 11.
     """
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return high, ((x - high).to(tl.int32, bitcast=True) + HALF_OF_CUT).to(tl.float32, bitcast=True)
@@ -93,10 +99,10 @@ def parts(x):
 
 @triton.jit
 def in_place(sums, tile):
-    """What `product` returned, and the tile that it is to be multiplied by, with columns and rows of each eight in another order.
+    """A result of `product`, and the tile by which it is multiplied next, with each eight columns and rows reordered.
 
-    In it, the matrix units take as tf32 operands the registers in which they left their sums: a thread that holds the columns 2t and 2t + 1
-    of eight needs t and t + 4. The product does not depend on the order.
+    In this order, the matrix units take as tf32 operands the same registers in which they left their sums: a thread
+    that holds the columns 2t and 2t + 1 of eight needs t and t + 4. The order does not change the product.
     """
     ROWS: tl.constexpr = sums.shape[0]
     COLUMNS: tl.constexpr = sums.shape[1]

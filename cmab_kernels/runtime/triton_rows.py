@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What all Triton kernels read: rows and tiles with any strides, masks, and runs of keys."""
+"""Reading for all Triton kernels: rows and tiles with any strides, masks, and runs of keys."""
 
 import triton
 import triton.language as tl
 
 GRAIN = tl.constexpr(1024)
-"""The least number of keys in a run, except the last of a set: shorter ones are not worth a partial result."""
+"""The least number of keys in a run, except the last of a set: shorter runs are not worth a partial result."""
 
 
 @triton.jit
@@ -16,9 +16,10 @@ def run_length(keys, most_runs, grain: tl.constexpr = GRAIN.value, step: tl.cons
 
 @triton.jit
 def tile_at(base, strides, batch, head, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, column=0):
-    """Pointers to a tile of a (B, H, rows, columns) tensor. Offsets are 64-bit, since rows may lie 2**31 elements or more apart.
+    """Pointers to a tile of a (B, H, rows, columns) tensor.
 
-    ALIGN is what `alignment` says of the tensor; without this hint Triton loads rows element by element.
+    Offsets are 64-bit, since rows may lie 2**31 elements or more apart. ALIGN is the `alignment` of the tensor; without
+    this hint Triton loads rows element by element.
     """
     first = base + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row, tl.int64) * strides[2])
     rows = tl.arange(0, ROWS).to(tl.int64) * strides[2]
@@ -47,9 +48,10 @@ def rows_from(base, row, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
-    """Load a tile that starts at `column`, with zeros from column WIDTH on and in rows where `keep` is False, which are not read.
+    """Load a tile that starts at `column`.
 
-    `keep` None keeps all rows.
+    Columns from WIDTH on are zeros, and so are rows where `keep` is False, which are not read. `keep` None keeps all
+    rows.
     """
     columns = column + tl.arange(0, pointers.shape[1])[None, :] < WIDTH
     WHOLE: tl.constexpr = WIDTH > 0 and tl.constexpr(WIDTH) % pointers.shape[1] == 0
@@ -64,9 +66,11 @@ def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
 
 @triton.jit
 def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
-    """Whether each key of a tile takes part, or None if all do, which avoids masked loads. Only RAGGED tiles reach beyond `last`.
+    """Whether each key of a tile takes part, or None if all do, which avoids masked loads. Only RAGGED tiles reach
+    beyond `last`.
 
-    A sum over an axis of length 1 hides the load of bytes, for whose sake Triton 3.6 would fail to multiply in float64 (`as_operand`).
+    A sum over an axis of length 1 hides the load of bytes; otherwise Triton 3.6 would fail to multiply in float64
+    (`as_operand`).
     """
     keys = start + tl.arange(0, BLOCK)
     keep = None

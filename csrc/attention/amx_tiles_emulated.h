@@ -1,6 +1,6 @@
-// The tile registers of AMX in software, for tests of the AMX kernels' data flow on machines without AMX: the interface
-// of HardwareTiles, with the semantics of Intel's manual (volume 2, TDPBF16PS and LDTILECFG). What the hardware would
-// refuse aborts the process.
+// The tile registers of AMX in software, for tests of the AMX kernels' data flow on machines without AMX. The class has
+// the interface of HardwareTiles and the semantics of Intel's manual (volume 2, TDPBF16PS and LDTILECFG). An operation
+// that the hardware would refuse aborts the process.
 #pragma once
 
 #include <immintrin.h>
@@ -47,8 +47,8 @@ class EmulatedTiles {
       std::memcpy(static_cast<char*>(to) + r * stride, file().tile[kTile][r], file().config.row_bytes[kTile]);
     }
   }
-  // Low and high halves of the pairs are accumulated separately by fused multiply-adds from 0, then added to C;
-  // denormals, in and out, count as 0.
+  // The low and high halves of the pairs are accumulated separately by fused multiply-adds from 0, then added to C.
+  // Denormal inputs and results count as 0.
   template <int kC, int kA, int kB>
   static void multiply() {
     const TileConfig& config = file().config;

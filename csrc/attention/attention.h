@@ -44,13 +44,14 @@ struct ForwardKernel {
   void (*clear)(const Shape&, int rows, void* state);  // to the state of no keys
   // Adds one range of keys to the states of all `count` blocks.
   void (*attend)(const Shape&, const QueryBlock* blocks, int count, const Keys&, void* scratch);
-  // Reads out the state by row: reference[rows], sum[rows], acc[rows][E]. A row without a key gives -inf, 0, zeros.
+  // Reads out the state by row: reference[rows], sum[rows], acc[rows][E]. A row that saw no key gives -inf, 0 and
+  // zeros.
   void (*read)(const Shape&, int rows, const void* state, double* reference, double* sum, double* acc);
 };
 
-// The inputs of the backward for a block of rows. P = exp(logit - lse) is recomputed from lse, split into a high and a
-// low part: lse is a double of any size, and float32 is off by 5e-4 at 1e4. A row with lse = -inf saw no key: its P is
-// 0.
+// The inputs of the backward pass for a block of rows. P = exp(logit - lse) is recomputed from lse. The kernel splits
+// lse, a double, into a high and a low part: a float32 lse of 1e4 would be off by 5e-4. A row with lse = -inf saw no
+// key: its P is 0.
 struct QueryRows {
   Matrix query;
   const void* dout;  // (rows, E), in the type of sums: float32, or float64 for float64
@@ -65,9 +66,9 @@ struct Needs {
   bool query, key, value;
 };
 
-// Outputs for a range of keys: contiguous (count, D) and (count, E); null: not needed. Every row is written, those of
-// ignored keys with zeros. `type` is Shape::dtype (round to nearest even), or the type of sums (float32, or float64 for
-// float64) where the driver adds the parts of several groups of queries.
+// Outputs for a range of keys: contiguous (count, D) and (count, E), or null if not needed. Every row is written; rows
+// of ignored keys become zeros. `type` is Shape::dtype (round to nearest even). Where the driver adds the parts of
+// several groups of queries, it is the type of sums (float32, or float64 for float64).
 struct KeyGradient {
   void* dkey;
   void* dvalue;
@@ -82,14 +83,14 @@ struct BackwardKernel {
   size_t (*scratch_bytes)(const Shape&);
   void (*pack)(const Shape&, int rows, const QueryRows&, void* packed);
   void (*clear)(const Shape&, int rows, void* state);
-  // Processes all `count` blocks against one range of keys: adds to their states (unless !needs.query), writes dkey and
-  // dvalue.
+  // Processes all `count` blocks against one range of keys: adds to their states (unless !needs.query), and writes dkey
+  // and dvalue.
   void (*attend)(const Shape&, const Needs&, const QueryBlock* blocks, int count, const Keys&, const KeyGradient&,
                  void* scratch);
   void (*read)(const Shape&, int rows, const void* state, double* dquery);  // [rows][D]
 };
 
-// The tables of kernels. Those for float64 and float32 exist for every instruction set; the float32 ones also take
+// The tables of kernels. Those for float64 and float32 exist for every instruction set. The float32 ones also take
 // bfloat16 and float16, which they convert tile by tile.
 struct AttentionKernels {
   const ForwardKernel* forward;

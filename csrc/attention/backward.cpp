@@ -9,18 +9,18 @@
 namespace cmab::cpu {
 namespace {
 
-constexpr int64_t kPieceRows = 256;  // the fewest rows worth a piece of their own
+constexpr int64_t kPieceRows = 256;  // a piece of fewer rows would not pay
 constexpr int64_t kMaxPieces = 16;
 
-// The number of pieces of the keys, each with its own partial dQ: limited by memory, but at least 4 are allowed however
+// The number of pieces of the keys, each with its own partial dQ. Memory limits it, but 4 pieces are allowed however
 // many queries there are.
 int64_t key_pieces(int64_t keys, int64_t queries) {
   const int64_t most = queries == 0 ? kMaxPieces : std::clamp<int64_t>(2048 / queries, 4, kMaxPieces);
   return keys == 0 ? 0 : std::clamp<int64_t>(keys / kPieceRows, 1, most);
 }
 
-// The number of pieces of the queries, each with its own partial dK and dV: more than one only where the keys are too
-// few to be cut.
+// The number of pieces of the queries, each with its own partial dK and dV. It is more than one only if there are too
+// few keys to cut.
 int64_t query_pieces(int64_t keys, int64_t queries) {
   return key_pieces(keys, queries) > 1 ? 1 : std::clamp<int64_t>(queries / kPieceRows, 1, kMaxPieces);
 }
@@ -141,8 +141,7 @@ class Backward {
     }
   }
 
-  // Where keys and queries are one piece each, no parts are added across tasks: no thread waits for another before the
-  // end.
+  // Keys and queries that are one piece each need no sum across tasks, so no thread waits for another before the end.
   void run_apart() {
 #pragma omp parallel for schedule(dynamic) num_threads(threads_)
     for (size_t i = 0; i < tasks_.size(); ++i) {

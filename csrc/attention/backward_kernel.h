@@ -7,7 +7,7 @@
 namespace cmab::cpu {
 namespace {
 
-// The vector size in bytes for rows of `width`: rows are padded to whole vectors; narrow rows use narrower vectors if
+// The vector size in bytes for rows of `width`. Rows are padded to whole vectors; narrow rows use narrower vectors if
 // available.
 template <class T>
 constexpr int row_bytes(int width) {
@@ -55,7 +55,8 @@ struct PackedRows {
 };
 
 // out[k][:] += sum over rows of weights[k][row] * rows_of[row][:], for kColumns vectors of columns; `keys` is a
-// multiple of 16. The block is a parameter because weights of rows that are a constant apart need one address.
+// multiple of 16. The block is a template parameter because rows of weights are then a constant apart, and one address
+// register reaches them all.
 template <class B, int kColumns, class V, class T>
 __attribute__((noinline)) void accumulate_keys(T* out, int stride, int keys, const T* weights, const T* rows_of,
                                                int rows) {
@@ -68,7 +69,7 @@ template <class B, class V, class T>
 inline void accumulate_key_gradient(T* out, int stride, int keys, const T* weights, const T* rows_of, int rows) {
   constexpr int kStep = lanes<V>();
   int d = 0;
-  if constexpr (sizeof(V) == CMAB_VECTOR_BYTES) {  // a row of narrower vectors is a single one
+  if constexpr (sizeof(V) == CMAB_VECTOR_BYTES) {  // a row of narrower vectors is one vector
     for (; d + kMaxColumns * kStep <= stride; d += kMaxColumns * kStep)
       accumulate_keys<B, kMaxColumns, V>(out + d, stride, keys, weights, rows_of + d, rows);
     if constexpr (kMaxColumns == 4)
@@ -93,8 +94,8 @@ inline void add_key_gradient(int width, T* out, int keys, const T* weights, cons
   }
 }
 
-// log2 of P. A float64 lse has no low part, so a difference below its resolution counts as 0, as one above 0 does: with
-// a single huge logit, P is 1.
+// log2 of P. A float64 lse has no low part, so a difference below its resolution counts as 0, and so does a positive
+// difference: with a single huge logit, P is then 1.
 template <class V>
 CMAB_INLINE V log_weight(V logit, V lse, V lse_low) {
   const V x = logit - lse - lse_low;
@@ -197,13 +198,13 @@ struct Backward {
     }
   }
 
-  // The part of a double lse that `high`, its float32, misses; 0 where that is below the resolution of a double.
+  // The part of the double `lse` that `high`, its float32, misses; 0 if it is below the resolution of a double.
   static double lse_remainder(double lse, double high) {
     const double low = lse - high, resolution = 0x1p-51 * __builtin_fabs(lse);
     return __builtin_fabs(low) > resolution ? low : 0.0;
   }
 
-  // Zeroes the dout of a row without a key: not even a NaN in it may reach dV.
+  // Zeroes the dout of a row without a key, because not even a NaN in it may reach dV.
   static void forget_dout(const Shape& shape, int rows, const PackedRows<T>& packed, int row) {
     for (int e = 0; e < shape.value_width; ++e) {
       packed.dout_columns[e * padded_rows<T>(rows) + row] = 0;

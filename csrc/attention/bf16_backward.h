@@ -1,8 +1,9 @@
 // The backward kernel of bfloat16 attention, on an Engine of matrix products (DotEngine, TileEngine).
 //
-// A tile of 64 keys is processed against up to 64 queries at a time, with queries in the lanes: S = K Q' and dP = V dO'
-// give P from lse and dS = P * (dP - delta) in float32. Both are rounded to bfloat16: in pairs along the queries for dV
-// = P dO and dK = dS Q, and dS in pairs of keys for dQ' += K' dS. Accumulators stay float32.
+// A tile of 64 keys is processed against up to 64 queries at a time, with queries in the lanes. S = K Q' gives P with
+// the help of lse, and dP = V dO' gives dS = P * (dP - delta), all in float32. P and dS are then rounded to bfloat16:
+// in pairs along the queries for dV = P dO and dK = dS Q, and dS also in pairs of keys for dQ' += K' dS. Accumulators
+// stay float32.
 #pragma once
 
 #include "attention/bf16_operands.h"
@@ -106,7 +107,7 @@ class Bf16Backward {
     }
   }
 
-  // Rounds dout (float32) to bfloat16. Rows without a key become zeros, whatever their dout.
+  // Rounds dout (float32) to bfloat16. Rows without a key become zeros, whatever their dout holds.
   static void round_dout(const Shape& shape, int rows, const QueryRows& from, Pair* tile) {
     const int64_t lanes = lanes_of(rows), pairs = pairs_of(shape.value_width);
     for (int64_t r = 0; r < lanes; ++r, tile += pairs) {
@@ -211,8 +212,9 @@ class Bf16Backward {
     }
   }
 
-  // P and dS of 16 queries, one a lane. P is clamped to at most 1, which rounding of logits as large as 1e20 could
-  // exceed, and is 0 in lanes without a key or a query: the score of a query of zeros may be 0 * inf, a NaN.
+  // P and dS of 16 queries, one per lane. P is clamped to at most 1, because the rounding of logits as large as 1e20
+  // could make it larger. P is 0 in lanes without a key or a query: the score of a query of zeros may be 0 * inf, a
+  // NaN.
   struct Queries {
     __m512 high, low, delta;
     __mmask16 seeing;

@@ -44,7 +44,7 @@ struct DotEngine {
         sum[r][v] = kAccumulate ? _mm512_loadu_ps(c + r * ldc + 16 * v) : _mm512_setzero_ps();
       }
     }
-    const Pair* row[kRows / 4];  // every fourth: addressing modes reach the rows between
+    const Pair* row[kRows / 4];  // every fourth row: addressing modes reach the others
     for (int r = 0; r < kRows; r += 4) row[r / 4] = a + r * lda;
     const int64_t lda3 = 3 * lda;
 #pragma GCC unroll 4

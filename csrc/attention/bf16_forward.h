@@ -203,8 +203,8 @@ class Bf16Forward {
       const bool empty = state.top[row] == -__builtin_inff();
       reference[row] = empty ? -__builtin_inf() : factor * state.top[row];
       sum[row] = state.sum[row];
-      // acc was summed with rounded weights: it is rescaled so that acc / sum is their weighted mean, with the exact
-      // sum.
+      // acc was summed with rounded weights. It is rescaled so that acc / sum is their weighted mean, although sum has
+      // the exact weights.
       const double correction = empty ? 0.0 : sum[row] / state.rounded_sum[row];
       for (int e = 0; e < shape.value_width; ++e)
         acc[row * shape.value_width + e] = correction * state.acc[e * lanes + row];

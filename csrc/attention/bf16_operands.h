@@ -2,7 +2,7 @@
 //
 // Both instructions multiply pairs: 32-bit lane n of the result gains a.low * b.low + a.high * b.high, where a Pair
 // holds two bfloat16 that are neighbours along the contraction. A product C = A B therefore takes
-//   A, the broadcast operand, as [row][pair], simply the rows of a row-major matrix, and
+//   A, the broadcast operand, as [row][pair]: these are simply the rows of a row-major matrix; and
 //   B, the lane operand, as [pair][lane].
 // fetch copies rows of the caller's matrix to a zero-filled tile, which is operand A of that matrix; the other operands
 // are rearrangements of such a tile.
@@ -67,8 +67,9 @@ inline uint64_t present_keys(const Keys& keys, int64_t first) {
   return present;
 }
 
-// Copies rows `first` .. of a bfloat16 matrix to tile[rows][pairs]; zeros beyond its width and in rows that are not
-// present. Stores whole vectors: up to kSlack pairs after the tile are overwritten. Prefetches the rows after these.
+// Copies rows `first` .. of a bfloat16 matrix to tile[rows][pairs], with zeros beyond its width and in rows that are
+// not present. It stores whole vectors, so up to kSlack pairs after the tile are overwritten. It prefetches the rows
+// after these.
 constexpr int64_t kSlack = 16;
 
 inline void fetch(const Matrix& matrix, int64_t first, int64_t width, uint64_t present, int64_t rows, int64_t pairs,
@@ -178,8 +179,8 @@ inline __m512 exp2_lanes(__m512 t) {
 inline __m512i round_to_bf16(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
 // A score is the product of a packed query and a key; the logit is factor * score in natural units. The sign of the
-// scale is applied to the packed queries (exact), so that the largest score is the largest logit; a scale of 0 becomes
-// a factor of 1 with queries of 0.
+// scale is applied to the packed queries, which is exact, so that the largest score is the largest logit. A scale of 0
+// becomes a factor of 1 with queries of 0.
 inline float score_factor(const Shape& shape) {
   const float scale = static_cast<float>(shape.scale);
   return scale == 0.0f ? 1.0f : scale < 0.0f ? -scale : scale;

@@ -17,12 +17,12 @@ struct Inputs {
 };
 
 // Fills out (B, H, L, E), in the type of sums, and lse (B, H, L); both are contiguous. state_out and state_lse (width
-// 1) are the incoming state; without data there is none. With `reliable` (B, H, L), contiguous, the keys are taken out
-// of the incoming state, not added to it, and it says which rows have kept half of their digits.
+// 1) are the incoming state; without data there is none. With `reliable` (B, H, L), contiguous, the keys are removed
+// from the incoming state instead of added to it, and `reliable` says which rows have kept half of their digits.
 void attention_forward(const Inputs&, const Operand& state_out, const Operand& state_lse, void* out, double* lse,
                        bool* reliable);
-// One of `shares` parts of the same work, without an incoming state and on the calling thread: each fills rows that the
-// others leave as they are, with the same bits. Shares of whole batch elements where these divide evenly.
+// Does one of `shares` parts of the same work, without an incoming state and on the calling thread. Each part fills
+// rows that the others do not touch, with the same bits. A share is whole batch elements if these divide evenly.
 void attention_forward_share(const Inputs&, int64_t share, int64_t shares, void* out, double* lse);
 
 // Fills out and lse with the state of the union of two disjoint sets of keys; all are contiguous, `rows` rows of
@@ -34,8 +34,8 @@ struct StateRows {
 void merge_states(DType dtype, int64_t rows, int width, const StateRows& first, const StateRows& second, void* out,
                   double* lse);
 
-// Fills the gradients, contiguous and in the inputs' dtype; null where not needed. dout (B, H, L, E), dlse (B, H, L,
-// 1); out and lse as forward wrote them.
+// Fills the gradients, contiguous and in the inputs' dtype; null where not needed. dout is (B, H, L, E) and dlse (B, H,
+// L, 1); out and lse are what forward wrote.
 struct Gradients {
   void *query, *key, *value;
 };

@@ -43,8 +43,8 @@ class Forward {
     bytes_ = threads_ * scratch_bytes_;
   }
 
-  // Does part `share` of `shares` of the blocks of all heads. Blocks that follow each other make a group; heads vary
-  // faster, so that those that share cache lines are neighbours.
+  // Does part `share` of `shares` of the blocks of all heads. Blocks that follow each other make a group. Heads vary
+  // faster than blocks, so that heads that share cache lines are neighbours.
   void run(int64_t share, int64_t shares) {
     const int64_t blocks = ceil_div(in_.queries, kernel_.block), of_group = kGroupRows / kernel_.block;
     const int64_t units = in_.batch * blocks * in_.heads, end = units * (share + 1) / shares;
@@ -118,7 +118,7 @@ class Forward {
     }
   }
 
-  // Where the keys are one piece, nothing is merged across tasks: no thread waits for another before the end.
+  // With one piece of the keys, nothing is merged across tasks, so no thread waits for another before the end.
   void run_apart() {
 #pragma omp parallel for schedule(dynamic) num_threads(threads_)
     for (size_t i = 0; i < tasks_.size(); ++i) {
@@ -180,8 +180,8 @@ class Forward {
   const int threads_;
   size_t packed_bytes_, state_bytes_, scratch_bytes_;
   Workspace workspace_;
-  std::vector<Group> groups_;  // of the wave under way, in
-  size_t bytes_;               // so many bytes of the workspace
+  std::vector<Group> groups_;  // of the current wave
+  size_t bytes_;               // of the workspace that the current wave uses
   std::vector<Task> tasks_, all_blocks_;
 };
 
@@ -192,7 +192,7 @@ void merge_rows(int64_t rows, int width, const StateRows& first, const StateRows
   const FlushToZero flush;
   for (int64_t row = 0; row < rows; ++row, a += width, b += width, to += width) {
     const double one = first.lse[row], two = second.lse[row];
-    if (one == -INFINITY || two == -INFINITY) {  // an empty row counts for nothing, whatever it holds
+    if (one == -INFINITY || two == -INFINITY) {  // an empty row adds nothing, whatever it holds
       const double left = one == -INFINITY ? two : one;
       const T* from = one == -INFINITY ? b : a;
       lse[row] = is_refused(left) ? NAN : left;

@@ -1,7 +1,7 @@
 // The forward kernel for float32 and float64 sums, in vectors of CMAB_VECTOR_BYTES. Queries are in the lanes: the
 // scores of a tile of keys are laid out as weights[key][query], so that maximum and sum run down the columns without
-// cross-lane operations. A few queries would leave most lanes idle: they are taken one by one, with the width in the
-// lanes of products and keys in those of weights, where widths fill whole vectors.
+// cross-lane operations. Few queries would leave most lanes idle. If widths fill whole vectors, few queries are
+// processed one by one instead: products then have the width in the lanes, and weights have the keys.
 #pragma once
 
 #include "attention/attention.h"
@@ -11,9 +11,9 @@
 namespace cmab::cpu {
 namespace {
 
-// The most vectors of a row in a register tile, and its rows: 24 accumulators of 32 registers with AVX-512, 12 of 16
-// elsewhere; fewer columns take as many rows as divide a step of keys. Functions that hold such a tile are not inlined:
-// beside other arithmetic the compiler would spill it.
+// The most vectors of a row in a register tile, and its number of rows. A tile has 24 accumulators of 32 registers with
+// AVX-512, and 12 of 16 elsewhere; with fewer columns it has as many rows as divide a step of keys. Functions that hold
+// such a tile are not inlined, because beside other arithmetic the compiler would spill it.
 constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
 template <int kColumns>
 constexpr int kTileRows = kColumns == kMaxColumns   ? 6
@@ -21,8 +21,8 @@ constexpr int kTileRows = kColumns == kMaxColumns   ? 6
                                                     : 8;
 constexpr int kBlockVectors = 4;
 
-// Calls function(first row, constant number of rows) for steps of R rows, the last ones of 4, that make up the multiple
-// of 4 above `rows`.
+// Calls function(first row, constant number of rows) for steps of R rows and, at the end, of 4 rows. Together they
+// cover `rows` rounded up to a multiple of 4.
 template <int R, class Function>
 CMAB_INLINE void for_each_step(int rows, Function function) {
   const int end = round_up(rows, 4), fours = R == 6 ? end % 3 * 4 : end % R;
@@ -31,7 +31,7 @@ CMAB_INLINE void for_each_step(int rows, Function function) {
   for (; row < end; row += 4) function(row, std::integral_constant<int, 4>());
 }
 
-// A block of `kVectors` vectors of queries; few queries take the smallest block that holds them.
+// A block of `kVectors` vectors of queries. Few queries take the smallest block that holds them.
 template <class T, int kVectors>
 struct Block {
   using V = Vector<T>;
@@ -76,7 +76,7 @@ CMAB_INLINE V scaled(V x, double factor) {
   return __builtin_convertvector(__builtin_convertvector(x, Wide) * factor, V);
 }
 
-// As pack_columns below, for rows of the compute type whose elements are contiguous: by squares of registers.
+// Does the same as pack_columns below by squares of registers, for rows of the compute type with contiguous elements.
 template <class T>
 __attribute__((noinline)) void pack_squares(const T* from, ptrdiff_t row_stride, int rows, int width, double factor,
                                             T* columns) {
@@ -98,7 +98,7 @@ __attribute__((noinline)) void pack_squares(const T* from, ptrdiff_t row_stride,
     }
 }
 
-// columns[d][row] = factor * matrix[row][d], zero past the last row.
+// columns[d][row] = factor * matrix[row][d], and zero past the last row.
 template <class T>
 __attribute__((noinline)) void pack_columns(DType dtype, const Matrix& matrix, int rows, int width, double factor,
                                             T* columns) {
@@ -138,11 +138,12 @@ inline State<T> state_of(int rows, const void* memory) {
   return {first, first + stride, first + 2 * stride};
 }
 
-// A row's reference follows its largest logit only when exceeded by kSlack: exp2 stays in range, and rescaling is rare.
+// A row's reference follows its largest logit only when that exceeds it by kSlack: exp2 stays in range, and rescaling
+// is rare.
 constexpr int kSlack = 8;
 
-// The factors by which references that rise while a tile of keys passes fade what came before: [rise][row], for the
-// columns of a register tile.
+// References may rise while a tile of keys is processed. These are the factors by which each rise rescales the earlier
+// sums and weights: [rise][row], for the columns of a register tile.
 template <class B, class T>
 struct Rises {
   static constexpr int kRows = B::kColumns * kVectorLanes<T>;
@@ -150,8 +151,8 @@ struct Rises {
   int key[kKeyTile / 4];  // the first key after each rise
   int count = 0;
 
-  // Raises the references to `top` where it exceeds them by kSlack; `sums` are those of the tile so far. Nothing is
-  // added here and other lanes are multiplied by 1: a lane's bits do not depend on its neighbours.
+  // Raises the references to `top` where it exceeds them by kSlack; `sums` are those of the tile so far. A lane's bits
+  // do not depend on its neighbours: nothing is added here, and other lanes are multiplied by 1.
   __attribute__((noinline)) void add(int first_key, T* references, const T* top, T* sums) {
     using V = typename B::V;
     for (int at = 0; at < kRows; at += lanes<V>()) {
@@ -166,7 +167,7 @@ struct Rises {
     key[count++] = first_key;
   }
 
-  // Rescales the weights of the tile, once for all rises, and what was summed before it.
+  // Rescales the weights of the tile, once for all rises, and the sums before the tile.
   __attribute__((noinline)) void rescale(State<T> state, int column, int value_rows, T* weights) const {
     using V = typename B::V;
     for (int c = 0; c < B::kColumns; ++c) {
@@ -217,7 +218,7 @@ __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> k
     V s[kKeys][kColumns] = {};
     multiply_add<V, kKeys, kColumns>(s, keys.rows + k * keys.stride, keys.stride, 1, queries + column * kVectorRows,
                                      B::kRows, depth);
-    if (k + kKeys > count)  // unrolled: an index that is known at run time only would keep the scores in memory
+    if (k + kKeys > count)  // unrolled: a run-time index would keep the scores in memory
 #pragma GCC unroll 16
       for (int r = 0; r < kKeys; ++r)
 #pragma GCC unroll 8
@@ -257,15 +258,15 @@ __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> k
   }
 }
 
-// Whether queries are so few that they are taken one by one. The accumulator of their state is [row][E].
+// Whether there are so few queries that they are processed one by one. The accumulator of their state is [row][E].
 template <class T>
 inline bool few(const Shape& shape, int rows) {
   return 4 * rows <= kVectorLanes<T> && shape.key_width % kVectorLanes<T> == 0 &&
          shape.value_width % kVectorLanes<T> == 0;
 }
 
-// weights[key] = logit of one query, `query` as packed, for a tile of `count` keys, -inf for those that fill up the
-// last vector; returns the largest.
+// weights[key] = logit of one query (packed) for a tile of `count` keys, and -inf for keys that fill up the last
+// vector. Returns the largest logit.
 template <class T>
 CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* weights) {
   using V = Vector<T>;
@@ -290,7 +291,7 @@ CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* 
   return largest;
 }
 
-// acc[:E] += the sum of weights[key] values[key][:E], in four sums of every fourth key each.
+// acc[:E] += the sum of weights[key] values[key][:E], as four sums over every fourth key.
 template <class T>
 CMAB_INLINE void add_values(const T* weights, Tile<T> values, int count, int width, T* acc) {
   using V = Vector<T>;
@@ -309,7 +310,7 @@ CMAB_INLINE void add_values(const T* weights, Tile<T> values, int count, int wid
   }
 }
 
-// One query against a tile of `count` keys: `state` is of its row alone.
+// Processes one query against a tile of `count` keys; `state` is of its row alone.
 template <class T>
 __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> keys, Tile<T> values, int count,
                                           State<T> state, int value_width, T* weights) {
@@ -332,7 +333,7 @@ __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> key
   add_values(weights, values, count, value_width, state.acc);
 }
 
-// How many elements apart keys may be to be read in place. Further apart they compete for a few sets of the caches:
+// The most elements between keys that are read in place. Keys further apart compete for a few sets of the caches, so
 // they are copied, unless they are read only once or twice.
 template <class T>
 inline int64_t in_place(const Shape& shape, const QueryBlock* blocks, int count) {

@@ -1,5 +1,5 @@
-// How the partial states of one block of queries become rows of the result: those of the pieces of the keys are merged
-// in ascending order, then with the incoming state, or they are removed from it.
+// Turns the partial states of one block of queries into rows of the result. The states of the pieces of the keys are
+// merged in ascending order; the result is then merged with the incoming state, or removed from it.
 #pragma once
 
 #include "attention/call.h"
@@ -9,8 +9,8 @@ namespace cmab::cpu {
 
 class Merger {
  public:
-  // state_out and state_lse without data: there is no incoming state. `reliable` (null: they are added) says that keys
-  // are removed, and takes whether a row is accurate.
+  // state_out and state_lse without data: there is no incoming state. If `reliable` is not null, the keys are removed
+  // from that state, and `reliable` receives whether each row is accurate.
   Merger(const ForwardKernel& kernel, const Shape& shape, int64_t heads, int64_t queries, const Operand& state_out,
          const Operand& state_lse, void* out, double* lse, bool* reliable)
       : kernel_(kernel),
@@ -62,8 +62,8 @@ class Merger {
 
  private:
   static constexpr double kLn2 = 0.69314718055994530942;
-  static constexpr double kSureRounding = 0x1p-5;  // of a logit, at most, for each share left, for it to mean anything
-  static constexpr double kFarBelow = 0x1p-10;     // of the lse: keys so far below it had no weight anyhow
+  static constexpr double kSureRounding = 0x1p-5;  // of a logit, at most, per share of the mass left
+  static constexpr double kFarBelow = 0x1p-10;     // of |lse|: keys so far below it had no weight
 
   struct Buffers {
     Sums<double>* total;             // [rows]
@@ -86,15 +86,15 @@ class Merger {
     return mix;
   }
 
-  // Whether half of the digits are left, and rounding of logits, which may have been another when the keys were added,
-  // decides nothing.
+  // Whether half of the digits are left, and the rounding of logits cannot matter: logits may have been rounded
+  // differently when the keys were added.
   static bool is_sure(const Sums<double>& sums, double before, double left, double eps) {
     if (!(left >= std::sqrt(eps))) return false;
     const double size = std::fabs(before);
     return size <= kSureRounding / eps * left || sums.reference + std::log(sums.sum) < before - kFarBelow * size;
   }
 
-  // `held`: whether the incoming state has a part in the row.
+  // `held`: whether the incoming state contributes to the row.
   template <class T>
   void write_row(Mix mix, const double* __restrict acc, bool held, int64_t b, int64_t h, int64_t query,
                  int64_t row) const {

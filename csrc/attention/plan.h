@@ -1,5 +1,5 @@
 // How the forward and backward drivers divide the work. Cuts that decide the order of additions depend only on the
-// numbers of keys and queries of one head, so that a result has the same bits for any number of threads, and for a
+// numbers of keys and queries of one head. A result therefore has the same bits for any number of threads, and for a
 // batch element alone or within a batch. The assignment to threads is free.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace cmab::cpu {
 
-// The keys of one batch element: `count` from `first` on, in batch element `batch` of key and value.
+// The keys of one batch element: `count` keys from `first` on, in batch element `batch` of key and value.
 struct KeySet {
   int64_t batch, first, count;
 };
@@ -32,7 +32,7 @@ inline Matrix rows_of(const Inputs& in, const Operand& operand, int64_t b, int64
           operand.stride[3]};
 }
 
-// The sum of a[e a_step] b[e], in double: as four sums, since a single one would wait for itself.
+// The sum of a[e a_step] b[e], in double. Four partial sums hide the latency of additions.
 template <class T>
 inline double dot(const T* a, int64_t a_step, const T* b, int width) {
   double parts[4] = {};
@@ -51,8 +51,8 @@ inline Keys keys_of(const Inputs& in, const KeySet& set, int64_t h, int64_t firs
           in.ignored_stride[1], count};
 }
 
-// How many heads one task visits together, chunk by chunk of keys: heads interleaved in memory share cache lines. As
-// many as leave every thread a few tasks.
+// How many heads one task visits together, chunk by chunk of keys, since heads interleaved in memory share cache lines.
+// Every thread keeps at least a few tasks.
 inline int64_t heads_together(const Inputs& in, int64_t tasks_per_head) {
   const auto interleaved = [](const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); };
   if (!interleaved(in.key) && !interleaved(in.value)) return 1;
@@ -62,7 +62,7 @@ inline int64_t heads_together(const Inputs& in, int64_t tasks_per_head) {
   return std::clamp<int64_t>(std::min(kRowBytes / width, spare), 1, in.heads);
 }
 
-// The number of keys of a chunk, a multiple of kKeyTile, where heads take turns: with their values they stay in the L2
+// The number of keys of a chunk, a multiple of kKeyTile, where heads take turns. A chunk and its values stay in the L2
 // cache meanwhile.
 inline int64_t chunk_keys(const Inputs& in, int64_t heads) {
   constexpr int64_t kBytes = 512 << 10;

@@ -19,7 +19,7 @@ struct Sums {
   bool empty() const { return reference == -INFINITY && sum == 0; }
 };
 
-// Merges `from` into `into`. Exact where either is empty; a NaN in either stays.
+// Merges `from` into `into`. The result is exact if either is empty; a NaN in either stays.
 template <class T>
 inline void absorb(Sums<T>& into, T* __restrict acc, const Sums<T>& from, const T* __restrict from_acc, int width) {
   if (from.empty()) return;
@@ -36,7 +36,7 @@ inline void absorb(Sums<T>& into, T* __restrict acc, const Sums<T>& from, const 
   for (int e = 0; e < width; ++e) acc[e] = kept * acc[e] + added * from_acc[e];
 }
 
-// A row of a result: sums * acc + state * out of an incoming state, and its lse; 0 where that is -inf.
+// A row of a result: sums * acc + state * out of an incoming state, and its lse. The row is 0 where lse is -inf.
 struct Mix {
   double sums, state, lse;
 };
@@ -44,11 +44,11 @@ struct Mix {
 // The row of sums without an incoming state.
 inline Mix alone(const Sums<double>& sums) { return {1 / sums.sum, 0, sums.reference + std::log(sums.sum)}; }
 
-// The row that an lse of NaN or +inf makes of all that it is merged with.
+// Whether an lse is NaN or +inf. A row with such an lse, and all that it is merged with, becomes kRefused.
 inline bool is_refused(double lse) { return !(lse < INFINITY); }
 inline constexpr Mix kRefused = {NAN, NAN, NAN};
 
-// The row of sums on top of a state. Exact where either is empty; a NaN in either stays.
+// The row of sums on top of a state. It is exact if either is empty; a NaN in either stays.
 inline Mix added(const Sums<double>& sums, double lse) {
   if (is_refused(lse)) return kRefused;
   if (lse == -INFINITY) return alone(sums);
@@ -60,8 +60,8 @@ inline Mix added(const Sums<double>& sums, double lse) {
   return {kept / total, state / total, top + std::log(total)};
 }
 
-// The row of a state without the sums over some of its keys. `left` is the share of the mass that is left: errors have
-// grown by its reciprocal. A row with none left, or with none there, becomes empty.
+// The row of a state without the sums over some of its keys. `left` receives the share of the mass that is left: errors
+// have grown by its reciprocal. A row becomes empty if no mass is left, or if the state had none.
 inline Mix removed(const Sums<double>& sums, double lse, double& left) {
   if (is_refused(lse)) return left = NAN, kRefused;
   left = 1;
@@ -72,7 +72,7 @@ inline Mix removed(const Sums<double>& sums, double lse, double& left) {
   if (share > 0.999) share = std::exp(std::min(sums.reference + std::log(sums.sum) - lse, 0.0));  // all: exactly 1
   left = 1 - share;
   if (left <= 0) return left = 0, Mix{0, 0, -INFINITY};
-  return {-factor / left, 1 / left, lse + std::log(left)};  // log1p takes longer, for digits that lse has no room for
+  return {-factor / left, 1 / left, lse + std::log(left)};  // log1p is slower, and lse cannot hold its extra digits
 }
 
 }  // namespace cmab

@@ -1,5 +1,5 @@
-// Chooses the attention kernels: for bfloat16 those with bfloat16 products if the instruction set has them, else those
-// of its vector width.
+// Chooses the attention kernels. For bfloat16 these are the kernels with bfloat16 products if the instruction set has
+// them, else the kernels of its vector width.
 #include "attention/attention.h"
 #include "common/instruction_sets.h"
 

@@ -1,5 +1,5 @@
-// Asks whether this process may use AMX. Linux withholds the 8 KiB of tile registers until a process has requested
-// them; a process that uses them before is killed at its first tile instruction.
+// Asks whether this process may use AMX. Linux withholds the 8 KiB of tile registers until a process requests them, and
+// kills a process at its first tile instruction if it has not.
 #include "common/instruction_sets.h"
 
 #if defined(__x86_64__)

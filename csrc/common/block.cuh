@@ -2,7 +2,7 @@
 // tested without a GPU (cuda_emulated.cpp).
 //
 // A block's code is a sequence of phases with a barrier between them. PerThread holds a thread's registers across
-// phases. What a thread writes to shared or global memory, other threads may read only in a later phase. Control flow
+// phases. A thread's writes to shared or global memory may be read by other threads only in a later phase. Control flow
 // outside the phases is uniform: the same for all threads.
 #pragma once
 
@@ -53,8 +53,8 @@ struct Block {
     return __syncthreads_or(test(int(threadIdx.x)));
   }
 
-  // Counts this block in at `ticket`; true for the last of `count` blocks, which then sees what the others wrote
-  // before: the second fence invalidates its multiprocessor's L1 cache.
+  // Counts this block in at `ticket`. Returns true for the last of `count` blocks, which then sees all earlier writes
+  // of the others: the second fence invalidates its multiprocessor's L1 cache.
   CMAB_DEVICE bool last_to_arrive(unsigned* ticket, int count) const {
     __threadfence();
     __syncthreads();
@@ -75,7 +75,7 @@ struct PerThread {
 struct Block {
   char* shared;
   int threads;
-  bool backwards;  // runs the threads of a phase in descending order: a result that changes shows a race
+  bool backwards;  // runs the threads of a phase in descending order: if the result changes, there is a race
 
   template <class Work>
   void each_thread(Work work) const {
@@ -94,7 +94,7 @@ struct Block {
 
 #endif
 
-// A phase that calls `work` for 0, ..., count - 1; neighbouring threads take neighbouring indices.
+// Runs a phase that calls `work` for 0, ..., count - 1; neighbouring threads take neighbouring indices.
 template <class Work>
 CMAB_DEVICE void each_index(const Block& block, int count, Work work) {
   block.each_thread([&](int thread) {

@@ -1,5 +1,6 @@
-// Element types, and conversions between float32 and the two 16-bit types, on raw bits and branch-free, so that loops
-// over them vectorise. Everything is static: files compiled for different instruction sets must not share one copy.
+// Element types, and conversions between float32 and the two 16-bit types. The conversions work on raw bits and are
+// branch-free, so that loops over them vectorise. Everything is static: files compiled for different instruction sets
+// must not share one copy.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ static inline int64_t element_bytes(DType dtype) {
   return kBytes[int(dtype)];
 }
 
-// The type in which elements of `dtype` are accumulated: float64 for float64, else float32. Weights have it too.
+// The type in which elements of `dtype` are accumulated: float64 for float64, else float32. Weights have this type too.
 static inline DType state_type(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
 
 struct BFloat16 {
@@ -39,7 +40,7 @@ static inline uint32_t bits_from_float(float x) {
 
 static inline float widen(BFloat16 x) { return float_from_bits(uint32_t(x.bits) << 16); }
 
-// A product rebases the exponent by 112 and also normalises subnormals.
+// Multiplication rebases the exponent by 112 and also normalises subnormals.
 static inline float widen(Float16 x) {
   const uint32_t magnitude = x.bits & 0x7fffu;
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
@@ -53,7 +54,7 @@ static inline double widen(double x) { return x; }
 static inline void narrow(float x, float* to) { *to = x; }
 static inline void narrow(double x, double* to) { *to = x; }
 
-// Round to nearest, ties to even; a NaN stays a NaN.
+// Rounds to nearest, ties to even; a NaN stays a NaN.
 static inline void narrow(float x, BFloat16* to) {
   const uint32_t bits = bits_from_float(x);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -64,7 +65,7 @@ static inline void narrow(float x, Float16* to) {
   const uint32_t bits = bits_from_float(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
-  // Normal results: drop 13 bits with rounding. Subnormal ones: let a float addition round at the right bit.
+  // Normal results lose 13 bits, with rounding. For subnormal results, a float addition rounds at the right bit.
   const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   const uint32_t subnormal = bits_from_float(float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;

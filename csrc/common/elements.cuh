@@ -1,4 +1,4 @@
-// Typed access to the inputs on a GPU; four elements are loaded at once where they are contiguous and aligned.
+// Typed access to the inputs on a GPU; four elements are loaded at once if they are contiguous and aligned.
 #pragma once
 
 #include "common/block.cuh"
@@ -66,7 +66,7 @@ struct Matrix {
 
   CMAB_DEVICE double wide(int row, int column) const { return as_sum(data[row * row_stride + column * column_stride]); }
 
-  // The four columns from `column` on; zeros past the last.
+  // Loads the four columns from `column` on; columns past the last are zero.
   CMAB_DEVICE Quad<T> quad(int row, int column, bool in_quads) const {
     const T* from = data + row * row_stride + column * column_stride;
     if (in_quads && column + 4 <= width) return *reinterpret_cast<const Quad<T>*>(from);

@@ -1,5 +1,5 @@
 // The instruction set that the kernels use: the best that this machine has, unless CMAB_KERNELS_ISA names another. The
-// emulated AMX is for tests: it is never chosen by default, and not listed.
+// emulated AMX is for tests: it is never chosen by default, and it is not listed.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ Isa instruction_set();
 const char* name(Isa);
 
 #if defined(__x86_64__)
-// Whether the CPU has AMX and the operating system lets this process use it; asks once (ARCH_REQ_XCOMP_PERM).
+// Whether the CPU has AMX and the operating system lets this process use it. Asks only once (ARCH_REQ_XCOMP_PERM).
 bool amx_usable();
 #endif
 

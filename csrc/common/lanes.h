@@ -36,7 +36,7 @@ CMAB_INLINE V with_sign_of(V x, V size) {
   return (V)(((Bits)x & kSignBit<V>) | (Bits)size);
 }
 
-// |x|, but infinity for a NaN, which maximum() might drop.
+// x|, but infinity for a NaN, because maximum() might drop a NaN.
 template <class V>
 CMAB_INLINE V size_or_infinity(V x) {
   const V size = magnitude(x), infinity = broadcast<V>(ElementOf<V>(kInfinity));
@@ -165,8 +165,8 @@ CMAB_INLINE void transpose(V (&square)[lanes<V>()]) {
   if constexpr (2 * kStep < kLanes) transpose<2 * kStep>(square);
 }
 
-// Reduces R vectors: lane i of sums[0] becomes the sum over the lanes of sums[i % R], in one order of additions for
-// every R, a power of two.
+// Reduces R vectors: lane i of sums[0] becomes the sum over the lanes of sums[i % R]. R is a power of two; every R has
+// the same order of additions.
 template <int kStep, int R, class V>
 CMAB_INLINE void fold_lanes(V (&sums)[R]) {
   constexpr bool kPairs = kStep < R;

@@ -17,14 +17,14 @@ inline void check(cudaError_t error, const char* what) {
 constexpr int kDefaultShared = 48 << 10;  // more bytes of shared memory must be asked for
 
 // Launches `kernel` asynchronously. The caller has made its device the current one
-// (cmab_kernels/runtime/cuda_launch.py): this changes nothing that outlasts the call.
+// (cmab_kernels/runtime/cuda_launch.py). This function changes nothing that outlasts the call.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, Stream on,
             const Arguments&... arguments) {
   int current = -1;
   check(cudaGetDevice(&current), "the current device");
   if (current != on.device) throw std::runtime_error("the device of the tensors is not the current one");
-  if (shared_bytes > kDefaultShared)  // the most there is: less would be too little for a thread that launches it now
+  if (shared_bytes > kDefaultShared)  // the maximum: another thread may need more than this call
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_memory(on.device)),
           "shared memory of a kernel");
   kernel<<<unsigned(blocks), threads, shared_bytes, reinterpret_cast<cudaStream_t>(on.stream)>>>(arguments...);

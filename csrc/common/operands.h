@@ -41,12 +41,12 @@ struct Matrices {
 // The number of keys of a tile; ranges of keys start at multiples of it.
 constexpr int64_t kKeyTile = 64;
 
-// A range of keys of one head, with their values. An ignored key counts as absent: no part of it, not even a NaN, may
+// A range of keys of one head, with their values. An ignored key counts as absent: nothing of it, not even a NaN, may
 // reach a result.
 struct Keys {
   Matrix key;              // (count, D)
   Matrix value;            // (count, E)
-  const uint8_t* ignored;  // null: no key is ignored; else nonzero where one is
+  const uint8_t* ignored;  // nonzero for an ignored key; null: none is ignored
   int64_t ignored_stride;
   int64_t count;
 };

@@ -29,8 +29,8 @@ CMAB_INLINE void for_each_panel(int vectors, Function function) {
   }
 }
 
-// Cuts the rows from `first` to `end` into tiles of R, then of R / 2, ..., of 1; sixes are followed by fours, and leave
-// eight rows rather than two.
+// Cuts the rows from `first` to `end` into tiles of R, then of R / 2, ..., of 1. Tiles of six rows are followed by
+// tiles of four; so that no tile of two remains, they leave eight rows rather than two.
 template <int R, class Function>
 CMAB_INLINE void for_each_tile(int first, int end, Function function) {
   const int left = R == 6 && (end - first) % 6 == 2 ? 8 : 0;

@@ -1,5 +1,5 @@
-// Helpers shared by the CPU drivers: workspace memory, partition into pieces, number of threads, and
-// their treatment of tiny numbers.
+// Helpers shared by the CPU drivers: workspace memory, partition into pieces, the number of threads, and the treatment
+// of tiny numbers.
 #pragma once
 
 #if defined(__linux__)
@@ -24,14 +24,15 @@ inline int64_t piece_start(int64_t count, int64_t pieces, int64_t i, int64_t uni
   return std::min(count, ceil_div(count, unit) * i / pieces * unit);
 }
 
-// How many of `threads` to use: starting threads costs microseconds, so below `little` multiplications only one.
+// How many of `threads` to use. Starting threads costs microseconds, so there is only one below `little`
+// multiplications.
 inline int useful_threads(double multiplications, int threads, double little = 1 << 18) {
   return multiplications < little ? 1 : std::max(threads, 1);
 }
 
-// While one lives, a result of its thread below the smallest normal number is 0. The weights of large logits make many:
-// an x86 processor would make each in microcode, in a hundred times the time. Operands may be smaller, and keep their
-// value. Every thread of a call needs its own.
+// While an instance lives, its thread flushes results below the smallest normal number to 0. Large logits give many
+// such weights, and an x86 processor would compute each of them in microcode, which takes a hundred times as long.
+// Operands may still be subnormal, and keep their value. Every thread of a call needs its own instance.
 class FlushToZero {
  public:
 #if defined(__SSE2__)
@@ -42,11 +43,11 @@ class FlushToZero {
  private:
   const unsigned before_;
 #else
-  FlushToZero() {}  // other processors make them as fast as any number
+  FlushToZero() {}  // other processors compute them as fast as any number
 #endif
 };
 
-// A 64-byte-aligned buffer that only grows. It is not initialised, and growing discards its contents.
+// A 64-byte-aligned buffer that only grows. It is not initialised; when it grows, its contents are lost.
 class Workspace {
  public:
   void reserve(size_t bytes) {
@@ -68,8 +69,8 @@ class Workspace {
 // Rounds up to a multiple of 64 bytes.
 inline size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Asks for 2 MiB pages for a large, untouched result: its first touch then takes a quarter of the time. Does nothing
-// where the system has no such pages.
+// Asks for 2 MiB pages for a large, untouched result: its first touch then takes a quarter of the time. Does nothing if
+// the system has no such pages.
 inline void prefer_huge_pages(void* memory, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 2 << 20;

@@ -54,11 +54,11 @@ CMAB_INLINE V broadcast(T x) {
   return x - V{};
 }
 
-// The larger of a and b in each lane; b where either is NaN.
+// The larger of a and b in each lane, or b if either is NaN.
 template <class V>
 CMAB_INLINE V maximum(V a, V b) {
 #if defined(__AVX2__)
-  // Given a constant, the compiler would compare and blend.
+  // With a constant operand, the compiler would compare and blend instead.
   if constexpr (sizeof(V) == 32 && sizeof(a[0]) == 4) return _mm256_max_ps(a, b);
   if constexpr (sizeof(V) == 32 && sizeof(a[0]) == 8) return _mm256_max_pd(a, b);
 #endif
@@ -83,9 +83,9 @@ CMAB_INLINE bool any(M mask) {
 #endif
 }
 
-// 2^x to a relative error of 2e-7 (float) or 5e-16 (double), for x <= 126; exactly 0 below 2^-126.5 (float) or
-// 2^-1022.5 (double) and at -inf; NaN stays NaN. x = n + f with |f| <= 1/2: adding kShift leaves n + bias in the low
-// mantissa bits, which are shifted to the exponent. The polynomials are minimax for the relative error.
+// 2^x to a relative error of 2e-7 (float) or 5e-16 (double), for x <= 126. The result is exactly 0 below 2^-126.5
+// (float) or 2^-1022.5 (double) and at -inf; NaN stays NaN. x = n + f with |f| <= 1/2: adding kShift leaves n + bias in
+// the low mantissa bits, which are shifted to the exponent. The polynomials are minimax for the relative error.
 template <class V>
 CMAB_INLINE V exp2(V x) {
   using T = std::remove_cv_t<std::remove_reference_t<decltype(x[0])>>;
@@ -122,7 +122,7 @@ CMAB_INLINE V exp2(V x) {
 }
 
 #if defined(__AVX512F__)
-// The same with AVX-512, which rounds and scales in one instruction each; both handle -inf.
+// The same function with AVX-512, which rounds and scales in one instruction each; both instructions handle -inf.
 CMAB_INLINE Vector<float, 64> exp2(Vector<float, 64> x) {
   const __m512 n = _mm512_maskz_roundscale_ps(0xffff, x, 8), f = x - n;
   __m512 p = f * 0.001327644937f + 0.009675564158f;
@@ -152,8 +152,8 @@ CMAB_INLINE void multiply_add(V (&acc)[R][C], const T* a, ptrdiff_t a_row, ptrdi
   }
 }
 
-// As multiply_add, into R rows of `out` in memory. The steps are summed from zero before they are added: sums of
-// partial sums keep the rounding error over many keys small.
+// Does the same as multiply_add, into R rows of `out` in memory. The steps are summed from zero before they are added:
+// sums of partial sums keep the rounding error over many keys small.
 template <class V, int R, int C, class T>
 CMAB_INLINE void accumulate(T* out, ptrdiff_t out_row, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
                             ptrdiff_t b_step, ptrdiff_t steps) {

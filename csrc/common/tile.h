@@ -1,5 +1,5 @@
-// A tile of at most kKeyTile keys (or values) of one head in the compute type: read in place if possible, else copied
-// without the absent rows and padded with zero rows. Internal linkage, as in simd.h.
+// A tile of at most kKeyTile keys (or values) of one head in the compute type. It is read in place if possible, else
+// copied without the absent rows and padded with zero rows. Internal linkage, as in simd.h.
 #pragma once
 
 #include "common/arena.h"
@@ -64,8 +64,8 @@ CMAB_INLINE void copy_row(const From* from, int64_t step, int width, int padded,
   for (int d = width; d < padded; ++d) to[d] = 0;
 }
 
-// Copies `count` rows of `from`, those of these indices, in parts of `kPart` bytes. Rows of interleaved heads are
-// further apart than the processor foresees: those to come are fetched meanwhile.
+// Copies `count` rows of `from`, those with these indices, in parts of `kPart` bytes. Rows of interleaved heads are too
+// far apart for the processor to prefetch, so rows are prefetched here ahead of their copy.
 template <size_t kPart, class Index>
 CMAB_INLINE void copy_parts(const char* from, ptrdiff_t stride, const Index* row, int count, size_t bytes, char* to) {
   constexpr int kAhead = 16, kLine = 64;
@@ -76,7 +76,7 @@ CMAB_INLINE void copy_parts(const char* from, ptrdiff_t stride, const Index* row
   }
 }
 
-// The same for rows of any width, as parts of a cache line if they are whole lines.
+// Copies rows of any width; rows of whole cache lines are copied line by line.
 template <class T, class Index>
 inline void copy_rows(const T* from, int64_t stride, const Index* row, int count, int width, T* to) {
   const size_t bytes = width * sizeof(T);
@@ -92,8 +92,8 @@ inline void copy_rows(const T* from, int64_t stride, const Index* row, int count
     copy(std::integral_constant<size_t, sizeof(T)>());
 }
 
-// The present rows of `matrix` from row `first` on, in place if they are whole and at most `apart` elements apart.
-// `copy` has room for kKeyTile rows of `padded` elements.
+// The present rows of `matrix` from row `first` on: in place if they are whole and at most `apart` elements apart, else
+// in `copy`, which has room for kKeyTile rows of `padded` elements.
 template <class T>
 inline Tile<T> load_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present, int width,
                          int padded, int64_t apart, T* copy) {

@@ -12,7 +12,7 @@ struct OldRings {
   int64_t capacity = 0;
 };
 
-// The landmarks before the step, if the step replaces one and so writes them to new memory; null otherwise.
+// The landmarks before the step, if the step replaces one and therefore writes them to new memory; null otherwise.
 struct OldLandmarks {
   const void* queries = nullptr;
   const void *keys = nullptr, *inverse = nullptr;

@@ -1,4 +1,4 @@
-// The CPU driver of continual steps: divides heads among threads. First moves a head's window and landmarks to the
+// The CPU driver of continual steps: divides heads among threads. It first moves a head's window and landmarks to the
 // memory that the step writes, if they are elsewhere.
 #include <omp.h>
 
@@ -47,7 +47,7 @@ void move_landmarks(const NystromStream& stream, const OldLandmarks& old, int64_
   move(old.inverse, stream.inverse, stream.landmarks * stream.landmarks);
 }
 
-// Calls step(head, scratch) for every head. Small scratch is on the stack, as an allocation would cost too much time.
+// Calls step(head, scratch) for every head. Small scratch is on the stack, because an allocation would take too long.
 template <class Step>
 void for_each_head(int64_t heads, size_t scratch_bytes, int threads, const Step& step) {
   constexpr size_t kOnStack = 64 << 10;
@@ -87,7 +87,7 @@ bool replaces_landmark(const NystromStream& stream) {
       if (segment_ending(position + i, shape.window, stream.landmarks)) return true;
     return false;
   };
-  for (int64_t head = 0; head < shape.batch * shape.heads; ++head)  // mostly, all heads are at one position
+  for (int64_t head = 0; head < shape.batch * shape.heads; ++head)  // usually all heads have one position
     if ((head == 0 || stream.positions[head] != stream.positions[head - 1]) && replaces(stream.positions[head]))
       return true;
   return false;

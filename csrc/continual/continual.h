@@ -1,10 +1,10 @@
 // Continual attention on the CPU: the interface between the driver (continual.cpp) and the kernels of each instruction
-// set. Everything but the new tokens is contiguous, (batch, heads, rows, width); the state is documented in
+// set. All tensors but the new tokens are contiguous, (batch, heads, rows, width). The state is documented in
 // cmab_kernels/nystrom/continual/state.py.
 //
 // The rules for a kernel are those of attention/attention.h: it allocates nothing, starts no thread and sees one head;
 // its scratch is 64-byte aligned and uninitialised. The state after a token depends on the tokens before it, never on
-// the capacity of the rings, on where their rows wrap around or on how many tokens come at once.
+// the capacity of the rings, on where their rows wrap around, or on how many tokens come at once.
 #pragma once
 
 #include "common/operands.h"
@@ -24,8 +24,8 @@ struct StreamShape {
   bool retroactive;            // outputs of the whole window after the last token, instead of each new token's
 };
 
-// One step. The rings already hold the window; the kernel adds the new tokens, and reads the tokens that leave the
-// window, which are still there.
+// One step. The rings already hold the window. The kernel adds the new tokens; it also reads the tokens that leave the
+// window, which are still in the rings.
 struct Stream {
   StreamShape shape;
   const int64_t* positions;       // (B, H), the number of tokens that each head's stream had before this step
@@ -44,8 +44,8 @@ struct NystromStream : Stream {
   void *landmark_queries, *landmark_keys, *inverse;  // written only if a landmark is replaced
 };
 
-// A step of exact attention; `sums` has a row for each query of the window, or is null if there are none yet. Single
-// outputs use none.
+// A step of exact attention. `sums` has a row for each query of the window, or is null if there are none yet. Single
+// outputs use no sums.
 struct AttentionStream : Stream {};
 
 // The entry points of one instruction set and type; each call handles one head.

@@ -10,7 +10,7 @@ namespace {
 
 // ---- tokens
 
-// Whether all elements are finite, that is no exponent is all ones.
+// Whether all elements are finite, that is, no exponent has all bits set.
 template <class Bits, Bits kExponent>
 bool finite_rows(const void* data, const Operand& at, int64_t rows, int width) {
   const Bits* from = static_cast<const Bits*>(data);
@@ -142,7 +142,8 @@ class Head {
     with(newest - shape_.window, scratch_.removed_key, guarded_.removed());
   }
 
-  // Adds the newest token to `rows` rows of the sums and subtracts the one that left; row `skipped` + i becomes row i.
+  // Adds the newest token to `rows` rows of the sums and subtracts the token that left; row `skipped` + i becomes row
+  // i.
   template <class MakeAfresh>
   void exchange(int64_t skipped, int64_t rows, const MakeAfresh& make_afresh) {
     const int64_t newest = taken() - 1;
@@ -294,8 +295,8 @@ class NystromHead : Head<T> {
     return exponentiate(near, landmarks_).sum;
   }
 
-  // Writes (near pinv) (Delta V / phi(Delta)) of the newest query to scratch_.out; returns the factor still to be
-  // applied.
+  // Writes (near pinv) (Delta V / phi(Delta)) of the newest query to scratch_.out, and returns the factor that is still
+  // to be applied.
   T single_output() const {
     const T* query = ring_rows(tokens_.queries, this->taken() - 1, 1, scratch_.query).rows;
     const T sum = near_landmarks(query, at_.near);
@@ -381,7 +382,7 @@ class AttentionHead : Head<T> {
       this->write(row, sums.rows + row * sums.stride, T(1) / this->weight_sum(row));
   }
 
-  // Adds a token: the row of the oldest query goes, that of the newest comes.
+  // Adds a token: the row of the oldest query leaves, and the row of the newest query is added.
   void take_token() {
     this->put_token();
     const int64_t window = shape_.window, oldest = this->taken() - window;

@@ -1,8 +1,8 @@
-// Makes the state after a step on the CPU and decides which memory of the state before it is reused; next_state of
-// nystrom/continual/state.py has the same rule for the other devices.
+// Makes the state after a step on the CPU, and decides which memory of the state before it is reused. For other
+// devices, next_state of nystrom/continual/state.py has the same rule.
 //
 // A state that is the sole owner of its tensors is stepped in place: new tokens go to free rows of its rings, and its
-// sums and spare memory swap. Memory that others may read is never written: the step then goes to new memory.
+// sums and spare memory are swapped. Memory that others may read is never written; the step then goes to new memory.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ bool is_sole_owner(PyObject* state, const Fields&);
 // Remembers that this library made the tensors of a state that a step may write to.
 void remember(PyObject* state, const Fields&);
 
-// References to the tensors of a state that a step may write to: while they are held, nothing else is its sole owner.
+// References to the tensors of a state that a step may write to. While they are held, nothing else is the sole owner.
 class Held {
  public:
   Held(PyObject* state, const Fields&);
@@ -31,16 +31,16 @@ class Held {
   std::array<python::Object, 5> tensors_;
 };
 
-// Builds the next state; fields that are not set are taken over. When it is constructed, the caller must hold no
-// references of its own to the state's tensors: they would count as another owner. From then on it holds some, so that
-// a second step of the same state, in another thread, writes elsewhere.
+// Builds the next state; fields that are not set are taken from the state before. The caller must not hold references
+// to the state's tensors when it constructs this object: they would count as another owner. From then on this object
+// holds references, so that a second step of the same state, in another thread, writes elsewhere.
 class NextState {
  public:
   NextState(PyObject* before, const Fields& fields)
       : before_(before), fields_(fields), sole_(is_sole_owner(before, fields)), held_(before, fields) {}
 
-  // Chooses rings with room for the new tokens. True if new ones are allocated: shape.capacity and the pointers are
-  // then set to theirs.
+  // Chooses rings with room for the new tokens. Returns true if it allocates new ones; shape.capacity and the pointers
+  // then describe the new rings.
   bool choose_rings(cpu::StreamShape& shape, void*& queries, void*& keys, void*& values) {
     if (sole_ && shape.capacity >= shape.window + shape.tokens) return false;
     shape.capacity = shape.window + (shape.tokens < shape.window ? shape.tokens : shape.window);
@@ -63,7 +63,7 @@ class NextState {
     return allocate(fields_.sums, state_type(shape.dtype), shape, rows, shape.value_width + kExtraSums);
   }
 
-  // Allocates new landmarks. Those of a state are never written to: states share them until one is replaced.
+  // Allocates new landmarks. The landmarks of a state are never written to: states share them until one is replaced.
   void new_landmarks(const cpu::StreamShape& shape, int64_t landmarks, void*& queries, void*& keys, void*& inverse) {
     const DType dtype = state_type(shape.dtype);
     queries = allocate(fields_.landmark_queries, dtype, shape, landmarks, shape.key_width);

@@ -53,7 +53,7 @@ class NystromStepBlock {
     return landmarks.of_head<S>(head_, int64_t(landmarks_) * call_.key_width);
   }
 
-  // Before the first token, copies the landmarks to where the step leaves them; if a segment has ended, its means
+  // Before the first token, copies the landmarks to the memory that the step writes. If a segment has ended, its means
   // replace the oldest landmark.
   CMAB_DEVICE void renew_landmarks(int segment, bool first) const {
     const bool moving = first && call_.landmark_keys.from != call_.landmark_keys.to;
@@ -124,7 +124,7 @@ class NystromStepBlock {
     each_index(block_, m * m, [&](int i) { inverse_[i] = pinv.inverse(i / m, i % m); });
   }
 
-  // Writes softmax(scale q k~') inverse (Delta V / phi) for the newest token, number t of the call; or for the whole
+  // Writes softmax(scale q k~') inverse (Delta V / phi) for the newest token, number t of the call, or for the whole
   // window if retroactive.
   CMAB_DEVICE void put_out(int t) const {
     const bool all = call_.retroactive;

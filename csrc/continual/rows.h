@@ -17,7 +17,7 @@ constexpr int kBlockRows = 32;
 template <class T>
 constexpr T kLargest = std::numeric_limits<T>::max();
 
-// The size of an array of `count` elements to which whole vectors may be written up to and past the end.
+// The size of an array of `count` elements if whole vectors may be written up to its end and past it.
 template <class T>
 constexpr int64_t padded(int64_t count) {
   return next_multiple(count, kVectorLanes<T>) + kVectorLanes<T>;
@@ -64,8 +64,8 @@ __attribute__((noinline)) void mend_logits(const T* query, Tile<T> keys, int64_t
   }
 }
 
-// logits[i] = scale * query . keys[i], clamped to the finite range, as the difference of two infinities is NaN. Writes
-// up to a vector past the last logit.
+// logits[i] = scale * query . keys[i], clamped to the finite range, because the difference of two infinities is NaN.
+// Writes up to a vector past the last logit.
 template <class T>
 inline void make_logits(const T* query, Tile<T> keys, int64_t count, int width, double scale, T* logits) {
   using V = Vector<T>;

@@ -12,19 +12,21 @@ namespace cmab {
 // and its peak.
 constexpr int kExtraSums = 5;
 
-// The most tokens that a state may say its stream has had: sums of positions and lengths stay within 64 bits.
+// The most tokens that a state's position may count: sums of positions and lengths then stay within 64 bits.
 constexpr int64_t kLastPosition = int64_t(1) << 62;
 
 // After this many tokens a row of sums is recomputed in any case; from cmab_kernels/runtime/constants.py.
 constexpr int kSchedule = CMAB_SCHEDULE;
 
-// The log-scale up to which a subtraction is sure to take away what was added. The token that leaves may have been
-// added by other code, for which its logit is a neighbour of ours: beyond this, that is another weight altogether.
+// The largest log-scale at which a subtraction surely removes what was added. Other code may have added the token that
+// leaves, and may have rounded its logit to a neighbour of ours. Above this log-scale, such a logit has another weight
+// altogether.
 template <class T>
 constexpr T kLargestSure = sizeof(T) == 4 ? T(0x1p18) : T(0x1p47);
 
-// How far a logit must exceed a row's log-scale to become it. Each change rounds all sums of the row to one side, as
-// the weight of the token that leaves is not: slowly rising logits would add up such errors if each of them changed it.
+// How far a logit must exceed a row's log-scale to replace it. Each change rounds all sums of the row to one side, but
+// not the weight of the token that leaves. If every token of slowly rising logits changed the log-scale, such errors
+// would add up.
 constexpr int kHeadroom = 1;
 
 // The length of the segment that ends when the stream is `position` tokens long; 0 if none ends there. The first window

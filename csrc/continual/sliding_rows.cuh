@@ -2,9 +2,9 @@
 // log-scale c, the peak of the scaled phi since the row was last recomputed, the size exp(-c) sum exp(S) |v|_1 of the
 // values, and its peak.
 //
-// A new token is added, the one that leaves is subtracted. When phi or the size falls below half of its peak, rounding
-// errors of what was subtracted begin to show: the row is recomputed from the window, as it is after every kSchedule
-// tokens, and wherever logits are beyond the digits of their type.
+// A new token is added, and the token that leaves is subtracted. When phi or the size falls below half of its peak, the
+// rounding errors of earlier sums begin to show, so the row is recomputed from the window. A row is also recomputed
+// after every kSchedule tokens, and when its logits exceed the digits of their type.
 #pragma once
 
 #include "continual/schedule.h"
@@ -35,8 +35,8 @@ class SlidingRows {
   CMAB_DEVICE const S* row(int r) const { return memory_.to + int64_t(r) * (width_ + kExtraSums); }
   CMAB_DEVICE S phi(int r) const { return row(r)[width_]; }
 
-  // Updates all rows after a token was admitted: row r becomes the updated row r + shift; the last `shift` rows are
-  // new. `query(r)` is row r's query, `due(r)` whether it is to be recomputed in any case.
+  // Updates all rows after a token was admitted: row r becomes the updated row r + shift, and the last `shift` rows are
+  // new. `query(r)` is row r's query; `due(r)` tells whether the row is to be recomputed in any case.
   template <class Query, class Due>
   CMAB_DEVICE void slide(int shift, Query query, Due due) {
     for (int first = 0; first < rows_; first += kTileRows) {
@@ -62,7 +62,7 @@ class SlidingRows {
   CMAB_DEVICE const S* old_row(int r) const { return memory_.from + int64_t(r) * (width_ + kExtraSums); }
   CMAB_DEVICE S* new_row(int r) const { return memory_.to + int64_t(r) * (width_ + kExtraSums); }
 
-  // Makes the parts of |v|_1 of the token that comes, and then of that which goes.
+  // Computes the parts of |v|_1 of the token that comes, and then of the token that goes.
   CMAB_DEVICE void measure_tokens() const {
     each_index(block_, 2 * kParts, [&](int item) {
       const T* values = window_.value(item < kParts ? window_.tokens() - 1 : -1);
@@ -77,8 +77,9 @@ class SlidingRows {
     return size;
   }
 
-  // Computes the last columns of row i of a tile, and the factors `change` for its sums; true if these have lost their
-  // digits, or are too large, or c is too large for what was subtracted to be what had been added.
+  // Computes the last columns of row i of a tile, and the factors `change` for its sums. Returns true if the row must
+  // be recomputed: its sums have lost their digits or are too large, or c is so large that a subtraction may not remove
+  // what was added.
   CMAB_DEVICE bool slide_scale(int i, const S* old) {
     const S comes = logits_[2 * i], goes = logits_[2 * i + 1], before = old[width_ + 1];
     const S top = comes > before + kHeadroom ? comes : before;

@@ -9,7 +9,7 @@ namespace cmab::cuda {
 constexpr int kParts = 8;             // partial sums of a dot product, a thread each
 constexpr int kTilePairs = kThreads;  // dot products of a phase
 constexpr int kTileRows =
-    kThreads / 2;  // rows of sums at once: of each, a product with what comes and one with what goes
+    kThreads / 2;  // rows of sums at once: each has a product with the token that comes and with the one that goes
 constexpr int kMaxima = 16;
 constexpr int kMaxLandmarks = 64;
 constexpr int kMaxValueWidth = 512;  // E
@@ -66,8 +66,8 @@ struct Layout {
   static constexpr int affinity = stale + kTileRows;
   static constexpr int mixture = affinity + kTilePairs;
   static constexpr int sums = mixture + kTilePairs;
-  // What is free at the time serves twice: parts of logits that have been read, maxima before a row is recomputed, and
-  // what makes outputs and recomputed rows while rows slide.
+  // Three arrays reuse memory that is free at the time: the parts of logits that have been read, the maxima before a
+  // row is recomputed, and the memory of outputs and recomputed rows while rows slide.
   static constexpr int sizes_of_window = parts, sizes_of_tokens = maxima, extras = affinity;
   static_assert(2 * kParts <= kMaxima && kExtraSums * kTileRows <= 2 * kTilePairs + kThreads, "they fit");
   int matrices, elements;
@@ -103,7 +103,7 @@ struct Largest<double> {
   static constexpr double value = 0x1.fffffffffffffp1023;
 };
 
-// Clamps x to the finite range, as the difference of two infinities is NaN. Keeps a NaN.
+// Clamps x to the finite range, because the difference of two infinities is NaN. Keeps a NaN.
 template <class S>
 CMAB_DEVICE S clamped(S x) {
   return x > Largest<S>::value ? Largest<S>::value : x < -Largest<S>::value ? -Largest<S>::value : x;

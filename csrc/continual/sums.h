@@ -1,9 +1,9 @@
 // The guarded sums of a sliding window on the CPU. A row of log-scale c holds, for a query's logits S,
 //   exp(-c) sum exp(S) v  |  phi = exp(-c) sum exp(S)  |  c  |  the peak of phi  |  exp(-c) sum exp(S) |v|_1  |  its
 //   peak
-// with peaks since the row was last recomputed. A new token is added, the one that leaves is subtracted. What was
-// largest leaves its rounding error behind: the row is recomputed from the window when phi, or the size of its values,
-// has fallen so far below its peak that the error shows. Internal linkage, as in simd.h.
+// with peaks since the row was last recomputed. A new token is added, and the token that leaves is subtracted. The
+// largest terms leave their rounding errors behind: the row is recomputed from the window when phi, or the size of its
+// values, has fallen so far below its peak that such an error shows. Internal linkage, as in simd.h.
 #pragma once
 
 #include "continual/rows.h"
@@ -12,7 +12,7 @@ namespace cmab::cpu {
 namespace {
 
 constexpr double kLeastOfPeak = 0.5;  // a row is recomputed if one of its sums is below this share of its peak
-constexpr int64_t kSmallWindow = 4;   // up to this size rows are always recomputed: as fast, and exact
+constexpr int64_t kSmallWindow = 4;   // windows up to this size are always recomputed: as fast, and exact
 
 // Scratch for attending to a head's window.
 template <class T>
@@ -52,7 +52,7 @@ inline T size_of(const T* values, int width) {
   return sum_lanes(size);
 }
 
-// The sum of exp(S - c) |v|_1 over the window before `end`, after attend_window has left the exponentials in scratch.
+// The sum of exp(S - c) |v|_1 over the window before `end`; attend_window must have left the exponentials in scratch.
 template <class T>
 T size_of_window(const StreamShape& shape, const Ring& values, int64_t end, const WindowScratch<T>& scratch) {
   using V = Vector<T>;
@@ -88,7 +88,7 @@ struct Exchange {
   const T *added, *removed;
 };
 
-// The rows of sums of a head, and their update when a token comes and one leaves.
+// The rows of sums of a head, and their update when one token comes and one leaves.
 template <class T>
 class GuardedSums {
   using V = Vector<T>;
@@ -141,8 +141,9 @@ class GuardedSums {
     }
   }
 
-  // Turns the logits into weights relative to the row's log-scale, which becomes the new logit if that is far above it,
-  // and exchanges tokens in all but the values; `come` and `gone` are the sizes of theirs.
+  // Turns the logits into weights relative to the row's log-scale; if the new logit is far above it, the log-scale
+  // becomes that logit. Exchanges tokens in all sums but those of the values; `come` and `gone` are the sizes of the
+  // tokens' values.
   void weigh(int64_t rows, T come, T gone) const {
     for (int64_t r = 0; r < rows; r += lanes<V>()) {
       const V logit = load<V>(at_.added + r), before = load<V>(at_.top + r);
@@ -197,7 +198,7 @@ class GuardedSums {
     }
   }
 
-  // Whether every row is sound; kept[r] becomes 0 where one is not (or is NaN) and 1 elsewhere.
+  // Whether every row is sound. kept[r] becomes 0 if row r is not sound (or is NaN), and 1 otherwise.
   bool is_sound(int64_t rows) const {
     bool all = true;
     for (int64_t r = 0; r < rows; r += lanes<V>()) {

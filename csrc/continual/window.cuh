@@ -7,7 +7,7 @@ namespace cmab::cuda {
 
 constexpr int kHeld = 4;  // elements that a thread loads at a time
 
-// *to(i) = *from(i) for i < count, where no from(i) is a to(j) of a smaller j.
+// *to(i) = *from(i) for i < count, if no from(i) is a to(j) of a smaller j.
 template <class T, class From, class To>
 CMAB_DEVICE void move_elements(const Block& block, int count, From from, To to) {
   PerThread<T[kHeld]> held;
@@ -27,7 +27,7 @@ CMAB_DEVICE void move_elements(const Block& block, int count, From from, To to) 
   }
 }
 
-// The n newest tokens of a head. Only the row of the oldest is stored; token i of the window is i rows further,
+// The n newest tokens of a head. Only the row of the oldest token is stored; token i of the window is i rows further,
 // wrapping around.
 template <class T>
 class Window {
@@ -57,8 +57,8 @@ class Window {
     move(call_.values, call_.value_width);
   }
 
-  // Adds token t of the call; the oldest token leaves the window. True if that one was not finite: the sums that
-  // contain it are not finite either, and must be recomputed.
+  // Adds token t of the call; the oldest token leaves the window. Returns true if that one was not finite: the sums
+  // that contain it are then not finite either, and must be recomputed.
   CMAB_DEVICE bool admit(int t) {
     ++position_;
     oldest_ = wrapped(oldest_ + 1, call_.capacity_to);
@@ -119,15 +119,16 @@ class Window {
   int oldest_;
 };
 
-// Logits scale a b' of pairs of vectors: one phase makes partial sums, the next adds them up. A pair's bits do not
-// depend on its neighbours, so that exactly what was added to a sum is subtracted later.
+// Logits scale a b' of pairs of vectors: one phase computes partial sums, the next adds them up. A pair's bits do not
+// depend on its neighbours, so that exactly the value that was added to a sum is subtracted later.
 template <class S>
 class Logits {
  public:
   CMAB_DEVICE Logits(const Block& block, double scale, int width)
       : block_(block), parts_(reinterpret_cast<S*>(block.shared) + Layout::parts), scale_(S(scale)), width_(width) {}
 
-  // The phase that makes the partial sums; left(i) and right(i) are the vectors of pair i, for i < pairs <= kTilePairs.
+  // The phase that computes the partial sums. left(i) and right(i) are the vectors of pair i, for i < pairs <=
+  // kTilePairs.
   template <class Left, class Right>
   CMAB_DEVICE void multiply(int pairs, Left left, Right right) const {
     each_index(block_, pairs * kParts, [&](int item) {

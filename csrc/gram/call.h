@@ -1,5 +1,5 @@
-// The operations of regularised least squares on the CPU that stream over rows, over raw memory; the caller allocates
-// everything.
+// The operations of regularised least squares on the CPU that read rows one after the other, over raw memory. The
+// caller allocates everything.
 #pragma once
 
 #include "gram/gram.h"
@@ -21,14 +21,14 @@ struct GramInputs {
 // wanted.
 void gram(const GramInputs&, double* gram, double* moment);
 
-// The sums of a state (B, H, D, D) and (B, H, D, E), float64, and its number of keys (B, H), int64; without data: there
+// The sums of a state (B, H, D, D) and (B, H, D, E), float64, and its number of keys (B, H), int64. Without data there
 // is no state.
 struct RidgeSums {
   Operand gram, moment, count;
 };
 
-// Fills gram and moment as above, in float64 and on top of `before`, and count (B, H), contiguous, with the number of
-// keys that are not ignored, on top of that before.
+// Adds gram and moment as above, in float64, to the sums of `before`, and fills count (B, H), contiguous, with the
+// number of keys that are not ignored plus the number before.
 void ridge_update(const GramInputs&, const RidgeSums& before, double* gram, double* moment, int64_t* count);
 
 // Fills the gradients, contiguous and in the types of keys, values and weights; null where not needed. dgram (B, H, D,

@@ -1,12 +1,13 @@
 // How the sums K'W[K|V] of one matrix are partitioned on a GPU: a function of the widths and the number of keys only,
 // never of the batch or the GPU, so that neither changes the bits of the result.
 //
-// Columns. K and V are side by side: column c < D is of K, c >= value_column is of V. A panel of columns is a grid of
-// patches of 32 x 32 sums, a warp each; with fewer patches than warps, several warps share a patch, each with its split
-// of the keys.
+// Columns. K and V are side by side: column c < D is of K, and c >= value_column is of V. A panel of columns is a grid
+// of patches of 32 x 32 sums, one for each warp. If there are fewer patches than warps, several warps share a patch,
+// and each takes its split of the keys.
 //
-// Keys. A run of 512 keys is summed in float32 (float64 for float64 inputs), runs are added in float64 to a leaf; a
-// block computes one panel of one leaf. Sixteen leaves are added to a group, groups to the total, in ascending order.
+// Keys. A run of 512 keys is summed in float32 (float64 for float64 inputs), and runs are added in float64 to a leaf. A
+// block computes one panel of one leaf. Sixteen leaves are added to a group, and groups to the total, in ascending
+// order.
 #pragma once
 
 #include "common/block.cuh"
@@ -53,7 +54,7 @@ CMAB_HOST_DEVICE Cut make_cut(int64_t keys, int key_width, int value_width) {
   cut.column_shift = shift_for(int(ceil_div(cut.columns, kPatch)), 3 - cut.row_shift);
   cut.splits = 8 >> (cut.row_shift + cut.column_shift);
   cut.panels = int(ceil_div(cut.columns, cut.panel_columns()));
-  // Enough leaves to fill a GPU with one matrix, few enough that adding them is cheap.
+  // There are enough leaves to fill a GPU with one matrix, and few enough that adding them is cheap.
   const int most_leaves = most(kFan, least(kFan * kFan, 2 * kFan * kFan / cut.panels));
   const int64_t runs = ceil_div(keys, kRunKeys);
   cut.leaf_keys = kRunKeys * most(2, ceil_div(runs, most_leaves));

@@ -17,14 +17,14 @@ struct GramShape {
   int value_width;  // E >= 0
 };
 
-// A range of keys of one head, with their values and weights. No part of an ignored key, not even a NaN, may reach a
+// A range of keys of one head, with their values and weights. Nothing of an ignored key, not even a NaN, may reach a
 // result.
 struct GramKeys {
   Matrix key;          // (count, D)
   Matrix value;        // (count, E)
   const void* weight;  // float32, or float64 for float64 keys; null: all are 1
   int64_t weight_stride;
-  const uint8_t* ignored;  // null: no key is ignored; else nonzero where one is
+  const uint8_t* ignored;  // nonzero for an ignored key; null: none is ignored
   int64_t ignored_stride;
   int64_t count;
 };
@@ -32,18 +32,18 @@ struct GramKeys {
 // The most keys of a run. Sums are accumulated in the compute type within a run, in float64 from run to run.
 constexpr int kMaxRunKeys = 512;
 
-// A run, one of a sequence that is summed in ascending order with the same scratch.
+// A run of keys. The runs of a sequence are summed in ascending order with the same scratch.
 struct GramRun {
   GramKeys keys;
-  const GramKeys* next;  // the run after it, which is fetched meanwhile; null: none
+  const GramKeys* next;  // the run after it, which is prefetched meanwhile; null: none
   int64_t index;         // in the sequence
   int most;              // keys of a run of the sequence, at most
 };
 
 struct GramKernel {
   size_t (*scratch_bytes)(const GramShape&, int most);  // per thread, contents kept between the runs of a sequence
-  // Sums one run: gram (D, D) += K'WK and moment (D, E) += K'WV, or = if `first`; null: not wanted. Entries of gram
-  // below the diagonal are undefined.
+  // Sums one run: gram (D, D) += K'WK and moment (D, E) += K'WV, or = if `first`. A null result is not wanted. Entries
+  // of gram below the diagonal are undefined.
   void (*add_run)(const GramShape&, const GramRun&, bool first, double* gram, double* moment, void* scratch);
 };
 
@@ -60,13 +60,13 @@ struct PackedSlopes {
   const void *gram, *moment_transposed, *moment;
 };
 
-// Outputs for a range of keys: contiguous rows, in the types of keys, values and weights; null: not needed. Every row
-// is written, those of ignored keys with zeros.
+// Outputs for a range of keys: contiguous rows, in the types of keys, values and weights, or null if not needed. Every
+// row is written; rows of ignored keys become zeros.
 struct GramGradient {
   void *key, *value, *weight;
 };
 
-// Rows in the caller's memory that are fetched while others are computed; strides and widths in bytes.
+// Rows in the caller's memory that are prefetched while others are computed; strides and widths in bytes.
 struct Upcoming {
   const char* data = nullptr;
   int64_t stride = 0, width = 0, rows = 0;

@@ -46,8 +46,8 @@ class GramBlock {
   using S = Sum<T>;
 
  public:
-  // Bytes of shared memory: the totals, then the tile and its weights. Only with several panels has the left factor
-  // memory of its own.
+  // Bytes of shared memory: the totals, then the tile and its weights. The left factor has memory of its own only with
+  // several panels.
   static CMAB_HOST_DEVICE int shared_bytes(const Cut& cut) {
     const int tile = cut.tile_keys() * (cut.panel_columns() + (cut.panels > 1 ? cut.panel_rows() : 0) + 1);
     return cut.panel_sums() * int(sizeof(double)) + tile * int(sizeof(S));
@@ -55,8 +55,8 @@ class GramBlock {
 
   CMAB_DEVICE GramBlock(const Block& block, const Cut& cut, const Keys<T>& keys, int panel)
       : block_(block), cut_(cut), keys_(keys), first_column_(panel * cut.panel_columns()) {
-    // The left factor's columns of K are part of the first panel, unless that is too narrow; with several panels, or a
-    // narrow one, no patch is split.
+    // The left factor's columns of K are part of the first panel, unless that panel is too narrow. With several panels,
+    // or with a narrow one, no patch is split.
     one_side_ = panel == 0 && cut.row_shift <= cut.column_shift;
     total_ = reinterpret_cast<double*>(block.shared);
     right_ = reinterpret_cast<S*>(total_ + cut.panel_sums());
@@ -88,7 +88,8 @@ class GramBlock {
   CMAB_DEVICE bool live(const Place& place) const { return live_patch(place.row / kPatch, place.column / kPatch); }
 
  private:
-  // Whether a patch has sums to compute: false past the edges, and where it has only the upper triangle of K'WK.
+  // Whether a patch has sums to compute. Patches past the edges have none, nor have patches above the diagonal of K'WK:
+  // its lower triangle is enough.
   CMAB_DEVICE bool live_patch(int patch_row, int patch_column) const {
     const int row = patch_row * kPatch, column = first_column_ + patch_column * kPatch;
     const bool above = column > row + kPatch - 1 && column + kPatch <= cut_.value_column;

@@ -27,8 +27,8 @@ struct RidgeCall {
   unsigned* tickets;
 };
 
-// What a call needs beside its inputs and outputs. As many matrices share a launch as have partial sums that fit in
-// `most` doubles, but at least one.
+// The memory and counters that a call needs beside its inputs and outputs. A launch takes as many matrices as have
+// partial sums that fit in `most` doubles, but at least one.
 struct Needs {
   int64_t together, workspace, tickets;  // matrices, doubles, counters
 };
@@ -48,7 +48,7 @@ CMAB_HOST_DEVICE int ridge_shared_bytes(int key_width, int value_width) {
   return most(GramBlock<T>::shared_bytes(cut), SolveBlock<double>::shared_bytes(key_width, value_width));
 }
 
-// Block `index` of a launch: sums a panel of a leaf of a matrix. The last block of a matrix adds these up and solves.
+// Block `index` of a launch sums a panel of a leaf of a matrix. The last block of a matrix adds these sums and solves.
 template <class T>
 class RidgeBlock {
  public:
@@ -89,13 +89,13 @@ class RidgeBlock {
 
   CMAB_DEVICE unsigned* tickets() const { return call_.tickets + matrix() * cut_.tickets(); }
 
-  // The memory of the panel's sums of one leaf, or, in the place of its first leaf, of one group.
+  // The memory for the panel's sums of one leaf. The sums of a group take the place of its first leaf.
   CMAB_DEVICE double* partial(int leaf) const {
     return call_.workspace + ((int64_t(slot_) * cut_.panels + panel_) * cut_.leaves + leaf) * cut_.panel_sums();
   }
 
-  // Adds this block's leaf to its group and the group to the total; true for the block that then has the sums of all
-  // leaves.
+  // Adds this block's leaf to its group and the group to the total. Returns true in the block that then has the sums of
+  // all leaves.
   CMAB_DEVICE bool add_leaves(GramBlock<T>& gram) const {
     if (cut_.leaves == 1) return true;
     unsigned* of_panel = tickets() + panel_ * (cut_.groups() + 1);
@@ -104,8 +104,8 @@ class RidgeBlock {
     return cut_.groups() == 1 || add(gram, first, 0, kFan, cut_.groups(), of_panel);
   }
 
-  // Stores the block's sums at `own`; the last of `count` blocks to do so adds those at first, first + step, ...: true
-  // for it.
+  // Stores the block's sums at `own`. The last of `count` blocks to do so adds the sums at first, first + step, ...,
+  // and returns true.
   CMAB_DEVICE bool add(GramBlock<T>& gram, int own, int first, int step, int count, unsigned* ticket) const {
     each_sum([&](int thread, int s) { partial(own)[s * cut_.owners() + thread] = gram.total(thread, s); });
     if (!block_.last_to_arrive(ticket, count)) return false;

@@ -31,8 +31,8 @@ inline void multiply_tile(const Factors<T>* terms, int count, int row, int colum
     for (int c = 0; c < C; ++c) store(to + (row + r) * to_stride + column + c * lanes<V>(), acc[r][c]);
 }
 
-// Fetches the upcoming rows evenly over the `visits` of rows that are multiplied: in bursts their lines would be asked
-// for faster than memory gives them.
+// Prefetches the upcoming rows evenly over the `visits` of rows that are multiplied. Bursts would request their lines
+// faster than memory delivers them.
 class Fetching {
  public:
   Fetching(const Upcoming& rows, int64_t visits) : rows_(rows), visits_(visits) {}
@@ -49,7 +49,7 @@ class Fetching {
   int64_t due_ = 0;
 };
 
-// Of `count` rows, for one or two terms: one copy for both.
+// Multiplies `count` rows, for one or two terms. One compiled copy serves both cases.
 template <class T>
 __attribute__((noinline)) void multiply_rows(const Factors<T>* terms, int number, int count, int width, T* to,
                                              ptrdiff_t to_stride, Fetching (&ahead)[2]) {
@@ -66,7 +66,7 @@ __attribute__((noinline)) void multiply_rows(const Factors<T>* terms, int number
   });
 }
 
-// Where results are computed: directly in the output if type and alignment allow, else in `buffer`.
+// The memory where results are computed: the output itself if type and alignment allow, else `buffer`.
 template <class T>
 struct Destination {
   T* rows;
@@ -186,7 +186,7 @@ struct Rows {
   };
   static size_t differentiate_scratch_bytes(const GramShape& shape) { return Scratch(shape, nullptr).bytes; }
 
-  // Computes u = S k + dmoment v and y = dmoment' k, a block of rows at a time; then dkey = w u, dvalue = w y and
+  // Computes u = S k + dmoment v and y = dmoment' k, a block of rows at a time. Then dkey = w u, dvalue = w y and
   // dweight = (k.u + v.y) / 2.
   static void differentiate(const GramShape& shape, const GramKeys& all, const PackedSlopes& slopes,
                             const GramGradient& gradient, const Upcoming (&upcoming)[2], void* memory) {

@@ -1,5 +1,5 @@
-// The driver of K'WK and K'WV: the keys of a head are cut into pieces; each is summed separately, run by run, and the
-// pieces are added in ascending order. The cuts depend on N and the widths only.
+// The driver of K'WK and K'WV. The keys of a head are cut into pieces. Each piece is summed separately, run by run, and
+// the pieces are added in ascending order. The cuts depend on N and the widths only.
 #include <omp.h>
 
 #include "gram/plan.h"
@@ -7,14 +7,14 @@
 namespace cmab::cpu {
 namespace {
 
-// The number of keys of a run: with their values and the prefetched next run they stay in the L2 cache.
+// The number of keys of a run. They, their values and the prefetched next run stay in the L2 cache together.
 int64_t run_keys(const GramShape& shape, bool in_double) {
   constexpr int64_t kBytes = 256 << 10;
   const int64_t row = (int64_t(shape.key_width) + shape.value_width) * (in_double ? 8 : 4);
   return std::clamp<int64_t>(kBytes / row / 64 * 64, 128, kMaxRunKeys);
 }
 
-// The number of pieces of the keys; each but the first needs memory for its sums until they are added.
+// The number of pieces of the keys. Each but the first needs memory for its sums until they are added.
 int64_t key_pieces(int64_t keys, int64_t sum_bytes) {
   constexpr int64_t kBytes = 4 << 20;
   return std::clamp<int64_t>(std::min(keys / 4096, std::max<int64_t>(kBytes / sum_bytes, 4)), 1, 32);

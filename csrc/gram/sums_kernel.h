@@ -1,5 +1,5 @@
-// The kernel of the sums over keys, K'WK and K'WV. Every register tile of the two matrices makes one pass over the run,
-// so that the run is read from the L2 cache and sums are stored only when complete.
+// The kernel of the sums over keys, K'WK and K'WV. Every register tile of the two matrices makes one pass over the run:
+// the run is read from the L2 cache, and sums are stored only when complete.
 #pragma once
 
 #include "gram/tile.h"
@@ -16,21 +16,21 @@ struct Run {
   int count;
 };
 
-// How many elements apart rows may be to be read in place. Further apart they compete for a few sets of the caches and
-// are copied, unless a row is one cache line: it is read twice or so, and a copy would be as much.
+// The most elements between rows that are read in place. Rows further apart compete for a few sets of the caches and
+// are copied, unless a row fits in one cache line: it is read about twice, so a copy would cost as much.
 template <class T>
 constexpr int64_t in_place(int width) {
   return size_t(width) * sizeof(T) <= 64 ? INT64_MAX : 2 * width;
 }
 
-// Whether rows that lie apart can be copied as they are while the run before them is summed.
+// Whether rows that lie apart can be copied unchanged while the run before them is summed.
 template <class T>
 inline bool copied_ahead(DType dtype, const Matrix& matrix, const uint8_t* ignored, int width) {
   return dtype == (sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32) && !ignored && matrix.col_stride == 1 &&
          matrix.row_stride > in_place<T>(width) && width == padded_width<T>(width);
 }
 
-// Rows of the next run: fetched, and those that lie apart copied, a share at a time.
+// The rows of the next run, which are prefetched a share at a time. Rows that lie apart are copied, too.
 template <class T>
 class NextRows {
  public:
@@ -55,7 +55,7 @@ class NextRows {
   }
 
  private:
-  static constexpr int64_t kLine = 64, kAhead = 32;  // rows from fetch to copy
+  static constexpr int64_t kLine = 64, kAhead = 32;  // rows from prefetch to copy
 
   void take(int64_t rows) {
     left_ -= rows;
@@ -77,8 +77,8 @@ class NextRows {
   char* copy_ = nullptr;
 };
 
-// The next run. All passes over this one take a share of it every kFetchKeys keys: in one pass alone, or in few bursts,
-// its lines would be asked for faster than memory gives them.
+// The next run. All passes over this run prefetch a share of it every kFetchKeys keys. A single pass, or a few bursts,
+// would request its lines faster than memory delivers them.
 constexpr int kFetchKeys = 64;
 template <class T>
 struct Ahead {
@@ -100,15 +100,15 @@ struct Target {
   Tile<T> right;
   int width;
   double* to;
-  bool first;  // whether nothing is there yet
+  bool first;  // whether there is no sum yet
 };
 
-// Adds a tile of sums, `rows` rows of kColumns, to the target; columns past the last are left out. One copy serves
-// tiles of any number of rows.
+// Adds a tile of sums, `rows` rows of kColumns, to the target; columns past the last are left out. One compiled copy
+// serves tiles of any number of rows.
 template <int kColumns, class S, class T>
 __attribute__((noinline)) void add_sums(const S* sums, int rows, const Target<T>& target, int row, int column) {
   const ptrdiff_t width = target.width;
-  const auto add = [&](auto columns) {  // mostly a constant number
+  const auto add = [&](auto columns) {  // usually a compile-time constant
     double* to = target.to + row * width + column;
     for (const S *from = sums, *end = sums + rows * kColumns; from < end; from += kColumns, to += width) {
       if (target.first)
@@ -149,8 +149,8 @@ __attribute__((noinline)) void add_in_double(const Run<float>& run, int rows, co
   add_sums<kColumns>(sums[0], rows, target, row, column);
 }
 
-// sums (R rows, C vectors) += left' right over a few keys. Not inlined: the compiler would keep both accumulators and
-// addend in registers and spill.
+// sums (R rows, C vectors) += left' right over a few keys. The function is not inlined: otherwise the compiler would
+// keep both accumulators and addend in registers, and spill.
 template <class V, int R, int C, class T>
 __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride, const T* right,
                                             ptrdiff_t right_stride, int keys, Ahead<T>& ahead, T* sums) {
@@ -164,8 +164,8 @@ __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride
     for (int c = 0; c < C; ++c, sums += lanes<V>()) store<V>(sums, load<V>(sums) + acc[r][c]);
 }
 
-// Keys per partial sum, which starts from zero and is added to the run's: terms whose roundings all have one sign err
-// less than in a single sum of 512.
+// Keys per partial sum, which starts from zero and is then added to the sum of the run. Where all terms round to one
+// side, this has a smaller error than a single sum of 512 keys.
 constexpr int kStepKeys = 128;
 
 template <class V, int R, int C, class T>
@@ -197,8 +197,8 @@ inline void add_moment(const Run<T>& run, const Target<T>& moment, int width, Ah
   });
 }
 
-// Adds K'WK on and above the diagonal, in steps of kNarrow rows. Where kNarrow is half a vector, every second diagonal
-// block uses narrow vectors, so that less is computed twice.
+// Adds K'WK on and above the diagonal, in steps of kNarrow rows. If kNarrow is half a vector, every second diagonal
+// block uses narrow vectors, so that fewer sums are computed twice.
 template <class V, class T>
 inline void add_gram(const Run<T>& run, const Target<T>& gram, Ahead<T>& ahead) {
   for (int row = 0; row < gram.width; row += kNarrow) {
@@ -291,7 +291,8 @@ struct GramSums {
     if (run.weight) run.left = weigh(run, width, scratch.left);
     Ahead<T> ahead;
     if (next) {
-      const int64_t shares = passes(width, value_width) * (1 + (keys.count - 1) / kFetchKeys);  // one of no keys
+      // A run of no keys has one share per pass.
+      const int64_t shares = passes(width, value_width) * (1 + (keys.count - 1) / kFetchKeys);
       const auto upcoming = [&](const Matrix& rows, int columns, T* const(&copy)[2]) {
         return NextRows<T>(shape.dtype, rows, next->ignored, next->count, columns, shares, copy[1 - here]);
       };

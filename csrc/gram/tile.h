@@ -28,7 +28,7 @@ CMAB_INLINE void with_vector(int width, Function function) {
     function(Vector<T>{});
 }
 
-// The most vectors of a panel: rows of vectors narrower than the widest are one such vector.
+// The most vectors of a panel. A row of vectors narrower than the widest is one such vector.
 template <class V>
 constexpr int kPanelColumns = sizeof(V) < CMAB_VECTOR_BYTES ? 1 : kMaxColumns;
 

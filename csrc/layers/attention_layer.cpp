@@ -52,7 +52,7 @@ Heads heads_of(const AttentionLayer& in, const void* data, int width, int64_t ro
   return {const_cast<void*>(data), in.heads, width, rows};
 }
 
-// y = r + output(out) for some rows of all sets, on the calling thread.
+// Computes y = r + output(out) for some rows of all sets, on the calling thread.
 void project_output(const LinearKernels& kernel, const AttentionLayer& in, const Rows& rows, const void* out, void* y) {
   using Parameters = OutputParameters<false>;
   const int depth = in.heads * in.value_width;
@@ -97,7 +97,7 @@ void output_backward(const LinearKernels& kernel, const AttentionLayer& in, cons
 
 // ---- the layer
 
-// The rows that make queries, and keys and values too where there is no context.
+// The rows that make queries. If there is no context, they also make keys and values.
 Source latents_of(const AttentionLayer& in, const AttentionKept& kept, const AttentionLayerGradients& gradients) {
   const int depth = in.heads * in.key_width, width = in.heads * in.value_width;
   Source source{in.dtype, in.x, 0, in.batch * in.latents, in.width, nullptr, &in.norm, {}};

@@ -1,5 +1,5 @@
-// A stack of Constant Memory Attention Blocks in one call, forward and back: the first cross-attentions of all blocks
-// in one pass over the inputs, then what follows in each block.
+// A stack of Constant Memory Attention Blocks in one call, forward and backward. The first cross-attentions of all
+// blocks share one pass over the inputs; then each block computes its other layers.
 #include <cstring>
 
 #include "layers/latent_block.h"
@@ -9,7 +9,7 @@
 namespace cmab::cpu {
 namespace {
 
-constexpr double kLittle = 1 << 20;  // multiplications that a second thread is no use for
+constexpr double kLittle = 1 << 20;  // fewer multiplications do not pay for a second thread
 
 // The extents of the first cross-attentions: C columns of the inputs and of all heads, 2 C of keys and values.
 struct Extents {
@@ -27,7 +27,8 @@ struct Extents {
 
   int64_t set() const { return latents * width; }  // elements of the queries of one batch element
   int64_t block() const { return batch * set(); }
-  // How often queries are in memory: operands have one stride over blocks and batch.
+  // The copies of the queries in memory. An operand has one stride for blocks and batch together, so with several
+  // blocks each batch element needs a copy.
   int64_t copies() const { return depth == 1 ? 1 : batch; }
   int head_width() const { return int(width / heads); }
 };
@@ -44,8 +45,8 @@ class Sums {
   const size_t bytes_;
 };
 
-// What a pass over the inputs reads beside them: the queries (K, copies, H, M, D), and the weights (K, 2 C, C) and
-// biases (K, 2 C) of keys and values with the norm folded in.
+// The tensors that a pass over the inputs reads beside the inputs: the queries (K, copies, H, M, D), and the weights
+// (K, 2 C, C) and biases (K, 2 C) of keys and values with the norm folded in.
 struct Folded {
   void *query, *weight, *bias;
 
@@ -109,7 +110,7 @@ void prepare(const LinearKernels& kernel, const BlockStack& in, const Extents& n
   });
 }
 
-// The same for all blocks, over the threads.
+// Does the same for all blocks, divided among the threads.
 void prepare(const LinearKernels& kernel, const BlockStack& in, const Extents& n, const Folded& folded) {
   const double products = double(n.depth) * n.width * n.width * (n.latents + 2);
   const int threads = int(std::min<int64_t>(n.depth, useful_threads(products, in.blocks[0].threads, kLittle)));
@@ -141,7 +142,7 @@ ProjectedInputs pass_over(const BlockStack& in, const Extents& n, const Folded& 
 
 int64_t latent_elements(const BlockStack& in, const Extents& n) { return n.batch * in.blocks[0].latents * n.width; }
 
-// Where the latents after block k are: y after the last, else `between` if it is wanted, else `otherwise`.
+// The memory of the latents after block k: y after the last block, else `between` if it is wanted, else `otherwise`.
 void* latents_after(const BlockStack& in, const Extents& n, int64_t k, void* otherwise, void* y) {
   if (k == n.depth - 1) return y;
   return in.between ? offset(in.between, k * latent_elements(in, n), n.dtype) : otherwise;
@@ -161,7 +162,7 @@ struct StackMemory {
   }
 };
 
-// What the forward pass keeps for the backward pass.
+// The memory that the forward pass keeps for the backward pass.
 struct Kept : StackMemory {
   Kept(const BlockStack& in, const Extents& n, void* y, void* memory) {
     Arena arena(memory);
@@ -173,8 +174,8 @@ struct Kept : StackMemory {
   }
 };
 
-// Memory that layers overwrite: of each block no more than its block latents last. `first` is that of the first
-// self-attention for each thread that computes blocks of its own.
+// Memory that layers overwrite; of each block only the block latents last. `first` is the memory of the first
+// self-attention, one for each thread that computes blocks of its own.
 struct Passing : StackMemory {
   std::vector<AttentionKept> first;
 
@@ -203,8 +204,8 @@ double multiplications(const BlockStack& in, const Extents& n) {
   return double(n.depth) * n.width * (of_block + of_latents);
 }
 
-// What follows the first cross-attentions. A thread has sets of its own, or in the first halves of the blocks, which do
-// not depend on each other, blocks of its own, or rows.
+// Computes the layers after the first cross-attentions. A thread has whole sets if these divide evenly, else some rows.
+// The first halves of the blocks do not depend on each other: there a thread may have whole blocks instead of rows.
 void after_reading(const BlockStack& in, const Extents& n, const StackMemory& memory,
                    const std::vector<AttentionKept>& first, int threads, const void* out) {
   Crew::run(threads, [&](const Crew::Member& member) {
@@ -237,7 +238,7 @@ struct BackwardMemory : Folded {
         dlatents(take.take(n.depth * n.set())) {}
 };
 
-// to (rows, C) = the sum of parts of that shape, all contiguous and in the dtype of the inputs.
+// Fills `to` (rows, C) with the sum of parts of that shape; all are contiguous and in the dtype of the inputs.
 void sum_of(const LinearKernels& kernel, const Extents& n, const std::vector<const void*>& parts, int64_t rows,
             void* to) {
   struct Tiles {
@@ -259,7 +260,7 @@ void sum_of(const LinearKernels& kernel, const Extents& n, const std::vector<con
   }
 }
 
-// to (M, C) = the sum over the batch of parts (B, M, C).
+// Fills `to` (M, C) with the sum over the batch of parts (B, M, C).
 void sum_over_batch(const LinearKernels& kernel, const Extents& n, const void* parts, void* to) {
   std::vector<const void*> of_batch;
   for (int64_t b = 0; b < n.batch; ++b) of_batch.push_back(offset(parts, b * n.set(), n.dtype));
@@ -283,7 +284,7 @@ class Backward {
   }
 
  private:
-  // Whether the gradient of the block latents is more than that of what they are added to.
+  // Whether the block latents need more than the gradient of the residual: they also make queries, or they are normed.
   bool has_latents_apart() const { return in_.reads || in_.blocks[0].residual == Residual::kNormed; }
 
   void reading(const BackwardMemory& memory, const void* out, const double* lse) const {
@@ -294,7 +295,8 @@ class Backward {
     for (int64_t k = 0; k < n_.depth; ++k) unfold(memory, k);
   }
 
-  // From the last block to the first; the gradient of the latents between stays where that of x will be.
+  // Goes from the last block to the first. The gradient of the latents between blocks is kept in the memory of the
+  // gradient of x.
   void after_reading(const BackwardMemory& memory, const Matrix& dy, const void* dbetween, const void* out,
                      void* kept_memory) const {
     const Kept kept(in_, n_, nullptr, kept_memory);
@@ -312,7 +314,7 @@ class Backward {
     }
   }
 
-  // The gradients of the weights and of the norm of keys and values.
+  // Computes the gradients of the weights of keys and values, and of the norm before them.
   void unfold(const BackwardMemory& memory, int64_t k) const {
     Workspace workspace;
     const int width = int(n_.width);
@@ -332,7 +334,8 @@ class Backward {
     write(norm.dscale, to.context_norm.weight), write(norm.dshift, to.context_norm.bias);
   }
 
-  // The gradients of the block latents, of their norm, and where they read, of what makes their queries.
+  // Computes the gradients of the block latents and of their norm and, if the blocks read, of the layer that makes
+  // queries.
   void before_reading(const BackwardMemory& memory, int64_t k) const {
     std::vector<Heads> dqueries;
     Source source = queries_of(in_, n_, k, nullptr, to_.readings[k].query);

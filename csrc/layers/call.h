@@ -39,7 +39,7 @@ struct FeedForwardGradients {
 void feed_forward_backward(const FeedForward&, const Matrix& dy, const FeedForwardGradients&);
 
 // r + output(attention of norm(x) over context_norm(context)), r = x or norm(x), with x (batch, latents, width) and
-// context (batch, keys, context_width), both as rows one after the other; without a context, norm(x) is it.
+// context (batch, keys, context_width), both as rows one after the other. Without a context, norm(x) takes its place.
 struct AttentionLayer {
   DType dtype;
   int64_t batch, latents, keys;
@@ -55,15 +55,15 @@ struct AttentionLayer {
   int threads;
 };
 
-// What the forward pass keeps, contiguous: query (B, H, L, D), key (B, H, N, D), value (B, H, N, E) and out (B, H, L,
-// E) in the type of sums; lse (B, H, L).
+// The tensors that the forward pass keeps, contiguous: query (B, H, L, D), key (B, H, N, D), value (B, H, N, E) and out
+// (B, H, L, E) in the type of sums; lse (B, H, L).
 struct AttentionKept {
   void *query, *key, *value, *out;
   double* lse;
 };
 void attention_layer(const AttentionLayer&, const AttentionKept&, void* y);
-// Its first step, on the calling thread: queries of some rows, with keys and values where there is no context, and keys
-// and values of some rows of the context.
+// The first step of the layer, on the calling thread. project_latents makes the queries of some rows, and their keys
+// and values if there is no context; project_context makes keys and values of some rows of the context.
 void project_latents(const AttentionLayer&, const Rows&, const AttentionKept&);
 void project_context(const AttentionLayer&, const Rows&, const AttentionKept&);
 
@@ -74,14 +74,15 @@ struct AttentionLayerGradients {
 void attention_layer_backward(const AttentionLayer&, const Matrix& dy, const AttentionKept&,
                               const AttentionLayerGradients&);
 
-// The same for attention whose result `out` is there already: y = r + output(out), with only the fields of `in` that
-// this needs; here some rows of y, which may be x, on the calling thread. Its gradient fills dout (B, H, L, E), in the
-// type of sums; that of r is dy.
+// The same for an attention whose result `out` already exists: y = r + output(out). Only the fields of `in` that this
+// needs are read. attended_rows fills some rows of y, which may be x, on the calling thread. The gradient fills dout
+// (B, H, L, E), in the type of sums; the gradient of r is dy.
 void attended_rows(const AttentionLayer& in, const Rows&, const void* out, void* y);
 void attended_layer_backward(const AttentionLayer& in, const Matrix& dy, const void* out, const WeightGradients& output,
                              void* dout);
 
-// What follows the first cross-attention of a Constant Memory Attention Block, whose result is `attended` (B, H, M, D):
+// The layers after the first cross-attention of a Constant Memory Attention Block, whose result is `attended` (B, H, M,
+// D):
 //
 //   m = feed-forward(self-attention(feed-forward(r + output(attended))))      for the M block latents
 //   y = feed-forward(self-attention(feed-forward(cross-attention(x, m))))      for the L latents x
@@ -125,8 +126,8 @@ struct LatentBlockGradients {
   AttentionWeightGradients attention[3];
 };
 
-// K blocks, each with the latents that the one before has made. Their first cross-attentions, of
-// norm(block) over context_norm(inputs), read the inputs (batch, rows, width) once for all.
+// K blocks, each of which starts from the latents that the block before has made. Their first cross-attentions, of
+// norm(block) over context_norm(inputs), read the inputs (batch, rows, width) once for all blocks.
 struct BlockReading {
   NormWeights context_norm;
   Weights query, key, value;
@@ -135,9 +136,9 @@ struct BlockStack {
   std::vector<LatentBlock> blocks;  // without x and attended
   std::vector<BlockReading> readings;
   Matrix x;  // (batch * latents, width), of the first block
-  // (K - 1, batch * latents, width), contiguous: takes the latents after all blocks but the last; null: not wanted
+  // (K - 1, batch * latents, width), contiguous: receives the latents after all blocks but the last; null: not wanted.
   void* between;
-  bool reads;  // else `out` is given, and nothing is read
+  bool reads;  // false: `out` is given, and the inputs are not read
   Operand inputs;
   int64_t rows;
   const uint8_t* ignored;  // (batch, rows), or null
@@ -149,20 +150,20 @@ struct BlockReadingGradients {
 struct BlockStackGradients {
   void* x;                                   // (batch * latents, width), contiguous; not null
   void* inputs;                              // (batch, rows, width), contiguous, or null
-  void* attended;                            // that of `out`, contiguous, in the type of sums; null if it was read
+  void* attended;                            // the gradient of `out`, contiguous, in the type of sums; null if in.reads
   std::vector<LatentBlockGradients> blocks;  // `block` is the sum over the batch here; x and attended are not used
   std::vector<BlockReadingGradients> readings;
 };
 
-// The bytes of what the forward pass keeps for the backward pass.
+// The number of bytes that the forward pass keeps for the backward pass.
 size_t block_stack_bytes(const BlockStack&);
-// Fills y (batch * latents, width), contiguous, and `kept`; null: nothing is kept. Where it reads, it
-// fills out (K * batch, H, M, D), in the type of sums, and lse (K * batch, H, M) too, as block_stack_read does by
-// itself: the state of the inputs, merged with the incoming one (without data: there is none).
+// block_stack fills y (batch * latents, width), contiguous, and `kept` (null: nothing is kept). If in.reads, it first
+// does the work of block_stack_read, which fills out (K * batch, H, M, D), in the type of sums, and lse (K * batch, H,
+// M): the state of the inputs, merged with the incoming state (without data: there is none).
 void block_stack_read(const BlockStack&, const Operand& state_out, const Operand& state_lse, void* out, double* lse);
 void block_stack(const BlockStack&, const Operand& state_out, const Operand& state_lse, void* out, double* lse, void* y,
                  void* kept);
-// Without an incoming state. dbetween (null: 0) is contiguous.
+// There is no incoming state here. dbetween (null: 0) is contiguous.
 void block_stack_backward(const BlockStack&, const Matrix& dy, const void* dbetween, const void* out, const double* lse,
                           void* kept, const BlockStackGradients&);
 

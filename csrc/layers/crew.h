@@ -1,4 +1,4 @@
-// The threads of one call, each of which takes its own rows through all layers: most of what a thread reads, it wrote
+// The threads of one call. Each thread takes its own rows through all layers, so it reads mostly data that it wrote
 // itself.
 #pragma once
 
@@ -28,10 +28,10 @@ class Crew {
       return {first, piece_start(count, threads, number + 1, unit) - first};
     }
     bool has_sets(int64_t sets) const { return sets % threads == 0; }
-    // This thread on its own, with all rows.
+    // This thread as the only one, with all rows.
     Member alone() const { return {crew_, 0, 1}; }
 
-    // Does a part of the work; nothing after one that has thrown, in whichever thread.
+    // Does a part of the work, unless a part has thrown before, in whichever thread.
     template <class Work>
     void run(Work work) const {
       if (crew_.failed_) return;
@@ -41,7 +41,8 @@ class Crew {
         if (!crew_.failed_.exchange(true)) crew_.error_ = std::current_exception();
       }
     }
-    // Returns when all threads have come here; at once where each has sets of its own, which do not need each other.
+    // Returns when all threads have called this. Returns at once if each thread has sets of its own: sets do not depend
+    // on each other.
     void wait(int64_t sets) const {
       if (has_sets(sets)) return;
 #pragma omp barrier
@@ -51,7 +52,8 @@ class Crew {
     Crew& crew_;
   };
 
-  // Calls work(member) on each of up to `threads` threads. Throws what a part of it threw, when all have returned.
+  // Calls work(member) on each of up to `threads` threads. When all have returned, rethrows an exception that a part
+  // threw.
   template <class Work>
   static void run(int threads, Work work) {
     Crew crew;
@@ -68,7 +70,7 @@ class Crew {
   std::exception_ptr error_;
 };
 
-// What follows the projections of an attention layer: fills the member's rows of y, which may be x.
+// Computes the steps of an attention layer after its projections: fills the member's rows of y, which may be x.
 void attend(const AttentionLayer&, const Rows&, const AttentionKept&, const Crew::Member&, void* y);
 
 }  // namespace cmab::cpu

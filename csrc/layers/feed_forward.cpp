@@ -1,4 +1,5 @@
-// The feed-forward layer: tiles of rows pass through norm, expand, activation and contract, and back.
+// The feed-forward layer: tiles of rows pass through norm, expand, activation and contract, and back through their
+// gradients.
 #include "layers/call.h"
 #include "layers/crew.h"
 #include "linear/driver.h"
@@ -15,7 +16,7 @@ Matrix expand_part(const FeedForward& in, int part) {
   return rows_from(in.expand.weight, int64_t(part) * in.inner, in.dtype);
 }
 
-// What makes the hidden features of a row: the norm, and expand.
+// The parameters that make the hidden features of a row: those of the norm and of expand.
 struct Expansion {
   NormParameters norm;
   void *packed[2], *bias[2];
@@ -43,8 +44,8 @@ struct Tiles {
   Tiles(Taker& take, const FeedForward& in)
       : x(take, in.width), hidden{take.tile(in.inner), take.tile(in.inner)}, active(take.tile(in.inner)) {}
 
-  // Loads rows of x and computes their hidden features; returns what the norm makes of them. The backward pass calls
-  // it too: these products take no longer than to write hidden features to memory and to read them again.
+  // Loads rows of x and computes their hidden features; returns the normed rows. The backward pass calls this too:
+  // these products take no longer than to write hidden features to memory and to read them again.
   RowTile expand(const LinearKernels& kernel, const FeedForward& in, const Expansion& by, int64_t row,
                  int count) const {
     kernel.load(in.dtype, rows_from(in.x, row, in.dtype), count, in.width, nullptr, 0, x.rows);
@@ -82,7 +83,7 @@ void forward(const FeedForward& in, void* y) {
       });
 }
 
-// The matrices that gradients are multiplied by too: dactive = dy contract, dnormed = dhidden expand.
+// The matrices by which gradients are multiplied: dactive = dy contract, dnormed = dhidden expand.
 struct BackwardParameters {
   Expansion expansion;
   void *expand[2], *contract;

@@ -1,4 +1,4 @@
-// What follows the first cross-attention of a block, forward and back.
+// The layers after the first cross-attention of a block, forward and backward.
 #include "layers/latent_block.h"
 
 #include <cstring>
@@ -15,7 +15,8 @@ FeedForward feed_forward_of(const LatentBlock& in, int number, const Matrix& x) 
           x,        weights.norm, weights.expand, weights.contract, in.threads};
 }
 
-// Attention on the block latents (0), of the latents over them (1) and on the latents (2).
+// The attention on the block latents (0), the attention of the latents to them (1), and the attention on the latents
+// (2).
 AttentionLayer attention_of(const LatentBlock& in, int number, const Matrix& x, const Matrix& context) {
   const AttentionWeights& weights = in.attention[number];
   AttentionLayer layer{};

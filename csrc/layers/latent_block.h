@@ -1,4 +1,4 @@
-// What follows the first cross-attention of a Constant Memory Attention Block, in steps for the threads of a crew.
+// The layers after the first cross-attention of a Constant Memory Attention Block, in steps for the threads of a crew.
 #pragma once
 
 #include "common/arena.h"
@@ -6,8 +6,8 @@
 
 namespace cmab::cpu {
 
-// What the layers of a block write, contiguous. Where nothing is kept for a backward pass, layers may overwrite their
-// input: the addresses of `block` are one, and so are those of `latents`.
+// The memory that the layers of a block write, contiguous. If nothing is kept for a backward pass, layers may overwrite
+// their input: all addresses in `block` are then the same, and so are all in `latents`.
 struct BlockMemory {
   void* block[4];    // (batch * block_latents, width): the input of each of their layers, and the result of the last
   void* latents[4];  // (batch * latents, width): the result of each of their layers
@@ -22,7 +22,7 @@ inline AttentionKept attention_memory(const LatentBlock& in, int64_t queries, in
   return {rows(queries), rows(keys), rows(keys), rows(queries), arena.take<double>(queries * in.heads)};
 }
 
-// All apart, for a backward pass, with y for the result.
+// Memory for a backward pass: all results are kept apart, and the last one is y.
 inline BlockMemory kept_memory(const LatentBlock& in, void* y, Arena& arena) {
   const int64_t m = in.batch * in.block_latents, n = in.batch * in.latents;
   const auto rows = [&](int64_t count) -> void* {
@@ -45,7 +45,7 @@ void compress(const LatentBlock&, const BlockMemory&, const Crew::Member&);
 // Fills the member's rows of latents[3], from x and block[3].
 void retrieve(const LatentBlock&, const BlockMemory&, const Crew::Member&);
 
-// Given dy (batch * latents, width), which may be the gradient of x.
+// dy is (batch * latents, width); it may be the memory of the gradient of x.
 void latent_block_backward(const LatentBlock&, const Matrix& dy, const BlockMemory& kept, const LatentBlockGradients&);
 
 }  // namespace cmab::cpu

@@ -9,14 +9,14 @@
 namespace cmab::cpu {
 namespace {
 
-// Heads (batch, heads, rows, width), contiguous, in the type of sums, which are read and written as rows (batch * rows,
-// heads * width): a head in one piece is what attention reads fastest.
+// Heads (batch, heads, rows, width), contiguous, in the type of sums. They are read and written as rows (batch * rows,
+// heads * width). Attention reads a head fastest if it is contiguous.
 struct Heads {
   void* data;
   int heads, width;
   int64_t rows;
 
-  // With zeros in the rows past the last, as LinearKernels::load writes them.
+  // Loads rows, and writes zeros in the rows past the last, as LinearKernels::load does.
   void load(const LinearKernels& kernel, DType sums, int64_t row, int count, RowTile to) const {
     for_each_set(row, count, [&](int64_t at, int done, int some) {
       kernel.load_heads(sums, offset(data, at * width, sums), width, rows * width, heads, width, some,
@@ -34,7 +34,7 @@ struct Heads {
   }
 
  private:
-  // Calls function(first of these rows in memory, rows done, rows) for those of each batch element.
+  // Calls function(first of these rows in memory, rows done, rows) for the rows of each batch element.
   template <class Function>
   void for_each_set(int64_t row, int count, Function function) const {
     for (int done = 0; done < count;) {
@@ -46,7 +46,7 @@ struct Heads {
   }
 };
 
-// A linear layer of the rows, `width` columns of result, and where that result is.
+// A linear layer of the rows, `width` columns of its result, and the memory of that result.
 struct Branch {
   const Weights* weights;
   int width;
@@ -54,7 +54,8 @@ struct Branch {
   WeightGradients gradient;
 };
 
-// Rows that are normed and projected to one or more branches, of whose results they are those from `first` on.
+// Rows that are normed and projected to one or more branches. In the branches' results, they are the rows from `first`
+// on.
 struct Source {
   DType dtype;
   Matrix rows;
@@ -75,7 +76,7 @@ struct Source {
   }
 };
 
-// Some of the rows, and their results.
+// Some of the rows of a source, and their results.
 inline Source part_of(Source source, const Rows& rows) {
   source.rows = rows_from(source.rows, rows.first, source.dtype);
   source.first += rows.first, source.count = rows.count;
@@ -145,8 +146,8 @@ inline void project(const LinearKernels& kernel, const Source& source) {
       });
 }
 
-// Adds up the gradients of the rows and of all parameters, given those of the branches' results as heads, of which
-// there may be none, and of the rows' residual (without data: 0).
+// Adds up the gradients of the rows and of all parameters. It is given the gradients of the branches' results as heads
+// (there may be none), and the gradient of the rows' residual (without data: 0).
 class ProjectionBackward {
  public:
   ProjectionBackward(const LinearKernels& kernel, const Source& source, std::vector<Heads> dresults, Residual residual,

@@ -6,14 +6,15 @@
 namespace cmab::cpu {
 namespace {
 
-// Phi(x), the share of the normal distribution below x, and its density.
+// Phi(x), the probability that a standard normal variable is below x, and its density.
 template <class T>
 struct Normal {
   Vector<T> below, density;
 };
 
-// With z = |x| / sqrt(2): exp(-z^2) t P(t) is the share beyond |x|, where t = 1 / (1 + k z) and t P(t), a Chebyshev
-// interpolant, is erfcx(z) / 2 to 2.4e-8 (float) or 8e-17 (double). So small values of Phi keep their digits.
+// With z = |x| / sqrt(2): exp(-z^2) t P(t) is the probability beyond |x|, where t = 1 / (1 + k z), and t P(t), a
+// Chebyshev interpolant, is erfcx(z) / 2 to 2.4e-8 (float) or 8e-17 (double). Small values of Phi therefore keep their
+// digits.
 template <class T>
 CMAB_INLINE Normal<T> normal(Vector<T> x) {
   using V = Vector<T>;

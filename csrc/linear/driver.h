@@ -43,7 +43,8 @@ class Taker {
   Arena arena_;
 };
 
-// Buffers are structs whose constructor takes what they hold from a Taker. Their size, and one of them in `memory`:
+// A struct of buffers has a constructor that takes its members from a Taker. bytes_of returns its size; placed
+// constructs one in `memory`.
 template <class Buffers, class... Arguments>
 size_t bytes_of(const LinearKernels& kernel, const Arguments&... arguments) {
   Taker take(kernel, nullptr);
@@ -56,7 +57,7 @@ Buffers placed(void* memory, const LinearKernels& kernel, const Arguments&... ar
   return Buffers(take, arguments...);
 }
 
-// A vector of parameters in the compute type, padded with zeros; zeros where there is none.
+// Loads a vector of parameters in the compute type, padded with zeros; without a vector, all elements are zero.
 inline void load_vector(const LinearKernels& kernel, DType dtype, const void* from, int width, void* to) {
   const uint8_t absent = from == nullptr;
   kernel.load(dtype, {from, 0, 1}, 1, width, &absent, 0, {to, 0});
@@ -84,7 +85,7 @@ struct NormParameters {
   bool used = false;
 };
 
-// A tile of rows, and what the norm makes of them.
+// A tile of rows, and the normed rows.
 struct NormedRows {
   RowTile rows, normed;
   void* stats;
@@ -96,8 +97,8 @@ struct NormedRows {
     kernel.normalise(rows, count, parameters.width, parameters.norm, stats, normed);
     return normed;
   }
-  // The gradient of the rows, given that of the result, which it overwrites, and in `drows` that of the residual, to
-  // which it adds; dweight and dbias are added to.
+  // Computes the gradient of the rows from `dnormed`, the gradient of the result, and overwrites dnormed. `drows` holds
+  // the gradient of the residual; this function adds to it, to dweight and to dbias.
   void backward(const LinearKernels& kernel, const NormParameters& parameters, Residual residual, RowTile dnormed,
                 int count, RowTile drows, RowTile dweight, RowTile dbias) const {
     if (!parameters.used) return kernel.add_tile(dnormed, count, parameters.width, drows);
@@ -110,14 +111,14 @@ struct NormedRows {
   }
 };
 
-// The gradients of parameters: sums over rows. Rows are cut into pieces that depend on their number alone, each with
-// sums of its own, which are added in ascending order.
+// The gradients of parameters, which are sums over rows. Rows are cut into pieces that depend only on the number of
+// rows. Each piece has sums of its own; they are added in ascending order.
 class ParameterSums {
  public:
   ParameterSums(const LinearKernels& kernel, DType dtype, int64_t rows)
       : kernel_(kernel), dtype_(dtype), rows_(rows), pieces_(pieces_of(rows)) {}
 
-  // A sum of shape (rows, width), to be written to `out`; null: it is not needed. Returns its number.
+  // Registers a sum of shape (rows, width) that is to be written to `out`; null: it is not needed. Returns its number.
   int add(void* out, int rows, int width) {
     parts_.push_back({out, rows, width, piece_bytes_});
     piece_bytes_ += align(kernel_.tile_bytes(rows, width));
@@ -141,7 +142,7 @@ class ParameterSums {
     return {memory_ + piece * piece_bytes_ + part.offset, kernel_.stride(part.width)};
   }
 
-  // Writes one row of all sums: `unit` counts the rows of the needed sums.
+  // units() counts the rows of all needed sums; write(unit) writes one of them.
   int64_t units() const {
     int64_t rows = 0;
     for (const Part& part : parts_) rows += part.out ? part.rows : 0;
@@ -164,7 +165,8 @@ class ParameterSums {
   }
 
  private:
-  // A power of two, so that threads get as many each: one for 512 rows, or two from 128 rows on, at most 16.
+  // A power of two, so that threads get equally many pieces: one for every 512 rows, at least two from 128 rows on, and
+  // at most 16.
   static int pieces_of(int64_t rows) {
     int pieces = rows < 128 ? 1 : 2;
     while (pieces < 16 && rows >= 1024 * pieces) pieces *= 2;
@@ -186,8 +188,8 @@ class ParameterSums {
   char* memory_ = nullptr;
 };
 
-// Calls pass(first row, rows, parameters, tiles) for all tiles of `rows` rows, on the calling thread: `Parameters`,
-// packed by load(kernel, problem), and `Tiles`, both made for the problem.
+// Calls pass(first row, rows, parameters, tiles) for all tiles of `rows` rows, on the calling thread. `Parameters`,
+// packed by load(kernel, problem), and `Tiles` are both made for the problem.
 template <class Parameters, class Tiles, class Problem, class Pass>
 void for_each_tile(const LinearKernels& kernel, const Problem& problem, int64_t rows, Pass pass) {
   const size_t shared_bytes = bytes_of<Parameters>(kernel, problem);
@@ -200,8 +202,8 @@ void for_each_tile(const LinearKernels& kernel, const Problem& problem, int64_t 
     pass(row, int(std::min<int64_t>(kRowTile, rows - row)), parameters, tiles);
 }
 
-// One team of threads for the tiles of the pieces of `sums`. Each has its own parameters, which it packs itself, and
-// tiles; the sums get what is left of the memory.
+// A team of threads for the tiles of the pieces of `sums`. Each thread has its own tiles and its own parameters, which
+// it packs itself. The sums get the rest of the memory.
 template <class Parameters, class Tiles, class Problem>
 class Team {
  public:
@@ -216,7 +218,7 @@ class Team {
     sums.place(workspace_.at(bytes));
   }
 
-  // Calls pass(piece, first row, rows, parameters, tiles) for all tiles of the pieces of `sums`, and writes these.
+  // Calls pass(piece, first row, rows, parameters, tiles) for all tiles of the pieces of `sums`, and writes the sums.
   template <class Pass>
   void for_each_tile_of(ParameterSums& sums, Pass pass) {
 #pragma omp parallel num_threads(threads_)

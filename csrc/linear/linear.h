@@ -1,6 +1,6 @@
 // Linear layers on the CPU: the interface between the drivers (layers/, projected/) and the kernels of each instruction
 // set. A driver takes up to kRowTile rows of features at a time through load, normalise, multiply, activate and store,
-// and back through their gradients, so that what lies between stays in the cache.
+// and back through their gradients, so that intermediate results stay in the cache.
 //
 // The rules for a kernel are those of attention/attention.h: it allocates nothing and starts no thread; its buffers are
 // 64-byte aligned and uninitialised; a row of a result depends on that row only. Everything but the exported tables has
@@ -13,9 +13,9 @@ namespace cmab::cpu {
 
 constexpr int kRowTile = 48;
 
-// Rows in the compute type, `stride` elements apart, that are padded to whole vectors. The padding of rows that were
-// loaded, normalised, multiplied or activated is 0. There is room for a multiple of kRowStep rows. What those past the
-// last hold does not matter for a result; load, normalise and activate write zeros there.
+// Rows in the compute type, `stride` elements apart, padded to whole vectors. The padding of rows that were loaded,
+// normalised, multiplied or activated is 0. There is room for a multiple of kRowStep rows. The contents of rows past
+// the last do not matter for a result; load, normalise and activate write zeros there.
 struct RowTile {
   void* data;
   int64_t stride;
@@ -25,8 +25,8 @@ constexpr int kRowStep = 6;
 // geglu(features, gate) = features * gelu(gate); gelu and relu take features only. gelu(x) = x * Phi(x), exact.
 enum class Activation { kGeglu, kGelu, kRelu };
 
-// What a layer adds its result to: its input x, or norm(x), as the code of the papers does. Without a norm they are
-// one.
+// The residual to which a layer adds its result: its input x, or norm(x), as the code of the papers does. Without a
+// norm, both are the same.
 enum class Residual { kInput, kNormed };
 
 // The LayerNorm of a row: its weight and bias in the compute type, padded with zeros, and eps.
@@ -41,13 +41,13 @@ struct Weights {
   const void* bias;  // (out,), contiguous, or null
 };
 
-// Those of a LayerNorm; without data there is none.
+// The parameters of a LayerNorm; without data there is none.
 struct NormWeights {
   const void *weight, *bias;  // (width,), contiguous; a null bias is 0
   double eps;
 };
 
-// The gradients of both; contiguous, in the inputs' dtype, null where not needed.
+// The gradients of a layer's weight and bias; contiguous, in the inputs' dtype, null where not needed.
 struct WeightGradients {
   void *weight, *bias;
 };
@@ -68,7 +68,7 @@ struct LinearKernels {
                       int64_t head_stride);
   void (*store)(RowTile, int count, int width, DType, void* to, int64_t row_stride);
 
-  // to = rows times the packed matrix, + bias (width,) unless null; or to += that.
+  // to = rows times the packed matrix, + bias (width,) unless null; or to += the same if `add`.
   void (*multiply)(RowTile, int count, int depth, const void* packed, int width, const void* bias, bool add,
                    RowTile to);
   // sums (left_width, right_width) += left' right; sums is a tile of left_width rows.
@@ -77,8 +77,8 @@ struct LinearKernels {
   void (*add_tile)(RowTile, int count, int width, RowTile to);  // to += rows
 
   void (*normalise)(RowTile, int count, int width, const Norm&, void* stats, RowTile to);
-  // rows += the gradient of what was normalised, given that of the result; dweight (width,) and dbias (width,) are
-  // added to. `rows` are those that were normalised; `stats` are what normalise wrote.
+  // drows += the gradient of the rows that were normalised, `rows`, given the gradient of the result. dweight (width,)
+  // and dbias (width,) are added to. `stats` are what normalise wrote.
   void (*normalise_backward)(RowTile rows, RowTile dnormed, int count, int width, const Norm&, const void* stats,
                              RowTile drows, void* dweight, void* dbias);
 
@@ -91,7 +91,7 @@ struct LinearKernels {
                  const void* dfolded, const void* dbias, void* dweight, void* dscale, void* dshift);
 
   void (*activate)(Activation, RowTile features, RowTile gate, int count, int width, RowTile to);
-  // Overwrites features and gate by their gradients, given that of the result, which it computes again.
+  // Overwrites features and gate with their gradients, given the gradient of the result; computes the result again.
   void (*activate_backward)(Activation, RowTile features, RowTile gate, RowTile dresult, int count, int width,
                             RowTile result);
 

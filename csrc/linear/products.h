@@ -53,8 +53,8 @@ struct Products {
   }
 
  private:
-  // Cuts rows into steps of kRowStep; with a single column of vectors, of twice as many, which hides the latency of
-  // their additions.
+  // Cuts rows into steps of kRowStep. A single column of vectors takes steps of twice as many rows, which hides the
+  // latency of their additions.
   template <int C, class Function>
   static CMAB_INLINE void for_each_step(int rows, Function function) {
     int row = 0;

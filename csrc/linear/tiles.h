@@ -33,16 +33,16 @@ struct Tiles {
   static constexpr int vectors(int width) { return (width + lanes<V>() - 1) / lanes<V>(); }
   static constexpr int padded(int width) { return vectors(width) * lanes<V>(); }
 
-  // An odd number of vectors: columns of a tile are spread over the sets of the first cache.
+  // An odd number of vectors, so that the columns of a tile are spread over the sets of the L1 cache.
   static int64_t stride(int width) { return (vectors(width) | 1) * lanes<V>(); }
 
-  // Register tiles read up to kRowStep - 1 columns past the last, also in the last row.
+  // Register tiles read up to kRowStep - 1 columns past the last, even in the last row.
   static size_t bytes(int rows, int width) {
     return (next_multiple(rows, kRowStep) * stride(width) + kRowStep) * sizeof(T);
   }
 
-  // Zeros the rows that register tiles read past the last: what lies there by chance may be subnormal, and a product of
-  // such numbers takes a hundred cycles.
+  // Zeros the rows that register tiles read past the last. Uninitialised memory may hold subnormal numbers, and a
+  // product of such numbers takes a hundred cycles.
   static void clear_past(RowTile tile, int count, int width) {
     for (int row = count; row < next_multiple(count, kRowStep); ++row)
       for (int d = 0; d < padded(width); d += lanes<V>()) cpu::store(row_of<T>(tile, row) + d, V{});

@@ -8,7 +8,7 @@
 namespace cmab::cpu {
 namespace {
 
-// The larger of a and b in each lane; NaN if either is.
+// The larger of a and b in each lane, or NaN if either is NaN.
 template <class V>
 CMAB_INLINE V maximum_or_nan(V a, V b) {
   return ((b > a) | (b != b)) ? b : a;
@@ -54,9 +54,9 @@ class PinvSquares {
              [&](int64_t row, int64_t column, V sum) { finish(row * width_ + column, sum); });
   }
 
-  // Sets the largest column sums of |A| and of its transpose, in which what is no normal number becomes 0: a softmax of
-  // large logits has many, and each product with one would take a hundred times as long. over_norms divides by each in
-  // turn: their product may overflow.
+  // Sets the largest column sums of |A| and of its transpose, and replaces subnormal elements of both by 0: the softmax
+  // of large logits has many, and each product with one would take a hundred times as long. over_norms divides by each
+  // norm in turn, because their product may overflow.
   void take_norms(T* matrix, T* turned) {
     add_columns(matrix, columns_);
     add_columns(turned, rows_);

@@ -1,5 +1,6 @@
-// The landmark part of Nyström attention, W = pinv(softmax(scale q k')) v, and its gradients. Absent landmarks are left
-// out when reading. The softmax is computed on the transpose, k q', so that its sums run down the columns.
+// The landmark part of Nyström attention, W = pinv(softmax(scale q k')) v, and its gradients. Absent landmarks are
+// skipped when the operands are read. The softmax is computed on the transpose, k q', so that its sums run down the
+// columns.
 #pragma once
 
 #include "common/tile.h"
@@ -54,8 +55,8 @@ class Landmarks {
         for (int64_t j = 0; j < columns; ++j) to[j] = 0;
   }
 
-  // Writes softmax(scale q k'), by rows. The scale is applied to the query, so that a small one keeps large products in
-  // range.
+  // Writes softmax(scale q k'), by rows. The scale is applied to the query, so that a small scale keeps large products
+  // in range.
   void softmax(T* to) const {
     const int64_t columns = padded_columns<T>(present_);
     transpose_matrix(query_, present_, call_.width, turned_query_);

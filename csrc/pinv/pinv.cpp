@@ -30,7 +30,7 @@ void run(const MatrixKernel<Call>& kernel, const Call& call, int threads) {
   const size_t bytes = align(kernel.bytes(call));
   Workspace workspace;
   workspace.reserve(team * bytes);
-  if (team == 1) {  // without OpenMP, which costs half a microsecond even then
+  if (team == 1) {  // without OpenMP, which would cost half a microsecond
     const FlushToZero flush;
     for (int64_t matrix = 0; matrix < call.count; ++matrix) kernel.run(call, matrix, workspace.at(0));
     return;

@@ -16,7 +16,7 @@ struct PinvCall {
   void* out;          // (M, m, m), contiguous: the inverse, or the gradient of the matrix
 };
 
-// A call of W = pinv(softmax(scale q k')) v over the present landmarks, or of its gradients. No part of an absent
+// A call of W = pinv(softmax(scale q k')) v over the present landmarks, or of its gradients. Nothing of an absent
 // landmark, not even a NaN, reaches a result, and its own rows of results are 0.
 struct LandmarkCall {
   DType dtype;

@@ -11,10 +11,10 @@ namespace {
 constexpr int kTileRows = 8;
 constexpr int kPairRows = CMAB_VECTOR_BYTES == 64 ? 8 : 4;
 
-// Rows are padded to full tiles. Padding rows are computed, but never part of a result.
+// Rows are padded to full tiles. Padding rows are computed, but they are never part of a result.
 constexpr int64_t padded_rows(int64_t n) { return next_multiple(n, kTileRows); }
 
-// Columns are padded to full vectors, and to full tiles, as the columns are the rows of the transpose.
+// Columns are padded to full vectors, and also to full tiles, because they are the rows of the transpose.
 template <class T>
 constexpr int64_t padded_columns(int64_t n) {
   return next_multiple(n, kVectorLanes<T> > kTileRows ? kVectorLanes<T> : kTileRows);
@@ -25,7 +25,7 @@ constexpr int64_t padded_size(int64_t rows, int64_t columns) {
   return padded_rows(rows) * padded_columns<T>(columns);
 }
 
-// The left factor of a product, read element by element with any strides: it may be a transpose.
+// The left factor of a product. It is read element by element with any strides, so it may be a transpose.
 template <class T>
 struct Left {
   const T* data;

@@ -1,6 +1,7 @@
-// The backward kernel of prefixes: chunks in reverse order, each with attention's own gradient for what the states of
-// its own prefix and of all longer ones send back (A and c of reference.py). The scan is blocked over time: lse has the
-// queries in the lanes, and rows of A stay in registers while a few chunks pass by.
+// The backward kernel of prefixes. Chunks are processed in reverse order. Each has the gradient of ordinary attention
+// with respect to the values that the states of its own prefix and of all longer prefixes send back (A and c of
+// reference.py). The scan is blocked over time: lse has the queries in the lanes, and rows of A stay in registers for a
+// few chunks.
 #pragma once
 
 #include "prefix/rows.h"
@@ -8,15 +9,15 @@
 namespace cmab::cpu {
 namespace {
 
-// The logarithm of a ratio of sums of exponentials that is at most 1, from those of the sums: a difference below the
-// resolution of a double is none.
+// The logarithm of a ratio of sums of exponentials that is at most 1, computed from the logarithms of the sums. A
+// difference below the resolution of a double counts as none.
 template <class V>
 CMAB_INLINE V log_share(V lse, V of) {
   const V x = lse - of;
   return x > magnitude(of) * -0x1p-51 ? V{} : x;
 }
 
-// A block of queries, and what is sent back to it by the prefixes so far.
+// A block of queries, and the values that the prefixes so far send back to it.
 template <class T>
 struct Returned {
   int rows, first;                // rows of the block, padded; its first query
@@ -49,16 +50,16 @@ inline void turn(const T* rows, int count, int width, T* columns) {
     }
 }
 
-// The runs that pass by together.
+// The runs that are processed together.
 constexpr int kGroup = 4;
 
 // The rows of A that stay in registers.
 constexpr int kScanned = 4;
 
-// A run of fewer keys has its slopes by sums over lanes.
+// The slopes of a run of fewer keys are computed by sums over lanes.
 constexpr int kFewKeys = 4;
 
-// What the keys of each run of a group are sent. Arrays of rows are those of a block.
+// The values that are sent back to the keys of each run of a group. Arrays of rows are those of a block.
 template <class T>
 struct Sent {
   T* a;                  // [run][row][padded E]
@@ -158,7 +159,7 @@ struct PrefixBackwardKernel {
     for (int i = 0; i < to.rows * d; ++i) to.dquery[i] = 0;
     for (int i = 0; i < to.rows * e; ++i) to.a[i] = 0;
     for (int row = 0; row < to.rows; ++row)
-      to.c[row] = 0, to.latest[row] = kInfinity;  // no prefix yet: whatever follows has no share in it
+      to.c[row] = 0, to.latest[row] = kInfinity;  // there is no prefix yet, so later ones have no share in it
   }
 
   // One tile of keys against one block of queries, in groups of runs in reverse.
@@ -185,7 +186,7 @@ struct PrefixBackwardKernel {
     if (in.dquery) add_products(to.dquery, d, 0, B::kRows, scratch.dscores, 1, B::kRows, key.rows, key.stride, keys);
   }
 
-  // Takes the gradients of the prefixes that end with `count` runs into A and c, and keeps those for each run.
+  // Adds the gradients of the prefixes that end with `count` runs to A and c, and keeps A and c for each run.
   static void send_back(const PrefixBackward& in, const Returned<T>& to, int rows, const Run* runs, int count,
                         Scratch& scratch) {
     Sent<T>& sent = scratch.sent;
@@ -211,8 +212,9 @@ struct PrefixBackwardKernel {
     return static_cast<const T*>(in.dout.data) + (run.chunk * in.queries + to.first) * in.dout.row_stride;
   }
 
-  // What the sums of the prefix that ends with a run have of those of the latest one, which it then is. A run that is
-  // not the end of its chunk belongs to the latest. Rows that do not exist are empty.
+  // Computes the share that the sums of the prefix that ends with a run have in the sums of the latest prefix; this
+  // prefix is then the latest. A run that is not the end of its chunk belongs to the latest prefix. Rows that do not
+  // exist are empty.
   static void share_latest(const PrefixBackward& in, const Returned<T>& to, int rows, const Run& run, int i,
                            Sent<T>& sent) {
     typedef T Part __attribute__((vector_size(lanes<Wide>() * sizeof(T))));
@@ -244,7 +246,7 @@ struct PrefixBackwardKernel {
     }
   }
 
-  // Fetches R rows of both into the second cache: they are read backwards, which the processor does not foresee.
+  // Prefetches R rows of both into the L2 cache. They are read backwards, which the processor does not predict.
   template <int R>
   CMAB_INLINE static void fetch_rows(const T* dout, int64_t stride, const T* out, int width) {
     for (int r = 0; r < R; ++r)
@@ -254,8 +256,9 @@ struct PrefixBackwardKernel {
       }
   }
 
-  // A of R rows from `row` on, in C vectors of columns from `e` on: through `count` runs in reverse. Of an empty prefix
-  // not even a NaN may reach it. kWhole: all those columns exist. `copied`: rows of dout in memory of their own.
+  // Computes A of R rows from `row` on, in C vectors of columns from `e` on, through `count` runs in reverse. Nothing
+  // of an empty prefix, not even a NaN, may reach A. kWhole: all those columns exist. `copied`: a contiguous copy of
+  // rows of dout.
   template <int R, int C, bool kWhole>
   static void scan_rows(const PrefixBackward& in, const Returned<T>& to, const Run* runs, int count, const T* copied,
                         int row, int e, const Sent<T>& sent) {
@@ -305,7 +308,7 @@ struct PrefixBackwardKernel {
       for (int c = 0; c < C; ++c) store(latest + r * padded + c * kLanes, a[r][c]);
   }
 
-  // c of the vector of rows `at` for a run.
+  // Computes c of the vector of rows `at` for a run.
   static void add_dots(const PrefixBackward& in, const Returned<T>& to, int rows, const Run& run, int i, int at,
                        const Sent<T>& sent) {
     alignas(64) T dots[kLanes];
@@ -340,7 +343,7 @@ struct PrefixBackwardKernel {
     store<V>(scratch.dscores + at, p * (slope + load<V>(sent.c + from)));
   }
 
-  // A long run: slopes by products, with the rows in the lanes.
+  // Computes the slopes of a long run by products, with the rows in the lanes.
   template <class B>
   static void differentiate(int width, Tile<T> value, const Run& run, int i, const Scratch& scratch) {
     turn(scratch.sent.a + i * B::kRows * width, B::kRows, width, scratch.columns_of_a);
@@ -354,7 +357,7 @@ struct PrefixBackwardKernel {
       });
   }
 
-  // A short run: slopes by sums over the lanes, so that A stays as it is.
+  // Computes the slopes of a short run by sums over the lanes, so that A need not be transposed.
   template <class B>
   static void differentiate_few(int rows, int width, Tile<T> value, const Run& run, int i, const Scratch& scratch) {
     for (int at = 0; at < rows; at += kLanes)
@@ -370,7 +373,8 @@ struct PrefixBackwardKernel {
       }
   }
 
-  // Writes the gradients of the queries, and of the incoming state: a key before the first, with score lse.
+  // Writes the gradients of the queries and of the incoming state, which acts as a key before the first, with score
+  // lse.
   static void finish(const PrefixBackward& in, const Returned<T>& from, int rows) {
     const int d = in.shape.key_width, e = in.shape.value_width;
     for (int row = 0; in.dquery && row < rows; ++row)
@@ -380,7 +384,7 @@ struct PrefixBackwardKernel {
     for (int row = 0; in.dstate_out && row < rows; ++row) {
       const int64_t at = from.first + row;
       const double lse = in.state.lse[at * in.state.lse_stride];
-      const bool apart = lse == -kInfinity || from.latest[row] == kInfinity;  // no key in it, or no prefix
+      const bool apart = lse == -kInfinity || from.latest[row] == kInfinity;  // a state without keys, or no prefix
       const double share =
           apart ? 0.0 : exp2(log_share(broadcast<Wide>(lse), broadcast<Wide>(from.latest[row])) * kLog2E)[0];
       const T* out = static_cast<const T*>(in.state.out.data) + at * in.state.out.row_stride;

@@ -6,7 +6,7 @@
 
 namespace cmab::cpu {
 
-// The operands of both, by the names of attention/call.h. Rows of prefixes are (B, H, T * L, *).
+// The operands of both operations, named as in attention/call.h. Rows of prefixes are (B, H, T * L, *).
 struct PrefixInputs {
   Inputs inputs;
   int64_t every;

@@ -1,7 +1,7 @@
-// The forward kernel of prefixes: an online softmax that writes its state after every chunk, blocked over time. The
-// scores of a tile of keys are products with the queries in the lanes, as in attention/forward_kernel.h, and turn into
-// weights there. Then the columns of values are in the lanes, as they are written: a few rows of sums stay in registers
-// while the keys of the tile pass by.
+// The forward kernel of prefixes: an online softmax that writes its state after every chunk, blocked over time. As in
+// attention/forward_kernel.h, the scores of a tile of keys are products with the queries in the lanes, and become
+// weights there. The next step has the columns of values in the lanes, as states are written: a few rows of sums stay
+// in registers for all keys of the tile.
 #pragma once
 
 #include "prefix/rows.h"
@@ -9,7 +9,7 @@
 namespace cmab::cpu {
 namespace {
 
-// A stretch of keys of one tile, for one vector of queries: sums are rescaled before it, and a state is written after
+// A stretch of keys of one tile, for one vector of queries. Sums are rescaled before it, and a state is written after
 // it.
 template <class T>
 struct Stretch {
@@ -19,8 +19,9 @@ struct Stretch {
   int64_t chunk;
 };
 
-// The states of a block of queries while keys pass by, relative to 2^reference, and what one tile needs. The sums over
-// the keys of a tile are kept apart until it ends: sums of partial sums keep the rounding error over many keys small.
+// The states of a block of queries during the pass over the keys, relative to 2^reference, and scratch for one tile.
+// The sums over the keys of a tile are kept apart until it ends: sums of partial sums keep the rounding error over many
+// keys small.
 template <class T>
 struct Passing {
   int rows, width;       // of the block, and of a row of sums: whole vectors
@@ -41,7 +42,7 @@ struct Passing {
 };
 
 // Turns the scores of some runs of a tile into weights for the vector of queries `at`, writes lse where chunks end, and
-// cuts the runs into stretches; returns their number. A reference follows its scores only when exceeded by kSlack.
+// cuts the runs into stretches; returns their number. A reference follows its scores only if they exceed it by kSlack.
 // Other lanes are multiplied by 1: a lane's bits do not depend on its neighbours.
 template <class B, class T>
 inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing<T>& state, int at, const Run* runs,
@@ -189,7 +190,7 @@ struct PrefixForwardKernel {
       });
   }
 
-  // The incoming state: its sum of weights is 1 as far as the reference, which is rounded, is its lse.
+  // Starts from the incoming state. Its sum of weights is 1, up to the rounding of lse to the reference.
   static void begin(const PrefixForward& in, int64_t first, int rows, const Passing<T>& state) {
     for (int i = 0; i < state.rows * state.width; ++i) state.sums[i] = state.tile_sums[i] = 0;
     for (int row = 0; row < state.rows; ++row) {

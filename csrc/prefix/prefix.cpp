@@ -1,5 +1,5 @@
-// The driver of the states of all prefixes: a task is a block of queries of one head forward, a head backward, each
-// with one pass over its keys.
+// The driver of the states of all prefixes. A forward task is a block of queries of one head; a backward task is a
+// head. Each makes one pass over its keys.
 #include <omp.h>
 
 #include <atomic>

@@ -17,7 +17,7 @@ struct States {
   double* lse;
 };
 
-// The state of the keys before the first, of one head. No lse: there is none.
+// The state of one head before the first key. Without lse there is none.
 struct Incoming {
   Matrix out;  // (L, E), in the type of sums
   const double* lse;

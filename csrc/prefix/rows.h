@@ -1,5 +1,5 @@
-// What the forward and backward kernels of prefixes share: logarithms, rows of any width, the scores of a tile, and the
-// runs into which ends of chunks cut it. Internal linkage, as in simd.h.
+// Helpers of the forward and backward kernels of prefixes: logarithms, rows of any width, the scores of a tile, and the
+// runs into which the ends of chunks cut it. Internal linkage, as in simd.h.
 #pragma once
 
 #include "attention/backward_kernel.h"
@@ -14,7 +14,7 @@ constexpr double kLn2 = 0.69314718055994530942;
 // Accumulators of values' sums: 16 of 32 registers with AVX-512, 8 of 16 elsewhere.
 constexpr int kAccumulators = CMAB_VECTOR_BYTES == 64 ? 16 : 8;
 
-// The natural logarithm of normal numbers, to 2 eps; -inf of 0, NaN of NaN and infinity. With x = 2^n m, m within
+// The natural logarithm of normal numbers, to 2 eps; -inf for 0, NaN for NaN and infinity. With x = 2^n m, m within
 // sqrt(1/2) .. sqrt(2), it is n ln 2 + 2 atanh(z), z = (m - 1) / (m + 1), by the series of atanh.
 template <class V>
 CMAB_INLINE V logarithm(V x) {
@@ -55,7 +55,7 @@ constexpr int whole_vectors(int width) {
   return round_up(width, kVectorLanes<T>);
 }
 
-// A row of `width` elements `stride` apart, contiguous: in place if it is, else copied.
+// A row of `width` elements, contiguous: in place if its `stride` is 1, else copied.
 template <class T>
 CMAB_INLINE const T* contiguous_row(const T* row, int64_t stride, int width, T* copy) {
   if (stride == 1) return row;
@@ -63,7 +63,7 @@ CMAB_INLINE const T* contiguous_row(const T* row, int64_t stride, int width, T* 
   return copy;
 }
 
-// The present rows of a tile, copied into whole vectors: in place they may start at any address.
+// The present rows of a tile, copied into whole vectors, because in place they may start at any address.
 template <class T>
 __attribute__((noinline)) Tile<T> copy_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present,
                                             int width, T* copy) {

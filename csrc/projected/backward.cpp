@@ -1,5 +1,6 @@
-// The backward driver: projects each chunk of rows again, takes the gradient of the attention to its keys and values in
-// a thread's own memory, and carries it on through the products and the norm: to the rows, and to sums for the weights.
+// The backward driver. In a thread's own memory, it projects each chunk of rows again and computes the gradients of the
+// attention with respect to its keys and values. It carries them on through the products and the norm, to the rows and
+// to sums for the weights.
 #include <omp.h>
 
 #include "common/dtype.h"
@@ -11,18 +12,18 @@ namespace {
 constexpr int64_t kMaxPieces = 16;
 constexpr int64_t kMaxSums = 16;  // sums of the gradients of weights, each over a run of tasks
 
-// The number of pieces of the keys, each with its own partial dQ, limited by memory.
+// The number of pieces of the keys, each with its own partial dQ; memory limits it.
 int64_t key_pieces(int64_t keys, int64_t queries) {
   const int64_t most = queries == 0 ? kMaxPieces : std::clamp<int64_t>(2048 / queries, 4, kMaxPieces);
   return keys == 0 ? 0 : std::clamp<int64_t>(keys / (2 * kChunkRows), 1, most);
 }
 
-// The keys of all heads, or their values, as columns of what is projected.
+// The columns of the projection that are the keys, or the values, of all heads.
 struct Part {
   int width, columns, first;  // of a head, of all, the first column
 };
 
-// The weights (columns, C) of the keys and of the values of each block, as products with them take them.
+// The weights (columns, C) of the keys and of the values of each block, packed for products with gradients.
 struct TransposedWeights {
   std::vector<void*> of[2];
   TransposedWeights(Taker& take, const ProjectedInputs& in) {
@@ -172,7 +173,8 @@ class Backward {
     });
   }
 
-  // The gradient of the attention of head h of block k: adds to the states of its queries, and writes dK and dV.
+  // Computes the gradient of the attention of head h of block k: adds to the states of its queries, and writes dK and
+  // dV.
   void attend(const Wave& wave, const Task& task, int64_t k, int64_t h, const Keys& keys, const Slopes& slopes,
               char* scratch) const {
     auto* blocks = reinterpret_cast<QueryBlock*>(scratch + attention_bytes_);
@@ -187,7 +189,7 @@ class Backward {
     kernel_.attend(shape_, needs_, blocks, int(wave.blocks()), keys, gradient, scratch);
   }
 
-  // From dK and dV of block k to the normed rows, and to the sums for the weights.
+  // Carries dK and dV of block k on to the normed rows, and to the sums for the weights.
   void unproject(const Slopes& slopes, int64_t k, int64_t run, int count) const {
     const auto to = needs_weights_ ? sums_of(run, k) : std::vector<Sums>();
     Projection::for_each_tile(count, [&](int, int row, int rows) {

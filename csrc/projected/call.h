@@ -1,13 +1,13 @@
-// Latent cross-attention over inputs that are projected to keys and values inside, on the CPU, over raw memory; the
-// caller allocates everything.
+// Latent cross-attention to inputs that the operation itself projects to keys and values, on the CPU, over raw memory.
+// The caller allocates everything.
 #pragma once
 
 #include "attention/call.h"
 
 namespace cmab::cpu {
 
-// K blocks of queries read the same inputs. In what follows, P = H D + H E: the columns of the keys of all heads, then
-// those of their values.
+// K blocks of queries read the same inputs. Below, P = H D + H E: the columns of the keys of all heads, then the
+// columns of their values.
 struct ProjectedInputs {
   Inputs attention;    // without key and value; shape.dtype is that of sums. query (K * batch, H, L, D)
   int64_t blocks;      // K
@@ -29,8 +29,8 @@ struct ProjectedInputs {
 void projected_attention_forward(const ProjectedInputs&, const Operand& state_out, const Operand& state_lse, void* out,
                                  double* lse);
 
-// Fills the gradients, contiguous, that of the inputs in their dtype and all others in the type of sums; null where not
-// needed. dout (K * batch, H, L, E), dlse (K * batch, H, L, 1); out and lse as forward wrote them.
+// Fills the gradients, contiguous; the gradient of the inputs has their dtype, and all others the type of sums; null
+// where not needed. dout is (K * batch, H, L, E) and dlse (K * batch, H, L, 1); out and lse are what forward wrote.
 struct ProjectedGradients {
   void *query, *inputs, *weight, *bias;
 };

@@ -1,5 +1,5 @@
-// The forward driver: packs weights and queries, loads, norms and projects the rows of each piece of the keys a chunk
-// at a time, lets all blocks and heads attend to it, and merges the pieces.
+// The forward driver. It packs weights and queries. It loads, norms and projects the rows of each piece of the keys a
+// chunk at a time, lets all blocks and heads attend to the chunk, and merges the pieces.
 #include <omp.h>
 
 #include "attention/merge.h"

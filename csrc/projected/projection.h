@@ -1,6 +1,6 @@
-// What the forward and the backward driver share: the packed weights of all blocks, and a chunk of rows that is loaded,
-// normed and projected in a thread's own memory. A chunk is small enough to stay in the L2 cache while all blocks and
-// heads attend to it.
+// The code that the forward and the backward driver share: the packed weights of all blocks, and a chunk of rows that
+// is loaded, normed and projected in a thread's own memory. A chunk is small enough to stay in the L2 cache while all
+// blocks and heads attend to it.
 #pragma once
 
 #include "attention/plan.h"
@@ -14,7 +14,7 @@ constexpr int kTilesOfChunk = 4;
 constexpr int kChunkRows = kTilesOfChunk * kRowTile;
 static_assert(kChunkRows % kKeyTile == 0, "chunks start at multiples of both tiles");
 
-// The rows of a chunk, as they are, normed, and projected to the keys and values of one block.
+// The rows of a chunk: as they are, normed, and projected to the keys and values of one block.
 struct Chunk {
   RowTile rows, normed, projected;
   void* stats[kTilesOfChunk];
@@ -27,7 +27,7 @@ struct Chunk {
   }
 };
 
-// The weights of all blocks, as products take them. They are packed once, for all threads.
+// The weights of all blocks, packed for products, once for all threads.
 struct PackedWeights {
   std::vector<void*> weight, bias;  // of each block
   void *ones, *zeros;               // the weight and bias of the norm
@@ -130,8 +130,8 @@ class Projection {
   Norm norm_;
 };
 
-// How many multiplications a call has, for the choice of threads; to merge and to write a row takes as long as about a
-// thousand.
+// How many multiplications a call has, for the choice of threads. To merge and write a row takes as long as about a
+// thousand multiplications.
 inline double multiplications(const ProjectedInputs& in) {
   const Inputs& all = in.attention;
   const double widths = all.shape.key_width + all.shape.value_width, heads = double(in.blocks) * all.heads;
@@ -169,8 +169,8 @@ class Wave {
         packed_bytes_(align(packed_bytes)),
         state_bytes_(align(state_bytes)) {}
 
-  // Fills a wave with the sets from `b` on, as many as fit; returns the first that did not. The memory starts at
-  // `start`. The choice depends on extents alone.
+  // Fills a wave with the sets from `b` on, as many as fit. Returns the first set that did not fit. The memory starts
+  // at `start`. The choice depends on extents alone.
   template <class Pieces>
   int64_t fill(int64_t b, size_t start, Pieces pieces_of) {
     sets.clear(), tasks.clear(), units.clear();

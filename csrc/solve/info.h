@@ -20,13 +20,13 @@ enum Info : int32_t {
 // no correct digit beyond the second. From cmab_kernels/runtime/constants.py.
 constexpr double kIllConditionedLimit = CMAB_ILL_CONDITIONED;
 
-// A penalty as it is, or NaN for a negative one, with which no system is positive definite.
+// Returns a penalty unchanged, or NaN for a negative one, with which no system counts as positive definite.
 template <class T>
 static CMAB_HOST_DEVICE T allowed(T alpha) {
   return alpha >= 0 ? alpha : T(NAN);
 }
 
-// The status of a system; a condition number that overflowed to NaN counts as ill-conditioned.
+// The status of a system. A condition number that overflowed to NaN counts as ill-conditioned.
 template <class T>
 static inline Info verdict(bool positive_definite, T condition) {
   if (!positive_definite) return kNotPositiveDefinite;

@@ -54,8 +54,8 @@ class LanesSolve {
   // The matrix in a lane. Lanes past the last matrix read the last one again, and are not written.
   int64_t matrix_of(int lane) const { return first_ + least(lane, count_ - 1); }
 
-  // Gathers elements [first, last) of a line of each matrix into vectors; `step` apart in the caller's memory,
-  // `to_step` here.
+  // Gathers elements [first, last) of a line of each matrix into vectors. They are `step` apart in the caller's memory,
+  // and `to_step` apart here.
   static void read_line(const Lines& lines, int64_t offset, int64_t step, int64_t first, int64_t last, V* to,
                         int64_t to_step) {
     for (; step == 1 && first < last; first += kLanes) {
@@ -181,8 +181,8 @@ class LanesSolve {
       }
   }
 
-  // y = L^-1 y for kWidth columns, where the rows of y are `y_row` apart. With kGrow, y = L^-1 d for d of signs times
-  // root_, chosen to make every |y_i| as large as possible.
+  // y = L^-1 y for kWidth columns, where the rows of y are `y_row` apart. With kGrow, y = L^-1 d; d has elements of
+  // size root_, whose signs are chosen to make every |y_i| as large as possible.
   template <int kWidth, bool kGrow = false>
   void forward(V* y, int64_t y_row) {
     for (int64_t row = 0; row < padded_; row += kRows) {
@@ -273,7 +273,7 @@ class LanesSolve {
     return maximum(finish_probe(), first);
   }
 
-  // Completes the solve of a probe; returns its largest magnitude, infinity for a NaN.
+  // Completes the solve of a probe. Returns its largest magnitude, or infinity for a NaN.
   V finish_probe() {
     for (int64_t i = 0; i < order_; ++i) probe_[i] *= root_;
     backward<1>(probe_, 1);
@@ -282,7 +282,7 @@ class LanesSolve {
     return largest;
   }
 
-  // Reads `columns` right-hand sides along their contiguous dimension; a single column is a line itself.
+  // Reads `columns` right-hand sides along their contiguous dimension; a single column is one line.
   void read_rhs(int64_t column, int64_t columns) {
     Lines lines;
     point_at(systems_.rhs, lines);
@@ -303,7 +303,7 @@ class LanesSolve {
     for (int64_t i = 0; i < order_; ++i) write_line(rhs_ + i * kRhsRow, 1, columns, i * systems_.columns + column);
   }
 
-  // Scatters `count` elements of each matrix to contiguous memory; NaN for a matrix that is not positive definite.
+  // Scatters `count` elements of each matrix to contiguous memory, or NaN for a matrix that is not positive definite.
   void write_line(const V* from, int64_t step, int64_t count, int64_t offset) const {
     for (int64_t first = 0; first < count; first += kLanes) {
       const int64_t part = least(kLanes, count - first);

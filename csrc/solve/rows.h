@@ -1,8 +1,8 @@
 // Solves one system at a time, with the matrix rows, or the right-hand sides, in the lanes.
 //
-// The matrix is kept in a square array whose line j holds column j of the lower triangle from the diagonal on: a range
-// of rows i is contiguous. After the factorisation the rest of line i is filled with row i of L, so that the
-// substitution with L' reads contiguous elements too.
+// The matrix is kept in a square array. Line j holds column j of the lower triangle from the diagonal on, so a range of
+// rows i is contiguous. After the factorisation, the rest of line i is filled with row i of L, so that the substitution
+// with L' reads contiguous elements too.
 #pragma once
 
 #include "common/lanes.h"
@@ -33,7 +33,7 @@ class RowsSolve {
         lines_(next_multiple(order_, kLanes > kSolveRows ? kLanes : kSolveRows)),
         vectors_(lines_ / kLanes) {
     Arena arena(memory);
-    line_ = (vectors_ | 1) * kLanes;  // odd number of vectors: lines spread over the cache's sets
+    line_ = (vectors_ | 1) * kLanes;  // an odd number of vectors spreads lines over the cache's sets
     matrix_ = arena.take<T>(lines_ * line_);
     reciprocal_ = arena.take<T>(lines_);
     residual_ = arena.take<T>(lines_);
@@ -87,8 +87,8 @@ class RowsSolve {
       for (int64_t i = 0; i < count; ++i) to[i] = from[i * step];
   }
 
-  // Fills one triangle of the array from the other, known one: with kAfter, from the elements after the diagonal of
-  // each line.
+  // Fills one triangle of the array from the other. With kAfter, the elements after the diagonal of each line are the
+  // known ones.
   template <bool kAfter>
   void mirror() const {
     for (int64_t a = 0; a < lines_; a += kLanes)
@@ -142,7 +142,7 @@ class RowsSolve {
   }
 
   // Factors the matrix in place (Cholesky), panel by panel: a panel's columns are factored, then eliminated from all
-  // columns after them. False for a bad pivot.
+  // columns after them. Returns false for a bad pivot.
   bool factor() {
     bool positive = true;
     for (int64_t panel = 0; panel < columns_ && positive; panel += kPanel) {
@@ -200,8 +200,8 @@ class RowsSolve {
     }
   }
 
-  // Factors in place the diagonal square of a tile's kColumns columns, and stores the reciprocals of its pivots. False
-  // for a bad pivot.
+  // Factors in place the diagonal square of a tile's kColumns columns, and stores the reciprocals of its pivots.
+  // Returns false for a bad pivot.
   bool factor_corner(int64_t column) const {
     T a[kColumns][kColumns];
     for (int j = 0; j < kColumns; ++j)
@@ -349,7 +349,7 @@ class RowsSolve {
     return second > first ? second : first;
   }
 
-  // Completes the solve of a probe; returns its largest magnitude, infinity for a NaN.
+  // Completes the solve of a probe. Returns its largest magnitude, or infinity for a NaN.
   T finish_probe() {
     for (int64_t i = 0; i < order_; ++i) probe_[i] *= root_;
     backward();
@@ -360,8 +360,8 @@ class RowsSolve {
     return size;
   }
 
-  // probe = L^-1 residual. With kGrow, L^-1 d for d of signs times root_, chosen to make every element as large as
-  // possible.
+  // probe = L^-1 residual. With kGrow, probe = L^-1 d; d has elements of size root_, whose signs are chosen to make
+  // every element of the probe as large as possible.
   template <bool kGrow = false>
   void forward() {
     for (int64_t block = 0; block < lines_; block += kLanes) {

@@ -1,5 +1,5 @@
-// The driver of the batched solve: chooses which matrices are solved one per lane and which one by one, and divides
-// them among threads. Either way gives the same bits, so the choice is free.
+// The driver of the batched solve. It chooses which matrices are solved one per lane and which one by one, and divides
+// them among threads. Both ways give the same bits, so the choice is free.
 #include "solve/solve.h"
 
 #include <omp.h>
@@ -10,7 +10,8 @@
 namespace cmab::cpu {
 namespace {
 
-// Up to this order a matrix per lane is faster, if enough lanes are filled: a fifth at order 16, four fifths at 64.
+// Up to this order, one matrix per lane is faster if enough lanes are filled: a fifth at order 16, four fifths at order
+// 64.
 constexpr int64_t kLanesOrder = 64;
 constexpr int64_t kAllLanesOrder = 80;
 

@@ -70,7 +70,7 @@ class SolveBlock {
     const T norm = matrix_norm();
     if (!factor()) return give_up();
     bool worthless = false;
-    // The condition is probed with the first two panels, so a second one is processed even if it is empty.
+    // The condition is probed with the first two panels, so a second panel is processed even if it is empty.
     const int panels = most(2, ceil_div(system_.columns, shape_.panel));
     for (int panel = 0; panel < panels; ++panel) {
       const int first = panel * shape_.panel, count = most(0, least(shape_.panel, system_.columns - first));
@@ -129,7 +129,7 @@ class SolveBlock {
     return norm;
   }
 
-  // Replaces the matrix by L; false if a pivot is not a positive finite number.
+  // Replaces the matrix by L; returns false if a pivot is not a positive finite number.
   CMAB_DEVICE bool factor() const {
     for (int k = 0; k < shape_.padded; k += kStep) {
       block_.each_thread([&](int thread) {
@@ -149,7 +149,7 @@ class SolveBlock {
     return true;
   }
 
-  // Factors the 8 x 8 diagonal block at k; false if a pivot is not a positive finite number.
+  // Factors the 8 x 8 diagonal block at k; returns false if a pivot is not a positive finite number.
   CMAB_DEVICE bool factor_diagonal(int k) const {
     T a[kStep][kStep];
     CMAB_UNROLL
@@ -177,8 +177,8 @@ class SolveBlock {
     return sound;
   }
 
-  // Replaces elements k .. k + 7 of y by those of x in x L' = y. With `grow`, adds +-1 to each, with its sign, to make
-  // x large.
+  // Replaces elements k .. k + 7 of y by those of x in x L' = y. With `grow`, first adds 1 or -1 to each element, with
+  // the element's sign, to make x large.
   CMAB_DEVICE void solve_forward(T* y, int k, bool grow = false) const {
     T x[kStep];
     CMAB_UNROLL
@@ -209,8 +209,8 @@ class SolveBlock {
     for (int j = 0; j < kStep; ++j) y[k + j] = x[j];
   }
 
-  // Eight columns of L, or eight of its rows from the last up, as factors: that of column j and step m is factor[j *
-  // along + m * across]; it multiplies element first + m * step of a row.
+  // Eight columns of L, or eight of its rows from the last up, as factors. The factor of column j and step m is
+  // factor[j * along + m * across]; it multiplies element first + m * step of a row.
   struct Eight {
     const T* factor;
     int along, across, first, step;
@@ -222,10 +222,10 @@ class SolveBlock {
     int first, end;
   };
 
-  // target(i, j) -= sum over the eight m of target(i, first + m * step) * factor(j, m). Of the matrix itself only j <=
-  // i counts. A thread takes 4 x 4 elements at a time. What it reads above the diagonal, which nobody wrote, and past
-  // the end, where another thread may be writing, it leaves out: to read neither takes 16 registers more (float32,
-  // sm_90a).
+  // target(i, j) -= sum over the eight m of target(i, first + m * step) * factor(j, m). In the matrix itself, only j <=
+  // i counts. A thread takes 4 x 4 elements at a time. It also reads elements above the diagonal, which nobody wrote,
+  // and past the end, where another thread may be writing, and leaves them out of its results. To skip those reads
+  // would take 16 more registers (float32, sm_90a).
   CMAB_DEVICE void subtract_product(int thread, T* target, Range rows, Range columns, const Eight& eight) const {
     const int down = block_.threads / 16, across = 16, pitch = shape_.pitch;
     for (int i = rows.first + thread / 16; i < rows.end; i += 4 * down)
@@ -260,8 +260,9 @@ class SolveBlock {
   }
 
   // Loads columns of B as rows 1, ..., and the probe of the condition as row 0. ||A^-1||_1 >= ||A^-1 d||_inf for any d
-  // of magnitudes <= 1 and symmetric A: the first d is chosen during the forward solve to make it grow (LINPACK); the
-  // second is the signs of the first solution, which is exact where one eigenvector dominates the inverse (Hager).
+  // of magnitudes <= 1 and symmetric A. The first d is chosen during the forward solve to make the solution grow
+  // (LINPACK). The second d is the signs of the first solution, which is exact if one eigenvector dominates the inverse
+  // (Hager).
   CMAB_DEVICE void load_panel(int first, int count, int panel) const {
     block_.each_thread([&](int thread) {
       for (int k = thread; k < shape_.padded; k += block_.threads)

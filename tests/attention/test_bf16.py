@@ -1,7 +1,9 @@
-"""The bfloat16 CPU kernels: AVX512-BF16, AMX where there is one, and its data flow on tiles in software, against the definition in float64.
+"""The bfloat16 CPU kernels: AVX512-BF16, AMX where there is one, and its data flow on tiles in software, against the
+definition in float64.
 
-Rounding to bfloat16 hides a key too many. So beside the error bounds there are exact tests: where weights and products are representable,
-counts and gradients must come out to float32's last bits, for every number of keys and any mask.
+Rounding to bfloat16 can hide an extra key. So there are exact tests beside the error bounds: where weights and products
+are representable, counts and gradients must be right to the last bits of float32, for every number of keys and any
+mask.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ WIDTHS = [(1, 1), (2, 3), (3, 5), (7, 17), (16, 8), (33, 31), (48, 64), (65, 100
 
 
 def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run what follows on one engine, or skip the test where this processor lacks it; all engines need AVX512-BF16."""
+    """Run the body on one engine, or skip the test if this processor lacks it; all engines need AVX512-BF16."""
     extension = pytest.importorskip("cmab_kernels._C", reason="the extension was not built")
     needed = "amx" if name == "amx" else "avx512bf16"
     if needed not in extension.instruction_sets():
@@ -70,7 +72,7 @@ def _check_gradients(state: ck.AttentionState, inputs: Sequence[Tensor], mask: T
 def test_hardware_tiles_give_the_bits_of_tiles_in_software(
     latents: int, keys: int, width: int, value_width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AMX gives the same bits as its emulation, which is what other machines test."""
+    """AMX gives the same bits as its emulation, which other machines test."""
     inputs = [_random(1, 2, *shape).requires_grad_() for shape in ((latents, width), (keys, width), (keys, value_width))]
     results = []
     for name in ("amx", "amx_emulated"):
@@ -152,7 +154,8 @@ def test_a_mean_of_equal_values_is_exact(engine: str) -> None:
 
 
 def test_gradients_take_lse_in_two_parts(engine: str) -> None:
-    """At logits of 1e6 a float32 lse is off by 3 %, and every weight with it: the backward pass takes lse as two float32 numbers."""
+    """At logits of 1e6 a float32 lse is off by 3 %, and every weight with it:
+    the backward pass takes lse as two float32 numbers."""
     q = torch.stack([torch.linspace(1.0, 1.9, 8), torch.ones(8)], -1)[None, None].bfloat16()
     k = torch.stack([torch.full((40,), 2.0**20), torch.randint(0, 3, (40,)).float()], -1)[None, None].bfloat16()
     v = _random(1, 1, 40, 1).requires_grad_()
@@ -164,7 +167,8 @@ def test_gradients_take_lse_in_two_parts(engine: str) -> None:
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e9, -1e9, 1e38, -1e38])
 @pytest.mark.parametrize("among", [False, True])
 def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
-    """All keys have the extreme logit, or one key among keys of logit 0; the rounding of a large logit must not change weights."""
+    """All keys have an extreme logit, or one key among keys of logit 0;
+    rounding a large logit must not change weights."""
     k = torch.zeros(1, 1, 70, 1) if among else torch.full((1, 1, 70, 1), logit)
     k[:, :, 33] = logit
     inputs = [t.bfloat16().requires_grad_() for t in (torch.ones(1, 1, 2, 1), k, torch.randn(1, 1, 70, 3))]
@@ -185,7 +189,7 @@ def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
 def test_every_key_counts_once(engine: str, keys: int) -> None:
     """Keys of 0 have weight 1.
 
-    So the result is a mean of integers, and lse is log N, to the last bits of float32, with and without a mask.
+    The result is therefore a mean of integers, and lse is log N, to the last bits of float32, with and without a mask.
     """
     q, k, v = _random(1, 1, 3, 5), torch.zeros(1, 1, keys, 5).bfloat16(), _integers(-8, 9, 1, 1, keys, 3)
     for mask in (None, torch.rand(1, keys) < 0.4):
@@ -200,7 +204,8 @@ def test_every_key_counts_once(engine: str, keys: int) -> None:
 
 @pytest.mark.parametrize("keys, masked", [(32, False), (64, False), (100, True), (128, True), (1000, True)])
 def test_exact_gradients(engine: str, keys: int, masked: bool) -> None:
-    """A number of equal weights that is a power of two makes P and dS exact in bfloat16, so only the result of a gradient is rounded."""
+    """A number of equal weights that is a power of two makes P and dS exact in bfloat16,
+    so only the result of a gradient is rounded."""
     visible = keys if not masked else 64
     mask = None
     if masked:
@@ -283,7 +288,8 @@ def test_logits_of_minus_infinity_weigh_nothing(engine: str) -> None:
 
 @pytest.mark.parametrize("latents", [1, 2, 15, 16, 31, 32, 33, 64, 100])
 def test_gradients_of_keys_that_weigh_nothing(engine: str, latents: int) -> None:
-    """A logit of -inf gives its key the gradient 0: lanes beyond the last query, whose 0 * -inf is a NaN, have no part in it."""
+    """A logit of -inf gives its key the gradient 0: lanes past the last query,
+    whose 0 * -inf is NaN, must not count."""
     k, v = torch.zeros(1, 1, 4, 1).bfloat16(), torch.ones(1, 1, 4, 3).bfloat16()
     k[0, 0, 1] = -math.inf
     inputs = [torch.ones(1, 1, latents, 1).bfloat16(), k.requires_grad_(), v.requires_grad_()]

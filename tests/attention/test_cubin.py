@@ -1,4 +1,5 @@
-"""Every Triton kernel of latent cross-attention compiled for GPUs that are not here: what the machine code shows without running it."""
+"""Every Triton kernel of latent cross-attention compiled for GPUs that this machine need not have:
+these tests read the machine code."""
 
 from __future__ import annotations
 
@@ -55,21 +56,24 @@ SPILLING = {
     ("fp64", 256, 90): {"_forward": 0.025, "_backward": 0.42},
     ("fp64", 256, 100): {"_forward": 0.01, "_backward": 0.45},
 }
-"""Kernels known to spill, and the most of their instructions that may access local memory, as a share. Without matrix units for float64 on
-sm_100 a thread holds whole rows and columns; gradients of float64 heads of 256 columns do not fit in shared memory everywhere. No tile was
-found that avoids it."""
+"""Kernels known to spill, and the largest share of their instructions that may access local memory.
+
+Without matrix units for float64 on sm_100, a thread holds whole rows and columns. Gradients of float64 heads of 256
+columns do not fit in shared memory everywhere. No tile was found that avoids these spills.
+"""
 NIGHTLY = [case for case in itertools.product(DTYPES, (8, 16, 32, 64, 128, 256), (80, 90, 100)) if case not in ORDINARY]
 
 
 @pytest.fixture(autouse=True)
 def _built_in_tiles() -> Iterator[None]:
-    """What nobody has measured must not spill. Tiles that were tuned on a GPU are faster there all the same: a time counts, not a count."""
+    """Tiles that nobody has measured must not spill. Tiles that were tuned on a GPU may: there the time counts."""
     with using({}):
         yield
 
 
 def _launches(dtype: torch.dtype, width: int, latents: int = 128, mask: bool = False, state: bool = False) -> list[Launch]:
-    """Record the launches of a forward and a backward pass over several runs of keys, on request with a mask and an incoming state."""
+    """Record the launches of a forward and a backward pass over several runs of keys,
+    on request with a mask and an incoming state."""
     q, k, v = (torch.empty(1, 4, n, width, dtype=dtype) for n in (latents, 5003, 5003))
     out, lse = torch.empty(1, 4, latents, width, dtype=torch.promote_types(dtype, torch.float32)), torch.empty(1, 4, latents).double()
     ignore = torch.zeros(1, 5003, dtype=torch.bool) if mask else None
@@ -86,9 +90,9 @@ def _launches(dtype: torch.dtype, width: int, latents: int = 128, mask: bool = F
 
 
 def _matrix(name: str, width: int, capability: int, folder: Path) -> None:
-    """Check what is launched for one block of queries and for several.
+    """Check the launches for one block of queries and for several.
 
-    Float32 heads are not split into bfloat16 parts where they are wide: the parts would not fit in registers.
+    Wide float32 heads are not split into bfloat16 parts, because the parts would not fit in registers.
     """
     with as_if_on(capability):
         found = {launch.kernel.__name__: launch for latents in (300, 128) for launch in _launches(DTYPES[name], width, latents)}
@@ -105,7 +109,7 @@ def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name, width", list(itertools.product(("bf16", "fp32"), (16, 64))))
 def test_tuned_tiles_are_sound(name: str, width: int, tmp_path: Path) -> None:
-    """They may spill, and nothing else."""
+    """They may spill, but they have no other fault."""
     with as_if_on(90), using(read(FILE)):
         found = [launch for latents in (300, 128) for launch in _launches(DTYPES[name], width, latents)]
     found_wrong = wrong(found, 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS))
@@ -133,7 +137,8 @@ def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_compiled_with_mask_and_state(dtype: torch.dtype, tmp_path: Path) -> None:
-    """With a mask of bytes next to a float64 product Triton's own assertion fails: the kernel must keep them apart."""
+    """Triton's own assertion fails for a mask of bytes next to a float64 product,
+    so the kernel must keep them apart."""
     assert wrong(_launches(dtype, 16, mask=True, state=True), 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS)) == []
 
 
@@ -141,7 +146,7 @@ def test_compiled_with_mask_and_state(dtype: torch.dtype, tmp_path: Path) -> Non
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("width, capability", list(itertools.product((8, 16, 32, 64), SHARED_LIMIT)))
 def test_float32_gradients_spill_nowhere(width: int, capability: int, mask: bool, tmp_path: Path) -> None:
-    """On any card, for few queries too, whose blocks are small."""
+    """The check holds on any card, also for few queries, whose blocks are small."""
     with as_if_on(capability):
         found = [launch for latents in (128, 16) for launch in _launches(torch.float32, width, latents, mask)]
     gradients = [launch for launch in found if launch.kernel.__name__ == "_backward_in_parts"]
@@ -149,7 +154,8 @@ def test_float32_gradients_spill_nowhere(width: int, capability: int, mask: bool
 
 
 def _shared_memory(name: str, width: int, capability: int, folder: Path) -> list[str]:
-    """What does not fit in the shared memory of a card that has little of it, with several blocks of queries, a large and a small one."""
+    """Tiles must fit in the shared memory of a card that has little,
+    with one large and one small block of several queries."""
     with as_if_on(capability):
         found = [launch for latents in (300, 128, 16) for launch in _launches(DTYPES[name], width, latents)]
     figures = [compiled(launch, capability, folder) for launch in found if launch.kernel.__name__ in WITH_PRODUCTS]
@@ -170,9 +176,10 @@ def test_little_shared_memory_is_enough(name: str, width: int, capability: int, 
 
 
 def test_one_multiply_add_a_score(tmp_path: Path) -> None:
-    """The scale and the maximum are applied to a score in one multiply-add, and scores are multiplied by nothing else.
+    """One multiply-add applies the scale and the maximum to a score; scores have no other multiplication.
 
-    The products left are three a row and tile for the maximum, those of what is rescaled with it, and some a row at the end.
+    The remaining products are three a row and tile for the maximum, those of the rescaling, and some per row at the
+    end.
     """
     launch = _launches(torch.bfloat16, 16)[0]
     figures = compiled(launch, 90, tmp_path)
@@ -200,7 +207,8 @@ def test_spills_are_seen(tmp_path: Path) -> None:
 
 
 def test_declared_spills_are_held_to(tmp_path: Path) -> None:
-    """What is known to spill may spill that much, and no more; and what spills nothing is not to be declared."""
+    """Kernels that are known to spill may spill as declared and no more;
+    a kernel that spills nothing must not be declared."""
     sound = _launches(torch.bfloat16, 128)[0]
     with mock.patch.object(launches, "_FORWARD", {"half": {128: Tiles(128, 64, 4, 2)}}):
         spilled = _launches(torch.bfloat16, 128)[0]
@@ -221,7 +229,8 @@ def test_too_much_shared_memory_is_seen(tmp_path: Path) -> None:
 
 
 def test_too_much_tensor_memory_is_seen(tmp_path: Path) -> None:
-    """Triton compiles a kernel that needs too much tensor memory, and fails only at its launch; the check sees it before."""
+    """Triton compiles a kernel that needs too much tensor memory,
+    and fails only at its launch; the check sees it before."""
     with mock.patch.object(launches, "_AMPERE_IN_PARTS", {64: Tiles(128, 128, 8, 2)}), as_if_on(80):
         launch = _launches(torch.float32, 64)[0]
     assert any("columns of tensor memory" in fault for fault in faults(compiled(launch, 100, tmp_path), True))
@@ -249,7 +258,8 @@ def _wide(pointer, stride: tl.int32, ROWS: tl.constexpr):
 
 @pytest.mark.parametrize("narrow, sound", [(_narrow, False), (_narrow_then_wide, False), (_wide, True)])
 def test_narrow_offsets_are_seen(narrow: Kernel, sound: bool, tmp_path: Path) -> None:
-    """Triton passes a stride of 2^30 as 32 bits, in which its multiples overflow; the check sees a kernel that multiplies so."""
+    """Triton passes a stride of 2^30 as 32 bits, in which its multiples overflow;
+    the check sees a kernel that multiplies so."""
     (launch,) = record(lambda: narrow(1, torch.empty(1), 2**30, ROWS=64))
     assert (narrow_offsets(compiled(launch, 90, tmp_path).ttir) == []) == sound
 

@@ -1,6 +1,7 @@
-"""The Triton kernels in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
+"""The Triton kernels in Triton's interpreter. tests/test_interpreter.py runs this file with TRITON_INTERPRET=1.
 
-The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they
+were.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.float16: 4e-3}
     ],
 )
 def test_shapes(dtype: torch.dtype, latents: int, keys: int, width: int, value_width: int) -> None:
-    """The last tile of queries and of keys is not full, and widths are odd."""
+    """The last tiles of queries and of keys are not full, and widths are odd."""
     Case(*_inputs(2, 2, latents, keys, width, value_width, dtype)).check(TOLERANCE[dtype])
 
 
@@ -131,7 +132,7 @@ def test_several_runs(dtype: torch.dtype, keys: int) -> None:
 
 
 def test_many_runs() -> None:
-    """The gradient of the queries is the sum of what all runs have of it, which are read in several chunks."""
+    """The gradient of the queries is the sum of the shares of all runs, which are read in several chunks."""
     cut = runs.cut_keys(1, 3, 70_000, False)
     shares, dquery = torch.randn(cut.slots, 2, 3, 5, dtype=torch.float64), torch.empty(1, 2, 3, 5, dtype=torch.float64)
     sum_runs(shares, None, dquery, (1, 2, 3, 70_000), (cut.runs, cut.most_runs), 0.5)
@@ -140,7 +141,7 @@ def test_many_runs() -> None:
 
 @pytest.mark.parametrize("left", ["most", "some", "nothing", "nothing there", "nothing removed", "nan"])
 def test_removal(left: str) -> None:
-    """The state without keys is what its formula gives, edges included."""
+    """The state without some keys equals its formula, also in edge cases."""
     q, k, v = _inputs(2, 3, 70, 9, 4, 5, torch.float64)
     gone = slice(0, {"most": 1, "some": 5, "nan": 5, "nothing removed": 0}.get(left, 9))
     out, lse = kernels.attention_forward(Attention(q, k, v, scale=0.5))
@@ -160,7 +161,8 @@ def test_removal(left: str) -> None:
 @pytest.mark.parametrize("inside", [math.nan, math.inf])
 @pytest.mark.parametrize("lse", [-math.inf, math.inf, math.nan])
 def test_a_state_that_is_not_clean(lse: float, inside: float, keys: int) -> None:
-    """An empty row counts for nothing, whatever it holds, and an lse that no keys lead to makes its row NaN: added to and taken from."""
+    """An empty row adds nothing, whatever it holds,
+    and an lse that no keys can have makes its row NaN, added or removed."""
     q, k, v = _inputs(1, 2, 3, keys, 4, 5, torch.float64)
     out, log = kernels.attention_forward(Attention(q, k[:, :, :8], v[:, :, :8], scale=0.5))
     row = (0, 1, 2)
@@ -190,7 +192,10 @@ def test_several_blocks_of_queries(latents: int, keys: int) -> None:
     [(90, 129, 530, 16, 16), (80, 70, 300, 30, 17), (90, 70, 300, 64, 64), (100, 70, 300, 9, 50)],
 )
 def test_float32_in_chunks(capability: int, latents: int, keys: int, width: int, value_width: int) -> None:
-    """Gradients are added up over blocks of queries and chunks of keys, with a ragged end. Masked keys are NaN, and fill some tiles."""
+    """Gradients are added up over blocks of queries and chunks of keys, with a ragged end.
+
+    Masked keys are NaN, and fill some tiles.
+    """
     q, k, v = _inputs(1, 1, latents, keys, width, value_width, torch.float32)
     mask = torch.rand(1, keys) < 0.2
     mask[0, 60:200] = True
@@ -222,7 +227,7 @@ def test_packed_sets_in_float32(latents: int) -> None:
 
 
 def test_wide_heads_in_float64_where_shared_memory_is_little() -> None:
-    """Where a block has 99 KiB, a tile of keys holds 8 of more than 128 numbers."""
+    """If a block has 99 KiB of shared memory, a tile holds 8 keys wider than 128."""
     with as_if_on(86):
         assert backward_keys_tiles(Products(torch.float64, "ieee"), torch.device("cpu"), 130).BLOCK_N == 8
         Case(*_inputs(1, 1, 20, 21, 130, 200, torch.float64)).check(1e-12)
@@ -230,7 +235,8 @@ def test_wide_heads_in_float64_where_shared_memory_is_little() -> None:
 
 @pytest.mark.parametrize("masked", [slice(0, 64), slice(64, 128), slice(1024, 1100), slice(1, None), slice(None)])
 def test_masks_hide_nan(masked: slice) -> None:
-    """Masks hide a first, middle or last tile, a whole run, all keys but one, all keys, or none; hidden keys are NaN."""
+    """Masks hide a first, middle or last tile, a whole run, all keys but one,
+    all keys, or none; hidden keys are NaN."""
     q, k, v = _inputs(2, 1, 5, 1100, 8, 4, torch.float64)
     mask = torch.zeros(2, 1100, dtype=torch.bool)
     mask[1, masked] = True
@@ -259,7 +265,8 @@ def test_a_mask_of_any_strides() -> None:
 @pytest.mark.parametrize("sizes", [[0, 3, 0, 64, 1, 129, 0], [1030, 7, 0, 1100], [1], [0], [1100]])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_sets(sizes: list[int], dtype: torch.dtype) -> None:
-    """Packed sets are right, whether slots are counted by set or by offset, and have the same bits as each set alone."""
+    """Packed sets are right, whether slots are counted by set or by offset,
+    and have the same bits as each set alone."""
     offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=dtype)
     q, k, v = torch.randn(len(sizes), 1, 6, 8).double(), *_inputs(1, 1, sum(sizes), sum(sizes), 8, 5, torch.float64)[1:]
     packed = Case(q, k, v, torch.rand(1, sum(sizes)) < 0.1, offsets)
@@ -287,9 +294,9 @@ BAD_OFFSETS = (
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
 @pytest.mark.parametrize("keys", [70, 5000])
 def test_wrong_offsets(offsets: list[int], keys: int) -> None:
-    """Where nobody reads the values, bad offsets make every result NaN, and the kernels read offsets that lead nowhere else.
+    """If nobody reads the values, bad offsets make every result NaN, and the kernels read only validated offsets.
 
-    With 5,000 keys there are fewer slots than runs, and offsets tell the slots.
+    With 5,000 keys there are fewer slots than runs, and offsets determine the slots.
     """
     given = torch.tensor(offsets) * (keys // 70)
     q, k, v = torch.randn(4, 1, 3, 8), *_inputs(1, 1, 1, keys, 8, 8, torch.float32)[1:]
@@ -303,7 +310,7 @@ def test_wrong_offsets(offsets: list[int], keys: int) -> None:
 
 @pytest.mark.parametrize("sizes", [[], [0], [5, 0, 65], [1] * 3000])
 def test_vetted_offsets(sizes: list[int]) -> None:
-    """Good offsets of any strides are kept, and of many sets a single fall is noticed, wherever it is."""
+    """Good offsets of any strides are kept, and a single descent is noticed wherever it is among many sets."""
     good = [0, *itertools.accumulate(sizes)]
     given = torch.tensor(good).repeat_interleave(3)[::3]
     vetted = runs.vetted(given, good[-1])
@@ -340,7 +347,7 @@ def test_the_host_waits_for_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("keys, packed", [(0, False), (0, True), (50, False), (1100, True)])
 def test_states(keys: int, packed: bool) -> None:
-    """Keys merge with an incoming state of any strides, of which some rows, or all, are empty."""
+    """Keys merge with an incoming state of any strides; some of its rows, or all, are empty."""
     q, k, v = _inputs(1, 2, 5, keys, 8, 6, torch.float64)
     offsets = torch.tensor([0, keys]) if packed else None
     out = torch.randn(2, 1, 6, 5).double().transpose(0, 1).mT
@@ -368,7 +375,8 @@ def test_one_run_joins_a_state_with_the_bits_of_a_merge(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("latents", [5, 129])
 def test_needs(latents: int) -> None:
-    """Gradients that are not asked for are not computed, and the others keep their bits, for one block of queries and for several."""
+    """Gradients that are not asked for are not computed, and the others keep their bits,
+    for one block of queries and for several."""
     inputs = _inputs(1, 1, latents, 40, 8, 12, torch.float32)
     whole = Case(*inputs)
     for needs in itertools.product((False, True), repeat=3):
@@ -426,9 +434,9 @@ def test_extreme_logits(logit: float, among: bool) -> None:
 
 
 def test_small_weights_in_float16() -> None:
-    """Two thousand keys of weight 1e-7 beside one of weight 1.
+    """Two thousand keys have weight 1e-7, and one has weight 1.
 
-    Weights near the smallest float16 number make up the whole result, and must not be flushed to 0.
+    Their weights are near the smallest float16 number, but make up the whole result, and must not be flushed to 0.
     """
     k = torch.zeros(1, 1, 2000, 1, dtype=torch.float16)
     k[:, :, 0] = 16.0
@@ -515,7 +523,7 @@ def test_a_result_that_the_batch_shares() -> None:
 
 @pytest.mark.usefixtures("_sums_in_one_order")
 def test_same_bits_again_and_alone() -> None:
-    """Bits are the same on every run, and for a batch element by itself, with a mask and several runs of keys."""
+    """The bits are the same on every run, and for a batch element by itself, with a mask and several runs of keys."""
     q, k, v = _inputs(2, 1, 5, 1100, 8, 8, torch.float32)
     mask = torch.rand(2, 1100) < 0.2
     whole = Case(q, k, v, mask)
@@ -531,7 +539,8 @@ def test_same_bits_again_and_alone() -> None:
 
 @pytest.mark.parametrize("queries", [1, 128, 129, 1000, 10**6])
 def test_runs_cover_the_keys(queries: int) -> None:
-    """Runs cover every key, for any number of keys: at most `most_runs` of them, of which only the last may be short."""
+    """Runs cover every key, for any number of keys: at most `most_runs` of them,
+    of which only the last may be short."""
     for keys in (0, 1, 1023, 1024, 1025, 262_144, 262_145, 10**6, 2**31 - 1):
         cut = runs.cut_keys(1, queries, keys, packed=False)
         length = int(runs.run_length.fn(keys, cut.most_runs))
@@ -552,7 +561,7 @@ def _bounds(first, last, run, most_runs, found):
 @pytest.mark.parametrize("first", [0, 1000])
 @pytest.mark.parametrize("most_runs", [256, 2, 1])
 def test_runs_of_slots_that_no_run_uses(keys: int, first: int, most_runs: int) -> None:
-    """Packed sets have a slot for every 1,024 keys, of which a long set uses few: all others hold no key, whatever their number."""
+    """Packed sets have a slot for every 1,024 keys; a long set uses few of them, and the others hold no key."""
     found = torch.empty(2, dtype=torch.int64)
     length = int(runs.run_length.fn(keys - first, most_runs))
     count = -(-(keys - first) // length)

@@ -1,7 +1,7 @@
-"""Scores of 2^20 to 2^60 in Triton's interpreter, where a maximum, a unit and a residue are each a thing to lose.
+"""Scores of 2^20 to 2^60 in Triton's interpreter, where a maximum, a unit or a residue could be lost.
 
-Every test runs twice: as the interpreter computes, which rounds every product, and with products fused into the additions that follow them,
-as a GPU's compiler fuses them.
+Every test runs twice: once as the interpreter computes, with every product rounded, and once with products fused into
+the following additions, as a GPU's compiler fuses them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVERYTHING = (True, True, True)
 
 @pytest.fixture(params=[False, True], ids=["rounded", "fused"], autouse=True)
 def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether a product that is added or subtracted next is left unrounded."""
+    """Whether a product is left unrounded if it is added or subtracted next."""
     with fused_products() if request.param else nullcontext():
         yield request.param
 
@@ -54,7 +54,7 @@ def _sequence(order: str, dtype: torch.dtype, signs: str, largest: int, seed: in
 
 
 def _apart(first: float, second: float) -> Tensor:
-    """One key of each score, in different tiles; all others are far below."""
+    """One key of each score lies in different tiles; all others are far below."""
     scores = torch.full((200,), -1e30)
     scores[3], scores[150] = first, second
     return scores
@@ -62,7 +62,7 @@ def _apart(first: float, second: float) -> Tensor:
 
 @pytest.mark.parametrize("first, second", [(1.8e8, 2.0e8), (1e4, 2e8), (-3e8, -1e4), (-2e8, 1.5e8), (2.0e8, 1.8e8), (1.0, 1e38)])
 def test_a_maximum_that_changes_its_unit(first: float, second: float) -> None:
-    """The larger of two scores takes all, whichever comes first, where each is kept in another unit."""
+    """The larger of two scores has all the weight, whichever comes first, if each is kept in another unit."""
     values = torch.zeros(200)
     values[3], values[150] = 1.0, 2.0
     scores = _apart(first, second)
@@ -109,7 +109,7 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
 
 
 def test_a_lone_largest_score_has_weight_one() -> None:
-    """In float64 too, where neighbours of its logarithm are e^4 to e^64 apart."""
+    """The same holds in float64, where neighbours of its logarithm are e^4 to e^64 apart."""
     generator = torch.Generator().manual_seed(0)
     query = 2.0 ** torch.randint(15, 21, (1, 64, 1, 1), generator=generator) * (1 + torch.rand(1, 64, 1, 1, generator=generator)).double()
     key = 2.0 ** torch.arange(0, 39, 3, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(7)[:13]

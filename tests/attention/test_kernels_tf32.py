@@ -38,11 +38,12 @@ def _truncated(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, sums: np.ndarray, bits: int = 24) -> np.ndarray:
-    """a b + sums by the units of a GPU.
+    """a b + sums as the units of a GPU compute it.
 
-    Operands have 11 bits, and the rest is ignored. Products are exact. Eight of them and the sum so far are shifted to the largest exponent
-    among them, where `bits` bits are kept and the others cut off; the result is cut off too. (Fasi, Higham, Mikaitis, Pranesh: Numerical
-    behavior of NVIDIA tensor cores, 2021. Units since then keep a bit or more beyond these.)
+    Operands have 11 bits, and the rest is ignored. Products are exact. Eight of them and the sum so far are shifted to
+    the largest exponent among them; `bits` bits are kept and the others cut off, and so are those of the result. (Fasi,
+    Higham, Mikaitis, Pranesh: Numerical behavior of NVIDIA tensor cores, 2021. Later units keep a bit or more beyond
+    these.)
     """
     a, b, sums = _truncated(a.astype(np.float64), 11), _truncated(b.astype(np.float64), 11), sums.astype(np.float64)
     for start in range(0, a.shape[1], DEPTH):
@@ -77,7 +78,8 @@ def test_accuracy_with_truncating_units(law: str, latents: int, keys: int, width
 
 
 def test_one_product_of_tf32_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of the units is no better than they are: a plain tf32 product fails in it, and so does one with 16 bits for sums."""
+    """The model of the units is not better than they are:
+    a plain tf32 product fails in it, and so do sums of 16 bits."""
     with truncating_units(bits=16), pytest.raises(AssertionError):
         check_accuracy("normal", 2, 1100, 16, 16)
     monkeypatch.setattr(launch, "forward_products", lambda *_: Products(torch.float32, "tf32"))
@@ -111,7 +113,7 @@ def test_infinities_and_the_order_of_columns(in_other_order: bool) -> None:
 
 @pytest.mark.parametrize("latents, keys", [(5, 70), (129, 300)])
 def test_turned_tiles_in_float64(latents: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The orientation that bfloat16 takes for dK and dV, which the interpreter cannot run in bfloat16, is right to 1e-12."""
+    """The orientation of bfloat16 for dK and dV, which the interpreter cannot run in bfloat16, is right to 1e-12."""
     monkeypatch.setattr(kernels.backward, "IN_PLACE", ("double",))
     mask = torch.rand(1, keys) < 0.3
     Case(*_inputs(1, 2, latents, keys, 8, 16, torch.float64), mask).check(1e-12)

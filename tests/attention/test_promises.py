@@ -1,4 +1,5 @@
-"""What the promises mean for attention alone: extreme logits, packed sets, far apart memory, odd widths. test_suite.py has the rest."""
+"""Promises of attention alone: extreme logits, packed sets, memory far apart,
+odd widths. test_suite.py has the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The algebra of states: merge, removal, streams (P4), and what is empty."""
+"""The algebra of states: merge, removal, streams (P4), and empty states."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _same(ours: Sequence[torch.Tensor], formula: Sequence[torch.Tensor]) -> None
 @pytest.mark.skipif(not ck.explain("attention_state", *3 * [torch.ones(1, 1, 1, 1)])[0].usable, reason="the extension was not built")
 @pytest.mark.parametrize("left", ["most", "some", "nothing", "nothing there", "nothing removed", "nan"])
 def test_one_native_call_is_the_formula(left: str) -> None:
-    """Removal and merge in one native call, which a gradient is not needed for, give what their formulas give, edges included."""
+    """Removal and merge in one native call, as without gradients, equal their formulas, also in edge cases."""
     q, k, v = (torch.randn(2, 3, n, 4, dtype=torch.float64) for n in (70, 9, 9))
     gone = slice(0, {"most": 1, "some": 5, "nan": 5, "nothing removed": 0}.get(left, 9))
     state = ck.empty_state(2, 3, 70, 4, dtype=torch.float64) if left == "nothing there" else ck.attention_state(q, k, v)
@@ -185,7 +185,7 @@ def test_one_native_call_is_the_formula(left: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_formula_flags_what_cancelled(dtype: torch.dtype) -> None:
-    """A row is reliable as long as a share of its mass is left that is not below the root of eps."""
+    """A row is reliable if the share of its mass that is left is at least the root of eps."""
     whole = AttentionState(torch.ones(1, 1, 2, 1, dtype=dtype), torch.zeros(1, 1, 2, dtype=torch.float64))
     left = torch.finfo(dtype).eps ** 0.5 * torch.tensor([0.9, 1.1], dtype=torch.float64)
     part = whole._replace(lse=torch.log1p(-left).view(1, 1, 2))
@@ -208,7 +208,8 @@ def test_removal_of_logits_without_digits_is_flagged(impl: str, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("roundings", [1, 7])
 def test_removal_of_logits_rounded_otherwise_is_flagged(impl: str, dtype: torch.dtype, roundings: int) -> None:
-    """Where all keys are removed, what is left is the rounding of their logits; a row that keeps half of its mass is reliable."""
+    """If all keys are removed, only the rounding of their logits is left;
+    a row that keeps half of its mass is reliable."""
     eps = torch.finfo(dtype).eps
     query, key, value = (
         torch.ones(1, 1, 1, 1).to(dtype),

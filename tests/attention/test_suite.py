@@ -65,7 +65,8 @@ class TestAttentionState(OperatorSuite):
         return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
 
     def incoming(self, results: Results) -> Results:
-        """Return random gradients of `out` and zeros for `lse`: torch's attention has no `lse` to send a gradient through."""
+        """Return random gradients of `out` and zeros for `lse`:
+        torch's attention has no `lse` to send a gradient through."""
         out, *lse = results
         return torch.randn(out.shape), *(torch.zeros_like(t) for t in lse)
 
@@ -91,7 +92,7 @@ class TestAttentionState(OperatorSuite):
 
 
 class Variant(TestAttentionState):
-    """Another way to call the operator, for which accuracy is checked with one shape and normal inputs."""
+    """Another way to call the operator; its accuracy is checked with one shape and normal inputs."""
 
     dtypes = (torch.float64, torch.float32)
     shapes = ({},)
@@ -190,7 +191,7 @@ class TestIncomingState(Variant):
 
 
 class TestRemoval(TestIncomingState):
-    """`remove_from_state` of keys that the state has seen: what is left is the state of the others."""
+    """`remove_from_state` of keys that the state has seen: the state of the other keys is left."""
 
     operator = "remove_from_state"
 

@@ -1,4 +1,4 @@
-"""States whose empty rows hold anything, and states that no keys lead to: one rule for every function that takes a state."""
+"""States whose empty rows hold anything, and states that no keys can have: one rule for every function with a state."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def impl(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand for a GPU, where the host does not wait for the values."""
+    """Pretend to be on a GPU, where the host does not wait for the values."""
     monkeypatch.setattr(states, "is_read", lambda tensor: False)
 
 
@@ -112,7 +112,8 @@ def test_what_an_empty_row_holds_counts_for_nothing(path: str, inside: float, im
 
 @pytest.mark.parametrize("path", PATHS)
 def test_gradients_with_an_unclean_row(path: str, impl: str) -> None:
-    """None is a NaN, that of the empty row is 0, and they are those of the clean state; so too gradients of gradients."""
+    """No gradient is NaN, that of the empty row is 0,
+    and all equal those of the clean state; so do second derivatives."""
     found = [_derived(lambda state: PATHS[path](state, impl), _state(inside), order=2) for inside in (math.nan, 0.0)]
     for ours, right in zip(*found, strict=True):
         assert not right.isnan().any() and torch.equal(ours, right)
@@ -144,7 +145,7 @@ def test_an_lse_that_no_keys_have_is_refused(path: str, refused: float, impl: st
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_row_that_keys_have_spoilt_stays_alone(path: str, impl: str) -> None:
-    """NaN throughout, as keys that hold a NaN leave it: nothing is refused, and no other row changes."""
+    """The row is NaN, as a NaN in keys would make it: nothing is refused, and no other row changes."""
     with torch.no_grad():
         _is_alone(path, PATHS[path](_state(math.nan, math.nan), impl), PATHS[path](_state(0.0), impl))
 
@@ -189,7 +190,7 @@ def test_merges_of_all_kinds_of_rows_agree(dtype: torch.dtype, unread: None) -> 
 
 
 def test_the_gradient_of_a_share_of_a_whole() -> None:
-    """Also what comes in is 0 where a part is empty, be it a NaN."""
+    """An incoming gradient is also 0 where a part is empty, even if it is a NaN."""
     part, whole = _state(math.nan), _state(1.0, 2.0)
     dout, dlse = torch.full_like(part.out, math.nan), torch.ones_like(part.lse)
     down, slope = share_gradient(part, whole, dout, dlse)

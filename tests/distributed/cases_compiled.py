@@ -16,7 +16,8 @@ from .common import close, own, raises
 
 
 def case_compiled() -> None:
-    """A merge compiles into one graph with what is around it: the same values and gradients, and errors of other ranks are raised."""
+    """A merge compiles into one graph with what is around it: the same values and gradients,
+    and errors of other ranks are raised."""
     rank, world = dist.get_rank(), dist.get_world_size()
     query, points = torch.randn(2, 3, 4), torch.randn(world, 1, 2, 5, 4)
 

@@ -1,4 +1,4 @@
-"""Cases: gradients through merged states, of any order, and who takes part in a backward pass."""
+"""Cases: gradients of any order through merged states, and which ranks take part in a backward pass."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def case_equal_losses_count_once_each() -> None:
 
 
 def case_a_rank_without_a_gradient_takes_part() -> None:
-    """If the state of one rank alone requires a gradient, the losses of all ranks reach it; without grad mode on all ranks, all raise."""
+    """If the state of one rank requires a gradient, the losses of all ranks reach it;
+    all ranks raise unless all are in grad mode."""
     rank, leaves = dist.get_rank(), leaves_of(AttentionState)
     part = rebuilt(AttentionState, leaves[rank] if rank == 0 else [leaf.detach() for leaf in leaves[rank]])
     loss(all_merge_state(part), rank).backward()
@@ -102,7 +103,7 @@ def case_a_rank_without_a_gradient_takes_part() -> None:
 
 
 def case_a_state_of_inference_mode_takes_part() -> None:
-    """Autograd refuses tensors of inference mode, so a rank that brings one merges a copy; the others get their gradients."""
+    """Autograd refuses inference tensors, so a rank with one merges a copy; the other ranks get their gradients."""
     rank, leaves = dist.get_rank(), leaves_of(AttentionState)
     with torch.inference_mode():
         copies = [leaf.clone() for leaf in leaves[rank]]
@@ -139,7 +140,7 @@ def case_gradients_of_float32() -> None:
 
 
 def case_nothing_read_has_no_gradient() -> None:
-    """Where no rank has seen a key, gradients are 0, also if the loss has no finite derivative there."""
+    """If no rank has seen a key, gradients are 0, even if the loss has no finite derivative there."""
     part = AttentionState(*(field.requires_grad_() for field in ck.empty_state(1, 1, 2, 3)))
     merged = all_merge_state(part)
     assert merged.lse.eq(-math.inf).all() and merged.out.eq(0).all()

@@ -38,7 +38,8 @@ def equal(ours: tuple, theirs: tuple) -> bool:
 
 
 def case_attention_states_merge_to_the_same_bits() -> None:
-    """In any number of leading dimensions, also none, in both dtypes, of any strides, and for every rank a `merge_states` of all states."""
+    """Any number of leading dimensions (also none), both dtypes and any strides:
+    each rank gets `merge_states` of all states."""
     for dtype in (torch.float32, torch.float64):
         for leading in ((), (2,), (2, 3), (2, 1, 3), (2, 0, 3)):
             parts = states(AttentionState, *leading, dtype=dtype)
@@ -58,7 +59,8 @@ def case_ridge_states_merge_to_the_same_bits() -> None:
 
 
 def case_keys_of_all_ranks_count_once() -> None:
-    """A merged state is that of one pass over all keys: ragged parts, one empty on three ranks, and one that is masked."""
+    """A merged state equals one pass over all keys, with ragged parts,
+    one empty on three ranks, and one that is masked."""
     query, key, value = torch.randn(2, 3, 4, 6), torch.randn(2, 3, 11, 6), torch.randn(2, 3, 11, 5)
     mask = torch.zeros(2, 11, dtype=torch.bool)
     for masked in (slice(0, 0), slice(0, 3), slice(3, 11), slice(0, 11)):
@@ -95,7 +97,7 @@ def case_one_collective_whose_bytes_do_not_depend_on_the_keys() -> None:
 
 
 def case_errors_are_raised_on_all_ranks() -> None:
-    """Ranks that bring different states all raise, name what was brought, and can go on."""
+    """Ranks with different states all raise, name what each brought, and can go on."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     good = ck.empty_state(1, 2, 3, 4)
     different: dict[str, tuple[object, type[Exception], str]] = {
@@ -135,7 +137,8 @@ def case_errors_are_raised_on_all_ranks() -> None:
 
 
 def case_as_on_a_gpu() -> None:
-    """Where it would have to wait for headers, a rank looks at those of new shapes only, and gets NaN if others have changed theirs."""
+    """A rank that would have to wait for headers reads those of new shapes only,
+    and gets NaN if others changed theirs."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     before, messages._waits = messages._waits, lambda tensor: True
     group = dist.new_group()
@@ -161,7 +164,7 @@ def case_as_on_a_gpu() -> None:
 
 
 def case_an_error_of_packing_reaches_all_ranks() -> None:
-    """Memory may run out there."""
+    """Memory may run out at this place."""
     state, packed = ck.empty_state(1, 2, 3, 4), merge.packed_bytes
 
     def fail(_: object) -> None:
@@ -176,7 +179,7 @@ def case_an_error_of_packing_reaches_all_ranks() -> None:
 
 
 def case_groups() -> None:
-    """A group of some ranks merges these; others are refused. Merges over groups compose."""
+    """A group of some ranks merges the states of these; other ranks are refused. Merges over groups compose."""
     rank, parts = dist.get_rank(), states(AttentionState, 2)
     members = [0, dist.get_world_size() - 1]
     group = dist.new_group(members)
@@ -192,7 +195,7 @@ def case_groups() -> None:
 
 
 def case_states_of_many_sizes_in_any_order() -> None:
-    """The ranks agree on the room in a message, whatever came before, in a group whose first state is empty."""
+    """The ranks agree on the room in a message, whatever came before, even in a group whose first state is empty."""
     group = dist.new_group()
     for batch in (0, 1, 40, 3, 200, 199, 201, 0, 7):
         parts = [ck.AttentionState(torch.randn(batch, 2, 16, 5), torch.randn(batch, 2, 16).double()) for _ in range(dist.get_world_size())]
@@ -200,7 +203,7 @@ def case_states_of_many_sizes_in_any_order() -> None:
 
 
 def case_a_new_group_knows_nothing_of_an_old_one() -> None:
-    """What ranks agreed on is forgotten with the group."""
+    """An agreement of ranks is forgotten with the group."""
     before = len(messages._AGREEMENTS)
     group = dist.new_group()
     all_merge_state(ck.empty_state(1, 2, 3, 4), group)

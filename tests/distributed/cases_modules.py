@@ -58,17 +58,19 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[.
         ShardedMultiheadIntention,
     ),
 }
-"""name -> how to make the module, how to call it and the sharded one with inputs, query and mask, and the class that shards it."""
+"""name -> how to make the module, how to call it and the sharded one with inputs,
+query and mask, and the class that shards it."""
 
 
 def masks() -> dict[str, Tensor | None]:
-    """Return masks (2, POINTS): none, at random, all of the first rank's inputs, all but those, all."""
+    """Return masks (2, POINTS): none, a random one, all of the first rank's inputs, all but those, all."""
     position = torch.arange(POINTS).expand(2, -1)
     return {"none": None, "random": data()[2], "first": position < 3, "rest": position >= 3, "all": position >= 0}
 
 
 def case_forward_and_gradients() -> None:
-    """Each module, each mask: the output, the gradients with respect to parameters, and W times those of the inputs; one collective."""
+    """Each module, each mask: the output, the gradients with respect to parameters,
+    and W times those of the inputs; one collective."""
     world = dist.get_world_size()
     for make, call, call_sharded, wrapper in MODULES.values():
         module = shaken(make())
@@ -92,7 +94,7 @@ def case_forward_and_gradients() -> None:
 
 
 def case_updates() -> None:
-    """Streams to which every rank adds its part, twice, equal one pass; the states are the same bits on all ranks."""
+    """Streams to which every rank adds its part, twice, equal one pass; the states have the same bits on all ranks."""
     inputs, query, mask = data()
     parts, masked = [own(part, 1) for part in (inputs, 3 - inputs)], own(mask, 1)
     both = torch.cat([inputs, 3 - inputs], 1)
@@ -157,7 +159,7 @@ def case_encoded_files() -> None:
 
 
 def case_an_error_on_one_rank_is_raised_on_all() -> None:
-    """No rank waits for one that refuses its inputs, and states stay as they were."""
+    """No rank waits for another that refuses its inputs, and states stay as they were."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     inputs, query, mask = data()
     block, stack, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
@@ -184,14 +186,15 @@ def case_an_error_on_one_rank_is_raised_on_all() -> None:
 
 
 def refused(call: Callable[[bool], Any], error: type[Exception]) -> None:
-    """Assert that the last rank, whose argument is wrong, raises this error, and the others that its state is missing."""
+    """Assert that the last rank, whose argument is wrong, raises this error, and that the others miss its state."""
     last = dist.get_world_size() - 1
     with raises(error) if dist.get_rank() == last else raises(RuntimeError, f"missing from rank {last}"):
         call(dist.get_rank() == last)
 
 
 def case_what_follows_the_merge_is_checked_before_it() -> None:
-    """Where one rank cannot go on with its query, state or stream, none goes on: none waits in a backward pass, no stream advances."""
+    """If one rank cannot go on with its query, state or stream, no rank goes on:
+    no backward pass waits, no stream advances."""
     inputs, query, _ = data()
     block, stack, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
     queried: list[Callable[[Any], Tensor]] = [
@@ -228,7 +231,8 @@ def case_what_follows_the_merge_is_checked_before_it() -> None:
 
 
 def case_queries_of_inference_mode() -> None:
-    """Autograd refuses tensors of inference mode: a rank that brings one goes on with a copy, as the others wait in the backward pass."""
+    """Autograd refuses inference tensors: a rank with one goes on with a copy,
+    because the others wait in the backward pass."""
     inputs, query, _ = data()
     for make, _, call, wrapper in (MODULES["block"], MODULES["stack"], MODULES["intention"]):
         module = shaken(make())
@@ -292,7 +296,7 @@ def case_fully_shard() -> None:
 
 
 def case_batch_and_context_both_spread() -> None:
-    """A module merges over its own group: here each rank is one, with a batch of its own."""
+    """A module merges over its own group: here each rank is a group, with its own batch."""
     inputs, query, _ = data()
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     block = shaken(CMAB(DIM, 5, HEADS))

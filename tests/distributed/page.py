@@ -6,4 +6,4 @@ from tests import pages
 
 if __name__ == "__main__":
     pages.run(pages.DOCS / "distributed.md")
-    gc.collect()  # the groups end, and with them their threads: one that lets go of a tensor while Python ends aborts the process
+    gc.collect()  # ends the groups and their threads: a thread that frees a tensor while Python exits aborts it

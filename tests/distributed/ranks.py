@@ -1,7 +1,7 @@
 """Runs cases on every rank of a process group: `torchrun ... -m tests.distributed.ranks FOLDER cases_merge ...`.
 
-Each rank writes the outcome of each case to FOLDER/RANK.json: "" for a case that passed, else its traceback. After the first failure the
-ranks no longer agree on what comes next, so they stop.
+Each rank writes the outcome of each case to FOLDER/RANK.json: "" for a case that passed, else its traceback. After the
+first failure the ranks no longer agree on what comes next, so they stop.
 """
 
 from __future__ import annotations

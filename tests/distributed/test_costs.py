@@ -1,4 +1,4 @@
-"""The costs on docs/distributed.md are those of its formulas, and the formulas those of the messages that are sent."""
+"""The costs on docs/distributed.md follow from its formulas, and the formulas from the messages that are sent."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_table() -> None:
 
 @pytest.mark.parametrize("available", [False, True])
 def test_without_a_process_group(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing needs no process group, nor a torch that can make one: it is looked for when a state is merged."""
+    """Importing needs neither a process group nor a torch that can make one; a merge looks for it."""
     monkeypatch.setattr(dist, "is_available", lambda: available)
     with pytest.raises(RuntimeError, match=r"`group` is not there: call torch\.distributed\.init_process_group first"):
         all_merge_state(ck.empty_state(1, 1, 2, 3))

@@ -1,4 +1,5 @@
-"""States and modules over process groups: the cases beside this file, on two and three processes that talk through Gloo."""
+"""States and modules over process groups: the cases beside this file,
+on two and three processes that talk through Gloo."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("processes, modules", LAUNCHES.values(), ids=LAUNCHES)
 def test_cases(processes: int, modules: list[str], tmp_path: Path) -> None:
-    """Every case of the modules passes on every process; one launch runs them all, as most of the time goes to starting processes."""
+    """Every case of the modules passes on every process; one launch runs them all,
+    as most of the time goes to starting processes."""
     done = torchrun(processes, "-m", "tests.distributed.ranks", str(tmp_path), *modules)
     found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
     failed = [f"rank {rank}, {case}: {text}" for rank, outcomes in enumerate(found) for case, text in outcomes.items() if text]

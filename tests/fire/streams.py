@@ -1,4 +1,5 @@
-"""Streams that are pushed, merged, removed from, saved and restored at random, and the error of what they hold, for `python -m tests.fire`.
+"""Streams that are pushed, merged, removed from, saved and restored at random, and the error of what they hold, for
+`python -m tests.fire`.
 
 Four laws of the logits stand side by side as four batch elements, whose results do not depend on each other.
 """
@@ -49,7 +50,7 @@ def chunks(chance: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def restored(state: Any) -> Any:
-    """Return the state as it comes back from a file of tensors and ints."""
+    """Return the state as a file of tensors and ints returns it."""
     file = io.BytesIO()
     torch.save(state._asdict(), file)
     file.seek(0)
@@ -73,7 +74,7 @@ def _quantiles(errors: Tensor, ranks: Tensor) -> Tensor:
 
 
 class Live:
-    """The points that a set holds, as the chunks in which they came."""
+    """The points that a set holds, in the chunks in which they came."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.chunks, self.points = chance, [], 0
@@ -95,10 +96,12 @@ class Live:
 
 
 def attention_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
-    """Return the errors of an `AttentionState` relative to the weighted mean of the absolute values, at every `every`-th step.
+    """Return the errors of an `AttentionState` relative to the weighted mean of the absolute values, at every
+    `every`-th step.
 
-    A row is made afresh from its points where a removal is not reliable, or its history allows an error of 1e-2. `of_allowed` is the
-    largest error in units of what the history allows: a rounding of float32 at each step, divided by the share that each removal left.
+    A row is recomputed from its points if a removal is not reliable, or if its history allows an error of 1e-2.
+    `of_allowed` is the largest error as a multiple of what the history allows: a rounding of float32 at each step,
+    divided by the share that each removal left.
     """
     torch.manual_seed(seed)
     chance, query = random.Random(seed), torch.ones(1, 1, 1, 1).expand(4, 1, 1, 1)
@@ -122,7 +125,7 @@ def attention_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
                 state = ck.merge_states(state, ck.attention_state(query, *chunk, scale=1.0))
             else:
                 state = ck.attention_state(query, *chunk, state=state, scale=1.0)
-        share = (before - state.lse).exp().clamp(max=1 / EPS)  # above 1 for a removal, by what its errors grow
+        share = (before - state.lse).exp().clamp(max=1 / EPS)  # above 1 for a removal: the growth of its errors
         allowed = ((share * allowed).square() + (share.clamp(min=1.0) * EPS).square()).sqrt()
         if chance.random() < 1e-3:
             state = restored(state)
@@ -138,7 +141,8 @@ def attention_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
 
 
 def ridge_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
-    """Return the errors of a `RidgeState` relative to the largest sums that it has had, at every `every`-th step; counts must be exact.
+    """Return the errors of a `RidgeState` relative to the largest sums that it has had, at every `every`-th step;
+    counts must be exact.
 
     A key is three columns: its logit, its value's first column, and 1.
     """
@@ -167,7 +171,7 @@ def ridge_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
 
 
 def window_stream(start: Callable[..., Any], step: Callable[..., Any], steps: int, seed: int = 0) -> Figures:
-    """Return the errors of all outputs of a window that slides, relative to nothing: values are N(0, 1).
+    """Return the absolute errors of all outputs of a sliding window; values are N(0, 1).
 
     Now and then the state is saved and restored or copied, or an older one is stepped as well, to the same bits.
     """

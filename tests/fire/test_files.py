@@ -1,6 +1,8 @@
-"""Promise P7: a state file with any bytes changed is refused, or loads to a valid state; nothing of it is executed, and streams go on.
+"""Promise P7: a state file with changed bytes is refused or loads to a valid state; nothing in it runs, and streams go
+on.
 
-Files are mutated as bytes (bits flipped, pieces cut out, doubled, swapped) and as entries (values, shapes, dtypes, names, other objects).
+Files are mutated as bytes (bits flipped, pieces cut out, doubled, swapped) and as entries (values, shapes, dtypes,
+names, other objects).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from cmab_kernels import nn
 
 DIM, LENGTH = 8, 5
 RAN: list[str] = []
-"""What files have executed: nothing, ever."""
+"""The names of all that files have executed: always empty."""
 
 
 def _rows(count: int = 7) -> Tensor:
@@ -106,7 +108,7 @@ def _mutated_entry(entry: Any, chance: random.Random) -> Any:
 
 
 def _mutated_entries(entries: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """Return the entries with one of the stream's changed, dropped, swapped with another or named otherwise."""
+    """Return the entries with one of the stream's entries changed, dropped, swapped with another or renamed."""
     changed = dict(entries)
     names = [name for name in entries if "stream" in name]
     name, other = chance.choice(names), chance.choice(names)
@@ -129,7 +131,10 @@ def _saved(entries: dict[str, Any]) -> bytes:
 
 
 def _try(module: Any, advance: Callable[[Any], Any], file: bytes) -> bool:
-    """Load the file and return whether it was taken; assert that the stream then is valid, or else is what it was, and can go on."""
+    """Load the file and return whether it was accepted.
+
+    Assert that the stream then is valid, or else unchanged, and that it can go on.
+    """
     weights, before = {name: p.clone() for name, p in module.named_parameters()}, _held(module)
     taken = False
     try:
@@ -157,7 +162,7 @@ def test_mutated_files(name: str, files: int) -> None:
     make, advance = MODULES[name]
     chance, RAN[:] = random.Random(name), []
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about broken pickles
+        warnings.simplefilter("ignore")  # torch warns about broken pickles
         module = make().eval()
         advance(module)
         entries, good = module.state_dict(), _saved(module.state_dict())
@@ -166,13 +171,16 @@ def test_mutated_files(name: str, files: int) -> None:
         for i in range(files):
             mutated = _mutated_bytes(good, chance) if i % 2 else _saved(_mutated_entries(entries, chance))
             refused += not _try(module, advance, mutated)
-            if i % 10 == 9:  # a state of huge values that was taken is not a stream to go on with for ever
+            if i % 10 == 9:  # a loaded state of huge values cannot go on for ever
                 assert _try(module, advance, good)
     assert refused > files // 4 and RAN == []
 
 
 def test_nothing_is_executed() -> None:
-    """A file with an object that calls a function when it is read is refused, and the call is not made; read as a pickle it would be."""
+    """A file with an object that calls a function when it is read is refused, and the call is not made.
+
+    As a pickle it would be made.
+    """
     module, advance = nn.CMAB(DIM, 3, 2).eval(), MODULES["CMAB"][1]
     RAN[:] = []
     with torch.no_grad():
@@ -184,7 +192,8 @@ def test_nothing_is_executed() -> None:
 
 
 def test_a_check_that_is_missing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that takes entries with any values fails this test, or ends in an error of the operator that reads them."""
+    """A stream that takes entries with any values fails this test,
+    or ends in an error of the operator that reads them."""
     monkeypatch.setattr(nn.AttentionStream, "_unlikely", lambda *_: "")
     with pytest.raises((AssertionError, ValueError)):
         test_mutated_files("CMAB", 200)

@@ -77,7 +77,8 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_an_interruption_leaves_the_old_state_or_the_new_one(name: str, interruptions: Callable[[float], None]) -> None:
-    """Where an update was cut, the stream holds what it held before, or what the whole update makes, and goes on from there."""
+    """After an interrupted update, the stream holds its state before,
+    or that of the whole update, and goes on from there."""
     module, update = MODULES[name]()
     other = copy.deepcopy(module)
     with torch.no_grad():

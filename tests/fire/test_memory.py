@@ -1,4 +1,5 @@
-"""Memory does not grow over hundreds of calls of any operator, with and without a backward pass; nightly 100,000, and 10,000 with one."""
+"""Memory does not grow over hundreds of calls of any operator, with and without a backward pass;
+nightly 100,000, and 10,000 with one."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ pytestmark = pytest.mark.skipif(_mallinfo is None, reason="the C library does no
 def _in_use() -> tuple[int, int]:
     """Return the bytes that C and C++ hold, tensors among them, and the number of blocks that Python holds.
 
-    Python keeps the names of attributes that were looked up, at most 4,096 of them, where their addresses say. The engine of autograd
-    looks them up by new strings, so that some calls in a row each leave a name behind: that is no growth.
+    Python keeps the names of attributes that were looked up, at most 4,096 of them, where their addresses say. The
+    engine of autograd looks them up by new strings, so that some calls in a row each leave a name behind: that is no
+    growth.
     """
     sys._clear_type_cache()
     gc.collect()
@@ -50,14 +52,14 @@ def _in_use() -> tuple[int, int]:
 
 
 def _growth(call: Callable[[], object], calls: int) -> tuple[float, float]:
-    """Return by how many bytes and blocks of Python the memory in use grows at each call, in the best of ten rounds.
+    """Return by how many bytes and Python blocks the memory in use grows at each call, in the best of ten rounds.
 
-    A cache that fills grows in one round; what every call leaves behind grows in all.
+    A cache that fills grows in one round; a leak grows in all of them.
     """
     for _ in range(WARM_UP):
         call()
     gc.collect()
-    gc.freeze()  # what there is already need not be searched again for what nothing refers to
+    gc.freeze()  # the collector need not search existing objects again
     in_use = [_in_use()]
     for _ in range(ROUNDS):
         for _ in range(calls // ROUNDS):
@@ -70,7 +72,7 @@ def _growth(call: Callable[[], object], calls: int) -> tuple[float, float]:
 
 
 def _assert_flat(call: Callable[[], object], calls: int) -> None:
-    """Assert that less than the smallest block that there is stays behind of each call."""
+    """Assert that each call leaves less behind than the smallest possible block."""
     byte, block = _growth(call, calls)
     assert byte < 8.0 and block < 0.9, f"{byte:.1f} bytes and {block:.2f} blocks of Python stay behind of each call"
 
@@ -100,7 +102,8 @@ KEPT: list[object] = []
 
 @pytest.mark.parametrize("leak", [lambda: KEPT.append(torch.empty(1)), lambda: KEPT.append([])], ids=["a tensor", "an object"])
 def test_what_stays_behind_is_seen(leak: Callable[[], None]) -> None:
-    """In rounds of 2,000 calls: of 200, twenty blocks that the runner's own thread frees in one round would hide an object a call."""
+    """Rounds have 2,000 calls: in 200 calls,
+    a leak of one object per call could hide behind twenty blocks that a thread frees."""
     suite, impl, inputs = _suite("latent_attention")
     with torch.no_grad(), pytest.raises(AssertionError, match="stay behind"):
         _assert_flat(lambda: (suite.call(impl, **inputs), leak()), 20_000)

@@ -1,4 +1,5 @@
-"""Kernels in other processes and threads: the children of a fork, spawned ones, a loader's workers, and many threads over one state."""
+"""Kernels in other processes and threads: the children of a fork, spawned ones,
+a loader's workers, and many threads over one state."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ THREADS = 8
 @pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux")
 @pytest.mark.parametrize("how", ["fork", "loader", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_children_have_the_same_bits(how: str) -> None:
-    """A parent that has used the threads of all kernels forks; the child does the same, on one thread. It does not wait for ever."""
+    """A parent that has used the threads of all kernels forks;
+    the child runs the same on one thread, and does not hang."""
     done = subprocess.run([sys.executable, "-m", "tests.fire.workers", how], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -71,7 +73,7 @@ def _stepped(kind: str, state: Any, given: Sequence[tuple[Tensor, ...]], at: int
 @pytest.mark.parametrize("tokens", [1, 200], ids=["a token", "many tokens"])
 @pytest.mark.parametrize("kind", ["attention", *STARTS])
 def test_eight_threads_step_one_state(kind: str, tokens: int) -> None:
-    """Each takes steps of its own from the state that all have, to the same bits as alone; 200 tokens are a call without Python's lock."""
+    """Each thread steps the shared state to the same bits as alone; 200 tokens are a call without Python's lock."""
     query = torch.randn(1, 8, 50, 16)
     given = [(query if kind == "attention" else torch.randn(1, 8, tokens, 16), *_tokens(tokens)[1:]) for _ in range(THREADS)]
     with torch.no_grad():
@@ -85,9 +87,10 @@ def test_eight_threads_step_one_state(kind: str, tokens: int) -> None:
 
 
 def test_states_after_steps_at_the_same_instant_share_no_memory() -> None:
-    """Eight threads step a state that alone owns its tensors: one may do so in place. Each result goes on as if it had been alone.
+    """Eight threads step a state that is the sole owner of its tensors; one may do so in place.
 
-    Without Python's lock, and without a lock of the state's own, 1 in 50 results differed: hence more rounds there.
+    Each result goes on as if it had been alone. Without Python's lock and without the state's own lock, 1 in 50 results
+    differed; hence there are more rounds in that case.
     """
     unlocked = not getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -109,7 +112,7 @@ def test_states_after_steps_at_the_same_instant_share_no_memory() -> None:
 
 
 def test_eight_threads_update_one_module() -> None:
-    """They may lose updates to each other, but the stream holds some of them whole: k times the same rows add log k."""
+    """They may lose each other's updates, but the stream holds whole updates: k times the same rows add log k."""
     module, rows, latents = nn.CMABStack(16, 4, 2, depth=2).eval(), torch.randn(1, 20, 16), torch.randn(2, 16)
 
     def update(_: int) -> None:

@@ -1,6 +1,8 @@
-"""Promise P4 under fire: a stream of random chunks, saves, restores, merges and removals stays what its points say, under four laws.
+"""Promise P4 under fire: a stream of random chunks, saves, restores, merges and removals equals its points, for four
+laws.
 
-A million steps run nightly; bench/results/streams.json holds the figures of a whole run, which `python -m tests.fire` writes.
+A million steps run nightly; bench/results/streams.json holds the figures of a whole run, which `python -m tests.fire`
+writes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ pytestmark = pytest.mark.usefixtures("threads", "no_gradients")
 
 
 def _check(operator: str, found: Figures) -> None:
-    """Assert what the numerics page promises: attention by its history, sums by the largest that they have been, windows by the law."""
+    """Assert what the numerics page promises.
+
+    Attention is bounded by its history, sums by their largest values so far, and windows by the law.
+    """
     assert set(found) == set(LAWS)
     for law, figures in found.items():
         median, largest = BOUNDS[law] if operator.startswith("continual") else (1e-12, 1e-12) if operator == "ridge_state" else (1e-2, 1e-2)
@@ -40,7 +45,7 @@ def test_a_stream_under_fire(operator: str, steps: int) -> None:
 
 @pytest.mark.parametrize("operator", STREAMS)
 def test_the_figures_of_a_million_steps(operator: str) -> None:
-    """The committed figures are of a million steps of every law, and within what is promised."""
+    """The committed figures have a million steps of every law, and are within the promises."""
     kept = record.read("streams")
     assert kept["steps"] == 1_000_000 and set(kept["streams"]) == set(STREAMS)
     assert {"processor", "versions", "commit", "when"} <= set(kept)
@@ -72,7 +77,7 @@ def test_a_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_restored_state_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One key of the window that a restore changes shows in the outputs of the steps after it."""
+    """If a restore changes one key of the window, the outputs of the following steps show it."""
     plain = streams.restored
 
     def changed(state: Any) -> Any:

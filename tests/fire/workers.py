@@ -1,4 +1,5 @@
-"""What runs in other processes and threads: `python -m tests.fire.workers fork|spawn|loader` exits with 0 if all of it is right."""
+"""Work in other processes and threads:
+`python -m tests.fire.workers fork|spawn|loader` exits with 0 if all is right."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ import cmab_kernels as ck
 
 THREADS = 4
 SECONDS = 60
-"""After which a child that has not answered is taken to hang."""
+"""The time in seconds after which a child without an answer counts as hung."""
 
 
 def results() -> list[Tensor]:
     """Return results of all kernels that share their work among threads, from inputs that every process draws alike.
 
-    Torch's own operators run on one thread here: in the child of a fork those that share their work hang, which ours do not.
+    Torch's own operators run on one thread here: in the child of a fork those that share their work hang, which ours do
+    not.
     """
     torch.set_num_threads(1)
     made = torch.Generator().manual_seed(0)

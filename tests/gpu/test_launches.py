@@ -32,7 +32,7 @@ def launches(call: Callable[[], Any]) -> int:
 
 
 def test_the_cuda_kernels_are_there() -> None:
-    """A GPU check without them would say nothing of them: build the package with CMAB_KERNELS_CUDA=1."""
+    """A GPU check without the CUDA kernels would not test them: build the package with CMAB_KERNELS_CUDA=1."""
     assert load_cuda().MAX_WIDTH >= 128
 
 

@@ -1,4 +1,5 @@
-"""Sizes that only a GPU is tried with: rows beyond the reach of 32 bits, long sums, keys whose squares overflow, bad systems."""
+"""Sizes that only a GPU is tried with: rows beyond the reach of 32 bits, long sums,
+keys whose squares overflow, bad systems."""
 
 from __future__ import annotations
 
@@ -46,9 +47,9 @@ def test_rows_far_apart(impl: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keys, largest", [(300_000, 0.0), (1500, 3e19)])
 def test_sums(impl: str, dtype: torch.dtype, keys: int, largest: float) -> None:
-    """Sums over many keys, and over one whose squares leave float32: their error is 1e-13 of what their terms add up to.
+    """Sums over many keys, and over one whose squares overflow float32, are off by 1e-13 of the sizes of their terms.
 
-    The right sums are those of 100 keys at a time: one product over all keys, added up in one chain, is itself off by as much.
+    The right sums add up 100 keys at a time: a single product over all keys would itself be off by as much.
     """
     key, value = (torch.randn(3, 2, keys, 16, device=DEVICE).to(dtype) for _ in range(2))
     if largest:
@@ -73,7 +74,8 @@ def _systems(dtype: torch.dtype, order: int, condition: float) -> tuple[Tensor, 
 @pytest.mark.parametrize("dtype, condition", [(torch.float64, 1e12), (torch.float32, 1e4)])
 @pytest.mark.parametrize("order", [1, 16, 33, 64, 128])
 def test_bad_systems(impl: str, dtype: torch.dtype, condition: float, order: int) -> None:
-    """LAPACK's own measure of a solve holds, and a matrix that is not positive definite is told and changes no other."""
+    """LAPACK's own measure of a solve holds;
+    a matrix that is not positive definite is reported and changes no other."""
     gram, rhs = _systems(dtype, order, condition)
     weight, info = ck.regularised_solve(gram, rhs, 0.0, impl=impl)
     assert not (info == 1).any() and (lapack_ratio(gram, weight, rhs) <= 30).all()

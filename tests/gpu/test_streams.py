@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("impl", impls("nystrom.co
 
 
 class Stream(NamedTuple):
-    """What a stream consists of; `kind` is that of its landmarks, or "exact" for attention without landmarks."""
+    """The parameters of a stream; `kind` is that of its landmarks, or "exact" for attention without landmarks."""
 
     dtype: torch.dtype
     kind: str = "continual"
@@ -78,7 +78,10 @@ behaved = pytest.mark.parametrize("stream", BEHAVED, ids=lambda stream: f"{strea
 
 @pytest.mark.parametrize("stream", STREAMED, ids=lambda stream: "-".join(map(str, stream)).removeprefix("torch."))
 def test_every_row(stream: Stream, impl: str) -> None:
-    """Each row is within the bounds of P2. Torch's own error is that of its worst row, since in one it may be small by chance."""
+    """Each row is within the bounds of P2.
+
+    Torch's own error is that of its worst row, since in one it may be small by chance.
+    """
     tokens = stream.tokens(stream.window + sum(CHUNKS))
     score = float((tokens[0].double() @ tokens[1].double().mT).abs().max()) * stream.width**-0.5
     ours, own = (stream.start(tokens) for _ in range(2))
@@ -99,7 +102,8 @@ def test_every_row(stream: Stream, impl: str) -> None:
 
 @behaved
 def test_a_captured_step_streams_on(stream: Stream, impl: str, replays: int = 1000, after: int = 100) -> None:
-    """Each replay takes the next token, and eager steps go on from there: the bits of a stream that was never captured."""
+    """Each replay takes the next token, and eager steps go on from there,
+    with the bits of a stream without a capture."""
     first = stream.window + 1
     tokens = stream.tokens(first + replays + after)
     token = tuple(t.clone() for t in _at(tokens, first - 1, first))
@@ -135,7 +139,10 @@ def test_a_side_stream(stream: Stream, impl: str) -> None:
 @behaved
 @pytest.mark.parametrize("chunk, shared", [(1, False), (80, False), (1, True)])
 def test_one_launch_a_step(stream: Stream, impl: str, chunk: int, shared: bool) -> None:
-    """Twelve steps are twelve launches, though some replace a landmark, and, if `shared`, copy the window of a state that is still held."""
+    """Twelve steps are twelve launches.
+
+    Some replace a landmark, and if `shared`, some copy the window of a state that is still held.
+    """
     tokens = stream.tokens(stream.window + 13 * chunk)
     first, *parts = (_at(tokens, at, at + chunk) for at in range(stream.window, tokens[0].shape[2], chunk))
     _, state = stream.step(stream.start(tokens), first, impl)

@@ -1,8 +1,10 @@
-"""The time that the host takes for a call on a GPU, over the stub of the driver: `python -m tests.gpu_machine.host_time`.
+"""The time that the host takes for a call on a GPU, over the stub of the driver: `python -m
+tests.gpu_machine.host_time`.
 
-Kernels are compiled, loaded and launched as on a GPU of compute capability 9.0, and do nothing; a GPU's own driver adds to each launch what
-its queue takes. Tensors are on the CPU, whose allocator stands for that of a GPU; streams count in a tensor, as on a GPU. So calls name
-Triton, because "auto" looks at the device: it asks `unsupported` of one or two implementations more.
+Kernels are compiled, loaded and launched as on a GPU of compute capability 9.0, and do nothing; a GPU's own driver adds
+to each launch what its queue takes. Tensors are on the CPU, whose allocator stands for that of a GPU; streams count in
+a tensor, as on a GPU. So calls name Triton, because "auto" looks at the device: it asks `unsupported` of one or two
+implementations more.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def layers() -> Iterator[tuple[str, Callable[[], object]]]:
-    """The functions of the kernels of layers by name: 32 rows of 64, 4 heads, in float32. Gradients take several launches."""
+    """The functions of the kernels of layers by name: 32 rows of 64, 4 heads, in float32.
+
+    Gradients take several launches.
+    """
     x, context, matrix, vector = torch.randn(2, 16, 64), torch.randn(2, 4, 64), torch.randn(64, 64), torch.randn(64)
     weights = (matrix, None, matrix, None, matrix, None, matrix, vector)
     for name, other, norm in (("attention_layer", None, None), ("attention_layer, a context", context, vector)):

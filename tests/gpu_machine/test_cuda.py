@@ -1,4 +1,5 @@
-"""The CUDA kernels of csrc on the machine, compiled by nvcc: the checks of their tests on the CPU, in several orders with equal bits."""
+"""The CUDA kernels of csrc on the machine, compiled by nvcc: the checks of their tests on the CPU,
+in several orders with equal bits."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def run(built: cuda_launch.Built) -> Run:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ridge(dtype: torch.dtype, run: Run) -> None:
-    """Sums over masked and weighted keys in several blocks, of which the last to arrive solves."""
+    """Sums over masked and weighted keys in several blocks; the last block to arrive solves."""
     inputs = ridge._inputs(2, 1, 300, 9, 4, dtype, weighted=True, masked=True)
     assert run(lambda: ridge._check(inputs), lenient=True) == {"ridge_kernel"}
 
@@ -74,7 +75,7 @@ def test_steps(landmarks: int | None, retroactive: bool, dtype: torch.dtype, run
 
 
 def test_what_the_host_makes_belongs_to_the_machine_that_runs(built: cuda_launch.Built) -> None:
-    """All tensors of the next state are results of each of two machines, one after the other; the position is made in C++."""
+    """Two machines give equal tensors of the next state, one after the other; the position is made in C++."""
     stream = steps._tokens(1, 2, 13, 8, 5, torch.float32)
     for seed in range(2):
         machine = Machine(seed, rough=True)
@@ -84,7 +85,7 @@ def test_what_the_host_makes_belongs_to_the_machine_that_runs(built: cuda_launch
 
 
 class OneColumnMore(Machine):
-    """A machine that tells the solve of one column more than the right-hand side has."""
+    """A machine that tells the solver of one column more than the right-hand side has."""
 
     def launch(self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]) -> None:
         (call,) = parameters

@@ -1,4 +1,4 @@
-"""Planted faults: whatever is broken in a kernel, the machine reports it, with the line of the kernel."""
+"""Planted faults: the machine reports every broken kernel, with the line of the kernel."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _without(pattern: str, number: int, instead: str = "") -> Callable[[str], st
 
 
 def _what_happens(edit: Callable[[str], str]) -> str:
-    """Return what comes of a change in the kernels: the report, or "" where no bit of the results changes."""
+    """Return the report after a change in the kernels, or "" if no bit of the results changes."""
     right = _attention(Machine(1))
     try:
         results = _attention(Tampered(edit))
@@ -81,7 +81,8 @@ def _what_happens(edit: Callable[[str], str]) -> str:
 
 
 def test_removed_barriers_are_reported() -> None:
-    """Without a barrier a race is reported, or data that have not arrived; a few barriers are not needed, and nothing changes."""
+    """A missing barrier is reported as a race or as data that have not arrived;
+    a few barriers are unneeded and change nothing."""
     pattern = r"bar\.sync\s+0;"
     found = [_what_happens(_without(pattern, number)) for number in range(len(re.findall(pattern, _text_of_attention())))]
     reports = [report for report in found if report]
@@ -100,14 +101,14 @@ def test_a_wait_for_too_few_copies_is_reported() -> None:
 
 
 def test_a_key_too_many_is_reported() -> None:
-    """The kernel is told of one key more than there are: its masks are off by one."""
+    """The kernel is told of one key too many: its masks are off by one."""
     right, wrong = (struct.pack("<I", n) for n in (KEYS, KEYS + 1))
     with pytest.raises(Fault, match=r"(?s)out of bounds: read 16 bytes at byte 12960 of key.*_forward"):
         _attention(Tampered(str, lambda value: wrong if value == right else value))
 
 
 def test_swapped_operands_give_wrong_results() -> None:
-    """Two registers of a matrix, and the sides of a difference."""
+    """Two registers of a matrix are swapped, or the sides of a difference."""
     product = r"(mma\.sync\S+ \{[^}]*\}, \{ )(%r\d+), (%r\d+), "
     for edit in (_without(product, 0, r"\1\3, \2, "), _without(r"(sub\.f32\s+%r\d+, )(%r\d+), (%r\d+);", 0, r"\1\3, \2;")):
         with pytest.raises(AssertionError, match="a wrong result without a report"):
@@ -115,7 +116,7 @@ def test_swapped_operands_give_wrong_results() -> None:
 
 
 def test_a_store_that_is_left_out_is_seen() -> None:
-    """What a later kernel, or the caller, finds in its place are NaN."""
+    """A later kernel, or the caller, finds NaN in its place."""
     (out, _) = _attention(Tampered(_without(r"(@%p\d+ )?st\.global\.v\d\.b32 [^;]*;", 0)))
     assert out.isnan().any()
 

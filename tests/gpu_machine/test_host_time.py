@@ -33,7 +33,7 @@ def test_one_launch_a_call() -> None:
             assert len(launched) == 1, name
 
 
-# ---- continual steps: what a step that looks like one before it is not checked for again
+# ---- continual steps: the checks that a repeated step skips
 
 STEPS = {"attention": ck.continual_attention_step, "nystrom": ck.continual_nystrom_step}
 
@@ -53,7 +53,7 @@ def _token() -> torch.Tensor:
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.usefixtures("device")
 def test_steps_of_one_form_are_checked_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the rings of a stream whose state nothing else holds stay where they are: a check holds no tensor."""
+    """The rings of a stream stay in place if nothing else holds its state: a check holds no tensor."""
     _, state = STEPS[kind](stream(kind), *[_token()] * 3, impl="triton")
     _, state = STEPS[kind](state, *[_token()] * 3, impl="triton")
     rings = [ring.data_ptr() for ring in state[:3]]

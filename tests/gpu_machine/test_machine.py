@@ -43,7 +43,8 @@ RESULTS = {"16": "%rs0", "32": "%r40", "64": "%rd0"}
 
 
 def execute(body: str, rows: Any, threads: int = 32, shared: int = 1024, seed: int = 0) -> np.ndarray:
-    """Run a program in which %rd30 is the address of a thread's row of `rows`, and %rd31 that of its 8 bytes of the result."""
+    """Run a program in which %rd30 is the address of a thread's row of `rows`,
+    and %rd31 that of its 8 bytes of the result."""
     given = torch.from_numpy(np.ascontiguousarray(rows))
     result = torch.zeros(threads, dtype=torch.int64)
     machine = Machine(seed)
@@ -57,7 +58,8 @@ def execute(body: str, rows: Any, threads: int = 32, shared: int = 1024, seed: i
 
 
 def compute(code: str, *operands: Any, kinds: Sequence[str]) -> np.ndarray:
-    """Run one instruction with operands %rd1, %rd2, ... or registers of other widths, by `kinds`, whose first is that of the result."""
+    """Run one instruction with operands %rd1, %rd2, ... or registers of other widths,
+    by `kinds`, whose first is that of the result."""
     names = {"16": "%rs", "32": "%r", "64": "%rd"}
     columns = [np.asarray(operand).reshape(-1) for operand in operands]
     rows = np.zeros((32, len(columns)), np.uint64)
@@ -374,7 +376,8 @@ def _registers(values: np.ndarray) -> np.ndarray:
 
 
 def _matrix_product(kind: str, depth: int, seed: int) -> tuple[np.ndarray, ...]:
-    """Return A, B, C as float64, and D of one `mma.sync`, by fragments as the PTX manual lays them out, spelt out element by element."""
+    """Return A, B, C as float64, and D of one `mma.sync`, by fragments as the PTX manual lays them out,
+    spelt out element by element."""
     generator = torch.Generator().manual_seed(seed)
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "tf32": torch.float32, "f64": torch.float64}[kind]
     rows = 8 if kind == "f64" else 16
@@ -438,7 +441,7 @@ def test_matrix_products(kind: str, depth: int) -> None:
 
 
 def test_matrix_sums_are_truncated() -> None:
-    """1 - 2^-25: what a sum with 25 bits keeps, and 24 bits of the result do not; and what is lost before it is added."""
+    """1 - 2^-25 fits in a sum of 25 bits, not in a result of 24; smaller terms are lost before they are added."""
     unit, none = np.ones((1, 1, 1, 1)), np.zeros((1, 1, 1), np.float32)
     one = unit[..., 0].astype(np.float32)
     assert truncated_sum(-(2.0**-26) * unit, unit, one) == 1.0, "cut off where it is shifted"
@@ -472,7 +475,7 @@ def test_ldmatrix(trans: bool) -> None:
             assert words[lane, place].tolist() == source[lane // 4, lane % 4 * 2 : lane % 4 * 2 + 2].tolist()
 
 
-# ---- what is not known
+# ---- unknown instructions
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What products in parts keep of a float32 number, with the matrix units' truncation of their operands, which no CPU has."""
+"""The digits of a float32 number that products in parts keep, with matrix units' truncation, which no CPU has."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _errors(multiply: Kernel, a: Tensor, b: Tensor) -> Tensor:
 
 
 def test_three_products_in_tf32() -> None:
-    """22 bits stay of a number, rounded: with the rest cut off, errors would be twice as large, and all of one sign."""
+    """22 bits of a number stay, rounded: with truncation, errors would be twice as large, and all of one sign."""
     numbers, one = torch.rand(SIZE, SIZE) + 1, torch.eye(SIZE)
     assert _errors(_in_tf32, numbers, one).max() <= 2.0**-22
     assert _errors(_in_tf32, one, numbers).max() <= 2.0**-22

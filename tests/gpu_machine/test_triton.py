@@ -1,4 +1,5 @@
-"""Every Triton kernel of the package on the machine, through the operators: bounds of P2, and equal bits in several orders."""
+"""Every Triton kernel of the package on the machine, through the operators:
+bounds of P2, and equal bits in several orders."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ EVERY = {
     *NYSTROM,
     "_multiply",
 }
-"""The Triton kernels of the package; each is in what a test below says has run."""
+"""The Triton kernels of the package; a test below asserts that each has run."""
 
 
 def accuracy(suite: type[OperatorSuite], name: str, extents: dict[str, int], orders: int = 2, law: str = "normal") -> set[str]:
@@ -104,7 +105,8 @@ def test_attention_of_several_blocks(name: str) -> None:
 
 @pytest.mark.parametrize("width", [16, pytest.param(64, marks=pytest.mark.nightly)])
 def test_float32_gradients_over_blocks_and_chunks(width: int) -> None:
-    """Two blocks of queries, and several chunks of wide heads: what a block or a chunk adds to is what others have stored."""
+    """Two blocks of queries, and several chunks of wide heads:
+    a block or chunk adds to the stored results of others."""
     extents = {"B": 1, "H": 1, "L": 70, "N": 140 if width == 16 else 270, "D": width, "E": width}
     assert accuracy(attention.TestAttentionState, "fp32", extents) >= IN_PARTS
 
@@ -132,7 +134,7 @@ def test_attention_of_nothing(emptied: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_removal(dtype: torch.dtype) -> None:
-    """Rows of two programs: one of them loses all of its mass, one had none, and one loses nothing."""
+    """Rows of two programs: one loses all of its mass, one had none, and one loses nothing."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 1, rows, 17, dtype=dtype) for rows in (18, 5, 5))
     state, part = ck.attention_state(query, key, value), ck.attention_state(query, key[:, :, :2], value[:, :, :2])
@@ -159,13 +161,14 @@ def test_prefixes(name: str) -> None:
 
 @pytest.mark.parametrize("suite", [attention.TestAttentionState, prefix.TestPrefixStates])
 def test_large_scores_in_float16(suite: type[OperatorSuite]) -> None:
-    """A score of 2.5e5 has weight 1 in the gradients too: matrix units cut its sum off, and must do so where those of the forward did."""
+    """A score of 2.5e5 has weight 1 in the gradients too: matrix units truncate its sum as in the forward pass."""
     accuracy(suite, "fp16", {"B": 1, "H": 1, "L": 2, "N": 4, "D": 16, "E": 16}, orders=1, law="one outlier")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_with_one_key_has_its_value(dtype: torch.dtype) -> None:
-    """However far the exponent of its weight is rounded: at scores of 1e6 to 1.02, which a half type would round once more."""
+    """The same holds for any rounding of its weight's exponent: 1.02 at scores of 1e6,
+    which a half type would round again."""
     torch.manual_seed(0)
     query = torch.linspace(100, 1000, 16, dtype=dtype).view(1, 1, 16, 1)
     key, value = torch.tensor([1000.0, 1.0], dtype=dtype).view(1, 1, 2, 1), torch.randn(1, 1, 2, 8).to(dtype)
@@ -238,7 +241,8 @@ def test_feed_forward_layers(name: str) -> None:
 
 
 def test_a_norm_of_equal_numbers() -> None:
-    """Their mean is themselves: where it is one unit in the last place off, 1 / sqrt(eps) makes that an error of 2e-5."""
+    """The mean of equal rows is the rows themselves: 1 / sqrt(eps)
+    turns an error of one unit in the last place into 2e-5."""
     accuracy(layers.TestGeglu, "fp32", {"B": 1, "R": 3, "C": 17, "F": 3, "G": 6}, orders=1, law="all equal")
 
 
@@ -316,7 +320,8 @@ def test_pinv(name: str) -> None:
 
 
 class OneIteration(nystrom.TestPinv):
-    """The first step of the iteration, without gradients: of many landmarks the machine takes 20 seconds for a step with them."""
+    """The first step of the iteration, without gradients:
+    a step with them takes the machine 20 seconds for many landmarks."""
 
     differentiable = ()
 
@@ -329,7 +334,7 @@ class OneIteration(nystrom.TestPinv):
 
 @pytest.mark.parametrize("name", ["fp32", *SLOW])
 def test_more_landmarks_than_registers_hold(name: str) -> None:
-    """Products of 65 x 65, in blocks of which the last are a row and a column."""
+    """Products of 65 x 65, in blocks; the last blocks are a row and a column."""
     assert accuracy(OneIteration, name, {"B": 1, "M": 65}) == {"_multiply"}
 
 
@@ -361,7 +366,8 @@ def test_steps(suite: type[OperatorSuite], ran: str, name: str) -> None:
 @pytest.mark.parametrize("width", [1, 8, 33, 64, 128])
 @pytest.mark.parametrize("latents", [3, 130])
 def test_attention_of_any_width(latents: int, width: int, name: str) -> None:
-    """A row of the result is not a single number: that may vanish, and the definition in float32 then exceeds P2 as well."""
+    """A row of the result has several numbers: a single one may vanish,
+    and the float32 definition then exceeds P2, too."""
     accuracy(attention.TestAttentionState, name, {"B": 1, "H": 1, "L": latents, "N": 77, "D": width, "E": max(width - 1, 5)}, orders=4)
 
 

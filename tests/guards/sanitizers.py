@@ -1,9 +1,10 @@
-"""The native tests under a sanitizer: `python -m tests.guards.sanitizers KIND VECTORS`, and other arguments of pytest if wanted.
+"""The native tests under a sanitizer: `python -m tests.guards.sanitizers KIND VECTORS`, and other arguments of pytest
+if wanted.
 
-All of the extension that runs is compiled with the sanitizer; of the kernels, those for VECTORS: "portable", "avx2", or "avx512" with
-the engines of bfloat16. KIND is "memory": accesses out of bounds and undefined behaviour end the process, and memory from malloc is
-filled with NaN; or "threads": OpenMP's run time is that of openmp.cpp, as the sanitizer does not know how libgomp synchronises, and a
-race ends the process.
+All of the extension that runs is compiled with the sanitizer; of the kernels, those for VECTORS: "portable", "avx2", or
+"avx512" with the engines of bfloat16. KIND is "memory": accesses out of bounds and undefined behaviour end the process,
+and memory from malloc is filled with NaN; or "threads": OpenMP's run time is that of openmp.cpp, as the sanitizer does
+not know how libgomp synchronises, and a race ends the process.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ FLAGS = "-O1 -g1 -Wno-error -fno-omit-frame-pointer"
 OPERATORS = "tests/attention tests/intention tests/layers tests/nystrom"
 BY_TORCH = "compile or opcheck or gradgradcheck or near_singular or memory or instructions"
 NATIVE = f"{OPERATORS} -k '(native or bf16) and not (cubin or {BY_TORCH})'"
-"""The native suite, without kernels for a GPU and what runs torch rather than kernels: what it compiles, second derivatives, averages."""
+"""The native suite, without kernels for a GPU and without tests that mainly run torch:
+compilation, second derivatives."""
 THREADED = f"{OPERATORS} tests/test_many_threads.py -k threads"
 
 
 class Sanitizer(NamedTuple):
-    """How a sanitizer is built and run, what it says when it has found something, and what it must find."""
+    """How a sanitizer is built and run, its output when it finds something, and the faults that it must find."""
 
     flags: str
     libraries: tuple[str, ...]
-    """To be loaded before all others."""
+    """The library that must be loaded before all others."""
     options: dict[str, str]
     """Environment variables."""
     report: str
-    """A pattern of what it prints."""
+    """A pattern of its output."""
     tests: str
     """The arguments of pytest for the tests that run, without the instruction set."""
     faults: tuple[Fault, ...]

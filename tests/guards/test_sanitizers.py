@@ -25,7 +25,7 @@ def test_the_fault_can_be_planted(fault: Fault) -> None:
 @pytest.mark.parametrize("vectors", ["portable", "avx2", "avx512"])
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_under_a_sanitizer(kind: str, vectors: str, tmp_path: Path) -> None:
-    """It reports nothing, and then each planted fault."""
+    """The sanitizer reports nothing at first, and then each planted fault."""
     if vectors not in load().instruction_sets():
         pytest.skip(f"this processor has no {vectors}")
     if "clang" in COMPILER:

@@ -1,7 +1,9 @@
-"""Every public operator on inputs that lie between pages without access, with results between margins: `python -m tests.guards.walls`.
+"""Every public operator on inputs that lie between pages without access, with results between margins: `python -m
+tests.guards.walls`.
 
-The operators are those of the suites, in every layout, without gradients and with them. A read outside of an input ends the process; the
-last line that it printed names the case. Arguments are the names of dtypes, float32 alone if there is none.
+The operators are those of the suites, in every layout, without gradients and with them. A read outside of an input ends
+the process; the last line that it printed names the case. Arguments are the names of dtypes, float32 alone if there is
+none.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ MADE_BY_TORCH = ("prefix_ridge_states", "remove_ridge")
 def between_walls(dtype: torch.dtype, elements: int, at_the_end: bool, beyond: int = 0) -> Tensor:
     """Return a vector of zeros in pages of its own, with a page without access before and after them.
 
-    Its last element ends where the page after begins, or, if not `at_the_end`, its first begins where the page before ends. `beyond` more
-    elements belong to the tensor, and cannot be read.
+    Its last element ends where the page after begins, or, if not `at_the_end`, its first begins where the page before
+    ends. `beyond` more elements belong to the tensor, and cannot be read.
     """
     size = elements * dtype.itemsize
     pages = -(-size // PAGE)
@@ -76,14 +78,14 @@ def check(suite: OperatorSuite, dtype: torch.dtype, layout: str, at_the_end: boo
     placed = {name: walled(_laid(t, layout), at_the_end) for name, t in inputs.items()}
     with torch.no_grad(), guarded_results():
         results = suite.call("native", **placed)
-    by_torch = suite.operator in MADE_BY_TORCH or dtype.itemsize < 4  # which rounds some results to half types
+    by_torch = suite.operator in MADE_BY_TORCH or dtype.itemsize < 4  # torch rounds some results to half types
     assert by_torch or all(map(_has_margins, results)), "a result has no margins"
     with guarded_results():
         suite.run("native", placed, tuple(walled(_laid(t, layout), at_the_end) for t in along))
 
 
 def check_merge(dtype: torch.dtype, layout: str, at_the_end: bool) -> None:
-    """Merge two states between walls: a native call that is no operator of a suite."""
+    """Merge two states between walls: this native call is not an operator of a suite."""
     shapes = ((2, 3, 5, 7), torch.promote_types(dtype, torch.float32)), ((2, 3, 5), torch.float64)
     first, second = (
         ck.AttentionState(*(walled(_laid(torch.randn(shape, dtype=kind), layout), at_the_end) for shape, kind in shapes)) for _ in range(2)
@@ -97,7 +99,8 @@ def _has_margins(result: Tensor) -> bool:
 
 
 def allocate_in_python() -> None:
-    """Have the extension make tensors as with an older torch, through `torch.empty`, and that through `Tensor.new_empty`: with margins.
+    """Have the extension make tensors as with an older torch, through `torch.empty`, and that through
+    `Tensor.new_empty`: with margins.
 
     It must be called before the extension is.
     """

@@ -108,7 +108,10 @@ def test_other_containers_take_our_modules_as_they_are(kind: str, container: str
 
 
 def test_a_stack_with_a_retroactive_layer_equals_theirs() -> None:
-    """Theirs is right for n - 1 outputs: its ring of the n tokens that attention is added to turns at n - 1 places. It takes two layers."""
+    """Theirs is right for n - 1 outputs, because the ring of the n tokens turns at n - 1 places.
+
+    This takes two layers to see.
+    """
     whole = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False).eval()
     theirs = peer.TransformerEncoder.build_from(whole, N).eval()
     ours = ContinualEncoder(RetroactiveEncoderLayer(C, 2, 16, 0.0, **OPTIONS), 2).eval()

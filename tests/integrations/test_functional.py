@@ -1,4 +1,4 @@
-"""Our `scaled_dot_product_attention` computes what torch's does, on the operator where that can, and by torch elsewhere."""
+"""Our `scaled_dot_product_attention` equals torch's; the operator computes it where it can, torch elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def heads(groups: int = HEADS, width: int = WIDTH) -> list[Tensor]:
 
 
 LOWEST = torch.finfo(torch.float64).min
-# the options, and whether the operator can
+# the options, and whether the operator supports them
 CALLS: dict[str, tuple[dict[str, Any], bool]] = {
     "all keys": ({}, True),
     "a scale": ({"scale": 0.7}, True),
@@ -111,7 +111,7 @@ COUNTS = {
 def test_few_queries_without_gradients_are_torchs(
     queries: int, keys: int, width: int, groups: int, is_fused: bool, fused: list[str]
 ) -> None:
-    """Since it is faster; with a gradient, a mask or a named implementation the operator runs all the same."""
+    """torch is faster there; with a gradient, a mask or a named implementation the operator runs nevertheless."""
     query, (key, value) = torch.randn(1, 2, queries, width), torch.randn(2, 1, groups, keys, width)
     given: dict[str, Any] = {"enable_gqa": True}
     out = scaled_dot_product_attention(query, key, value, **given)

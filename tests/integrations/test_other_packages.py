@@ -1,4 +1,5 @@
-"""The programs of docs/use_it_in.md for packages that the tests do not install run where these are installed, on the operator."""
+"""The programs of docs/use_it_in.md for packages that the tests do not install run where these are installed, on the
+operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models of `transformers` give the same results and gradients with `attn_implementation="cmab"` as with "eager" and "sdpa"."""
+"""Models of `transformers` give the same results and gradients with `attn_implementation="cmab"` as with "eager" and
+"sdpa"."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def bert() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def bert_decoder() -> tuple[nn.Module, dict[str, Any]]:
-    """Return a decoder with causal self-attention, and cross-attention to what an encoder has read, some of it padding."""
+    """Return a decoder with causal self-attention,
+    and cross-attention to the outputs of an encoder, some of them padding."""
     config = transformers.BertConfig(**TINY, vocab_size=50, max_position_embeddings=16, is_decoder=True, add_cross_attention=True)
     read = {"encoder_hidden_states": torch.randn(2, 9, 16), "encoder_attention_mask": PADDED}
     return transformers.BertModel(config, add_pooling_layer=False), {"input_ids": ids(4), "use_cache": False, **read}
@@ -125,7 +127,7 @@ def in_dtype(dtype: torch.dtype, inputs: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, fused: list[tuple[int, ...]]) -> None:
-    """Results agree to rounding. Where gradients cancel, as in DETR, that is as closely as torch's two ways agree with each other."""
+    """Results agree to rounding. If gradients cancel, as in DETR, they agree as closely as torch's two ways do."""
     make, calls = MODELS[name]
     model, inputs = make()
     precise, precise_inputs = copy.deepcopy(model).double().eval(), in_dtype(torch.float64, inputs)
@@ -163,7 +165,7 @@ def test_models_are_made_with_it() -> None:
 
 
 def test_training_with_dropout_is_that_of_sdpa(fused: list[tuple[int, ...]]) -> None:
-    """Training with dropout has the bits of "sdpa", since such calls are handed to it, with the same random numbers."""
+    """Training with dropout has the bits of "sdpa": such calls go to it, with the same random numbers."""
     model, inputs = bert()
     outs = []
     for name in ("sdpa", "cmab"):
@@ -176,9 +178,10 @@ def test_training_with_dropout_is_that_of_sdpa(fused: list[tuple[int, ...]]) -> 
 
 @torch.no_grad()
 def test_generation(fused: list[tuple[int, ...]]) -> None:
-    """Generation works: one new query sees all keys, two query heads share a key head, and the second prompt is padded on the left.
+    """Generation works: one new query sees all keys, two query heads share a key head, and the second prompt has left
+    padding.
 
-    Without padding so few queries are torch's, which is faster.
+    Without padding, torch runs calls with so few queries, because it is faster.
     """
     model, inputs = llama()
     causal = transformers.LlamaForCausalLM(model.config).eval()
@@ -249,14 +252,16 @@ def test_calls(mask: Tensor | None, options: dict[str, Any], is_fused: bool, gro
 
 @pytest.mark.parametrize("name", ["s_aux", "sinks"])
 def test_attention_sinks_are_refused(name: str) -> None:
-    """GPT-OSS and others pass their logits, which "sdpa" ignores: these models say that it is not for them, but the name "cmab" passes."""
+    """GPT-OSS and others pass their own logits, which "sdpa" ignores:
+    these models do not support it, but the name "cmab" passes."""
     rows = torch.randn(1, 2, 1, 4)
     with pytest.raises(ValueError, match=f"`{name}` is given.*eager"):
         integration.attention(nn.Identity(), rows, rows, rows, None, **{name: torch.zeros(2)})
 
 
 def test_modules_are_causal_unless_they_say_otherwise(fused: list[tuple[int, ...]]) -> None:
-    """As for "sdpa", `is_causal` of the call has precedence over that of the module, and a single query sees all keys."""
+    """As for "sdpa", `is_causal` of the call has precedence over that of the module,
+    and a single query sees all keys."""
     for module, options, length, is_fused in (
         (SimpleNamespace(), {}, 5, False),
         (SimpleNamespace(), {"is_causal": False}, 5, True),
@@ -283,7 +288,7 @@ def test_compiled() -> None:
 
 
 def test_perceiver_has_an_attention_of_its_own(fused: list[tuple[int, ...]]) -> None:
-    """Perceiver never asks the attention interface: the name "cmab" is accepted and changes nothing."""
+    """Perceiver never asks the attention interface: it accepts the name "cmab", and nothing changes."""
     heads_of = {"num_self_attention_heads": 2, "num_cross_attention_heads": 2}
     config = transformers.PerceiverConfig(num_latents=4, d_latents=16, d_model=16, num_blocks=1, num_self_attends_per_block=1, **heads_of)
     model = transformers.AutoModel.from_config(config, attn_implementation="cmab").eval()

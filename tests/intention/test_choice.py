@@ -1,4 +1,5 @@
-"""What "auto" takes on a GPU that has kernels in Triton and in CUDA C++: the faster, by measurement; tensors are on the meta device."""
+"""The choice of "auto" on a GPU with kernels in Triton and in CUDA C++:
+the faster one by measurement, on meta tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _measured() -> dict[tuple[str, str], tuple[str, list[torch.Tensor]]]:
-    """(Operator, group) -> the faster kernel in the newest check of a GPU, and tensors of those sizes."""
+    """(Operator, group) -> the faster kernel in the newest check of a GPU, and tensors of its sizes."""
     newest = max(RESULTS.glob("gpu_check_*_????-??-??.json"), key=lambda path: path.stem[-10:])
     times: dict[tuple[str, str], dict[str, float]] = {}
     sizes = {}
@@ -44,7 +45,7 @@ def _measured() -> dict[tuple[str, str], tuple[str, list[torch.Tensor]]]:
 
 
 def _tensors(size: dict[str, int]) -> list[torch.Tensor]:
-    """What the choice looks at: query, key and value, or gram and rhs."""
+    """The tensors on which the choice depends: query, key and value, or gram and rhs."""
     dtype, width, batch = getattr(torch, str(size["dtype"])), size["D"], size["B"]
     if "N" in size:
         return [torch.empty(batch, 1, size["N"], width, dtype=dtype, device="meta")] * 3
@@ -59,13 +60,14 @@ def test_what_was_faster_is_taken() -> None:
 
 
 def test_a_solve_in_float64_is_cudas() -> None:
-    """Intention's own systems: 278 us where CUDA solves, and 305 where Triton does (docs/measured_gpu.md, 256 sets of 1,024 points)."""
+    """Intention's own systems: 278 us where CUDA solves,
+    and 305 where Triton does (docs/measured_gpu.md, 256 sets of 1,024 points)."""
     gram, rhs = torch.empty(2, 256, 64, 64, dtype=torch.float64, device="meta")
     assert backends.choose("intention.solve", "auto", gram, rhs) == "cuda"
 
 
 def test_a_named_implementation_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the caller leaves the choice do measurements decide; and what is slower runs where nothing else does."""
+    """Measurements decide only if the caller does not; and a slower kernel runs if no other can."""
     rows = [torch.empty(2, 1, 9, 4, device="meta")] * 3
     assert backends.choose("intention", "cuda", *rows) == "cuda"
     with use_impl("cuda"):

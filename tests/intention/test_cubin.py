@@ -1,4 +1,5 @@
-"""Every Triton kernel of Intention compiled for GPUs that are not here: what the machine code shows without running it."""
+"""Every Triton kernel of Intention compiled for GPUs that this machine need not have:
+these tests read the machine code."""
 
 from __future__ import annotations
 
@@ -37,16 +38,19 @@ SPILLING = {
     ("fp64", 32, 100): {"_gram": 0.16},
     ("fp64", 64, 90): {"_gram_backward": 0.01},
 }
-"""Kernels known to spill, and the most of their instructions that may access local memory, as a share. Float64 on sm_100: Triton 3.6 uses
-no matrix units. Width 1: two warps, as of all narrow sums, load its numbers one by one; four spill none, and issue a fifth more (half
-types) or a seventh (float64). Width 256: tiles of 64 rows, not 128, spill none, and issue up to a third more for each. The rest:
-ptxas spills a few values to fit one more block."""
+"""Kernels known to spill, and the largest share of their instructions that may access local memory.
+
+Float64 on sm_100: Triton 3.6 uses no matrix units. Width 1: two warps, as for all narrow sums, load its numbers one by
+one; four warps would not spill, but would issue a fifth more instructions (half types) or a seventh (float64). At width
+256, tiles of 64 rows instead of 128 would not spill, but would issue up to a third more for each. The rest: ptxas
+spills a few values to fit one more block.
+"""
 WEIGHTED = {(name, 128, 90): {"_gram_backward": 0.015} for name in ("bf16", "fp16")}
-"""The same with a mask and weights."""
+"""The same shares with a mask and weights."""
 EXACT = {("fp32", 64, 90): {"_gram": 0.015}}
-"""The same summed in float64."""
+"""The same shares for sums in float64."""
 OF_PREFIXES = {("fp32", 256, 80): {"_add_planes": 0.015}}
-"""The same of the sums over all prefixes."""
+"""The same shares for the sums over all prefixes."""
 NIGHTLY = [case for case in itertools.product(DTYPES, (1, 16, 32, 64, 128, 256), (80, 90, 100)) if case not in ORDINARY]
 
 
@@ -55,7 +59,7 @@ def _launches(
 ) -> list[Launch]:
     """Record the launches of both sums, their gradients, and rows times a solution, on request with a mask and weights.
 
-    There are several runs of keys, of which the last is short.
+    There are several runs of keys; the last is short.
     """
     value_width = value_width or width
     k, v = (torch.empty(1, 4, 5003, n, dtype=dtype) for n in (width, value_width))
@@ -74,7 +78,7 @@ def _launches(
 
 @pytest.fixture(autouse=True)
 def _built_in_tiles() -> Iterator[None]:
-    """What nobody has measured must not spill. Tiles that were tuned on a GPU are faster there all the same: a time counts, not a count."""
+    """Tiles that nobody has measured must not spill. Tiles that were tuned on a GPU may: there the time counts."""
     with using({}):
         yield
 
@@ -106,7 +110,7 @@ def test_narrow_values_lose_no_descriptor(width: int, value_width: int, tmp_path
     "name, width, value_width", [("bf16", 64, 64), ("bf16", 16, 16), ("fp32", 16, 16), ("fp32", 33, 7), ("fp32", 64, 1)]
 )
 def test_tuned_tiles_are_sound(name: str, width: int, value_width: int, tmp_path: Path) -> None:
-    """They may spill, or take smaller matrix instructions, and nothing else."""
+    """They may spill or use smaller matrix instructions, but they have no other fault."""
     with using(read(FILE)):
         found = _launches(DTYPES[name], width, 90, value_width)
     assert [fault for fault in _check(found, 90, tmp_path) if "spilled" not in fault] == []
@@ -150,7 +154,8 @@ PREFIXES = {"_prefix_sums", "_send_sums_back", "_add_planes", "_scan_matrices"}
 
 
 def _prefixes(dtype: torch.dtype, width: int, capability: int, masked: bool) -> list[Launch]:
-    """Record the launches of the sums over all prefixes, on top of a state, and of their gradients, in several runs: each kernel once."""
+    """Record the launches of the sums over all prefixes and of their gradients,
+    in several runs with a state: each kernel once."""
     key = torch.empty(2, 4, 3000, width, dtype=dtype, device="meta")
     weights = torch.empty(2, 4, 3000, dtype=torch.promote_types(dtype, torch.float32), device="meta") if masked else None
     mask = torch.zeros(2, 3000, dtype=torch.bool, device="meta") if masked else None
@@ -181,12 +186,13 @@ def test_compiled_prefixes_everywhere(name: str, width: int, capability: int, tm
 
 
 def test_float64_behind_a_mask_compiles(tmp_path: Path) -> None:
-    """Triton's own assertion fails on a float64 product of converted or masked operands: the kernel must keep these apart."""
+    """Triton's own assertion fails on a float64 product of converted or masked operands:
+    the kernel must keep these apart."""
     assert _check(_launches(torch.float32, 16, 90, masked=True, exact=True), 90, tmp_path) == []
 
 
 def test_both_sums_in_one_pass() -> None:
-    """Both sums take one launch over the keys for up to 64 columns on Hopper, or 32 on other GPUs and in float64; else two."""
+    """Both sums take one launch for up to 64 columns on Hopper, or 32 on other GPUs and in float64; otherwise two."""
     for dtype, width, capability, passes in (
         (torch.float32, 64, 90, 1),
         (torch.float32, 65, 90, 2),

@@ -1,4 +1,5 @@
-"""Promises P2 (accurate) and P3 (repeatable) for the dual form and for sigma-intention, on random shapes, layouts and dtypes."""
+"""Promises P2 (accurate) and P3 (repeatable) for the dual form and for sigma-intention,
+on random shapes, layouts and dtypes."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def test_same_bits_of_expanded_tensors() -> None:
 
 @pytest.mark.parametrize("keys, width, alpha", [(513, 16, 0.1), (100, 8, 0.01), (16, 256, 0.1), (60, 64, 0.1), (7, 32, 1e-3)])
 def test_rows_are_as_accurate_as_in_the_primal(impl: str, keys: int, width: int, alpha: float) -> None:
-    """The error against float64 is at most three times that of torch's own float32 result, or 32 eps, whichever is larger."""
+    """The error against float64 is at most three times that of torch's own float32 result,
+    or 32 eps, whichever is larger."""
     q, k, v = torch.randn(2, 3, 20, width), torch.randn(2, 3, keys, width), torch.randn(2, 3, keys, 4)
     wanted = oracles.intention(q.double(), k.double(), v.double(), alpha)
     own = row_error(oracles.intention_in_torch(q, k, v, alpha), wanted).max()
@@ -124,7 +126,7 @@ def test_sigma_rows_are_accurate(impl: str, keys: int) -> None:
 
 @pytest.mark.parametrize("keys, width, warns", [(300, 290, True), (290, 300, True), (20, 300, False)])
 def test_wide_keys_and_many(keys: int, width: int, warns: bool) -> None:
-    """Keys wider than any attention kernel takes run all the same, with a warning where the definition is taken."""
+    """Keys wider than any attention kernel takes run nevertheless, with a warning if the definition runs."""
     q, k, v = (torch.randn(1, 1, n, w, dtype=torch.float64) for n, w in ((3, width), (keys, width), (keys, 2)))
     for form in ("primal", "dual"):
         torch.testing.assert_close(ck.intention(q, k, v, 0.5, form=form), oracles.intention(q, k, v, 0.5), rtol=1e-10, atol=1e-10)

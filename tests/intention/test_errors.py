@@ -1,4 +1,4 @@
-"""Bad input: which argument, what was given, what is allowed; before any work, the state unchanged."""
+"""Bad input raises an error that names the argument, what was given and what is allowed; states stay unchanged."""
 
 from __future__ import annotations
 

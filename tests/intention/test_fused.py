@@ -22,7 +22,8 @@ MASK = torch.tensor([[False, False, False, False, True], [False] * 5])
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let "cuda" and "triton" of Intention run native code on the CPU, "cuda" with the fused `ridge_solve`; return the list of what ran."""
+    """Let "cuda" and "triton" of Intention run native code on the CPU,
+    "cuda" with the fused `ridge_solve`; return the calls."""
     ran: list[str] = []
 
     def ridge_solve(*rows: Any) -> tuple[Tensor, ...]:

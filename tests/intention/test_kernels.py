@@ -1,6 +1,7 @@
-"""The Triton kernels in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
+"""The Triton kernels in Triton's interpreter. tests/test_interpreter.py runs this file with TRITON_INTERPRET=1.
 
-The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they
+were.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-6}
     "keys, width, value_width", [(70, 8, 8), (1, 1, 1), (65, 3, 17), (40, 16, 65), (63, 64, 1), (33, 100, 7), (17, 65, 130)]
 )
 def test_shapes(dtype: torch.dtype, keys: int, width: int, value_width: int) -> None:
-    """The last tile of keys is not full, and widths are odd or span several tiles; with weights and a mask, and without."""
+    """The last tile of keys is not full, and widths are odd or span several tiles;
+    with weights and a mask, and without."""
     batch = 2 if width < 32 else 1
     given = _inputs(batch, 1, keys, width, value_width, dtype)
     for weights, mask in ((None, None), (_weights(batch, 1, keys, dtype), torch.rand(batch, keys) < 0.3)):
@@ -150,7 +152,7 @@ def test_one_sum_alone(parts: tuple[bool, bool], width: int) -> None:
 @pytest.mark.parametrize("keys, width", [(1, 5), (40, 16), (2100, 16), (3, 70), (0, 3)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_sums_on_top_of_others(keys: int, width: int, masked: bool) -> None:
-    """In one run and several, in one tile and several; what is added to need not be symmetric, contiguous or aligned."""
+    """In one run and several, in one tile and several; the sums before need not be symmetric, contiguous or aligned."""
     case = Case(*_inputs(2, 1, keys, width, 3, torch.float32), mask=torch.rand(2, keys) < 0.3 if masked else None)
     gram, moment = (between_margins(torch.randn(2, 1, width, n, dtype=torch.float64)) for n in (width, 3))
     count = torch.tensor([[7], [2**40]])
@@ -191,7 +193,8 @@ def _check_prefixes(case: Case, every: int, state: tuple[Tensor, Tensor] | None 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("keys, width, value_width, every", [(21, 5, 3, 1), (23, 18, 33, 3), (40, 3, 17, 16), (1, 1, 1, 1)])
 def test_prefixes(keys: int, width: int, value_width: int, every: int, dtype: torch.dtype) -> None:
-    """A state after every key, every few and every many: the last chunk and tile are not full, and widths span several tiles."""
+    """A state after every key, every few and every many: the last chunk and tile are not full,
+    and widths span several tiles."""
     given = _inputs(1, 2, keys, width, value_width, dtype)
     _check_prefixes(Case(*given, _weights(1, 2, keys, dtype), torch.rand(1, keys) < 0.3), every)
     _check_prefixes(Case(*given), every)
@@ -216,14 +219,14 @@ def test_only_the_gradients_of_prefixes_that_are_asked_for(needed: int, every: i
 @pytest.mark.parametrize("every", [1, 16])
 @pytest.mark.parametrize("extents", [(0, 2, 3, 2), (2, 1, 0, 2), (2, 1, 20, 0)])
 def test_prefixes_of_nothing(extents: tuple[int, int, int, int], every: int) -> None:
-    """No set, no key, or no values; the state gets its gradient."""
+    """No set, no key, or no values: the state still gets its gradient."""
     batch, heads, keys, value_width = extents
     state = torch.randn(batch, heads, 5, 5).double(), torch.randn(batch, heads, 5, value_width).double()
     _check_prefixes(Case(*_inputs(batch, heads, keys, 5, value_width, torch.float32)), every, state)
 
 
 def test_a_nan_reaches_no_earlier_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one in what a prefix is sent reach a later key; in tiles, in runs, and before them."""
+    """A NaN sent back by a prefix does not reach a later key either: in tiles, in runs, and before them."""
     monkeypatch.setattr(scan, "GRAIN", 12)
     key, value = _inputs(1, 1, 40, 3, 2, torch.float32)
     key[0, 0, 20] = math.nan
@@ -293,7 +296,8 @@ def test_a_nan_stays_in_its_matrix() -> None:
 
 
 def test_long_runs_lose_no_digits() -> None:
-    """A float32 sum of 20,000 equal keys always rounds in one direction, so it must be added to a float64 total every 512 keys."""
+    """A float32 sum of 20,000 equal keys always rounds in one direction,
+    so it must be added to a float64 total every 512 keys."""
     key = torch.full((1, 1, 20_000, 1), 1 + 1.33e-5)
     with mock.patch.object(sums, "cut_keys", lambda keys, *_: launch.Cut(1, keys)):
         gram, _ = kernels.gram(key, key, None, None, (True, False), False)
@@ -327,7 +331,8 @@ def test_layouts(layout: str) -> None:
 
 @pytest.mark.usefixtures("_sums_in_one_order")
 def test_same_bits_again_and_alone() -> None:
-    """Bits are the same on every run, and for a batch element by itself, with weights, a mask and several runs of keys."""
+    """The bits are the same on every run, and for a batch element by itself,
+    with weights, a mask and several runs of keys."""
     key, value = _inputs(2, 1, 1100, 5, 3, torch.float32)
     weights, mask = _weights(2, 1, 1100, torch.float32), torch.rand(2, 1100) < 0.2
     cotangents = torch.randn(2, 1, 5, 5).double(), torch.randn(2, 1, 5, 3).double()

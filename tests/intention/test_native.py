@@ -1,4 +1,5 @@
-"""The streams over rows in C++ against their formulas in float64: every instruction set, type and layout, borders of blocks and runs."""
+"""The streams over rows in C++ against their formulas in float64: every instruction set,
+type and layout, borders of blocks and runs."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ native = pytest.importorskip("cmab_kernels.intention.native", reason="the extens
 BOTH = (True, True)
 ALL = (True, True, True)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# The error allowed, relative to the sum of the sizes of an element's terms. Sums are in the second type; rows are rounded to the first.
+# The error allowed, relative to the sum of the sizes of an element's terms. Sums are in the second type; rows are
+# rounded to the first.
 SUMS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -78,7 +80,7 @@ def _check_sums(case: Case, exact: bool) -> None:
 
 
 def _slopes(case: Case) -> tuple[Tensor, Tensor]:
-    """Return incoming gradients that are the same for all heads, so that a slice of a batch must give the same bits."""
+    """Return incoming gradients that are the same for all heads, so that a slice of a batch gives the same bits."""
     width, value_width = case.key.shape[-1], case.value.shape[-1]
     make = torch.Generator().manual_seed(1)
     shapes = (*case.key.shape[:2], -1, -1)
@@ -145,7 +147,8 @@ def test_borders_of_blocks_runs_and_pieces(isa: str, keys: int) -> None:
     _check(_case(1, 1, keys, 64, 16, torch.float32))
 
 
-# In units of eps. Equal terms are all rounded in the same direction: after n of them a sum is off by up to n / 4 eps, and n is 128.
+# In units of eps. Equal terms are all rounded in the same direction: after n of them a sum is off by up to n / 4 eps,
+# and n is 128.
 LAWS = {"normal": 4, "shifted": 4, "outlier": 4, "equal": 16}
 
 
@@ -201,7 +204,7 @@ def test_layouts_change_no_bit(isa: str, layout: str, dtype: torch.dtype, width:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("keys", [0, 1100])
 def test_interleaved_heads_of_many_runs(isa: str, keys: int, dtype: torch.dtype) -> None:
-    """Heads take turns, and rows of the run to come are copied meanwhile."""
+    """Heads take turns, and rows of the next run are copied meanwhile."""
     plain = _case(1, 8, keys, 64, 40, dtype)
     moved = Case(*(LAYOUTS["heads inside"](rows) for rows in plain[:2]))
     for parts in (BOTH, (True, False), (False, True)):
@@ -211,7 +214,7 @@ def test_interleaved_heads_of_many_runs(isa: str, keys: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("inside", [(0,), (1,), (0, 1)], ids=["keys", "values", "both"])
 def test_interleaved_heads_take_turns(isa: str, inside: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Groups of heads and pieces of rows are ragged; a piece ends within a turn; what is fetched meanwhile changes nothing."""
+    """Groups of heads and pieces of rows are ragged; a piece ends within a turn; prefetching changes nothing."""
     plain = _case(2, 9, 2500, 16, 8, dtype, weighted=True)._replace(mask=torch.rand(2, 2500) < 0.3)
     moved = plain._replace(**{name: LAYOUTS["heads inside"](getattr(plain, name)) for name in (plain._fields[i] for i in inside)})
     dgram, dmoment = torch.randn(2, 9, 16, 16, dtype=torch.float64), torch.randn(2, 9, 16, 8, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""What the promises mean for Intention alone: keys of any size, condition numbers, memory, and the `info` of a solve (P6).
+"""Promises of Intention alone: keys of any size, condition numbers, memory, and the `info` of a solve (P6).
 
-Everything else is in test_suite.py.
+test_suite.py has the rest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def test_a_bad_key_stays_in_its_head(impl: str, poison: float) -> None:
 
 @pytest.mark.parametrize("exponent", [1, 3, 5, 7, 9, 11])
 def test_float64_through_a_condition_of(impl: str, exponent: int) -> None:
-    """The solution is backward stable: its error is that of the condition number of the normal equations, and no more."""
+    """The solution is backward stable:
+    its error follows the condition number of the normal equations, and is no larger."""
     basis = torch.linalg.qr(torch.randn(2, 1, 50, 8, dtype=torch.float64))[0]
     key = basis * torch.logspace(0, -exponent / 2, 8, dtype=torch.float64)
     value = torch.randn(2, 1, 50, 3, dtype=torch.float64)
@@ -88,19 +89,20 @@ def test_widths(impl: str, dtype: torch.dtype, width: int, value_width: int) -> 
 
 
 def _read_off(rows: int):
-    """Fit a ridge regression to `rows` keys, and return its value at one point and the gradients with respect to alpha and the query."""
+    """Fit a ridge regression to `rows` keys,
+    and return its value at one point and the gradients with respect to alpha and the query."""
     k, v = torch.randn(1, 1, rows, 32), torch.randn(1, 1, rows, 32)
     q, alpha = torch.randn(1, 1, 1, 32, requires_grad=True), torch.ones((), requires_grad=True)
     return lambda: torch.autograd.grad(ck.intention(q, k, v, alpha, impl="native").sum(), (q, alpha))
 
 
 def test_constant_memory() -> None:
-    """Forward and backward over a million keys allocate nothing of size N but the gradients asked for."""
+    """Forward and backward over a million keys allocate nothing of size N but the requested gradients."""
     few, many = (measure.peak_memory(_read_off, rows, warm_up=(1000,)).extra / 2**20 for rows in (10_000, 1_000_000))
     assert many < few + 1.0, f"{few:.1f} MiB, {many:.1f} MiB"
 
 
-# ---- P6: what a solve is worth
+# ---- P6: the quality of a solve
 
 
 def _conditioned(systems: int, width: int, condition: float, dtype: torch.dtype) -> Tensor:

@@ -64,7 +64,8 @@ def test_the_limits_of_a_large_penalty(impl: str, length: int) -> None:
 
 
 def test_interpolation_without_penalty(impl: str) -> None:
-    """With alpha = 0 and fewer keys than columns the dual form fits every point exactly; masked keys and keys of weight 0 do not count."""
+    """With alpha = 0 and fewer keys than columns the dual form fits every point exactly;
+    masked keys and keys of weight 0 do not count."""
     _, k, v = _inputs(length=3, width=8)
     torch.testing.assert_close(ck.intention(k, k, v, 0.0, impl=impl), v)
     mask = torch.tensor([[False, True, False], [False, False, False]])

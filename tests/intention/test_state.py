@@ -1,4 +1,4 @@
-"""The streaming state: exact sums, merged and taken apart, for a million steps (P4)."""
+"""The streaming state: exact sums, merges and removals, for a million steps (P4)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_split_gives_the_same_state(impl: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("keys", [0, 1, 700])
 def test_a_step_is_an_update_and_a_solve(dtype: torch.dtype, keys: int, impl: str) -> None:
-    """To the same bits, whatever the layout of the state, which stays as it was."""
+    """The bits are the same for any layout of the state, which does not change."""
     k, v = _rows(9 + keys, dtype)
     before = ck.ridge_state(k[:, :, :9], v[:, :, :9], impl=impl)
     odd = RidgeState(before.gram.mT, before.moment.mT.contiguous().mT, before.count[:, :1].clone().expand(2, 3))
@@ -118,7 +118,8 @@ def test_gradients_through_updates_merges_and_removals(impl: str) -> None:
 
 
 def _drift(law: str, steps: int) -> tuple[float, float]:
-    """Return the relative errors of the Gram matrix after `steps` updates of a sliding window: ours, and that of float32 sums."""
+    """Return the relative errors of the Gram matrix after `steps` updates of a sliding window:
+    ours, and that of float32 sums."""
     window, width = 100, 4
     rows, targets = LAWS[law](steps, width), torch.randn(1, 1, steps, 2)
     state, single = ck.empty_ridge(1, 1, width, 2), torch.zeros(width, width)
@@ -150,7 +151,8 @@ def test_a_million_steps_do_not_drift(law: str) -> None:
 
 
 def test_a_million_additions_in_one_call_and_in_many(impl: str) -> None:
-    """Sums of a million float32 rows of mean 1 are right in float64; summed in float32 they would be off by more than 1e-4."""
+    """Sums of a million float32 rows of mean 1 are right in float64;
+    summed in float32 they would be off by more than 1e-4."""
     key, value = 1 + torch.randn(1, 1, 1_000_000, 2), torch.randn(1, 1, 1_000_000, 1)
     gram = key[0, 0].double().T @ key[0, 0].double()
     state = None
@@ -170,7 +172,7 @@ def test_to_and_from_a_plain_dict() -> None:
 @pytest.mark.parametrize("every", [1, 4, 7, 100])
 @pytest.mark.parametrize("masked", [False, True])
 def test_states_of_all_prefixes_are_those_of_a_loop(impl: str, every: int, masked: bool) -> None:
-    """Each is `ridge_state` of the keys so far, with its count, on top of an earlier state that is left as it was."""
+    """Each is `ridge_state` of the keys so far, with its count, on top of an earlier state, which does not change."""
     key, value, weights = torch.randn(2, 3, 26, 5), torch.randn(2, 3, 26, 2), torch.rand(2, 26)
     mask = torch.rand(2, 26) < 0.3 if masked else None
     before = ck.ridge_state(torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 2))

@@ -26,8 +26,8 @@ def _sums(state: ck.RidgeState) -> Results:
 class IntentionSuite(OperatorSuite):
     """Intention, whose rows of a head share one solution.
 
-    Its error shows in all of them, so torch's own error is the largest of a head's rows. Where torch's own products overflow or are no
-    longer positive definite it has no digit right, and none is asked of the kernels.
+    Its error shows in all of them, so torch's own error is the largest of a head's rows. If torch's own products
+    overflow or are no longer positive definite, torch has no digit right, and the kernels need none.
     """
 
     extents = {"B": 2, "H": 3, "L": 5, "N": 133, "D": 16, "E": 7}
@@ -51,7 +51,7 @@ class IntentionSuite(OperatorSuite):
         return size.clamp(min=0.05 * float(size.max()))
 
     def bad_arguments(self) -> list[str]:
-        """Return none: test_errors.py has them all."""
+        """Return no errors: test_errors.py has them all."""
         return []
 
 
@@ -110,7 +110,7 @@ class TestWeightedDual(TestWeighted):
     extents = {**IntentionSuite.extents, "N": 9}
     small = {**IntentionSuite.small, "N": 2, "D": 3}
     form = "dual"
-    masked_length = 128  # as many unknowns as the CUDA kernel solves for
+    masked_length = 128  # the CUDA kernel solves for so many unknowns
     layout_tolerance = {torch.float64: 1e-11, torch.float32: 1e-2}
     mask_tolerance = {torch.float64: 1e-11}
 
@@ -137,7 +137,7 @@ class TestRidgeState(IntentionSuite):
     operator = "ridge_state"
     arguments = {"key": "BHND", "value": "BHNE", "weights": "BN"}
     outputs = ("gram", "moment")
-    dtypes = (torch.float64, torch.float32, torch.bfloat16)  # the gradient of a weight leaves float16's range; test_state.py has its sums
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)  # float16: test_state.py tests its sums
     empty = "BHN"
     mask_tolerance = {torch.float64: 1e-12}
     on_gpu = {"shapes": WIDE}
@@ -158,7 +158,7 @@ class TestStep(IntentionSuite):
     operator = "ridge_step"
     arguments = {"root": "BHDD", "moment": "BHDE", "key": "BHND", "value": "BHNE", "alpha": "BH"}
     outputs = ("weight", "gram", "moment")
-    dtypes = (torch.float64,)  # of the state; test_state.py has steps with other keys
+    dtypes = (torch.float64,)  # the state's dtype; test_state.py steps with other keys
     laws = ("normal",)
     empty = "BHN"
     mask_tolerance = {torch.float64: 1e-11}
@@ -212,7 +212,7 @@ class TestPrefixStatesOfEveryKey(TestPrefixStates):
 
 
 class TestRemoval(TestRidgeState):
-    """`remove_ridge` of keys that the state has seen: what is left is the state of the others."""
+    """`remove_ridge` of keys that the state has seen: the state of the other keys is left."""
 
     operator = "remove_ridge"
     arguments = {"key": "BHND", "value": "BHNE", "other_key": "BHMD", "other_value": "BHME"}
@@ -237,7 +237,7 @@ class TestRemoval(TestRidgeState):
 MASK = torch.tensor([[False, False, False, False, True], [False] * 5])
 
 
-# ---- what is intention's own
+# ---- checks of Intention alone
 
 
 def _leaf(*shape: int) -> Tensor:
@@ -254,7 +254,8 @@ def _rows(width: int = 3) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_gradients_at_a_weight_of_zero(impl: str, form: str) -> None:
-    """The gradient at a weight of 0 is finite, and is the one-sided derivative: it says what adding the key would change."""
+    """The gradient at a weight of 0 is finite, and is the one-sided derivative:
+    it says what adding the key would change."""
     q, k, v = (t.detach() for t in _rows())
     weights = torch.tensor([[1.0, 0.0, 2.0, 0.0, 1.0]], dtype=torch.float64).expand(2, 5).clone().requires_grad_()
 
@@ -273,7 +274,7 @@ def test_gradients_at_a_weight_of_zero(impl: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_second_derivatives_at_a_weight_of_zero(impl: str, form: str) -> None:
-    """In alpha and weights they are those of the primal form's definition, whichever is derived first."""
+    """In alpha and weights they equal those of the primal definition, whichever derivative is taken first."""
     (q, k, v), alpha = (t.detach() for t in _rows(7)), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([[1.0, 0.0, 2.0, 0.0, 1.0]], dtype=torch.float64).expand(2, 5).clone().requires_grad_()
 
@@ -297,7 +298,7 @@ def test_gradients_of_no_keys(impl: str, form: str) -> None:
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[False, True, False]])])
 def test_second_derivatives_in_weights_without_a_penalty(impl: str, mask: Tensor | None) -> None:
-    """With alpha = 0 the dual form has those of a vanishing alpha, in weights and keys at once."""
+    """With alpha = 0 the dual form has the derivatives of a vanishing alpha, in weights and keys at once."""
     tensors = [torch.randn(1, 1, 3, 5, dtype=torch.float64), torch.rand(1, 1, 3, dtype=torch.float64) + 0.5]
     q, v = torch.randn(1, 1, 2, 5, dtype=torch.float64), torch.randn(1, 1, 3, 2, dtype=torch.float64)
 
@@ -378,7 +379,7 @@ def test_autocast(impl: str, length: int) -> None:
 @pytest.mark.parametrize("length, width", [(133, 4), (9, 16)])
 @pytest.mark.parametrize("exponent", [20, 30, 40, 50, 60])
 def test_huge_logits_of_sigma_intention(impl: str, exponent: int, length: int, width: int, dtype: torch.dtype) -> None:
-    """With a scale of 2^20 to 2^60, each query's largest score has all the weight; scores that are almost equal are left out."""
+    """With a scale of 2^20 to 2^60, each query's largest score has all the weight; nearly equal scores are left out."""
     q, k, v = torch.randn(2, 2, 30, width).to(dtype), torch.randn(2, 2, length, width).to(dtype), torch.randn(2, 2, length, 3).to(dtype)
     key = k.double()
     system = key.mT @ key + 0.5 * torch.eye(width, dtype=torch.float64)

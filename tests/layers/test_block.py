@@ -1,4 +1,4 @@
-"""Stacked blocks in one native call: the same as their operators one after the other, derivatives included."""
+"""Stacked blocks in one native call equal their operators one after the other, derivatives included."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _settings = Settings(HEADS, EPS, "input")
 
 @pytest.fixture(autouse=True, params=RESIDUALS)
 def residual(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both forms of the residual, one after the other."""
+    """Run a test for both forms of the residual."""
     monkeypatch.setattr(sys.modules[__name__], "_settings", Settings(HEADS, EPS, request.param))
     form: str = request.param
     return form
@@ -69,7 +69,7 @@ def _fused(
 def _passing(
     x: Tensor, inputs: Tensor | None, mask: Tensor | None, attended: Tensor | None, *parameters: Tensor, all_blocks: bool = False
 ) -> Tensor:
-    """The same where nothing is kept."""
+    """The same results when nothing is kept."""
     if attended is not None:
         return attended_blocks(x, attended, parameters, _settings, all_blocks=all_blocks)
     assert inputs is not None
@@ -112,7 +112,7 @@ def test_one_call_is_its_operators(shape: Sequence[int], dtype: torch.dtype, rea
     dy = torch.randn(*shape[:2], shape[4])
     ours, theirs = (_results(function, given, dy) for function in (_fused, _by_layer))
     right = _results(_by_layer, [t.double() if t is not None and t.is_floating_point() else t for t in given], dy)
-    largest = max(exact.norm() for exact in right)  # one key's weight is 1: gradients through it are differences that cancel to 0
+    largest = max(exact.norm() for exact in right)  # if one key's weight is 1, gradients through it cancel to 0
     for mine, other, exact in zip(ours, theirs, right, strict=True):
         assert mine.dtype == other.dtype
         error, allowed = (mine - exact).norm(), 4 * (other - exact).norm() + 1e-12 + 4 * torch.finfo(dtype).eps * largest
@@ -138,7 +138,10 @@ def test_chunks_and_their_states_are_the_whole() -> None:
 
 
 def test_ignored_inputs_are_not_read() -> None:
-    """A NaN in an ignored row reaches no result and no gradient; the row's own gradient is 0. So where all are ignored."""
+    """A NaN in an ignored row reaches no result and no gradient; the row's own gradient is 0.
+
+    This also holds if all rows are ignored.
+    """
     for share in (0.5, 1.0):
         given = _given(SHAPES["a few latents"])
         mask = torch.rand(2, 9) < share
@@ -156,7 +159,8 @@ def test_only_the_gradients_that_are_needed_are_made(reads: bool, residual: str)
         if given[chosen] is None or not given[chosen].is_floating_point():
             continue
         given[chosen].requires_grad_()
-        # Without inputs the first cross-attention is not part of the call up to its output projection, but for the norm of its residual.
+        # Without inputs, the call has only the output projection of the first cross-attention, and the norm of its
+        # residual.
         if not reads and (4 if residual == "input" else 6) < chosen <= 4 + 7:
             assert torch.autograd.grad(_fused(*given).sum(), given[chosen], allow_unused=True)[0] is None
             continue
@@ -167,7 +171,7 @@ def test_only_the_gradients_that_are_needed_are_made(reads: bool, residual: str)
 @both
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_latents_after_every_block(reads: bool, depth: int) -> None:
-    """They and their gradients are those of the operators, whether anything is kept or not, and the last ones those of one result."""
+    """Results between blocks, and their gradients, equal those of the operators, whether anything is kept or not."""
     given = _given(SHAPES["rows of several tiles"], reads=reads, depth=depth)
     dy = torch.randn(depth, *given[0].shape, dtype=torch.float64)
     _close(_results(_each, given, dy), _results(_each_by_layer, given, dy), 1e-12)
@@ -200,7 +204,7 @@ def test_second_derivatives_are_those_of_the_definition(reads: bool, all_blocks:
 @both
 @pytest.mark.parametrize("shape", ["rows of several tiles", "one set"])
 def test_strides_and_threads_change_no_bit(reads: bool, shape: str) -> None:
-    """Nor does it whether anything is kept; threads take sets, blocks or rows of their own."""
+    """Nor does keeping intermediate results; threads take sets, blocks or rows of their own."""
     given = [t if t is None else t.detach() for t in _given(SHAPES[shape], torch.float32, reads=reads)]
     apart = [t if t is None else t.repeat_interleave(2, -1)[..., ::2] for t in given]
     found, threads = [], torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""The Triton kernels of layers compiled for GPUs that are not here."""
+"""The Triton kernels of layers compiled for GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPILLING = {
     **{("bf16", width, capability): {"_matrix_gradient": 0.025} for width in (128, 256) for capability in (86, 89)},
     ("fp64", 256, 90): {"_feed_forward_back": 0.02},
 }
-"""The kernels of feed-forward layers known to spill, and the most of their instructions that may access local memory, as a share."""
+"""The feed-forward kernels known to spill, and the largest share of their instructions that may access local memory."""
 NIGHTLY = [case for case in itertools.product(DTYPES, (20, 64, 128, 256), CAPABILITIES, RESIDUALS) if case not in ORDINARY]
 
 
@@ -101,9 +101,10 @@ def test_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
 
 
 def test_launches() -> None:
-    """A feed-forward layer is one launch; an attention layer three, and one more where a context has projections of its own.
+    """A feed-forward layer is one launch; an attention layer is three, and one more if a context has its own
+    projections.
 
-    Of the gradients, nothing stands for that of the log-sum-exps: filled with zeros it would be a launch of its own.
+    The missing gradient of the log-sum-exps is not replaced by zeros: to fill them would be one more launch.
     """
     x, matrix = torch.empty(2, 9, 16), torch.empty(16, 16)
     bare = (*[None] * 4, *(matrix, None) * 4, 2, 0.5, 0.0, 0.0, "input", False)

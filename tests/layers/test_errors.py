@@ -1,4 +1,7 @@
-"""Bad input of the layers: which argument, what was given, what is allowed. The suite has wrong dtypes, devices and shared lengths."""
+"""Bad input of the layers: which argument, what was given, what is allowed.
+
+The suite has wrong dtypes, devices and shared lengths.
+"""
 
 from __future__ import annotations
 

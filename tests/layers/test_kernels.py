@@ -1,6 +1,8 @@
-"""The Triton kernels of layers in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
+"""The Triton kernels of layers in Triton's interpreter. tests/test_interpreter.py runs this file with
+TRITON_INTERPRET=1.
 
-The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they
+were.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def check(y: Tensor, grads: Sequence[Tensor], definition: Callable[..., Tensor],
 def feed_forward(
     rows: int = 5, columns: int = 12, features: int = 24, activation: str = "geglu", dtype: torch.dtype = torch.float32, absent: str = ""
 ) -> list[Any]:
-    """Return x, dy and the parameters, of which those that `absent` names are None."""
+    """Return x, dy and the parameters; those that `absent` names are None."""
     made = 2 * features if activation == "geglu" else features
     shapes = {"norm": (columns,), "shift": (columns,), "expand": (made, columns), "bias": (made,), "contract": (columns, features)}
     parameters = {name: torch.randn(shape) / (columns**0.5 if len(shape) > 1 else 1) for name, shape in shapes.items()}
@@ -97,7 +99,7 @@ def test_feed_forward(shape: dict[str, Any], dtype: torch.dtype, residual: str) 
 @both_forms
 @pytest.mark.parametrize("needed", range(8))
 def test_only_what_is_needed_of_a_feed_forward_layer(needed: int, residual: str) -> None:
-    """One gradient alone, and none."""
+    """The gradient of one argument alone, and of none."""
     check_feed_forward(feed_forward(), "geglu", [i == needed for i in range(7)], residual)
 
 
@@ -119,7 +121,7 @@ def test_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("activation", ["geglu", "gelu", "relu"])
 def test_a_row_that_is_not_a_number_stays_alone(activation: str) -> None:
-    """Neither NaN nor infinity leaves its row; a norm without eps meets a row that does not vary, and rows that are not there."""
+    """Neither NaN nor infinity leaves its row; a norm without eps meets a constant row, and rows that do not exist."""
     _, x, *parameters = feed_forward(rows=5, activation=activation)
     clean = kernels.feed_forward_layer(x, *parameters, 0.0, activation, "input")
     x[1, 3], x[2, 0], x[4] = math.nan, math.inf, 2.0
@@ -203,7 +205,7 @@ def test_attention(shape: dict[str, Any], dtype: torch.dtype, residual: str) -> 
 @pytest.mark.parametrize("rows, needed", [*((9, i) for i in range(0, 15, 2)), (9, 1), (9, 13), *((None, i) for i in (0, 2, 8))])
 @both_forms
 def test_only_what_is_needed_of_an_attention_layer(rows: int | None, needed: int, residual: str) -> None:
-    """One gradient alone, and none."""
+    """The gradient of one argument alone, and of none."""
     check_attention(*attention(batch=1, rows=rows, residual=residual), [i == needed for i in range(14)])
 
 
@@ -239,12 +241,12 @@ def test_an_ignored_row_is_a_query_of_its_own() -> None:
     assert mask.any() and torch.equal(clean[~mask], spoilt[~mask]) and spoilt[mask].isnan().all()
 
 
-# ---- what a call promises
+# ---- promises
 
 
 @pytest.mark.usefixtures("_sums_in_one_order")
 def test_same_bits_again_and_alone() -> None:
-    """Bits are the same on every run, and for a batch element by itself."""
+    """The bits are the same on every run, and for a batch element by itself."""
     given, mask, settings = attention(batch=2, rows=9, mask=True)
     dy, x, context, *parameters = given
     whole = kernels.attention_layer(x, context, mask, *parameters, *settings, True)
@@ -273,7 +275,8 @@ def test_layouts(layout: str) -> None:
 
 @both_forms
 def test_a_stack_of_these_kernels(residual: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stack of blocks runs them and attention over projected inputs: no key of an input is written, forward or backward."""
+    """A stack of blocks runs them with attention over projected inputs:
+    no key of an input is written, in either pass."""
     monkeypatch.setattr(nn.CrossAttention, "_read_in_parts", None)
     module = nn.CMABStack(dim=8, num_latents=3, num_heads=2, depth=2, dtype=torch.float64, residual=residual)
     inputs, latents = torch.randn(1, 9, 8).double().requires_grad_(), torch.randn(2, 8).double()
@@ -290,7 +293,7 @@ def test_a_stack_of_these_kernels(residual: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_second_derivatives() -> None:
-    """Those of both operators are of the definition, whichever implementation made the first."""
+    """Second derivatives come from the definition, whichever implementation computed the first ones."""
     dy, x, *parameters = (t.double() for t in feed_forward(rows=2, columns=3, features=2))
     norm, shift, expand, bias, contract, last = parameters
     x.requires_grad_()

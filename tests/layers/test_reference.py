@@ -1,4 +1,4 @@
-"""The definition is torch's: layers equal the modules that they stand for, and their operations are counted."""
+"""The definition equals torch's: layers equal the modules that they replace, and their operations are counted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def _close(ours: Tensor, right: Tensor) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 def test_attention_is_that_of_torch(impl: str, own: bool, masked: bool) -> None:
-    """The layer with torch's packed weights equals `nn.MultiheadAttention` between a norm and a sum, also with padding in x itself."""
+    """The layer with torch's packed weights equals `nn.MultiheadAttention` between a norm and a sum,
+    also with padding in x itself."""
     theirs, norm = nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64), nn.LayerNorm(12, dtype=torch.float64)
     for parameter in (*theirs.parameters(), *norm.parameters()):
         nn.init.normal_(parameter, std=0.5)
@@ -74,7 +75,7 @@ def test_no_rows_of_any_strides(impl: str) -> None:
 
 
 def test_flops(native: str) -> None:
-    """Two operations for each product, backward those that the gradients in question need."""
+    """Each product counts two operations; the backward pass counts those that the needed gradients take."""
     x = torch.randn(2, 5, 4, requires_grad=True)
     weights = [torch.randn(*shape, requires_grad=True) for shape in ((6, 4), (6, 4), (8, 4), (4, 8))]
     with FlopCounterMode(display=False) as forward:
@@ -98,7 +99,7 @@ def test_flops(native: str) -> None:
 
 
 def test_third_derivatives_with_a_norm(impl: str) -> None:
-    """Those of reverse mode equal those of forward mode, which torch's own LayerNorm fails."""
+    """The derivatives of reverse mode equal those of forward mode, which torch's own LayerNorm fails."""
     x, along = torch.randn(2, 2, 3, dtype=torch.float64), torch.randn(2, 2, 3, dtype=torch.float64)
     square, norm = torch.randn(3, 3, dtype=torch.float64), (torch.randn(3).double(), torch.randn(3).double(), 1e-5)
 
@@ -118,7 +119,7 @@ def test_third_derivatives_with_a_norm(impl: str) -> None:
 
 
 def test_gradients_of_weights_for_each_sample(impl: str) -> None:
-    """vmap over samples with weights in common gives each sample its own gradients of them."""
+    """vmap over samples with shared weights gives each sample its own gradients of them."""
     x, context = torch.randn(3, 2, 5, 4, dtype=torch.float64), torch.randn(3, 2, 6, 4, dtype=torch.float64)
     square, expand = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 4), (8, 4)))
 
@@ -134,7 +135,7 @@ def test_gradients_of_weights_for_each_sample(impl: str) -> None:
 
 
 class _Zeros(TorchDispatchMode):
-    """Counts the tensors of zeros that are made."""
+    """Counts how many tensors of zeros are made."""
 
     count = 0
 
@@ -154,7 +155,7 @@ class _StopsGradients(torch.autograd.Function):
 
 
 def test_a_backward_pass_makes_no_gradients_of_what_was_kept(native: str) -> None:
-    """Keys and values that are kept have none, and zeros in their place would be as large as they are."""
+    """Kept keys and values have no gradient; zeros in its place would take as much memory as they do."""
     layer, x, context = CrossAttention(8, 2), torch.randn(3, 4, 8, requires_grad=True), torch.randn(3, 5, 8, requires_grad=True)
     y = layer(x, context)
     with _Zeros() as zeros:

@@ -17,7 +17,7 @@ HEADS = 3
 
 
 class LayerSuite(OperatorSuite):
-    """A layer whose weights make features of about the size of their inputs, as those of a network do."""
+    """A layer whose weights make features of about the size of their inputs, like those of a network."""
 
     impls = ("reference", "native")
     repeatable = ("native",)
@@ -83,7 +83,7 @@ class TestGeglu(LayerSuite):
 
 
 class TestNormedGeglu(TestGeglu):
-    """The same, added to what the norm makes of x."""
+    """The same layer, with norm(x) as the residual."""
 
     bits, many = TestGeglu.bits[1:], None
     compilers = ("aot_eager",)
@@ -102,7 +102,7 @@ class TestGelu(TestGeglu):
 
 
 class TestRelu(TestGeglu):
-    """A feed-forward layer of matrices and nothing else."""
+    """A feed-forward layer with matrices and nothing else."""
 
     arguments = {"x": "RC", "expand_weight": "FC", "contract_weight": "CF"}
     shapes = ({}, {"R": 130, "C": 64, "F": 128})
@@ -118,7 +118,8 @@ class TestRelu(TestGeglu):
 
 
 class TestAttentionLayer(LayerSuite):
-    """Cross-attention with all its parts: two norms, four biases, a context of another width, values of another width, a mask."""
+    """Cross-attention with all its parts: two norms, four biases, a context of another width,
+    values of another width, a mask."""
 
     operator = "attention_layer"
     arguments = {
@@ -175,11 +176,13 @@ class TestAttentionLayer(LayerSuite):
         return largest if self.scale is None else largest * self.scale * query.shape[-1] ** 0.5
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Leave out the gradient of the keys' bias, which vanishes: softmax does not see what is added to all logits."""
+        """Leave out the gradient of the keys' bias, which vanishes:
+        softmax does not see what is added to all logits."""
         return not (is_gradient and name == "key_bias")
 
     def row_sizes(self, found: Measured) -> Tensor:
-        """Measure gradients through the softmax by the terms that they add up, which cancel where a weight is nearly 1."""
+        """Measure gradients through the softmax by the terms that they add up,
+        which cancel where a weight is nearly 1."""
         size = super().row_sizes(found)
         term = self.terms(found).get(found.name) if found.is_gradient else None
         return size if term is None else torch.maximum(size, oracles.share_of_terms(found.dtype) * term.norm(dim=-1))
@@ -248,7 +251,7 @@ class TestSelfAttentionLayer(TestAttentionLayer):
 
 
 class TestNormedAttentionLayer(TestAttentionLayer):
-    """Cross-attention with all its parts, added to what the norm makes of x, as in the authors' code of a constant memory block."""
+    """Cross-attention with all its parts and norm(x) as the residual, as in the authors' constant memory block."""
 
     bits, many = TestAttentionLayer.bits[1:], None
     compilers = ("aot_eager",)
@@ -256,14 +259,14 @@ class TestNormedAttentionLayer(TestAttentionLayer):
 
 
 class TestNormedSelfAttentionLayer(TestSelfAttentionLayer):
-    """Self-attention, added to what the norm makes of x."""
+    """Self-attention with norm(x) as the residual."""
 
     bits = TestAttentionLayer.bits[1:]
     residual = "normed"
 
 
 class TestBareAttentionLayer(TestAttentionLayer):
-    """Cross-attention of matrices and nothing else."""
+    """Cross-attention with matrices and nothing else."""
 
     arguments = {"x": "BLC", "context": "BNM", "query_weight": "KC", "key_weight": "KM", "value_weight": "VM", "output_weight": "CV"}
     shapes = ({},)
@@ -271,7 +274,8 @@ class TestBareAttentionLayer(TestAttentionLayer):
     bits, many = (), None
 
     def row_sizes(self, found: Measured) -> Tensor:
-        """Measure gradients by the terms that they add up, which cancel where no norm keeps logits small and softmax has one weight."""
+        """Measure gradients by the terms that they add up,
+        which cancel where no norm keeps logits small and softmax has one weight."""
         size, inputs = super().row_sizes(found), found.inputs
         heads = self.heads(None, **inputs)
         dout = (found.cotangents[0].double() @ inputs["output_weight"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)

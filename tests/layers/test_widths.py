@@ -24,7 +24,8 @@ def test_heads_may_be_wider_than_those_of_the_attention_operators() -> None:
 
 @pytest.mark.parametrize("width, heads, each", [(64, 1, 4), (64, 1, 1), (130, 1, 3), (7, 4, 16)])
 def test_heads_may_be_much_narrower_than_the_layer(width: int, heads: int, each: int) -> None:
-    """Gradients are right whichever of the two widths of the output projection has more padding: one was written past its memory."""
+    """Gradients are right whichever of the two widths of the output projection has more padding:
+    one was written past its memory."""
     shapes = [(2, 50, width), *[(heads * each, width)] * 3, (width, heads * each)]
     tensors = [(torch.randn(shape) / shape[-1] ** 0.5).requires_grad_() for shape in shapes]
     found = [

@@ -1,4 +1,4 @@
-"""Small models of all systems, and what their main methods take."""
+"""Small models of all systems, and inputs for their main methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 SIZES = {"dim": 8, "num_heads": 2, "sequence_len": 4, "num_points": 5, "num_marks": 3, "dim_in": 3, "num_classes": 2, "num_landmarks": 2}
 TIMES = torch.tensor([[1.0, 1.0, 2.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
-"""With events at the same time, and at time 0."""
+"""Events include some at the same time, and some at time 0."""
 MARKS = torch.tensor([[0, 1, 2], [2, 2, 0]])
 
 
@@ -27,7 +27,7 @@ def made(system: str, **changes: Any) -> Any:
 
 
 def inputs(system: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return what the system's main method takes, by name, the same on every call."""
+    """Return the inputs of the system's main method, by name, the same on every call."""
     torch.manual_seed(1)
     kind = SYSTEMS[system]
     if issubclass(kind, NeuralProcess):

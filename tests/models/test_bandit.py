@@ -1,4 +1,4 @@
-"""The wheel bandit: what arms pay, what an agent sees, and its regret."""
+"""The wheel bandit: the rewards of arms, the observations of an agent, and its regret."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Plays(KeepsPoints):
             first, second = (target_x > 0).unbind(-1)
             quadrant = torch.where(second, torch.where(first, 1, 2), torch.where(first, 4, 3))
             arm = torch.where(target_x.norm(dim=-1) >= self.delta.unsqueeze(1), quadrant, 0)
-        # The deviation decides: an agent that looked at means alone would take the last arm.
+        # The deviation decides: an agent that used means alone would take the last arm.
         means = torch.zeros(*arm.shape, wheel.ARMS).index_fill(2, torch.tensor([4]), 0.5)
         return Normal(means, 1.0 + torch.nn.functional.one_hot(arm, wheel.ARMS))
 
@@ -64,7 +64,7 @@ def test_half_of_the_context_is_hidden_and_no_target() -> None:
     x, y, target_x, target_y = made(wheels=4).batch(seeded(1))
     assert x.shape == (4, 512, 2) and y.shape == (4, 512, 5) and target_x.shape == (4, 50, 2)
     plausible = ((y - 1.1).abs() < 0.35) | (y > 40)
-    assert 0.5 < plausible.float().mean() < 0.7  # those seen, and the noise that falls among them
+    assert 0.5 < plausible.float().mean() < 0.7  # those seen, and noise within the bounds
     assert (((target_y - 1.1).abs() < 0.35) | (target_y > 40)).all()
 
 
@@ -97,7 +97,7 @@ def test_a_stream_updates_and_forgets() -> None:
     agent = Plays(arm=0)
     steps = list(made(plays=12, memory=4).stream(agent))
     assert agent.known == [1, 2, 3] + [4] * 8
-    after_first = agent.read[0, 1:]  # this arm pays 1.2 wherever it is taken, and what others would pay is hidden
+    after_first = agent.read[0, 1:]  # this arm always pays 1.2; the payments of others are hidden
     assert (after_first[:, 0] - 1.2).abs().max() < 0.3
     assert (after_first[:, 1:] - 1.0).abs().amax() > 1
     assert [step["plays"] for step in steps] == list(range(1, 13))

@@ -1,4 +1,4 @@
-"""Whoever changes a linear layer or a norm of a model gets it called, by all that the model predicts, with gradients and without."""
+"""A changed linear layer or norm of a model is called by all predictions of the model, with gradients and without."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def one_by_one(model: Any, given: dict[str, Tensor]) -> Tensor:
 
 
 def between_events(model: Any, given: dict[str, Tensor]) -> Tensor:
-    """The intensity does not depend on the mark, whose layer is called all the same."""
+    """The intensity does not depend on the mark, but the mark's layer is called nevertheless."""
     found: Tensor = model.intensity(given["times"][0], given["marks"][0], torch.tensor([0.5, 2.5]))
     return found
 
@@ -73,7 +73,8 @@ def runs(model: nn.Module, how: str) -> list[Run]:
 
 
 def deep(system: str) -> Any:
-    """Return a model with two of whatever it has any number of: the layers of a classifier are not alike, and more take long."""
+    """Return a model with two of each part of which it may have many:
+    the layers of a classifier differ, and more take long."""
     known = inspect.signature(SYSTEMS[system].__init__).parameters
     torch.manual_seed(0)
     sizes = ("depth", "embedding_depth", "projection_depth", "num_latents")
@@ -93,7 +94,8 @@ def test_every_model_is_here() -> None:
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_changed_layer_is_called(system: str, training: bool, how: str) -> None:
-    """torch's fused encoder layer, which runs without gradients, reads weights and calls none; its attention never calls `out_proj`."""
+    """torch's fused encoder layer, used without gradients, reads weights and calls no module;
+    its attention never calls `out_proj`."""
     model, given = deep(system).train(training), inputs(system, torch.float64)
     names = layers(model)
     assert len(names) > 1

@@ -31,7 +31,8 @@ def test_an_example_without_a_class_is_refused(estimator: str) -> None:
 
 
 def test_no_choice_takes_a_nan() -> None:
-    """`argmax` takes a NaN for the largest: what may be one is chosen by `largest`, and these are counts or classes."""
+    """`argmax` takes a NaN for the largest score: `largest` chooses among scores;
+    these calls choose among counts or classes."""
     counts = {"choices.py", "events.py", "published_streams.py"}
     root = Path(cmab_models.__file__).parent
     assert {path.name for path in root.rglob("*.py") if re.search(r"\.arg(max|min)\(", path.read_text())} == counts

@@ -1,4 +1,4 @@
-"""Digests of code: what a system is made of changes them, and nothing else."""
+"""Digests of code change with the code of a system, and with nothing else."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CMANP = SYSTEMS["cmanp"].__module__
 
 
 def test_what_a_system_is_made_of() -> None:
-    """By way of packages that import from everywhere, its own modules are reached, and no other system's."""
+    """Through packages that import from everywhere, a system's own modules are reached, and no other system's."""
     found = code.reached((CMANP, TASKS["gp-rbf"].__module__))
     assert {"cmab_models.neural_processes.parts", "cmab_kernels.nn.cmab.stack", "cmab_kernels.layers.reference"} <= found
     assert not {"cmab_models.neural_processes.cnp", "cmab_models.systems", "cmab_kernels.nystrom.reference"} & found
 
 
 def test_a_digest_follows_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It changes with its own modules and with what these import, but not with the kernels."""
+    """The digest changes with the system's own modules and their imports, but not with the kernels."""
     tree, before, of_cnp = code._tree, code.digest(CMANP), code.digest(SYSTEMS["cnp"].__module__)
 
     def changed(module: str) -> bool:

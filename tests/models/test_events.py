@@ -1,4 +1,5 @@
-"""Point processes: streaming equals batch, nothing leaks, distributions are normalised, and the exact process is exact."""
+"""Point processes: streaming equals batch, nothing leaks, distributions are normalised,
+and the exact process is exact."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def test_the_mixture_is_a_distribution_with_a_closed_mean() -> None:
     mixture = LogNormalMixture(logits, loc, torch.rand(3, 5, dtype=torch.float64, generator=generator) * 0.5 + 0.2)
     log_t = torch.linspace(-12, 12, 20_001, dtype=torch.float64).unsqueeze(1)
     t = log_t.exp()
-    density = mixture.log_prob(t).exp() * t  # of log t
+    density = mixture.log_prob(t).exp() * t  # the density of log t
     torch.testing.assert_close(torch.trapezoid(density, log_t, dim=0), torch.ones(3, dtype=torch.float64), **TIGHT)
     torch.testing.assert_close(torch.trapezoid(density * t, log_t, dim=0), mixture.mean, **TIGHT)
     torch.testing.assert_close(
@@ -226,7 +227,8 @@ def test_the_likelihood_of_a_hawkes_process_is_that_of_its_intensity() -> None:
 
 
 def test_a_mark_without_its_time_is_a_mean_over_times() -> None:
-    """The mark of the event after the first, for one mark after another, from the intensities on a fine grid of times."""
+    """The mark of the event after the first, for one mark after another,
+    from the intensities on a fine grid of times."""
     process = Hawkes()
     gap = torch.linspace(0, 60, 600_001, dtype=torch.float64)
     intensity = process.intensity(torch.tensor([1.0]), torch.tensor([2]), 1.0 + gap.clamp(min=1e-9))
@@ -238,7 +240,8 @@ def test_a_mark_without_its_time_is_a_mean_over_times() -> None:
 
 
 def test_simulated_events_follow_the_intensity() -> None:
-    """Integrals of the intensity from event to event are exponential with mean 1, and as many events come as the theory says."""
+    """Integrals of the intensity from event to event are exponential with mean 1,
+    and as many events come as the theory says."""
     process, end = Hawkes(), 100.0
     events = process.simulate(400, end, seeded(4))
     rate = sum(process.base) / (1 - 1.2 / process.decay)

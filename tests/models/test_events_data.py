@@ -1,4 +1,4 @@
-"""Event data: real departures are cleaned as described, published formats are read, and what is wrong is named."""
+"""Event data: real departures are cleaned as described, published formats are read, and faults are named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cmab_models.point_processes import Events
 def test_streams_are_cut_at_midnights() -> None:
     times = torch.tensor([10.0, 30.0, 48.0, 49.0, 50.0, 51.0, 100.0])
     found = windows([(times, torch.arange(7)), (times[:2], torch.arange(2))], end=200.0, day=24.0, window=3, shortest=2)
-    assert found.lengths.tolist() == [3, 3, 2]  # the seventh alone is too few
+    assert found.lengths.tolist() == [3, 3, 2]  # the seventh alone is too short
     assert found.times.tolist() == [[10.0, 30.0, 48.0], [1.0, 2.0, 3.0], [10.0, 30.0, 0.0]]
     assert found.marks.tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 0]]
     assert found.end.tolist() == [48.0, 3.0, 200.0]

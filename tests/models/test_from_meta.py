@@ -1,4 +1,5 @@
-"""Every public module of both packages has its values when it comes from the meta device, and its constants after every cast."""
+"""Every public module of both packages has its values when it comes from the meta device,
+and its constants after every cast."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from cmab_kernels import nn
 
 from .cases import answer, inputs, made
 
-TOKENS, LATENTS, SETS = (6, 2, 12), (4, 12), (2, 7, 12)  # each is drawn anew from the same seed
+TOKENS, LATENTS, SETS = (6, 2, 12), (4, 12), (2, 7, 12)  # each is drawn again from the same seed
 ENCODER: dict[str, Any] = {"dim_feedforward": 24, "dropout": 0.0}
 WINDOW = {"sequence_len": 6}
 
@@ -58,7 +59,7 @@ def test_all_public_modules_are_here() -> None:
 
 
 def result(name: str, module: Any) -> list[Tensor]:
-    """Return all that the module says of inputs that are the same on every call."""
+    """Return all outputs of the module for inputs that are the same on every call."""
     if name in SYSTEM_MAKERS:
         return [answer(module, inputs(name.split(",")[0]))]
     torch.manual_seed(1)
@@ -89,7 +90,7 @@ def under_a_default_of_meta(module: Any, weights: dict[str, Any]) -> None:
 def test_a_module_from_the_meta_device_is_as_if_made_here(name: str, journey: Callable[[Any, dict[str, Any]], None]) -> None:
     make = SYSTEM_MAKERS[name] if name in SYSTEM_MAKERS else MODULES[name][0]
     if journey is by_assigning and name in MODULES and MODULES[name][1] is None:
-        return  # the holder of a stream follows the weights of its module, and has none by itself
+        return  # the holder of a stream has no weights of its own
     torch.manual_seed(0)
     right = make().eval()
     with torch.device("meta"):

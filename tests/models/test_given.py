@@ -1,4 +1,4 @@
-"""What is given to systems: half types have finite likelihoods, and what is missing, no tensor, or of another dtype is named."""
+"""Inputs of systems: half types have finite likelihoods; a missing input, a non-tensor or a wrong dtype is named."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_neural_process_in_half_types_predicts_each_prefix_and_samples(system:
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
 @pytest.mark.parametrize("system", OF_EVENTS)
 def test_events_at_the_same_time_have_a_likelihood(system: str, dtype: torch.dtype) -> None:
-    """At once, one by one, until an end, and in half types of times too."""
+    """Inputs come at once, one by one, or until an end, also with times in half types."""
     torch.manual_seed(0)
     model = made(system, dim=32, period=24.0).to(dtype)
     for times in (TIMES, TIMES.to(dtype)):
@@ -108,7 +108,7 @@ def test_a_cnp_in_half_types_counts_its_points() -> None:
     torch.testing.assert_close(model.predict(state, x[:, :3].half()).mean, expected, rtol=1e-2, atol=1e-2)
 
 
-# ---- what is missing
+# ---- missing inputs
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def test_a_missing_value_is_named_by_every_method(system: str) -> None:
 
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in OF_EVENTS])  # these look for padding
 def test_values_are_not_read_where_there_are_none(system: str) -> None:
-    """Checks of values must not stand in the way of the meta device, for which shapes follow as for others."""
+    """Checks of values must not fail on the meta device, where shapes follow as on others."""
     model, given = made(system).to("meta"), {name: part.to("meta") for name, part in inputs(system).items()}
     assert answer(model, given).is_meta
 
@@ -175,14 +175,14 @@ def test_missing_times_and_wrong_marks_are_named(system: str) -> None:
             call()
 
 
-# ---- memory of the caller's
+# ---- memory of the caller
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("system", PROCESSES)
 def test_points_in_one_buffer(system: str, masked: bool) -> None:
-    """What is given may be overwritten: a state keeps copies."""
+    """Inputs may be overwritten afterwards: a state keeps copies."""
     model, x, y = made(system), torch.randn(3, 2, 4, 1), torch.randn(3, 2, 4, 1)
     ignored = torch.zeros(3, 2, 4, dtype=torch.bool)
     ignored[:, :, 1] = masked
@@ -210,7 +210,7 @@ def test_a_clock_that_goes_on_in_place(system: str) -> None:
     assert torch.equal(*(model.next_event(state).time.mean for state in states))
 
 
-# ---- what is no tensor, or of another dtype
+# ---- inputs that are not tensors, or have another dtype
 
 
 @torch.no_grad()
@@ -239,7 +239,7 @@ def test_what_is_no_tensor_is_named(system: str, other: Callable[[Tensor], Any])
 def test_another_dtype_is_named(system: str) -> None:
     model, given = made(system), inputs(system)
     for name, part in given.items():
-        if (system, name) == ("few-shot", "value"):  # of any dtype, as it only tells classes
+        if (system, name) == ("few-shot", "value"):  # any dtype: it only tells classes
             continue
         with pytest.raises(TypeError, match=rf"^`{name}` is torch\.float64: the module is torch\.float32; cast them alike"):
             answer(model, given | {name: part.double()})
@@ -319,7 +319,7 @@ def test_events_that_do_not_fit_are_named(times: Any, marks: Any, end: Any, said
 @pytest.mark.filterwarnings("ignore")  # torch announces the successor of its dynamic quantisation
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_dynamic_quantisation(system: str) -> None:
-    """Its layers have no parameters, and those of torch's own encoder layer are read by torch's fused one, which must not run."""
+    """Its layers have no parameters; torch's fused encoder layer would read them, so it must not run."""
     model, given = made(system), inputs(system)
     quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
     assert answer(quantised, given).isfinite().all()

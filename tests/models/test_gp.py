@@ -1,4 +1,5 @@
-"""Functions of Gaussian processes: exact predictions are those of the textbook, and ceilings those behind the published tables."""
+"""Functions of Gaussian processes: exact predictions equal the textbook's,
+and ceilings those of the published tables."""
 
 from __future__ import annotations
 

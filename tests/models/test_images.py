@@ -1,4 +1,4 @@
-"""Images as functions of coordinates, where they come from, and what a model completes them to."""
+"""Images as functions of coordinates, their sources, and a model's completion of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_points_are_pixels_of_the_images(name: str) -> None:
     assert all(len(each.unique(dim=0)) == len(each) for each in points)
     places = ((points + 1) / 2 * (task.size - 1)).round().long()
     whole = [data.values(image[None]).unflatten(1, image.shape[:2])[0] for image in task.images()["train"]]
-    if name != "photographs":  # of these, squares anywhere are taken
+    if name != "photographs":  # photographs are cropped anywhere
         for place, value in zip(places, values, strict=True):
             assert any(torch.equal(image[place[:, 0], place[:, 1]], value) for image in whole)
 
@@ -188,7 +188,7 @@ def test_celeba(tmp_path: Path) -> None:
     task: Any = made("celeba", folder=str(tmp_path))
     images = task.images()
     assert {name: part.shape for name, part in images.items()} == {"train": (2, 32, 32, 3), "unseen": (1, 32, 32, 3)}
-    assert (images["unseen"].float() - torch.tensor([120.0, 0, 255])).abs().max() < 4  # as JPEG keeps it
+    assert (images["unseen"].float() - torch.tensor([120.0, 0, 255])).abs().max() < 4  # the accuracy of JPEG
     (tmp_path / "list_eval_partition.txt").write_text("000000.jpg 7\n")
     published.celeba.cache_clear()
     with pytest.raises(ValueError, match=r"'000000\.jpg 7'"):

@@ -1,4 +1,4 @@
-"""Neural processes: reading in pieces equals reading at once, forgetting undoes reading, and what is saved comes back."""
+"""Neural processes: reading in pieces equals reading at once, forgetting undoes reading, and saved models come back."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 def test_embedded_points_differ_before_training() -> None:
-    """With torch's own initialisation 2% is left after four layers, and attention sees one point for all."""
+    """With torch's own initialisation, 2 % is left after four layers, and attention takes one point for all."""
     torch.manual_seed(0)
     points = 2 * torch.rand(500, 3) - 1
     embedded = torch.stack([point_embedding(3, 32, 4)(points) for _ in range(10)])
@@ -91,7 +91,7 @@ def test_masked_points_may_hold_anything(kind: type[NeuralProcess]) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_of_nothing_there_is_nothing(kind: type[NeuralProcess]) -> None:
-    """One point has no points before it; there may be no points, no targets, and no functions."""
+    """The first point has no points before it; there may be no points, no targets, and no functions."""
     model, (x, y, target_x, _) = made(kind), batch()
     assert model.prefix_log_prob(x[:, :1], y[:, :1]).shape == (2, 0)
     assert model.prefix_log_prob(x[:, :0], y[:, :0]).shape == (2, 0)
@@ -168,7 +168,7 @@ def test_what_is_saved_comes_back(kind: type[NeuralProcess], tmp_path: Path) -> 
 
 
 def test_the_papers_sizes() -> None:
-    """The published count of CMANP-AND, 1,460,951, has the diagonal head of CMANP in it, which it does not use."""
+    """The published count of CMANP-AND, 1,460,951, includes CMANP's diagonal head, which it does not use."""
     diagonal_head = 64 * 128 + 128 + 128 * 2 + 2
     sizes = [sum(p.numel() for p in kind(1, 1).parameters()) for kind in (CMANP, CMANPAND, LBANP)]
     assert sizes == [1_341_634, 1_460_951 - diagonal_head, 792_514]

@@ -1,4 +1,4 @@
-"""A batch of nothing has losses of 0, of which every gradient is 0: a training that meets one goes on as if it had not."""
+"""An empty batch has losses of 0 with gradients of 0: a training that meets one goes on as if it had not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .cases import MARKS, TIMES, answer, inputs, made
 
 PROCESSES = [name for name, kind in SYSTEMS.items() if issubclass(kind, NeuralProcess)]
 OF_SETS = ("query", "target_x", "target_y", "times", "marks")
-"""What is asked for, in each of as many places as there are."""
+"""The empty inputs, in each possible place."""
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def test_gradients_of_what_is_given_are_0_as_well(system: str) -> None:
 
 
 def batch(model: Any, task: Any, given: dict[str, Tensor], how: Callable[[Tensor], Tensor] | None) -> Any:
-    """Return a batch of a task that was cut."""
+    """Return an empty slice of a batch of a task."""
     some = given if how is None else cut(given, how)
     if isinstance(model, NeuralProcess):
         return Batch(**some)

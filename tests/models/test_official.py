@@ -1,4 +1,4 @@
-"""Weights that the authors' code saves give the outputs of the authors' code.
+"""Weights saved by the authors' code give the outputs of the authors' code.
 
 `public_code_outputs.pt` holds random weights in float64 and what the public code of CMANP and LBANP
 (https://github.com/BorealisAI/constant-memory-anp) made of random inputs with them.
@@ -31,7 +31,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.fixture(params=["auto", "reference"])
 def implementation(request: pytest.FixtureRequest) -> Any:
-    """The fused implementation of this machine, and the definition."""
+    """Run a test with the fused implementation of this machine, and with the definition."""
     with use_impl(request.param):
         yield
 
@@ -51,7 +51,7 @@ def test_means_and_deviations(name: str) -> None:
 @by_both
 @pytest.mark.parametrize("name", ["cmanp", "cmanp_bound"])
 def test_a_context_that_grows(name: str) -> None:
-    """Four targets become context, by one update of the state; the last two are predicted."""
+    """One update of the state adds four targets to the context; the last two are predicted."""
     model, case = loaded(name)
     with torch.no_grad():
         state = model.condition(case["xc"], case["yc"])
@@ -69,7 +69,7 @@ def test_the_log_likelihood() -> None:
 
 @by_both
 def test_joint_likelihoods() -> None:
-    """Blocks of targets become context of the next; all targets are one block."""
+    """Blocks of targets join the context of the next; all targets are one block."""
     model, case = loaded("cmanp_and")
     points = [case[name] for name in ("xc", "yc", "xt", "yt")]
     targets = case["xt"].shape[1]
@@ -98,7 +98,7 @@ def test_a_block(calls: str) -> None:
 
 
 def changed(name: str, **changes: Tensor | None) -> dict[str, Tensor]:
-    """Return the weights of a case with others in their place; without those that are None."""
+    """Return the weights of a case with some replaced, and those without a replacement removed."""
     return {key: tensor for key, tensor in (CASES[name]["weights"] | changes).items() if tensor is not None}
 
 

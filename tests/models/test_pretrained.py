@@ -1,4 +1,4 @@
-"""What every model refuses when it is made."""
+"""Arguments that every model refuses when it is constructed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRONG = {
 """Values that an argument of this annotation must not have."""
 
 LEAST = {"dim": 8, "num_heads": 2}
-"""Arguments that are not 1 in the least model that has no defaults."""
+"""Arguments that are not 1 in the smallest model, which has no defaults for them."""
 
 
 def arguments(system: str) -> dict[str, inspect.Parameter]:
@@ -81,7 +81,7 @@ def test_arguments_by_place_are_checked_too() -> None:
 
 @pytest.mark.parametrize("system", ["cmanp", "cmanp-and", "lbanp"])
 def test_a_folder_of_an_older_version_gives_what_it_gave(system: str, tmp_path: Path) -> None:
-    """Its configuration knows of no residual: each layer added its result to its input."""
+    """Its configuration has no residual: each layer added its result to its input."""
     saved = SYSTEMS[system](**least(system), residual="input")
     saved.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
@@ -94,7 +94,7 @@ def test_a_folder_of_an_older_version_gives_what_it_gave(system: str, tmp_path: 
 
 
 def test_a_folder_that_holds_another_model_or_a_part_of_one_is_refused(tmp_path: Path) -> None:
-    """What is missing would stay random, without a word."""
+    """Missing weights would silently stay random."""
     SYSTEMS["cmanp"](**least("cmanp")).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match="Missing key"):
         SYSTEMS["lbanp"].from_pretrained(tmp_path)
@@ -126,12 +126,12 @@ def test_an_option_that_is_missing_or_misspelt_is_named(system: str) -> None:
 
 
 class Refused(Exception):
-    """What an HTTP library raises without a network."""
+    """An error of an HTTP library without a network."""
 
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Let every question to the Hub fail, and return what was asked."""
+    """Let every request to the Hub fail, and return the requests."""
     asked: list[Any] = []
 
     def refuse(*question: Any, **_: Any) -> None:
@@ -196,7 +196,7 @@ def test_a_model_comes_back_in_its_dtype(system: str, dtype: torch.dtype, tmp_pa
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_sizes_of_numpys_are_saved(system: str, tmp_path: Path) -> None:
-    """Else the model that is loaded would have the defaults in their place."""
+    """Otherwise the loaded model would have the defaults instead."""
     made(system, **{name: np.int64(SIZES[name]) for name in arguments(system) if name in SIZES}).save_pretrained(tmp_path / "numpy")
     made(system).save_pretrained(tmp_path / "plain")
     configs = [json.loads((tmp_path / kind / "config.json").read_text()) for kind in ("numpy", "plain")]

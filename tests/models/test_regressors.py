@@ -1,4 +1,5 @@
-"""Regressors over keys, values and queries: permutations, the regressions they contain, and tasks whose exact answers are exact."""
+"""Regressors over keys, values and queries: permutations, the regressions they contain,
+and tasks with exact answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make reproduce`: runs in processes of their own, which are not run twice, their tables, and what becomes of claims."""
+"""`make reproduce`: runs in processes of their own, never run twice, their tables, and the judgement of claims."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_a_run_is_finished_once(tmp_path: Path) -> None:
     assert len(ended) == 2
     (changed,) = experiment(steps=3).runs(tmp_path)
     assert finished(changed) is None
-    assert run_all([changed], 1, lambda run, code: ended.append(code)) == []  # the checkpoint of other settings is not gone on from
+    assert run_all([changed], 1, lambda run, code: ended.append(code)) == []  # other settings do not resume it
     assert finished(changed) is not None
 
 
 @pytest.mark.parametrize("cut", [b'{"system": "cnp", "ta', b"\0" * 40])
 def test_a_record_that_was_cut_off_counts_as_none(cut: bytes, tmp_path: Path) -> None:
-    """As a full disk or a power loss leaves it."""
+    """The record is cut, as by a full disk or a power loss."""
     (run,) = experiment().runs(tmp_path)
     assert finished(run) is None
     file = run.folder / "results.jsonl"
@@ -117,7 +117,7 @@ def test_a_claim_is_judged_by_the_error_of_the_seeds(
 
 
 def test_lower_errors_are_better(tmp_path: Path) -> None:
-    """And what is allowed is above, and a baseline passes that is below."""
+    """The allowance lies above, and a baseline passes if it is below."""
     scores = {"intention": [0.1, 0.11, 0.12], "attention": [0.4, 0.41, 0.42], "mlp": [0.5, 0.51, 0.52]}
     results = recorded(tmp_path, scores, "kabsch", "mse")
 
@@ -187,7 +187,7 @@ def test_small_errors_are_not_shown_as_none() -> None:
 
 
 def test_the_page_tells_what_was_changed_of_a_task_and_what_differs(tmp_path: Path) -> None:
-    """What all runs have in one place, and what one system has of its own in another."""
+    """Settings of all runs are in one place, and settings of a single system in another."""
     each = Experiment("few", "few-shot", ("few-shot",), (0, 1), {"steps": 7, "ways": 3, "turn": 30.0, "model.dim": 16})
     others = [
         Experiment("functions", "gp-rbf", (system,), (0,), {"learning_rate": rate}) for system, rate in (("cnp", 0.5), ("cmanp", 0.25))
@@ -252,7 +252,7 @@ def test_runs_of_several_commits_or_of_none_are_told_in_bold(commits: str, dirty
 
 
 def test_a_run_of_other_code_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not gone on from."""
+    """Its checkpoint is not resumed either."""
     started: list[list[str]] = []
     monkeypatch.setattr("subprocess.Popen", lambda command, **rest: started.append(command))
     (run,) = experiment().runs(tmp_path)
@@ -267,7 +267,8 @@ def test_a_run_of_other_code_is_not_finished(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_result_is_older_than_its_system() -> None:
-    """`python -m cmab_models.reproduce --confirm` lets those stand that begin as before; `make reproduce` trains the others anew."""
+    """`python -m cmab_models.reproduce --confirm` keeps runs that begin as before;
+    `make reproduce` trains the others again."""
     told = PAGE.with_suffix(".json")
     assert told.exists(), f"{told.name} is not there: the digests of the code of all results are missing; run make reproduce"
     known = json.loads(told.read_text())["code"]

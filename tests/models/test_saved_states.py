@@ -1,4 +1,4 @@
-"""States of contexts, events and streams are read as `torch.load` reads by default: without executing anything."""
+"""`torch.load` reads states of contexts, events and streams by default, that is, without executing anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Streams of tokens: a step equals the whole window where the attention says so, also after a state is saved, and landmarks are fitted."""
+"""Streams of tokens: a step equals the whole window if the attention promises it,
+also after a restore; landmarks are fitted."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def stream(tokens: int = 29) -> Tensor:
 
 
 def steps(model: StreamClassifier, tokens: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield for each full window how many tokens were seen, the streamed scores, and those of the window with the places of the stream."""
+    """Yield for each full window the number of tokens so far, the streamed scores,
+    and those of the window at the stream's places."""
     for seen, token in enumerate(tokens.unbind(1), start=1):
         streamed, state = model.forward_step(token), model.get_state()
         assert (streamed is None) == (seen < N)
@@ -237,7 +239,8 @@ def test_landmarks_are_fitted_layer_by_layer() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_trained_is_what_is_streamed(kind: str, depth: int) -> None:
-    """`forward_stream` has the scores of the steps at every token; `forward` has not, where landmarks lag behind the window."""
+    """`forward_stream` has the scores of the steps at every token;
+    `forward` has not if landmarks lag behind the window."""
     model, tokens = made(kind, depth), stream()
     trained = model.forward_stream(tokens)
     streamed = [model.forward_step(token) for token in tokens.unbind(1)]

@@ -1,4 +1,5 @@
-"""Data and tasks of streams: held-out photographs share no pixel, published formats are read, windows are what was streamed."""
+"""Data and tasks of streams: held-out photographs share no pixel,
+published formats are read, windows are the streamed ones."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_fixed_landmarks_are_fitted_layer_by_layer(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("system", Patches.systems)
 def test_a_wrong_word_for_landmarks_is_refused_for_every_system(system: str) -> None:
-    """Also for those that have no such landmarks, and would pass it over."""
+    """This also holds for systems without such landmarks, which would ignore it."""
     with pytest.raises(ValueError, match="landmarks is 'fixde'; it must be one of continual, fixed"):
         Patches().changed({"landmarks": "fixde"}).model(system)
 
@@ -207,7 +208,7 @@ def test_tracks_are_streams_of_their_genre(tmp_path: Path) -> None:
 
 
 def test_pieces_have_the_class_of_their_stream() -> None:
-    """Also where no training stream is of a class in between."""
+    """This also holds if no training stream is of a class in between."""
 
     @dataclass(frozen=True)
     class Gap(Series):

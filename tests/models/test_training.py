@@ -1,4 +1,4 @@
-"""Training is reproducible, can be stopped and resumed, and is asked for on the command line."""
+"""Training is reproducible, can be stopped and resumed, and can be started from the command line."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def test_an_interruption_in_the_middle_of_a_step_waits_for_its_end(toy: type[Tas
 
 @pytest.mark.parametrize("at", [3, 6])
 def test_the_checkpoint_is_written_whatever_comes(at: int, toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes while the file is written: at the end of the training, or as the second one after an interruption at step 3."""
+    """The interruption comes while the file is written: at the end of the training,
+    or as the second one, after step 3."""
     whole, _ = train(Run("cnp", toy(), tmp_path / "whole"))
     write = torch.save
 
@@ -149,7 +150,7 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     with pytest.raises(BadCheckpoint, match="is no cmab_models checkpoint"):
         train(run, resume=True)
     other = torch.load(run.checkpoint.parent / "whole.pt")
-    torch.save(other | {"model": {}}, run.checkpoint)  # of a version whose models had other parameters
+    torch.save(other | {"model": {}}, run.checkpoint)  # from a version whose models had other parameters
     with pytest.raises(BadCheckpoint, match=r"of another version of cnp: .* Missing key"):
         train(run, resume=True)
     torch.save(other | {"run": 5}, run.checkpoint)
@@ -182,7 +183,10 @@ def test_data_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> No
 
 
 def test_a_last_step_that_diverges_is_named(toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step comes after it, whose loss would tell. Its weights may be finite, and so may the loss of weights that are not."""
+    """No later step computes a loss that would tell.
+
+    Weights may be finite, and the loss may be finite with weights that are not.
+    """
     run = Run("cnp", toy(steps=1, learning_rate=1e30), tmp_path)
     with pytest.raises(Diverged, match="after the last step the loss is nan"):
         train(run)

@@ -1,4 +1,4 @@
-"""Plants the faults that CAUGHT.md does not know, writes and prints what caught each, and ends with 1 if one was not caught."""
+"""Plants new and changed faults, writes and prints what caught each, and exits with 1 if one was not caught."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a planted fault is."""
+"""The type of a planted fault."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Fault(NamedTuple):
     path: str
     """The file, from the root of the tree."""
     right: str
-    """What stands there, once in the file."""
+    """The right text, which occurs once in the file."""
     wrong: str
-    """What is planted in its place."""
+    """The text that replaces it."""
     caught_by: str
-    """The arguments of pytest for the tests that must catch it: few and quick ones."""
+    """The arguments of pytest for the tests that must catch the fault: few and quick ones."""
     vectors: str = ""
-    """The instruction set whose kernels alone have the fault, for one in C++; "": the one in use."""
+    """For a fault in C++: the instruction set whose kernels alone have it; "" means the one in use."""

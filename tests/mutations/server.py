@@ -1,7 +1,7 @@
-"""A process that has imported torch and pytest once, and runs tests in forks of itself: to start anew takes longer than most tests do.
+"""A process that has imported torch and pytest once and runs tests in forks of itself, since a new start takes long.
 
-It reads a request a line, as JSON: `folder`, the tree whose tests run, `arguments` of pytest, `log`, the file for what is printed, and
-`limit` in seconds. It answers each with a line: the exit code, or a signal's number, negative.
+It reads a request a line, as JSON: `folder`, the tree whose tests run, `arguments` of pytest, `log`, the file for what
+is printed, and `limit` in seconds. It answers each with a line: the exit code, or a signal's number, negative.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # what the tests use of it, and what takes longest to import
+import torch._dynamo  # the tests use it, and its import takes longest
 
 
 def answer(request: dict[str, Any]) -> int:
@@ -38,7 +38,7 @@ def run(folder: str, arguments: list[str], log: str, limit: int) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # the folder of this file, which is no place for modules
+    del sys.path[0]  # the folder of this file holds no modules to import
     torch.set_num_threads(1)
     for line in sys.stdin:
         print(answer(json.loads(line)), flush=True)

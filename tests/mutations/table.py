@@ -1,4 +1,4 @@
-"""The table of what caught the planted faults, in CAUGHT.md, which is also what is known of them: a row stays until its fault changes."""
+"""The table of what caught the planted faults, in CAUGHT.md; a row stays until its fault changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ machine.
 
 
 class Row(NamedTuple):
-    """What came of a fault."""
+    """The outcome of a fault."""
 
     caught_by: str
     """The first test that failed; "" if none did."""
@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 def sum_of(fault: Fault) -> str:
-    """A sum of the fault, the file that it is planted in, and the files of its tests."""
+    """A hash of the fault, of the file in which it is planted, and of the files of its tests."""
     found = hashlib.sha256(repr(tuple(fault)).encode() + (ROOT / fault.path).read_bytes())
     for test in sorted({word.partition("::")[0] for word in shlex.split(fault.caught_by) if word.startswith("tests/")}):
         files = [ROOT / test] if test.endswith(".py") else sorted((ROOT / test).rglob("*.py"))
@@ -51,7 +51,7 @@ def read() -> dict[str, Row]:
 
 
 def write(rows: Mapping[str, Row], faults: Mapping[str, Fault]) -> None:
-    """Write the table of those faults that have a row, in their order, and the names of those that have none."""
+    """Write the rows of these faults, in their order, and the names of faults without a row."""
     caught = sum(bool(rows[name].caught_by) for name in faults if name in rows)
     text = HEAD.format(caught=caught, number=len(faults))
     text += "".join(f"{line(name, fault, rows[name])}\n" for name, fault in faults.items() if name in rows)
@@ -60,5 +60,5 @@ def write(rows: Mapping[str, Row], faults: Mapping[str, Fault]) -> None:
 
 
 def line(name: str, fault: Fault, row: Row) -> str:
-    """A row as it stands in the table."""
+    """The text of a row in the table."""
     return f"| {name} | {fault.path} | {f'`{row.caught_by}`' if row.caught_by else 'nothing'} | {row.seconds} | {row.sum} |"

@@ -1,4 +1,5 @@
-"""Each planted fault can still be planted, and is caught: a sample of ten in the ordinary tests, all of them in the nightly ones."""
+"""Each planted fault can still be planted, and is caught: a sample of ten in the ordinary tests,
+all of them in the nightly ones."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_the_fault_can_be_planted(name: str) -> None:
 
 
 def test_the_table_has_all_of_them() -> None:
-    """There are more than a hundred, and each was caught when it was planted last."""
+    """There are more than a hundred faults, and each was caught when it was planted last."""
     caught = {name for name, row in table.read().items() if row.caught_by}
     assert len(FAULTS) >= 100 and caught == set(FAULTS), f"run `make mutants`, which plants {sorted(caught ^ set(FAULTS))}"
 
@@ -72,6 +73,6 @@ def test_the_fault_is_caught(name: str, built_tree: Tree) -> None:
 
 
 def test_what_changes_nothing_is_not_caught(tree: Tree) -> None:
-    """A fault that is none passes its tests: what catches the others is the fault."""
+    """A fault that changes nothing passes its tests, so tests catch the others for what they change."""
     fault = FAULTS[SAMPLE[1]]
     assert not tree.outcome(fault._replace(wrong=fault.right)).caught

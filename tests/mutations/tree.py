@@ -1,7 +1,7 @@
 """A copy of the tree in which faults are planted, one at a time, and tests are run.
 
-A fault in C++ compiles no more than the objects that read its file, and links them with the others of the build: those that setup.py has
-left in build/. Of the kernels, only those for the instruction set in use are compiled.
+A fault in C++ compiles only the objects that read its file, and links them with the other objects of the build, which
+setup.py has left in build/. Of the kernels, only those for the instruction set in use are compiled.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("cmab_kernels", "csrc", "python", "tests", "gpu_machine", "pyproject.toml", "setup.py")
 VECTORS = ("portable", "avx2", "avx512")
 ENGINES = ("avx512bf16", "amx", "amx_emulated")
-"""The instruction sets that kernels.cpp and bf16_kernels.cpp are compiled for."""
+"""The instruction sets for which kernels.cpp and bf16_kernels.cpp are compiled."""
 LIMIT = 600
-"""Seconds that tests may take: a fault may make a loop endless."""
+"""The most seconds for tests, because a fault may make a loop endless."""
 QUICKLY = "-O1 -Wno-error"
-"""Added to the flags of a compiler, as what is compiled runs a few tests only."""
+"""Flags added for the compiler, because its code runs in a few tests only."""
 
 
 class Outcome(NamedTuple):
-    """What came of a planted fault."""
+    """The outcome of a planted fault."""
 
     caught: str
-    """The test that failed, or how its process ended; "" if no test failed."""
+    """The test that failed, or the way its process ended; "" if no test failed."""
     seconds: float
     output: str
-    """The end of what the tests, or the compiler, printed."""
+    """The end of the output of the tests, or of the compiler."""
 
 
 class Tree:
-    """A copy of the tree in `folder`, which is made anew; `flags` are added to those of the compiler."""
+    """A new copy of the tree in `folder`; `flags` are added for the compiler."""
 
     def __init__(self, folder: Path, flags: str = QUICKLY) -> None:
         self.folder, self.flags = folder, flags
@@ -61,12 +61,12 @@ class Tree:
                 shutil.copy(source, to)
 
     def outcome(self, fault: Fault) -> Outcome:
-        """Plant the fault, run the tests that must catch it, and take it out again."""
+        """Plant the fault, run the tests that must catch it, and remove it."""
         started = time.monotonic()
         try:
             with self._planted(fault):
                 caught, output = self._tested(fault.caught_by)
-        except subprocess.CalledProcessError as error:  # the compiler
+        except subprocess.CalledProcessError as error:  # the compiler failed
             caught, output = "", str(error.output)
         return Outcome(caught, time.monotonic() - started, output[-3000:])
 
@@ -85,7 +85,8 @@ class Tree:
                 shutil.copy(_extension(), self.folder / "cmab_kernels")
 
     def link(self, steps: list[dict[str, Any]], *, stay: bool = False) -> None:
-        """Compile the objects of these steps anew, and link the extension with them; if they `stay`, every later one as well."""
+        """Compile the objects of these steps again, and link the extension with them;
+        if they `stay`, every later one, too."""
         folder = self.folder / ("objects" if stay else "planted")
         folder.mkdir(exist_ok=True)
         made = {}
@@ -102,7 +103,7 @@ class Tree:
         _run(" ".join([renamed.get(word, word) for word in linking["command"].split()] + [self.flags]), ROOT)
 
     def _tested(self, tests: str) -> tuple[str, str]:
-        """What caught the fault, or "", and what the tests printed."""
+        """What caught the fault, or "", and the output of the tests."""
         log = self.folder / "log"
         request = {
             "folder": str(self.folder),
@@ -118,7 +119,8 @@ class Tree:
         return failed[0] if code == 1 and failed else "", output
 
     def _answer(self, request: dict[str, Any], interpret: bool) -> int:
-        """The exit code of tests that run in a fork of a server: one is for Triton's interpreter, one for all else."""
+        """The exit code of tests that run in a fork of a server;
+        one server is for Triton's interpreter, one for all else."""
         if interpret not in self._servers:
             kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))}
             kept |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -158,17 +160,17 @@ def _run(command: str, folder: Path) -> str:
 
 
 def _steps() -> list[dict[str, Any]]:
-    """What the build runs: the command of each object and of the extension, with its `output`."""
+    """The steps of the build: the command of each object and of the extension, with its `output`."""
     text = _ninja("-t", "compdb", "cpp", "link")
     steps: list[dict[str, Any]] = json.loads(text[text.index("[\n") :])
     return steps
 
 
 def steps_of(path: str = "", sets: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The steps that compile an object which reads the file `path`, by default all.
+    """The steps that compile an object which reads the file `path`, or all of them.
 
-    Objects of kernels are those for the instruction sets `sets` alone, by default for the one in use, and of kernels for bfloat16, whose
-    engines are chosen among, all.
+    Objects of kernels are only those for the instruction sets `sets` (by default, the one in use). Objects of bfloat16
+    kernels are all included, because the program chooses among their engines.
     """
     compiled, reads = sets or _in_use("bf16" in path), _reads()
     found = []

@@ -1,4 +1,4 @@
-"""A `nn.CMAB` in which every part matters, and what it computes, in plain PyTorch."""
+"""An `nn.CMAB` in which every part matters, and its result in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
 
 
 def definition(weights: dict[str, Tensor], inputs: Tensor, latents: Tensor, ignore: Tensor | None = None) -> Tensor:
-    """Return the output of the block as the paper describes it, using nothing of the package but the names of the weights."""
+    """Return the output of the block as the paper describes it; only the names of the weights are the package's."""
 
     def norm(name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, (DIM,), weights[f"{name}.weight"], weights[f"{name}.bias"])

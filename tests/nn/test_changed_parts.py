@@ -1,4 +1,4 @@
-"""Whoever changes a part of a module gets it called: by adapters, hooks, parametrizations or tensor subclasses, whatever the part."""
+"""A changed part of a module is called, whether by adapters, hooks, parametrizations or tensor subclasses."""
 
 from __future__ import annotations
 
@@ -148,14 +148,15 @@ def test_every_module_is_here() -> None:
 
 
 def leaves(module: nn.Module) -> list[str]:
-    """Return the parts without parts of their own; of a stack, whose blocks are CMABs, some from each half of a block."""
+    """Return the parts without parts of their own; for a stack, whose blocks are CMABs,
+    some from each half of a block."""
     names = [name for name, part in module.named_modules() if name and not list(part.children()) and not isinstance(part, Keeper)]
     some = ("blocks.1.compress.cross_attention", "blocks.0.retrieve.self_feed_forward")
     return [name for name in names if name.startswith(some)] if isinstance(module, ours.CMABStack) else names
 
 
 class Twice(nn.Module):
-    """A layer in place of another, with weights of that name, as a LoRA is."""
+    """A layer that replaces another, with weights of the same name, like a LoRA."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class Doubled(nn.Module):
 
 
 class TwiceTensor(Tensor):
-    """A weight that knows what it is in a linear layer and a norm, and refuses all else that would read it, as quantised weights do."""
+    """A weight that works in a linear layer and a norm, and refuses all other uses, as quantised weights do."""
 
     calls = 0
 
@@ -200,11 +201,11 @@ def twice_tensors(part: nn.Module) -> None:
 
 
 NO_PARAMETERS: dict[str, Callable[[nn.Module, str, Tensor], None]] = {"tensor": setattr, "buffer": nn.Module.register_buffer}
-"""What a weight becomes in a replica or a frozen model, and how."""
+"""Kind of attribute that holds a weight in a replica or a frozen model -> how to set it."""
 
 
 def changed(module: nn.Module, name: str, how: str) -> Callable[[], int]:
-    """Double what a part of a module returns, in one of the ways; return the function that counts its calls."""
+    """Double the result of a part of a module, in one of the ways; return a function that counts its calls."""
     part: Any = module.get_submodule(name)
     parent, _, child = name.rpartition(".")
     calls: list[int] = []
@@ -239,7 +240,8 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def ran(module: nn.Module, run: Run, training: bool) -> tuple[Tensor, list[Tensor]]:
-    """Return the result, and in training the gradients of the parameters in their order; those that are None are left out."""
+    """Return the result, and in training the gradients of the parameters in their order,
+    without those that are None."""
     few, many = inputs()
     module.train(training)
     with torch.set_grad_enabled(training):
@@ -334,7 +336,7 @@ def test_a_weight_that_a_load_left_on_the_meta_device_is_refused(kind: str) -> N
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_forward_of_the_class_is_called(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some packages put adapters of all linear layers into torch's class, which look for what a layer carries."""
+    """Some packages put adapters of all linear layers into torch's class; these look at attributes of a layer."""
     make, runs = MODULES[kind]
     torch.manual_seed(1)
     made, forward = make().double(), nn.Linear.forward
@@ -351,7 +353,7 @@ def test_a_forward_of_the_class_is_called(kind: str, monkeypatch: pytest.MonkeyP
 
 
 CALLS: dict[Run, int] = {chained: 2, updated: 2, removed: 2, encoded: 2, predicted: 2, single_steps: 11}
-"""How many calls a run makes that read a parameter of the module; others make one."""
+"""The number of calls of a run that read a parameter of the module; other runs make one call."""
 
 
 class Counted(nn.Module):
@@ -365,14 +367,15 @@ class Counted(nn.Module):
 
 
 def counted(module: nn.Module) -> list[Counted]:
-    """Put one on each parameter that an attention of ours or a block has itself, and on a weight of a decoder's feed-forward network."""
+    """Put a parametrization on each parameter of our attention or block itself,
+    and on a feed-forward weight of a decoder."""
     owners: list[nn.Module] = [part for part in module.modules() if isinstance(part, MultiheadProjections | ours.CMAB)]
     places = [(owner, name) for owner in owners for name, _ in owner.named_parameters(recurse=False)]
     places += [(part.linear1, "weight") for part in module.modules() if isinstance(part, nn.TransformerDecoderLayer)]
     made = [Counted() for _ in places]
     for (owner, name), each in zip(places, made, strict=True):
         parametrize.register_parametrization(owner, name, each)
-        each.count = 0  # once registered: that looks at the shape
+        each.count = 0  # registration reads the shape
     return made
 
 

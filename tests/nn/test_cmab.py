@@ -21,7 +21,8 @@ from cmab_kernels.nn.parts import projects_inside
 
 from .cmab_cases import BATCH, BLOCK, DIM, HEADS, INPUTS, LATENTS, block, close, definition, points
 
-# The definition ---------------------------------------------------------------------------------------------------------------------------
+# The definition
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_parameter_count_of_the_paper() -> None:
@@ -72,7 +73,7 @@ def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyP
         module(inputs, latents)
     with torch.autocast("cpu", torch.bfloat16):
         block(torch.float32)(inputs.float(), latents.float())
-    assert len(calls) == 1  # where there is no kernel, and under autocast, torch's own operations run
+    assert len(calls) == 1  # without a kernel, and under autocast, torch's own operations run
     module.retrieve.self_feed_forward.expand.register_forward_hook(lambda _module, _given, result: result)
     module(inputs, latents)
     assert sorted(calls[1:]) == ["attention"] * 3 + ["feed_forward"] * 3
@@ -80,7 +81,7 @@ def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("width, inside", [(65, True), (256, True), (257, False)])
 def test_keys_on_a_gpu_are_written_where_heads_are_wide(width: int, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel projects heads wider than 256 there, and the definition would hold all scores."""
+    """No kernel projects heads wider than 256 there, and the definition would store all scores."""
     launch = pytest.importorskip("cmab_kernels.attention.projected.kernels.launch", exc_type=ImportError)
     monkeypatch.setattr(launch, "device_problem", lambda _: None)
     with FakeTensorMode():
@@ -90,7 +91,7 @@ def test_keys_on_a_gpu_are_written_where_heads_are_wide(width: int, inside: bool
 
 @pytest.mark.parametrize("columns, inside", [(128, True), (129, False)])
 def test_keys_on_a_gpu_are_written_where_wide_inputs_are_trained_on(columns: int, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' gradients would take all scores anew for each piece of the columns."""
+    """The kernels' gradients would compute all scores again for each piece of the columns."""
     launch = pytest.importorskip("cmab_kernels.attention.projected.kernels.launch", exc_type=ImportError)
     monkeypatch.setattr(launch, "device_problem", lambda _: None)
     with FakeTensorMode():
@@ -119,7 +120,8 @@ def test_padding_may_hold_anything_and_sets_may_be_empty() -> None:
     assert module(inputs[:0], latents[:0]).shape == (0, LATENTS, DIM)
 
 
-# Streaming --------------------------------------------------------------------------------------------------------------------------------
+# Streaming
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def stream(module: CMAB, inputs: Tensor, latents: Tensor, split: list[int]) -> Any:
@@ -148,7 +150,8 @@ def test_every_split_in_two() -> None:
 
 
 def test_gradient_of_the_states() -> None:
-    """Gradients flow through `out` and `lse` of a state: a stream of two chunks is differentiated at the state between them."""
+    """Gradients flow through `out` and `lse` of a state:
+    a stream of two chunks is differentiated at the state between them."""
     module, (inputs, latents) = block(), points()
     state = module.update(inputs[:, :20], latents, module.init_state(BATCH)).state
 
@@ -237,7 +240,8 @@ def test_states_of_parts_merge() -> None:
     close(merged.latents, module(inputs, latents))
 
 
-# The module's own stream ------------------------------------------------------------------------------------------------------------------
+# The module's own stream
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_own_stream() -> None:
@@ -248,8 +252,8 @@ def test_own_stream() -> None:
             result, state = module.update(chunk, latents)
             assert module.stream.state is not None
             assert torch.equal(module.stream.state.out, state.out)
-            close(module(chunk, latents), definition(dict(module.named_parameters()), chunk, latents))  # reads and writes no state
-            module.update(chunk, latents, module.init_state(BATCH))  # nor does a stream of the caller's
+            close(module(chunk, latents), definition(dict(module.named_parameters()), chunk, latents))  # touches no state
+            module.update(chunk, latents, module.init_state(BATCH))  # nor does a stream of the caller
         close(result, module(inputs, latents))
         close(module.remove(inputs[:, :10], latents).latents, module(inputs[:, 10:], latents), 1e-8)
         close(module.update(inputs[:, :10], latents).latents, module(inputs, latents), 1e-8)
@@ -310,7 +314,8 @@ def test_errors_name_the_argument() -> None:
                 CMAB(**{**sizes, name: size})
 
 
-# Everywhere else --------------------------------------------------------------------------------------------------------------------------
+# Everywhere else
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_compile() -> None:
@@ -324,7 +329,7 @@ def test_compile() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_compiled_stream(own: bool) -> None:
-    """A compiled update works, also of the module's own stream, which is a side effect."""
+    """A compiled update works, also for the module's own stream, which is a side effect."""
     module, (inputs, latents) = block(), points()
     step = torch.compile(module.update, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad():
@@ -379,7 +384,8 @@ def test_constructed_where_it_is_told() -> None:
 @pytest.mark.parametrize("kind", [CMAB, CMABStack])
 @pytest.mark.parametrize("shared", [False, True])
 def test_operations_are_counted_without_gradients_too(kind: Any, shared: bool) -> None:
-    """torch's counter puts hooks on all modules, which fail for a view of a leaf, and in inference mode for a parameter."""
+    """torch's counter puts hooks on all modules; these fail for a view of a leaf,
+    and in inference mode for a parameter."""
     module = kind(DIM, BLOCK, HEADS, **({"depth": 2} if kind is CMABStack else {}))
     inputs, latents = points(torch.float32)
     latents = latents[0] if shared else latents

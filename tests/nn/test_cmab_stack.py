@@ -86,7 +86,7 @@ def test_a_projection_with_a_hook_is_called() -> None:
 
 @pytest.mark.parametrize("all_blocks", [False, True])
 def test_a_block_with_a_hook_is_called(all_blocks: bool) -> None:
-    """And so is one that `fully_shard` or a checkpoint has wrapped, whose weights are where its call puts them."""
+    """So is a block that `fully_shard` or a checkpoint has wrapped, whose weights exist only during its call."""
     module, (inputs, latents) = stack(), points()
     expected, seen = module(inputs, latents, all_blocks=True), []
     for block in module.blocks:
@@ -108,7 +108,7 @@ class Wrapper(torch.nn.Module):
 
 @pytest.mark.parametrize("wrapped", [(0,), (1,), (0, 1, 2)])
 def test_a_block_in_a_wrapper_is_called(wrapped: tuple[int, ...]) -> None:
-    """It has no state, and what needs one names it."""
+    """It has no state, and calls that need one name it."""
     module, (inputs, latents) = stack(), points()
     expected = module(inputs, latents)
     for i in wrapped:
@@ -182,7 +182,7 @@ def test_blocks_may_be_added_deleted_and_replaced(change: str) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
 def test_a_stream_begins_anew_with_other_blocks(change: str) -> None:
-    """It is that of the blocks that read the inputs. A copy's blocks are those of its stream."""
+    """A stream belongs to the blocks that read its inputs; a copied stream belongs to the copy's blocks."""
     module, (inputs, latents) = stack(), points()
     module.update(inputs[:, :9], latents)
     copies = [copy.deepcopy(module), copy.copy(module), pickle.loads(pickle.dumps(module))]
@@ -259,7 +259,8 @@ def test_bad_arguments_leave_the_stream_as_it_was() -> None:
         CMABStack(DIM, BLOCK, HEADS, 0)
 
 
-# Chunks -----------------------------------------------------------------------------------------------------------------------------------
+# Chunks
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def batch_of_arrow(inputs: Tensor) -> Any:
@@ -375,7 +376,7 @@ def test_a_source_may_write_each_chunk_to_the_same_memory() -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_source_runs_in_the_callers_modes(grad: bool) -> None:
-    """Also in the backward pass, which reads it again."""
+    """So does the backward pass, which reads the source again."""
     module, project, found = stack(torch.float32), torch.nn.Linear(DIM, DIM), []
     parts = points(torch.float32)[0].bfloat16().split(20, 1)
 
@@ -397,7 +398,7 @@ def test_a_source_runs_in_the_callers_modes(grad: bool) -> None:
 
 
 class Streamed(IterableDataset):
-    """Rows whose number nobody knows."""
+    """Rows of unknown number."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -572,7 +573,7 @@ def test_a_state_of_another_batch_is_named() -> None:
 @pytest.mark.parametrize("given", [lambda rows: rows[::-1], lambda rows: rows.astype(">f8")], ids=["backwards", "other byte order"])
 def test_arrays_that_torch_does_not_read(given: Callable[[Any], Any]) -> None:
     module, every = stack(), np.random.default_rng(0).standard_normal((50, DIM))
-    for rows in (given(every), given(every[:1])):  # one row backwards is in order to NumPy, and not to torch
+    for rows in (given(every), given(every[:1])):  # NumPy accepts one reversed row, torch does not
         with torch.no_grad():
             assert same(module.encode(rows), module.encode(torch.tensor(rows.astype(np.float64, order="C").tolist(), dtype=torch.float64)))
 

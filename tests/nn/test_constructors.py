@@ -1,4 +1,4 @@
-"""Signatures of constructors show torch's arguments and then our own, though torch's are written down only once."""
+"""Signatures of constructors show torch's arguments and then our own, though torch's are written only once."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ SIZES: dict[type[nn.Module], dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", SIZES, ids=lambda kind: kind.__name__)
 def test_sizes(kind: type[nn.Module]) -> None:
-    """A size may be one of NumPy's; what is no size is refused by name before anything is made of it."""
+    """A size may be a NumPy integer; anything else is refused by name before it is used."""
     sizes = SIZES[kind]
     assert str(kind(**{name: np.int64(size) for name, size in sizes.items()})) == str(kind(**sizes))
     for name in sizes:
@@ -124,7 +124,7 @@ def test_numbers_of_intention(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
 def test_a_misspelt_or_missing_option_is_named(kind: type[nn.Module]) -> None:
-    """With the class that was called, and none that it inherits from."""
+    """The error names the class that was called, not one that it inherits from."""
     needed = {name: given for name, given in EXAMPLE.items() if name in OWN[kind][1]}
     with pytest.raises(TypeError, match=rf"`batch_frist` is no option of {kind.__name__}: did you mean batch_first\? it has "):
         kind(16, 2, **needed, batch_frist=True)

@@ -1,4 +1,5 @@
-"""Continual attention as a module equals continual-inference where that is stable, and `forward` of its window at every step."""
+"""Continual attention as a module equals continual-inference where that is stable,
+and `forward` of its window at every step."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def both(output: str, batch_first: bool, **config: Any) -> tuple[ContinualAttent
 @torch.no_grad()
 def test_what_continual_inference_gives(output: str, batch_first: bool, config: dict[str, Any]) -> None:
     ours, theirs = both(output, batch_first, **config)
-    tokens = [0.3 * stream(3 * WINDOW, ours) for _ in range(3)]  # logits of about 1.5: at 15 theirs lose digits in a difference
+    tokens = [0.3 * stream(3 * WINDOW, ours) for _ in range(3)]  # logits of about 1.5: at 15 theirs lose digits
     window = [part(ours, each, 0, WINDOW) for each in tokens]
     for mine, other in zip(ours(*window), theirs(*window), strict=True):
         assert_equal(mine, other)
@@ -135,7 +136,8 @@ def test_large_logits_where_theirs_are_lost() -> None:
 @pytest.mark.parametrize("kind, window, landmarks", [("exact", 11, 0), ("fixed", 11, 3), ("continual", 12, 3), ("continual", 11, 3)])
 @torch.no_grad()
 def test_steps_equal_forward(kind: str, window: int, landmarks: int, output: str, batch_first: bool, batched: bool) -> None:
-    """Steps equal `forward`: at every step with fixed landmarks, else after each full segment if m divides n, or after every n tokens."""
+    """Steps equal `forward`: at every step with fixed landmarks,
+    else after each full segment if m divides n, or after every n tokens."""
     config = {"num_landmarks": landmarks} if landmarks else {}
     module = made(kind, sequence_len=window, output=output, batch_first=batch_first, **config)
     tokens = stream(4 * window + 2, module, batched=batched)
@@ -187,7 +189,10 @@ def test_the_smallest_windows(kind: str, length: int) -> None:
 
 
 def test_forward_is_that_of_the_module_for_whole_windows() -> None:
-    """`forward` equals the module for whole windows, with weights, masks and dropout; "single" returns its last row. No stream changes."""
+    """`forward` equals the module for whole windows, with weights, masks and dropout; "single" returns its last row.
+
+    No stream changes.
+    """
     whole = Ours(DIM, HEADS, dtype=torch.float64)
     tokens = torch.randn(WINDOW, BATCH, DIM, dtype=torch.float64)
     mask = torch.arange(WINDOW) >= torch.tensor([[WINDOW], [7]])
@@ -218,7 +223,7 @@ def test_gradients_of_forward_reach_all_weights_and_landmarks() -> None:
 
 
 def test_compiled_forward() -> None:
-    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
+    torch.compiler.reset()  # versions from other tests count toward the limit of eight
     for kind in KINDS:
         module = made(kind, output="retroactive", dtype=torch.float32)
         tokens = stream(WINDOW, module)
@@ -276,7 +281,7 @@ def test_a_stream_holds_no_graph() -> None:
         with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
             module.requires_grad_(False).forward_step(tokens[0].clone().requires_grad_())
         assert module.get_state() is None
-        assert module.forward_steps(tokens) is not None  # nothing wants a gradient
+        assert module.forward_steps(tokens) is not None  # nothing needs a gradient
         if kind == "fixed":
             module.clean_state()
             module.landmark_keys.requires_grad_(True)
@@ -330,7 +335,7 @@ def test_fixed_landmarks_must_be_there() -> None:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Return whether two states have the same bits in everything that has a meaning."""
+    """Return whether two states have the same bits in all meaningful memory."""
     if type(first) is not type(second):
         return False
     if not isinstance(first, FillingWindow) and first is not None:
@@ -348,7 +353,7 @@ def test_errors_leave_the_stream(kind: str, output: str, filled: int) -> None:
     tokens = stream(filled + 20, module)
     module.forward_steps(tokens[:filled])
     untouched = copy.deepcopy(module)
-    before = copy.deepcopy(module.get_state())  # nobody else holds the state, so that its memory could be used again
+    before = copy.deepcopy(module.get_state())  # nothing else holds the state, so its memory could be reused
     some = tokens[filled : filled + 20]
     last, middle = some.clone(), some.clone()
     last[-1, 0, 0], middle[3, 1, 2] = torch.nan, -torch.inf
@@ -417,7 +422,8 @@ def test_modules_are_torchs() -> None:
 @pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
 @pytest.mark.parametrize("window, number", [(12, 3), (13, 5), (1, 1)])
 def test_what_is_trained_is_what_is_streamed(kind: str, output: str, window: int, number: int) -> None:
-    """The training form equals the steps at every token, between replacements of landmarks too, and has the gradient of the steps."""
+    """The training form equals the steps at every token, between replacements of landmarks too,
+    and has the gradient of the steps."""
     options: dict[str, Any] = {"batch_first": True, "sequence_len": window, "output": output, "dtype": torch.float64}
     if kind == "exact":
         module: Any = ContinualAttention(8, 2, **options)
@@ -460,7 +466,7 @@ BAD_TOKENS: dict[str, tuple[type[Exception], Any]] = {
 @pytest.mark.parametrize("kind", ["exact", "continual"])
 @torch.no_grad()
 def test_what_is_no_token_is_named(kind: str, name: str) -> None:
-    """In the shape that was given, without the axis that a step adds."""
+    """The error shows the shape that was given, without the axis that a step adds."""
     module, (error, given) = made(kind), BAD_TOKENS[name]
     token = stream(1, module)[0]
     module.forward_step(token)

@@ -1,4 +1,4 @@
-"""Encoders over a stream: what is trained is what is streamed, and a single window is torch's layer."""
+"""Encoders over a stream: training and streaming agree, and a single window equals torch's layer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_each_output_of_a_retroactive_stack_is_torchs_encoder_on_its_window(dept
 @pytest.mark.parametrize("output", LAYERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_trained_is_what_is_streamed(kind: str, output: str, depth: int, batch_first: bool) -> None:
-    """A layer by itself, which is depth 0, and a stack: all at once, in blocks of tokens, and token by token from a state that was kept."""
+    """A single layer (depth 0) and a stack: all at once, in blocks of tokens, and token by token from a kept state."""
     made = layer(kind, output, batch_first=batch_first)
     module: Any = ContinualEncoder(made, depth, nn.LayerNorm(C, dtype=torch.float64)) if depth else made
     assert module.sequence_len == (N if output == "retroactive" else max(depth, 1) * (N - 1) + 1)
@@ -83,7 +83,7 @@ def test_what_is_trained_is_what_is_streamed(kind: str, output: str, depth: int,
 
 @pytest.mark.parametrize("output", LAYERS)
 def test_what_stands_in_place_of_a_dropout_is_called(output: str) -> None:
-    """A step calls it as `forward` does: a layer scale, for one."""
+    """A step calls it as `forward` does, for example a layer scale."""
     made = layer(output=output).eval()
     made.dropout1 = nn.Tanh()
     stream = tokens()
@@ -97,7 +97,8 @@ def test_what_stands_in_place_of_a_dropout_is_called(output: str) -> None:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("part", ["linear1", "linear2", "dropout", "dropout1", "dropout2", "norm1", "norm2"])
 def test_a_hook_of_a_part_sees_every_step(part: str, norm_first: bool) -> None:
-    """What a step computes without calling its module is that module alone: with a hook it is called, and its result is the hook's."""
+    """A step computes only unchanged modules without calling them:
+    a module with a hook is called, and its result is the hook's."""
     made, stream = layer(norm_first=norm_first).eval(), tokens()
     with torch.no_grad():
         made.forward_steps(stream[:, :-1])
@@ -107,7 +108,7 @@ def test_a_hook_of_a_part_sees_every_step(part: str, norm_first: bool) -> None:
             expected = made(stream)[:, -1]
         assert not torch.allclose(hooked, plain)
         same(made.forward_step(stream[:, -1], update_state=False), plain)
-        if part == "norm1" and norm_first:  # the tokens before it were taken without the hook
+        if part == "norm1" and norm_first:  # earlier tokens came without the hook
             return
         same(hooked, expected)
 
@@ -127,7 +128,7 @@ def test_a_stream_without_a_batch(output: str) -> None:
 
 
 def test_a_retroactive_stream_starts_anew_where_its_attention_does() -> None:
-    """Tokens of before are not read, whatever their batch, if only the attention was told to forget, as `fit_landmarks` tells it."""
+    """Earlier tokens are not read, whatever their batch, if only the attention was reset, as `fit_landmarks` does."""
     module = layer("landmarks", "retroactive", landmarks="fixed").eval()
     module.self_attn.fit_landmarks(tokens()[0])
     with torch.no_grad():
@@ -205,7 +206,7 @@ def test_a_checkpoint_of_half_a_stream_is_refused() -> None:
 
 @pytest.mark.parametrize("output", LAYERS)
 def test_an_error_in_a_later_layer_leaves_no_layer_ahead(output: str) -> None:
-    """In grad mode the streams stay; without, they end, because the steps before wrote over the oldest tokens."""
+    """In grad mode the streams stay; without it, they end, because earlier steps overwrote the oldest tokens."""
     module = ContinualEncoder(layer(output=output), 2, torch.nn.LayerNorm(C, dtype=torch.float64)).eval()
     module.layers[0].requires_grad_(False)
     token = tokens()[:, 0]
@@ -234,7 +235,8 @@ def test_an_error_in_a_later_layer_leaves_no_layer_ahead(output: str) -> None:
 
 @pytest.mark.parametrize("output", LAYERS)
 def test_an_interrupt_within_a_layer_leaves_no_part_ahead(output: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after an attention took a token: the rest of its layer has it too, and a stack, whose other layers lack it, ends all."""
+    """After Ctrl-C in a step, a layer whose attention took a token finishes it;
+    a stack whose other layers lack it ends all."""
     alone, stream = layer(output=output).eval(), tokens()
     stack = ContinualEncoder(alone, 2).eval()
 
@@ -344,7 +346,7 @@ BAD_SOURCES: dict[str, tuple[type[Exception], Any]] = {
 @pytest.mark.parametrize("output", LAYERS)
 @pytest.mark.parametrize("name", BAD_SOURCES)
 def test_what_is_no_source_is_named(name: str, output: str, norm_first: bool, stacked: bool) -> None:
-    """It is named as the caller knows it, in the shape that was given, and no layer reads it before."""
+    """The error uses the caller's name and shape, and comes before any layer reads the input."""
     error, given = BAD_SOURCES[name]
     alone = layer(output=output, norm_first=norm_first).eval()
     module: Any = ContinualEncoder(alone, 2).eval() if stacked else alone

@@ -1,4 +1,4 @@
-"""The window that a continual module keeps: a value, saved and restored to the same bits, refused where no stream could have led to it."""
+"""The window of a continual module: a value, saved and restored to the same bits, and refused if no stream has it."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_strict_still_means_strict() -> None:
         module.load_state_dict({name: entry for name, entry in module.state_dict().items() if name != "in_proj_weight"})
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def changed(name: str, value: float, *index: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -244,7 +244,8 @@ def test_what_is_no_window_is_refused_and_the_old_one_stays(
 
 
 def test_windows_of_other_modules_are_refused() -> None:
-    """A window of another shape, another kind, or with other landmarks is refused, both by `set_state` and by loading."""
+    """A window of another shape, another kind, or with other landmarks is refused,
+    both by `set_state` and by loading."""
     module = streaming("continual", 9)
     before = module.get_state()
     others = [
@@ -296,7 +297,8 @@ def test_assignment_is_checked() -> None:
 
 
 def test_retroactive_sums_may_come_from_single_outputs() -> None:
-    """A state with single outputs has no sums of rows yet; a module with retroactive outputs makes them after loading it."""
+    """A state with single outputs has no row sums yet;
+    a module with retroactive outputs computes them after loading it."""
     single = streaming("exact", 9)
     module = ContinualAttention(24, 3, output="retroactive", **SMALL).eval()
     module.load_state_dict(single.state_dict())
@@ -312,10 +314,13 @@ def test_retroactive_sums_may_come_from_single_outputs() -> None:
 @pytest.mark.parametrize("tokens", [0, 3, 5, 9])
 @torch.no_grad()
 def test_get_state_is_a_value_and_update_state_false_leaves_it(kind: str, output: str, tokens: int) -> None:
-    """`get_state` returns a value, and `update_state=False` leaves the stream. Steps fill the window, cross landmarks or wrap the ring."""
+    """`get_state` returns a value, and `update_state=False` leaves the stream.
+
+    Steps fill the window, cross landmarks or wrap the ring.
+    """
     module = streaming(kind, tokens, output=output)
     reference = copy.deepcopy(module)
-    before = copy.deepcopy(module.get_state())  # nobody else holds the state, so that its memory could be used again
+    before = copy.deepcopy(module.get_state())  # nothing else holds the state, so its memory could be reused
     more = stream(14, module)
     for some in (more[:1], more[:2], more):
         expected = reference.forward_steps(some, update_state=False)
@@ -339,7 +344,7 @@ def test_get_state_is_a_value_and_update_state_false_leaves_it(kind: str, output
 @pytest.mark.parametrize("kind, output", KIND_OUTPUTS)
 @torch.no_grad()
 def test_a_stream_that_nobody_else_holds_keeps_its_memory(kind: str, output: str) -> None:
-    """The ring is written in place at every step; it is copied once after somebody took the state."""
+    """The ring is written in place at every step; it is copied once after its state was taken."""
     pytest.importorskip("cmab_kernels._C", reason="the extension was not built")
     module = streaming(kind, 9, output=output)
     tokens = stream(20, module)
@@ -377,7 +382,8 @@ def test_memory_is_constant_however_tokens_come() -> None:
 @pytest.mark.parametrize("first, then", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float64)])
 @torch.no_grad()
 def test_a_cast_stream_goes_on(kind: str, output: str, tokens: int, first: torch.dtype, then: torch.dtype) -> None:
-    """After a cast the stream goes on in the new dtype, with sums over the cast tokens, and older states do not change."""
+    """After a cast the stream goes on in the new dtype, with sums over the cast tokens,
+    and older states do not change."""
     module = streaming(kind, tokens, output=output, dtype=first)
     older = module.get_state()
     before = copy.deepcopy(older)

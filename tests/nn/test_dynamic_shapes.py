@@ -1,4 +1,4 @@
-"""Modules under `torch.compile(dynamic=True)`: batches and lengths of any size take few graphs, and give what eager mode does."""
+"""Modules under `torch.compile(dynamic=True)`: few graphs serve batches and lengths of any size, with eager results."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_any_size(name: str) -> None:
-    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
+    torch.compiler.reset()  # versions from other tests count toward the limit of eight
     torch.manual_seed(0)
     make, inputs = CASES[name]
     module, graphs = make(), []
@@ -89,16 +89,16 @@ def test_any_size(name: str) -> None:
     for batch, length in ((2, 5), (3, 7), (5, 64), (1, 1)):
         given = inputs(batch, length)
         torch.testing.assert_close(compiled(*given), module(*given), rtol=1e-5, atol=1e-6)
-    assert len(graphs) <= 2  # torch takes a size of 1 for a constant, so the last call has a graph of its own
+    assert len(graphs) <= 2  # for torch, a size of 1 is a constant: the last call has its own graph
 
 
 NIGHTLY = [pytest.param(name, marks=() if name == "NystromAttention" else pytest.mark.nightly) for name in CASES]
-"""Modules, all but one of them nightly: Inductor takes 10 s each."""
+"""Modules; all but one are nightly, because Inductor takes 10 s each."""
 
 
 @pytest.mark.parametrize("name", NIGHTLY)
 def test_training_at_any_size(name: str) -> None:
-    """Inductor takes the gradients too, of lengths that segments divide evenly and of others."""
+    """Inductor compiles the gradients too, for lengths that segments divide evenly and for others."""
     torch.compiler.reset()
     torch.manual_seed(0)
     make, inputs = CASES[name]
@@ -112,7 +112,7 @@ def test_training_at_any_size(name: str) -> None:
 
 
 def test_widths_of_any_size() -> None:
-    """Inductor takes projections whose heads and widths are symbols, of keys and of values of another width."""
+    """Inductor compiles projections whose heads and widths are symbols, for keys and values of another width."""
     torch.compiler.reset()
 
     def attended(*given: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def test_widths_of_any_size() -> None:
 
 
 EXPORTED_BY_ALL = ("ContinualEncoderLayer", "RetroactiveEncoderLayer")
-"""What torch 2.6 can export too: it knows no dynamic sizes in an autograd Function."""
+"""The modules that torch 2.6 can export, too: it knows no dynamic sizes in an autograd Function."""
 
 
 @pytest.mark.parametrize("name", CASES)

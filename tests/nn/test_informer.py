@@ -14,7 +14,7 @@ from torch import Tensor
 from cmab_kernels.nn import InformerEncoderLayer, MultiheadIntention, MultiheadSigmaIntention
 
 DIM, HEADS, HIDDEN, BATCH, LENGTH = 16, 2, 24, 3, 11
-MASK = torch.arange(LENGTH) >= torch.tensor([[11], [7], [2]])  # ragged at the end: what torch makes nested tensors of
+MASK = torch.arange(LENGTH) >= torch.tensor([[11], [7], [2]])  # ragged at the end, as torch needs for nested tensors
 KINDS = ("intention", "sigma")
 
 
@@ -30,7 +30,8 @@ def source(**factory: Any) -> Tensor:
 
 
 def defined(layer: InformerEncoderLayer, src: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the layer of figure 1 of "On Layer Normalization in the Transformer Architecture" (Xiong et al., 2020), batch first."""
+    """Return the layer of figure 1 of "On Layer Normalization in the Transformer Architecture" (Xiong et al., 2020),
+    batch first."""
 
     def norm(module: torch.nn.LayerNorm, x: Tensor) -> Tensor:
         return F.layer_norm(x, (DIM,), module.weight, module.bias, module.eps)
@@ -57,7 +58,7 @@ def defined(layer: InformerEncoderLayer, src: Tensor, mask: Tensor | None = None
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_definition(kind: str, config: dict[str, Any], masked: bool, training: bool) -> None:
-    """In eval mode without gradients torch's layer runs attention in a fused kernel of its own; ours must not be bypassed by it."""
+    """In eval mode without gradients, torch's layer runs a fused attention kernel; it must not bypass ours."""
     layer, src = made(kind=kind, **config).train(training), source()
     mask = MASK if masked else None
     with torch.set_grad_enabled(training):
@@ -88,7 +89,7 @@ def test_kinds() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_torchs_encoder(kind: str, nested: bool, norm_first: bool) -> None:
-    """The layer works in torch's encoder, also if that is asked for nested tensors, which it then warns about and does without."""
+    """The layer works in torch's encoder, even if that is asked for nested tensors: it warns and goes without."""
     layer = made(kind=kind, norm_first=norm_first)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,7 +138,7 @@ def test_padding_may_hold_anything() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: str) -> None:
-    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
+    torch.compiler.reset()  # versions from other tests count toward the limit of eight
     encoder = torch.nn.TransformerEncoder(made(kind=kind), 2, enable_nested_tensor=False)
     src = source(requires_grad=True)
     leaves = [src, *encoder.parameters()]

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` computes what torch's does, to 1e-12 in float64, and its fused path runs where it should."""
+"""`nn.MultiheadAttention` equals torch's to 1e-12 in float64, and its fused path runs where it should."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def pair(**config: Any) -> tuple[torch.nn.MultiheadAttention, MultiheadAttention]:
-    """Return torch's module and ours with the same weights and random biases: torch starts biases at 0, where a missing one is not seen."""
+    """Return torch's module and ours with the same weights and random biases:
+    torch's initial biases of 0 would hide a missing one."""
     config = {"dtype": torch.float64, **config}
     theirs = torch.nn.MultiheadAttention(DIM, HEADS, **config).eval()
     for parameter in theirs.parameters():
@@ -40,7 +41,10 @@ def pair(**config: Any) -> tuple[torch.nn.MultiheadAttention, MultiheadAttention
 
 
 def inputs(module: torch.nn.MultiheadAttention, batched: bool = True, **factory: Any) -> list[Tensor]:
-    """Return query, key and value in the layout of the module. The logits of successive queries grow from 0 to a hundred."""
+    """Return query, key and value in the layout of the module.
+
+    The logits of successive queries grow from 0 to a hundred.
+    """
     growth = torch.linspace(0.01, 1.0, QUERIES, dtype=torch.float64)[:, None]
     tensors = []
     for length, width in ((QUERIES, DIM), (KEYS, module.kdim), (KEYS, module.vdim)):
@@ -69,7 +73,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.fixture
 def only_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function after whose call any call handed over to torch is an error."""
+    """Return a function; after its call, every call that goes to torch raises."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("handed to torch")

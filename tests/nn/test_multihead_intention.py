@@ -1,4 +1,5 @@
-"""The modules of Intention equal their definition to 1e-10 in float64, with torch's weights, as a layer and as a stream."""
+"""The modules of Intention equal their definition to 1e-10 in float64,
+with torch's weights, as a layer and as a stream."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def inputs(module: LearnedRidge, keys: int = KEYS, batched: bool = True) -> list
 
 
 def defined(module: LearnedRidge, tensors: list[Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (out, weights of each head) for batched, batch-first tensors by the printed formula, from the module's weights alone."""
+    """Return (out, weights of each head) for batched, batch-first tensors by the printed formula,
+    from the module's weights alone."""
     weights = module.in_proj_weight.chunk(3) if module.in_proj_weight is not None else None
     weights = weights or (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
@@ -82,7 +84,8 @@ def assert_equal(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_definition(kind: type[LearnedRidge], config: dict[str, Any], masked: bool, keys: int) -> None:
-    """The result, the weights, and all gradients, alpha's too, equal the definition, with more keys than a head is wide and with fewer."""
+    """The result, the weights, and all gradients, alpha's too, equal the definition,
+    with more keys than a head is wide and with fewer."""
     module = made(kind, **config)
     tensors = inputs(module, keys)
     mask = (torch.arange(keys) % 3 == torch.tensor([[1], [2]])) if masked else None
@@ -138,7 +141,8 @@ def test_gradcheck(kind: type[LearnedRidge]) -> None:
 
 
 def test_both_ends_of_alpha() -> None:
-    """With a = 0 values that are linear in the keys are fitted exactly; with a = 1 it is linear attention, and nothing overflows."""
+    """With a = 0, values linear in the keys are fitted exactly;
+    with a = 1 it is linear attention, and nothing overflows."""
     module = made(MultiheadIntention)
     query, key, value = inputs(module)
     q, k, v = (module._project(part, tensor) for part, tensor in enumerate((query, key, value)))
@@ -160,7 +164,7 @@ def test_a_module_from_the_meta_device_has_the_penalty_that_it_starts_with(kind:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_without_values_leaves_the_penalty_as_it_was(kind: type[LearnedRidge], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model visits a module once for each of its places, and the second time it has left the meta device."""
+    """A model visits a module once for each of its places; at the second visit it has already left the meta device."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(7.0))
     module = kind(DIM, HEADS, device="meta")
@@ -188,7 +192,7 @@ def test_what_torch_saved_is_loaded_as_it_is(kind: type[LearnedRidge]) -> None:
         kind(DIM, HEADS).load_state_dict({name: entry for name, entry in theirs.state_dict().items() if name != "in_proj_weight"})
     with pytest.raises(RuntimeError, match=r"Unexpected.*log_alpha"):
         kind(DIM, HEADS, alpha=1.0).load_state_dict(kind(DIM, HEADS).state_dict())
-    with pytest.raises(RuntimeError, match=r"Missing.*log_alpha"):  # a module on the meta device has no value to keep
+    with pytest.raises(RuntimeError, match=r"Missing.*log_alpha"):  # a meta module has no value to keep
         kind(DIM, HEADS, device="meta").load_state_dict(torch.nn.MultiheadAttention(DIM, HEADS).state_dict(), assign=True)
 
 
@@ -243,7 +247,7 @@ def test_no_keys_no_queries_no_batch(kind: type[LearnedRidge]) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: type[LearnedRidge], dynamic: bool) -> None:
-    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
+    torch.compiler.reset()  # versions from other tests count toward the limit of eight
     module = made(kind)
     tensors = inputs(module)
     mask = torch.rand(BATCH, KEYS) < 0.4
@@ -260,7 +264,7 @@ def test_compile(kind: type[LearnedRidge], dynamic: bool) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision(kind: type[LearnedRidge], dtype: torch.dtype, autocast: bool) -> None:
-    """Projections are rounded to the low precision, and all after them is as exact as in float64, up to the rounding of the result."""
+    """Projections are rounded to the low precision; all else is as exact as in float64, up to rounding the result."""
     module = made(kind)
     tensors = inputs(module)
     held = torch.float32 if autocast else dtype
@@ -361,7 +365,7 @@ def test_stream_equals_batch_with_gradients(split: list[int], batch_first: bool)
 def test_own_stream_and_what_is_removed_from_it() -> None:
     module = made(MultiheadIntention, dtype=torch.float32)
     query, key, value = (tensor.detach() for tensor in inputs(module))
-    value[:4] = 1e6  # the rows to be removed outweigh the rest
+    value[:4] = 1e6  # the rows that are removed outweigh the rest
     for k, v in zip(key.split(10), value.split(10), strict=True):
         held = module.update(k, v)
     assert module.stream.state == held
@@ -422,7 +426,7 @@ def test_a_stream_refuses_what_it_cannot_do() -> None:
 
 
 def test_the_fast_path_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If no weights are asked for, the operator alone is called: no float64 state, and no solve for queries."""
+    """Without weights, only the operator is called: no float64 state, and no solve for queries."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("another way")

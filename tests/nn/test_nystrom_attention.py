@@ -1,4 +1,5 @@
-"""Nyström attention as a module equals its formula to 1e-10 in float64, with torch's weights and with landmarks from k-means."""
+"""Nyström attention as a module equals its formula to 1e-10 in float64,
+with torch's weights and with landmarks from k-means."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def inputs(module: NystromAttention, queries: int = TOKENS, batched: bool = True
 
 
 def means(tokens: Tensor, number: int) -> Tensor:
-    """Return the means of segments of the tokens (N, D) that are not masked; as in numpy's split, the first segments have one more."""
+    """Return the means of segments of the tokens (N, D) that are not masked;
+    as in numpy's split, the first segments have one more."""
     return torch.stack([segment.mean(0) for segment in torch.tensor_split(tokens, number)])
 
 
@@ -69,7 +71,8 @@ def iterated(a: Tensor, iterations: int) -> Tensor:
 
 
 def defined(module: NystromAttention, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return (out, weights of each head) for batched, batch-first tensors by the printed formula, head by head, from the weights alone."""
+    """Return (out, weights of each head) for batched, batch-first tensors by the printed formula,
+    head by head, from the weights alone."""
     weights = module.in_proj_weight.chunk(3) if module.in_proj_weight is not None else None
     weights = weights or (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
@@ -99,7 +102,7 @@ def assert_equal(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_the_weights_are_the_largest_matrix() -> None:
-    """Nothing of N x N is formed for them, and no size that the caller did not give is warned about."""
+    """They store nothing of N x N, and no warning mentions a size that the caller did not give."""
     module, largest = made(num_landmarks=2, landmarks="fixed", batch_first=True).float(), 0
 
     class Sizes(TorchDispatchMode):
@@ -145,7 +148,8 @@ def test_unbatched(batch_first: bool, landmarks: str) -> None:
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_padding_is_as_if_it_were_not_there(batch_first: bool, additive: bool) -> None:
-    """Padding at the end covers whole segments, differs in each row and holds a NaN: it changes no result, and no gradient of a weight."""
+    """Padding at the end covers whole segments, differs in each row and holds a NaN:
+    it changes no result or gradient."""
     module = made(batch_first=batch_first, num_landmarks=6)
     ends, along = (24, 12), 1 if batch_first else 0
     tokens = torch.randn(BATCH, 24, DIM, dtype=torch.float64)
@@ -183,7 +187,7 @@ def test_padding_with_fixed_landmarks_hides_keys_alone() -> None:
 
 
 def test_m_equal_to_n_exact_pinv_is_attention() -> None:
-    """With as many landmarks as tokens B pinv(B) B = B, so the module equals torch's, up to the error of the inverse."""
+    """With as many landmarks as tokens, B pinv(B) B = B: the module equals torch's, up to the error of the inverse."""
     theirs = nn.MultiheadAttention(DIM, HEADS, dtype=torch.float64, batch_first=True)
     ours = NystromAttention(DIM, HEADS, dtype=torch.float64, batch_first=True, num_landmarks=6, pinv="exact")
     ours.load_state_dict(theirs.state_dict())
@@ -196,7 +200,7 @@ def test_m_equal_to_n_exact_pinv_is_attention() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_low_precision(dtype: torch.dtype, landmarks: str, autocast: bool) -> None:
     module = made(dtype=torch.float32 if autocast else dtype, num_landmarks=5, landmarks=landmarks)
-    with torch.no_grad():  # landmarks well apart: pinv is no part of what is tested
+    with torch.no_grad():  # landmarks well apart, because pinv is not tested here
         for parameter in module.parameters():
             parameter.mul_(0.5)
     exact = copy.deepcopy(module).double()
@@ -210,7 +214,7 @@ def test_low_precision(dtype: torch.dtype, landmarks: str, autocast: bool) -> No
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_forward(dynamic: bool) -> None:
-    torch.compiler.reset()  # the limit of eight versions of a function counts those of other tests
+    torch.compiler.reset()  # versions from other tests count toward the limit of eight
     for landmarks in ("segments", "fixed"):
         module = made(num_landmarks=5, landmarks=landmarks, dtype=torch.float32)
         tensors = inputs(module)
@@ -293,7 +297,7 @@ def test_one_clustering_of_the_tokens_of_self_attention(batch_first: bool) -> No
         landmarks = getattr(module, name)
         assert isinstance(landmarks, nn.Parameter)
         assert landmarks.shape == (HEADS, 5, WIDTH) and landmarks.requires_grad
-        torch.testing.assert_close(landmarks[:, order], heads, rtol=1e-2, atol=1e-1)  # the same order for both: they belong together
+        torch.testing.assert_close(landmarks[:, order], heads, rtol=1e-2, atol=1e-1)  # the same order for both
     first = [getattr(module, name).clone() for name in LANDMARKS]
     module.fit_landmarks(tokens)
     assert all(torch.equal(getattr(module, name), before) for name, before in zip(LANDMARKS, first, strict=True))
@@ -379,7 +383,8 @@ def test_landmarks_are_saved_and_loaded() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_replaces_torchs_module_in_an_encoder(training: bool) -> None:
-    """The module runs in torch's encoder, also in eval mode with padding, where torch's layers would run attention instead."""
+    """The module runs in torch's encoder, also in eval mode with padding,
+    where torch's layers would run attention instead."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, dtype=torch.float64)
     model = nn.TransformerEncoder(layer, 2).train(training)
     source, mask = torch.randn(2, 12, 16, dtype=torch.float64), torch.arange(12) >= torch.tensor([[12], [6]])

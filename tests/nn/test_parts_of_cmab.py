@@ -1,4 +1,4 @@
-"""Whatever is put around, or in place of, a part of a `nn.CMAB` has its effect; parts may differ, and are asked for what they need."""
+"""A wrapper or a replacement of a part of an `nn.CMAB` has its effect; parts may differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Doubled(torch.nn.Linear):
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("how", ["a hook", "a parametrization", "a subclass", "a forward", "an adapter"])
 def test_a_part_that_does_more_is_called(name: str, how: str) -> None:
-    """Whatever is put around or in place of a part of a layer has its effect."""
+    """A wrapper or a replacement of a part of a layer has its effect."""
     module, (inputs, latents) = block(), points()
     part = module.get_submodule(name)
     weights = {key: p.detach() * (2 if key in (f"{name}.weight", f"{name}.bias") else 1) for key, p in module.named_parameters()}
@@ -59,7 +59,7 @@ class Double(torch.nn.Module):
     "name", ["compress.cross_attention.norm", "compress.cross_attention.context_norm", "retrieve.self_feed_forward.norm"]
 )
 def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -> None:
-    """To the operators no weight means no norm; a norm without a weight, or without a bias, is one all the same."""
+    """To the operators, no weight means no norm; a norm without a weight, or without a bias, still is one."""
     module, (inputs, latents) = block(), points()
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, torch.nn.LayerNorm(inputs.shape[-1], dtype=torch.float64, **options))
@@ -70,7 +70,7 @@ def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -
 
 
 def test_a_hook_on_any_layer_runs() -> None:
-    """Those of a layer, of all modules, and of the layers that a stream only uses parts of."""
+    """The hooks are on a layer, on all modules, and on layers of which a stream uses only parts."""
     module, (inputs, latents) = block(), points()
     ignore = torch.rand(BATCH, INPUTS) < 0.4
     expected = module(inputs, latents, key_padding_mask=ignore), module(inputs, latents[0], key_padding_mask=ignore)
@@ -107,7 +107,7 @@ def test_a_layer_names_what_is_wrong(case: str) -> None:
 
 
 class Halved(torch.nn.Module):
-    """A layer in place of one of a block, or around it, as a checkpoint's wrapper is."""
+    """A layer that replaces one of a block, or wraps it like a checkpoint."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Halved(torch.nn.Module):
 @pytest.mark.parametrize("name", ["compress.self_attention", "retrieve.cross_feed_forward", "retrieve.cross_attention", "retrieve"])
 @pytest.mark.parametrize("how", ["another", "a subclass"])
 def test_layers_in_place_of_its_own_are_called(name: str, how: str) -> None:
-    """Whether the layer is wrapped or of a kind that inherits from it: with a gradient, without, and as a stream."""
+    """The layer may be wrapped or of a subclass; it runs with a gradient, without, and as a stream."""
     module, (inputs, latents) = block(), points()
     parent, _, child = name.rpartition(".")
     layer = module.get_submodule(name)
@@ -173,7 +173,8 @@ def test_weights_that_are_no_parameters() -> None:
 
 
 def test_the_default_device_is_not_asked() -> None:
-    """Tensors that a call makes for itself are on the device of its inputs, be the default another one: here meta stands for a GPU."""
+    """Tensors that a call makes for itself are on the device of its inputs,
+    not on the default one: meta stands for a GPU."""
     module, (inputs, latents) = block(), points()
     expected = torch.autograd.grad(module(inputs, latents).sum(), [*module.parameters()])
     with torch.device("meta"):
@@ -182,7 +183,7 @@ def test_the_default_device_is_not_asked() -> None:
 
 @pytest.mark.parametrize("kind", [layers.SelfAttention, layers.CrossAttention])
 def test_heads_that_were_cut_off(kind: Any) -> None:
-    """The scale of logits is that of the width of the heads that are left."""
+    """The scale of logits follows the width of the remaining heads."""
     attention, x, context = kind(16, 2), torch.randn(1, 5, 16), torch.randn(1, 7, 16)
     for name in ("query", "key", "value"):
         projection = getattr(attention, name)
@@ -196,7 +197,7 @@ def test_heads_that_were_cut_off(kind: Any) -> None:
 
 
 def cut(part: Any) -> None:
-    """Take the last head off an attention, or the last hidden column off a feed-forward layer."""
+    """Remove the last head of an attention, or the last hidden column of a feed-forward layer."""
     if isinstance(part, layers.FeedForward):
         hidden = part.contract.weight.shape[1]
         kept, (first, last) = hidden - 1, (part.expand, part.contract)
@@ -225,9 +226,7 @@ def test_layers_may_lose_a_head_or_a_column(names: list[str]) -> None:
         cut(part)
         kept = part.get_submodule(last).weight.shape[1]
         whole = weights[f"{name}.{last}.weight"].detach()
-        weights[f"{name}.{last}.weight"] = whole.index_fill(
-            1, torch.arange(kept, whole.shape[1]), 0.0
-        )  # what is cut off counts for nothing
+        weights[f"{name}.{last}.weight"] = whole.index_fill(1, torch.arange(kept, whole.shape[1]), 0.0)  # the removed part has no effect
     expected = definition(weights, inputs, latents)
     close(module(inputs, latents), expected)
     if "compress.cross_attention" in names:

@@ -1,4 +1,5 @@
-"""Encodings on a circle: a stream and a window agree, tokens of a window have different encodings, a saved stream continues."""
+"""Encodings on a circle: a stream and a window agree,
+tokens of a window have different encodings, a saved stream continues."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_layouts() -> None:
 
 
 def test_what_continual_inference_gives() -> None:
-    """Encodings equal those of continual-inference, whose `forward` is told not to advance, and whose channels are the second dimension."""
+    """Encodings equal those of continual-inference, whose `forward` is told not to advance,
+    and whose channels are the second dimension."""
     theirs = peer.RecyclingPositionalEncoding(DIM, PERIOD, forward_update_index_steps=0).double()
     ours, x = made(), tokens(30)
     ours.encodings = nn.Parameter(theirs.pe.weight.detach().clone())
@@ -78,9 +80,9 @@ def test_waves_close_and_tell_all_places_of_a_window_apart() -> None:
         if window > 2:
             distances = torch.cdist(rows, rows) + torch.eye(len(rows))
             assert distances.min() > 0.5 / window
-            around = torch.cat([rows, rows[:1]]).diff(dim=0).norm(dim=-1)  # the step over the seam is like any other
+            around = torch.cat([rows, rows[:1]]).diff(dim=0).norm(dim=-1)  # the step across the seam is like any other
             assert around.max() < 1.001 * around.min() or dim % 2
-            products = rows @ rows.T  # of two places depends on how far apart they are alone
+            products = rows @ rows.T  # depends only on the distance of two places
             shifted = products.roll((1, 1), (0, 1))
             assert torch.allclose(products, shifted) or dim % 2
 

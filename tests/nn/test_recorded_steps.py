@@ -1,4 +1,5 @@
-"""Steps of a module's own stream are not recorded as programs, which would hold one state for ever; compiled ones go on."""
+"""Programs do not record steps of a module's own stream,
+because they would hold one state for ever; compiled steps go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `load_state_dict` that is refused, for whatever reason, leaves every stream as it was, though torch reports errors at its very end."""
+"""A refused `load_state_dict` leaves every stream as it was, though torch reports errors only at the end."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _advanced(advance: Callable[[Any], Any], module: nn.Module, dtype: torch.dty
 
 
 def held(module: nn.Module) -> dict[str, Tensor]:
-    """Return what is saved of the stream as it is now."""
+    """Return the saved form of the stream as it is now."""
     weights = dict(module.named_parameters())
     return {name: entry.clone() for name, entry in module.state_dict().items() if name not in weights}
 
@@ -84,7 +84,8 @@ def in_a_model(module: nn.Module, first: bool) -> nn.Module:
 @pytest.mark.parametrize("with_stream", [True, False], ids=["a stream", "weights"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_module_made_on_the_meta_device(name: str, with_stream: bool, dtype: torch.dtype) -> None:
-    """Loaded with `assign=True`, it has the weights' device and dtype, and goes on with the saved stream, or starts one."""
+    """Loaded with `assign=True`, it has the weights' device and dtype,
+    and goes on with the saved stream or starts one."""
     make, advance = STREAMING[name]
     module, source = make().eval().to(dtype), make().eval().to(dtype)
     with torch.device("meta"):
@@ -168,7 +169,8 @@ def test_what_is_not_strict(name: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_module_in_two_places(name: str) -> None:
-    """Torch loads a module that occurs twice two times; an error at the second place refuses what was loaded at the first."""
+    """torch loads a module that occurs twice two times;
+    an error at the second place also refuses the load at the first."""
     module, other = streaming(name)
     before = held(module)
     model, source = (nn.ModuleDict({"a": each, "b": each}) for each in (module, other))

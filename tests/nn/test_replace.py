@@ -55,7 +55,10 @@ def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", models())
 def test_transformers_compute_what_they_did(name: str, training: bool, fast_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results stay the same, also in eval mode. There torch's layers run fused kernels, and padded inputs become nested tensors."""
+    """Results stay the same, also in eval mode.
+
+    There torch's layers run fused kernels, and padded inputs become nested tensors.
+    """
     model, tensors, options, count = models()[name]
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -69,13 +72,13 @@ def test_transformers_compute_what_they_did(name: str, training: bool, fast_path
             result = model(*tensors, **options)
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-    seen = ~MASK if name == "padded encoder" else ...  # padded rows hold whatever torch's path leaves there
+    seen = ~MASK if name == "padded encoder" else ...  # torch's path leaves anything in padded rows
     torch.testing.assert_close(result[seen], expected[seen], rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
 def only_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function after whose call it is an error if torch's own attention or its fused encoder layer runs."""
+    """Return a function; after its call, torch's own attention and its fused encoder layer raise."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("torch's own code")
@@ -90,7 +93,8 @@ def only_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ["encoder layer", "encoder", "padded encoder"])
 def test_replaced_means_used(name: str, training: bool, only_fused: Callable[[], None]) -> None:
-    """No call is torch's: not with padding, which torch's layers turn into a float mask, and not in its fast path in eval mode."""
+    """No call is torch's: neither with padding, which torch's layers turn into a float mask,
+    nor in its fast path in eval mode."""
     model, tensors, options, count = models()[name]
     model.train(training)
     with torch.set_grad_enabled(training):
@@ -231,7 +235,7 @@ class Copied(nn.Module):
 
 
 def test_explain_leaves_nothing_on_a_module_that_two_threads_explain() -> None:
-    """Nor on what is copied from it meanwhile. The first that begins ends first."""
+    """Nor is anything left on copies that are made meanwhile. The first that begins ends first."""
     model, x, second_began, first_ended = Copied(), torch.randn(9, 2, 16), threading.Event(), threading.Event()
     before = dict(model.part.__dict__)
 
@@ -274,7 +278,7 @@ def test_explain_of_a_compiled_model(compiled: str) -> None:
 
 
 def test_explain_of_what_streams() -> None:
-    """A key and a value of None are the query; the attentions of an encoder are not called, as their `forward_stream` runs."""
+    """A key and a value of None are the query; an encoder's `forward_stream` does not call its attentions."""
     tokens = torch.randn(1, 3, 16)
     (row,) = cmab_kernels.explain(cmab_kernels.nn.ContinualAttention(16, 2, batch_first=True, sequence_len=3), tokens)
     assert "need_weights" in row.reason
@@ -285,7 +289,7 @@ def test_explain_of_what_streams() -> None:
 
 def test_explain_sees_torchs_fast_path() -> None:
     model = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
-    model.self_attn = MultiheadAttention.sharing(model.self_attn)  # by hand: only `replace_modules` has it called
+    model.self_attn = MultiheadAttention.sharing(model.self_attn)  # by hand, so no layer calls it
     with torch.no_grad():
         (row,) = cmab_kernels.explain(model, torch.randn(2, 9, 16))
     assert not row.fused and "torch's fused encoder layer" in row.reason
@@ -378,7 +382,7 @@ def test_added_attributes_are_kept() -> None:
 
 
 def test_added_parts_are_refused() -> None:
-    """They would leave the model, and its state_dict, without a word."""
+    """They would silently leave the model and its state_dict."""
     for add in (lambda m: m.register_buffer("seen", torch.zeros(1)), lambda m: m.add_module("lora", nn.Linear(2, 2))):
         model = nn.Sequential(nn.MultiheadAttention(16, 2))
         add(model[0])
@@ -432,7 +436,8 @@ def encoder(layers: int = 2, **options: object) -> nn.TransformerEncoder:
 
 @pytest.mark.parametrize("mapping", [INTENTION, SIGMA, INFORMER], ids=["intention", "sigma", "informer"])
 def test_torchs_fast_path_does_not_bypass_intention(mapping: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """In eval mode without gradients torch's encoder would make nested tensors of padded inputs, and its layers would run attention.
+    """In eval mode without gradients torch's encoder would make nested tensors of padded inputs, and its layers would
+    run attention.
 
     Intention must run all the same.
     """

@@ -1,4 +1,4 @@
-"""Both residuals of the layers: what `fused` computes in one call is what the modules compute one by one, of values and derivatives."""
+"""Both residuals of the layers: one `fused` call equals the modules one by one, in values and derivatives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ of_each = pytest.mark.parametrize("kind", SIZES)
 
 
 def made(kind: Any, residual: str = "normed") -> Any:
-    """Return a module in float64 whose norms do something."""
+    """Return a module in float64 whose norms have an effect."""
     module = kind(**SIZES[kind], residual=residual).double()
     for name, parameter in module.named_parameters():
         if "norm" in name:
@@ -86,7 +86,7 @@ def test_the_residual_is_no_part_of_the_weights(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [CMAB, CMABStack])
 def test_layers_of_several_residuals(kind: Any) -> None:
-    """One call stands for none of them: each layer keeps its own."""
+    """One call cannot replace them: each layer keeps its own residual."""
     module, inputs = made(kind), given(kind)
     block = module if kind is CMAB else module.blocks[1]
     block.retrieve.self_feed_forward.residual = "input"
@@ -98,7 +98,7 @@ def test_layers_of_several_residuals(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [CMAB, CMABStack])
 def test_streams(kind: Any) -> None:
-    """Updates and removals of inputs lead to what all inputs at once give."""
+    """Updates and removals of inputs give the same result as all inputs at once."""
     module, (inputs, latents) = made(kind).eval(), given(kind)
     with torch.no_grad():
         for chunk in inputs.split(3, 1):
@@ -110,7 +110,7 @@ def test_streams(kind: Any) -> None:
 
 @of_each
 def test_a_module_that_was_pickled_before(kind: Any) -> None:
-    """It has no residual of its own, and adds to its inputs as it did."""
+    """It has no `residual` attribute, and adds to its inputs as before."""
     module, inputs = made(kind, "input"), given(kind)
     expected = module(*inputs)
     for part in module.modules():

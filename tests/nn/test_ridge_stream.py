@@ -1,4 +1,5 @@
-"""The running sums of `MultiheadIntention`: unchanged by casts, saved with the weights, refused where no keys could have led to them."""
+"""The running sums of `MultiheadIntention`: unchanged by casts,
+saved with the weights, refused if no keys have them."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def test_what_is_no_state_is_refused_and_the_old_one_stays(name: str, fault: Cal
 
 
 def test_what_a_removal_leaves_is_loaded() -> None:
-    """After a removal rounding may leave sums near 0 that are not positive definite: such a state must be accepted."""
+    """After a removal, rounding may leave sums near 0 that are not positive definite: such a state must be accepted."""
     module, inputs = MultiheadIntention(DIM, HEADS, batch_first=True), 1e3 * torch.randn(1, 50, DIM)
     inputs[:, 49] = 1e-6
     with torch.no_grad():

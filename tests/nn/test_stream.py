@@ -1,4 +1,4 @@
-"""The state that a streaming module keeps: unchanged by casts, saved with the weights, refused where it cannot be a state."""
+"""The state of a streaming module: unchanged by casts, saved with the weights, refused if it cannot be a state."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def saved(module: torch.nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("held", [0, 2, 5])
 @pytest.mark.parametrize("assign", [False, True])
 def test_saved_and_restored_in_midstream(held: int, assign: bool) -> None:
-    """A module that is fresh, or had a stream of the same or another batch, continues a loaded stream with the same bits."""
+    """A module that is new, or had a stream of the same or another batch,
+    continues a loaded stream with the same bits."""
     module, other = streaming(), streaming(held)
     assert {"stream.out", "stream.lse"} <= set(saved(module))
     other.load_state_dict(saved(module), assign=assign)
@@ -103,7 +104,7 @@ def test_weights_alone_are_a_complete_checkpoint() -> None:
     weights = saved(fresh)
     assert set(weights) == {name for name, _ in fresh.named_parameters()}
     module.load_state_dict(weights)
-    assert module.stream.state is None  # as in the module that was saved: the old stream belongs to the old weights
+    assert module.stream.state is None  # as in the saved module: the old stream belongs to the old weights
 
 
 def test_strict_still_means_strict() -> None:
@@ -161,7 +162,7 @@ def test_what_a_row_without_keys_holds_counts_for_nothing(value: float) -> None:
 
 
 def test_entries_cannot_be_set_one_by_one() -> None:
-    """As `functional_call` would: nothing would read them, and they would stay behind."""
+    """`functional_call` would assign them: nothing would read them, and they would stay."""
     module = streaming()
     before = saved(module)
     with pytest.raises(TypeError, match=r"`out` cannot be set: assign a whole state"), torch.no_grad():

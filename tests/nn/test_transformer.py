@@ -1,4 +1,4 @@
-"""The fused Transformer layers equal torch's, and say where torch's own code runs."""
+"""The fused Transformer layers equal torch's, and report where torch's own code runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def same(ours: nn.Module, theirs: nn.Module, given: tuple[Tensor, ...], **option
 
 @pytest.fixture
 def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the operators that are called from here on."""
+    """Return the names of the operators that are called from now on."""
     calls: list[str] = []
 
     def counted(name: str) -> Callable[..., Tensor]:
@@ -102,7 +102,7 @@ def test_padding(kind: type[nn.Module], additive: bool, batch_first: bool, opera
 
 @pytest.mark.parametrize("layout", ["step 3", "expanded"])
 def test_masks_of_any_layout(layout: str) -> None:
-    """Also where one element of a batch, or one of all keys, makes a view of what torch would otherwise copy."""
+    """This also holds if one element of a batch, or one of all keys, makes a view where torch would otherwise copy."""
     theirs, ours = pair(nn.TransformerEncoderLayer, norm_first=True)
     (x,) = inputs(theirs)
     apart = PADDING[1:, :, None].expand(1, TOKENS, 3).clone()[..., 0]
@@ -112,7 +112,8 @@ def test_masks_of_any_layout(layout: str) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_whole_transformers(training: bool, operators: list[str]) -> None:
-    """A model of torch's computes what it did, padded, with a causal mask in the decoder, which then attends to itself by torch's code."""
+    """A model of torch's keeps its results, padded, and with a causal mask in the decoder,
+    whose self-attention torch runs."""
     model = nn.Transformer(WIDTH, HEADS, 2, 2, 24, 0.0, batch_first=True, dtype=torch.float64).train(training)
     source, target = torch.randn(BATCH, MEMORY, WIDTH).double(), torch.randn(BATCH, TOKENS, WIDTH).double()
     options = {"src_key_padding_mask": PADDED_MEMORY, "memory_key_padding_mask": PADDED_MEMORY, "tgt_mask": CAUSAL}
@@ -142,7 +143,7 @@ def with_hook(layer: Any, name: str, part: nn.Module) -> None:
 
 
 def twice(module: Any, name: str) -> None:
-    """Assign a method that returns twice what the module's own does."""
+    """Assign a method that returns twice the result of the module's own."""
     own = getattr(module, name)
     setattr(module, name, lambda x: 2 * own(x))
 
@@ -207,7 +208,7 @@ def test_an_attention_of_another_kind_is_called(kind: type[nn.Module], operators
 
 
 class Doubled(nn.Linear):
-    """An adapter in place of a projection: what reads its weights alone misses the factor."""
+    """An adapter replaces a projection: code that reads only its weights misses the factor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -235,7 +236,8 @@ ADAPTERS = {
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_are_called_in_evaluation(name: str, masked: bool) -> None:
-    """torch's fused layer, which it prefers without gradients, reads the weights of its parts and calls none of them."""
+    """torch's fused layer, which it prefers without gradients,
+    reads the weights of its parts and calls none of them."""
     layer, x = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval(), torch.randn(2, 5, 8)
     ADAPTERS[name](layer)
     mask = torch.zeros(5, 5).fill_diagonal_(-math.inf) if masked else None
@@ -259,7 +261,8 @@ FLOAT_MASKS: dict[str, dict[str, Tensor]] = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", FLOAT_MASKS)
 def test_float_masks_are_added_in_evaluation(name: str, compiled: bool) -> None:
-    """torch's fused layer, which it prefers without gradients, ignores what has a number other than 0, and adds nothing."""
+    """torch's fused layer, which it prefers without gradients, would ignore keys whose number is not 0, and add
+    nothing."""
     layer, x, masks = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), torch.randn(3, 5, 8), FLOAT_MASKS[name]
     with_gradients = layer(x, **masks).detach()
     run = torch.compile(layer.eval(), backend="eager") if compiled else layer.eval()
@@ -295,7 +298,7 @@ def test_dropout_autocast_and_missing_kernels(operators: list[str]) -> None:
 @pytest.mark.parametrize("part", ["dropout1", "dropout", "self_attn"])
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 def test_a_dropout_that_is_left_on_drops(kind: type[nn.Module], part: str) -> None:
-    """As Monte Carlo dropout does in evaluation: each part has a mode of its own."""
+    """Monte Carlo dropout does this in evaluation: each part has its own mode."""
     theirs, ours = pair(kind, dropout=0.5)
     for layer in (theirs.eval(), ours.eval()):
         layer.get_submodule(part).train()

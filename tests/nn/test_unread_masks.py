@@ -1,4 +1,5 @@
-"""Float padding masks whose numbers may not be read: under a transform, a trace or with fake tensors, as torch's modules take them."""
+"""Float padding masks whose numbers may not be read: in a transform,
+a trace or with fake tensors, as in torch's modules."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def test_vmap(pair: tuple[_Attend, _Attend], mask: Tensor) -> None:
 
 
 @pytest.mark.parametrize("trace", [make_fx, lambda f: lambda *example: torch.jit.trace(f, example)], ids=["make_fx", "jit"])
-@pytest.mark.filterwarnings("ignore")  # torch's own, of tracing and of its deprecation
+@pytest.mark.filterwarnings("ignore")  # torch warns of tracing and of its deprecation
 def test_a_trace_takes_other_numbers(pair: tuple[_Attend, _Attend], trace: Callable[..., Any]) -> None:
     theirs, ours = pair
     traced = trace(ours)(X[0], PADDING[0])

@@ -1,4 +1,4 @@
-"""What is no tensor, or has another layout, is refused by the name of the argument, with the likely cause, by every module's forward."""
+"""Every module's forward refuses a non-tensor or another layout by the name of the argument, with the likely cause."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_forward_names_what_is_wrong(kind: str, what: str) -> None:
     options = {"need_weights": False} if "need_weights" in inspect.signature(module.forward).parameters else {}
     for i, name in enumerate(names):
         if what == "nothing" and i > 0 and kind.startswith("Continual"):
-            continue  # there None is the query
+            continue  # None stands for the query there
         given: list[Any] = [torch.randn(2, 6, 16) for _ in names]
         given[i] = change(given[i])
         with pytest.raises((TypeError, ValueError), match=f"`{name}` {message}"):
@@ -71,7 +71,7 @@ def test_forward_names_what_is_wrong(kind: str, what: str) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", MODULES)
 def test_float64_in_a_module_of_float32(kind: str, autocast: bool) -> None:
-    """Autocast leaves float64 as it is, so it does not help, nor in a module of float64 with features of float32."""
+    """Autocast leaves float64 as it is, so it does not help; nor does it in a float64 module with float32 features."""
     make, names = MODULES[kind]
     module = make()
     options = {"need_weights": False} if "need_weights" in inspect.signature(module.forward).parameters else {}

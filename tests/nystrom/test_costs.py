@@ -1,4 +1,4 @@
-"""The paper's counts of operations are those that it prints, and ours are those of the products that the definition needs."""
+"""The counts of the paper equal the printed ones, and ours equal those of the products that the definition needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_examples_of_the_docstrings():
     assert failed == 0 and tried > 10
 
 
-# ---- the paper's -----------------------------------------------------------------------------------------------------------------------
+# ---- the paper's -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,8 @@ def test_examples_of_the_docstrings():
     ],
 )
 def test_operations_of_a_step_at_120_tokens(scheme, operations):
-    """The counts for n = 120, m = 4, d = 192, in millions, are the printed ones, and for retroactive outputs those worked out by hand.
+    """The counts for n = 120, m = 4, d = 192, in millions, equal the printed ones, and those of retroactive outputs by
+    hand.
 
     The first is printed as 11.1, and is 11.06.
     """
@@ -67,7 +68,8 @@ def test_operations_of_a_step_at_120_tokens(scheme, operations):
     [("full", 16.78), ("single", 0.263), ("nystrom", 4.71), ("continual single", 0.493), ("fixed single", 0.131)],
 )
 def test_operations_of_a_step_at_64_tokens(scheme, operations):
-    """The counts for n = 64, d = 1024, m = 16, in millions, are the printed ones, except for the first, which is printed as 16.85."""
+    """The counts for n = 64, d = 1024, m = 16, in millions, are the printed ones,
+    except for the first, which is printed as 16.85."""
     assert paper_operations(scheme, 64, 16, 1024) / 1e6 == pytest.approx(operations, abs=0.5 * 10.0 ** (2 - len(str(operations)) + 1))
 
 
@@ -104,7 +106,7 @@ def test_unknown_schemes_are_refused():
         paper_memory("full", 120, 4, 192)
 
 
-# ---- ours ------------------------------------------------------------------------------------------------------------------------------
+# ---- ours ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (7, 3), (8, 4), (9, 9), (13, 5)])
@@ -132,7 +134,8 @@ def landmark_inverse(iterations: int) -> torch.Tensor:
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_operations_are_those_of_the_products_of_a_step(replaced, retroactive):
-    """torch counts the same operations for a step written as products, both where a landmark is replaced and where none is."""
+    """torch counts the same operations for a step written as products,
+    both where a landmark is replaced and where none is."""
     q, k, v = torch.randn(N, D), torch.randn(N, D), torch.randn(N, E)
     landmarks = torch.randn(M, D)
 
@@ -156,19 +159,19 @@ def test_operations_are_those_of_the_products_of_a_step(replaced, retroactive):
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_operations_of_a_stretch_are_those_of_its_tokens(fixed):
-    """The count for 100 tokens is the sum over the tokens, and has the rows that are recomputed on schedule among them."""
+    """The count for 100 tokens is the sum over the tokens, including the rows that are recomputed on schedule."""
     start, tokens = SCHEDULE - 50, 100
 
     def of(position, tokens):
         return executed_operations(N, M, D, E, position, tokens, 6, fixed=fixed, retroactive=False)
 
     assert of(start, tokens) == sum(of(position, 1) for position in range(start, start + tokens))
-    plain = of(start - 100 * N, tokens)  # as many ends of segments
+    plain = of(start - 100 * N, tokens)  # with as many ends of segments
     assert of(start, tokens) - plain == M * 2 * N * (D + E)
 
 
 def test_a_new_landmark_is_not_recomputed_on_schedule_too():
-    """With n landmarks for n tokens each token replaces one. A row that is new at the step at which it would be recomputed counts once."""
+    """With n landmarks for n tokens each token replaces one. A new row that would also be recomputed counts once."""
     n = m = 5
     token = SCHEDULE + m - 1
     by_token = [executed_operations(n, m, D, E, position, 1, 6, fixed=False, retroactive=False) for position in range(token - m, token + 1)]
@@ -197,7 +200,8 @@ def test_operations_of_exact_attention_are_those_of_its_products():
 
 @pytest.mark.parametrize(("n", "times"), [(SCHEDULE - 1, 0), (SCHEDULE, 1), (2 * SCHEDULE + 1, 2)])
 def test_rows_that_live_long_are_recomputed(n, times):
-    """In exact attention a row is recomputed on schedule: row i belongs to the token that has been in the window for n - i steps."""
+    """In exact attention a row is recomputed on schedule:
+    row i belongs to the token that has been in the window for n - i steps."""
     assert times == sum((n - row) % SCHEDULE == 0 for row in range(n))
     assert executed_attention_operations(n, D, E, 1, True) == (1 + times) * 2 * n * (D + E) + 4 * (n - 1) * (D + E)
 
@@ -247,7 +251,8 @@ def test_elements_of_states_are_those_of_their_tensors(impl):
 @pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
 @pytest.mark.parametrize("tokens", [1, 5, 2 * N])
 def test_a_block_leaves_a_ring_for_as_many_tokens(tokens):
-    """After a block of t tokens the ring has n + t rows, and at most two windows; the formula is for blocks of one token."""
+    """After a block of t tokens the ring has n + t rows, and at most two windows;
+    the formula is for blocks of one token."""
     query, key, value = torch.randn(1, 1, 3 * N, D), torch.randn(1, 1, 3 * N, D), torch.randn(1, 1, 3 * N, E)
     state = continual_nystrom_init(*(part[:, :, :N] for part in (query, key, value)), M)
     stepped = continual_nystrom_step(state, *(part[:, :, N : N + tokens] for part in (query, key, value))).state

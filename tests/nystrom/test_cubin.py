@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not here: what the machine code shows without running it."""
+"""The Triton kernels compiled for GPUs that this machine need not have: these tests read the machine code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORDINARY = [("fp32", 16, 90), ("fp64", 16, 90), ("fp32", 16, 80)]
 KERNELS = ("_pinv", "_landmark_values", "_pinv_backward", "_landmark_values_backward")
 GRADIENTS = KERNELS[2:]
 IN_BLOCKS = ("fp64", 64, 100)
-"""Not kept in one program: `test_float64_without_matrix_units_goes_in_blocks`."""
+"""These run in blocks: `test_float64_without_matrix_units_goes_in_blocks`."""
 EVERY = [case for case in itertools.product(DTYPES, (1, 17, 64), (80, 90, 100)) if case != IN_BLOCKS]
 SPILLING = {
     ("fp32", 64, 80): {"_landmark_values": 0.02, "_pinv_backward": 0.1, "_landmark_values_backward": 0.04},
@@ -38,9 +38,12 @@ SPILLING = {
     ("fp64", 17, 100): {"_pinv_backward": 0.035, "_landmark_values_backward": 0.035},
     ("fp64", 64, 80): {"_pinv_backward": 0.01, "_landmark_values_backward": 0.01},
 }
-"""Kernels known to spill, and the most of their instructions that may access local memory, as a share. Float32 on sm_80 and sm_90: parts
-of bfloat16 take the registers; on sm_100, and float64 there: without matrix units a thread holds whole rows and columns; float64 on sm_80:
-three squares in the layouts of its matrix unit. No other number of warps spills less."""
+"""Kernels known to spill, and the largest share of their instructions that may access local memory.
+
+Float32 on sm_80 and sm_90: parts of bfloat16 take the registers. Float32 and float64 on sm_100: without matrix units a
+thread holds whole rows and columns. Float64 on sm_80: three squares lie in the layouts of its matrix unit. No other
+number of warps spills less.
+"""
 
 
 def _launches(name: str, m: int, width: int = 64, absent: bool = True) -> dict[str, Launch]:
@@ -63,7 +66,8 @@ def _check(launched: Launch, capability: int, folder: Path) -> list[str]:
 
 
 def _by_matrix_units(launched: Launch, capability: int) -> bool:
-    """Return whether matrix units multiply: float32 in bfloat16 parts, and float64 on sm_80 and sm_90, as Triton 3.6 does."""
+    """Return whether matrix units multiply: float32 in bfloat16 parts,
+    and float64 on sm_80 and sm_90, as Triton 3.6 does."""
     if launched.options["PRECISION"] == "bf16x6":
         return True
     return launched.options["OPERAND"] == launch.triton_dtype(torch.float64) and capability in (80, 90)
@@ -95,7 +99,8 @@ def test_gradients_lose_no_descriptor(kernel: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 @pytest.mark.parametrize("name", DTYPES)
 def test_products_in_blocks(name: str, capability: int, tmp_path: Path) -> None:
-    """Every operator with more than 64 landmarks launches one kernel, as often as it has products, within 99 KiB of shared memory."""
+    """Every operator with more than 64 landmarks launches one kernel,
+    as often as it has products, within 99 KiB of shared memory."""
     with as_if_on(capability):
         matrix, rows = (torch.empty(2, 65, width, dtype=DTYPES[name]) for width in (65, 8))
         launched = record(lambda: kernels.iterative_pinv(matrix, 6))
@@ -120,21 +125,24 @@ def test_compiled_everywhere(name: str, m: int, capability: int, kernel: str, tm
 
 @pytest.mark.parametrize("m, capability, in_blocks", [(33, 80, False), (64, 90, False), (32, 100, False), (33, 100, True), (64, 86, True)])
 def test_float64_without_matrix_units_goes_in_blocks(m: int, capability: int, in_blocks: bool) -> None:
-    """In one program, half of the instructions of 64 landmarks would go to local memory (`test_products_in_blocks` compiles the blocks)."""
+    """In one program, half of the instructions of 64 landmarks would go to local memory (`test_products_in_blocks`
+    compiles the blocks)."""
     with as_if_on(capability):
         assert set(_launches("fp64", m)) == ({"_multiply"} if in_blocks else set(KERNELS))
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 def test_only_hopper_takes_eight_warps_for_64_rows(capability: int) -> None:
-    """Elsewhere the second four would multiply the rows of the first again; on sm_100, the rows are multiplied in full."""
+    """Elsewhere the second four warps would multiply the rows of the first again;
+    on sm_100, all rows are multiplied."""
     with as_if_on(capability):
         found = {one.options["num_warps"] for name, one in _launches("fp32", 64).items() if name not in GRADIENTS}
     assert found == {8 if capability in (90, 100) else 4}
 
 
 def test_a_mask_makes_no_operand_a_byte(tmp_path: Path) -> None:
-    """Where operands follow from a load of bytes, Triton 3.6 takes float32 for exact in tf32 on sm_100, and then fails to compile this."""
+    """If operands follow from a load of bytes,
+    Triton 3.6 takes float32 as exact in tf32 on sm_100, and fails to compile this."""
     with as_if_on(100):
         launched = _launches("fp32", 64)["_landmark_values"]
     figures = compiled(launched, 100, tmp_path)
@@ -142,7 +150,8 @@ def test_a_mask_makes_no_operand_a_byte(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_in_tensor_memory_is_multiplied_in_full(tmp_path: Path) -> None:
-    """Bfloat16 parts would take 928 of the 512 columns of tensor memory, and no GPU could launch the kernel: so there are none."""
+    """Bfloat16 parts would take 928 of 512 columns of tensor memory,
+    and no GPU could launch the kernel: so it has none."""
     with as_if_on(100):
         launched = _launches("fp32", 64)["_pinv"]
     assert launched.options["PRECISION"] == "ieee"

@@ -1,4 +1,4 @@
-"""Bad input: which argument, what was given, what is allowed; before any work, the state unchanged."""
+"""Bad input raises an error that names the argument, what was given and what is allowed; states stay unchanged."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_tokens(impl: str, name: str, kind: str) -> None:
 
 
 def _bits(field: Any) -> Any:
-    """What equality means for a state's memory: `spare` has not been written yet and may hold a NaN, which equals nothing."""
+    """Equality of a state's memory: `spare` may be unwritten and hold a NaN, which equals nothing."""
     return field.numpy().tobytes() if isinstance(field, torch.Tensor) else field
 
 

@@ -1,6 +1,7 @@
-"""The Triton kernels in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
+"""The Triton kernels in Triton's interpreter. tests/test_interpreter.py runs this file with TRITON_INTERPRET=1.
 
-The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they
+were.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cmab_kernels.testing import between_margins, guarded_results
 from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_nearly_singular, check_pinv, landmarks
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where a lane that is masked overflows
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns where a masked lane overflows
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -54,7 +55,7 @@ def test_nearly_singular_matrices(dtype: torch.dtype, iterations: int) -> None:
 
 @pytest.mark.parametrize("kind, dtype", [*(("normal", dtype) for dtype in DTYPES), ("signs", torch.float32), ("zero", torch.float64)])
 def test_inverses_in_blocks(kind: str, dtype: torch.dtype) -> None:
-    """Matrices that one program does not keep to itself, whose last blocks are not full."""
+    """Matrices that one program cannot keep to itself; their last blocks are not full."""
     check_pinv(kernels, between_margins(MATRICES[kind](2, 70).to(dtype)), 1)
 
 
@@ -134,7 +135,7 @@ def test_logits_beyond_the_range_are_at_its_end() -> None:
 
 @pytest.mark.parametrize("exponent", [-60, 60])
 def test_inverses_of_any_size(exponent: int) -> None:
-    """The inverse of 2^n A is 2^-n times that of A, to the last bit: norms must not be multiplied with each other first."""
+    """The inverse of 2^n A is 2^-n times that of A, to the last bit: norms must not be multiplied with each other."""
     matrix, dinverse = torch.randn(1, 3, 3), torch.randn(1, 3, 3)
     scaled = matrix * 2.0**exponent
     assert torch.equal(kernels.iterative_pinv(scaled, 3) * 2.0**exponent, kernels.iterative_pinv(matrix, 3))

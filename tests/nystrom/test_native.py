@@ -1,4 +1,5 @@
-"""The iterative pseudo-inverse and the values of landmarks in C++ against float64, for every instruction set, size and layout."""
+"""The iterative pseudo-inverse and the values of landmarks in C++ against float64,
+for every instruction set, size and layout."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_extreme_logits(isa: str, dtype: torch.dtype, m: int, logit: float) -> N
 
 @pytest.mark.parametrize("scale", [1.0, -1.0, 1e-30])
 def test_logits_beyond_the_range_are_at_its_end(isa: str, scale: float) -> None:
-    """Products of 1e40 exceed float32 and count as its largest number; with a scale of 1e-30 they are ordinary logits."""
+    """Products of 1e40 exceed float32 and count as its largest number;
+    with a scale of 1e-30 they are ordinary logits."""
     given = landmarks(1, 4, 2, 3, torch.float32)._replace(scale=scale)
     given.query[:] = torch.tensor([1e20, 0.0])
     given.key[:] = torch.tensor([1e20, 0.0]) * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
@@ -225,7 +227,10 @@ def test_more_than_65535_matrices() -> None:
 
 @pytest.mark.parametrize("far", [0, 1, 2])
 def test_offsets_beyond_32_bits(far: int) -> None:
-    """Elements lie 2^31 apart in one dimension: an offset of 32 bits would wrap. Memory between them is reserved and never touched."""
+    """Elements lie 2^31 apart in one dimension: an offset of 32 bits would wrap.
+
+    Memory between them is reserved and never touched.
+    """
     strides = [5, 2, 1]
     strides[far] = 2**31
     with tempfile.TemporaryFile() as sparse:

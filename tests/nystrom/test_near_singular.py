@@ -1,7 +1,8 @@
-"""Nyström attention where landmarks are close to each other: small windows, more iterations, small logits.
+"""Nyström attention with landmarks that are close to each other: small windows, more iterations, small logits.
 
-There the pseudo-inverse multiplies what rounding leaves of its matrix, by up to (13/4)^iterations, and torch's own error on one input is a
-matter of luck: it is the largest over equivalent evaluations that counts, as derived below.
+The pseudo-inverse then multiplies the rounding errors of its matrix by up to (13/4)^iterations, and torch's own error
+on one input is a matter of luck. The tests therefore use the largest error over equivalent evaluations, as derived
+below.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ Results = tuple[Tensor, ...]
 
 
 def _moved(matrix: Tensor) -> Tensor:
-    """Return the matrix with each element moved by a random amount of at most an eps of it: another exponential would do as much."""
+    """Return the matrix with each element moved by at most an eps of it at random, as another exponential would do."""
     eps = torch.finfo(matrix.dtype).eps
     return matrix * (1 + eps * (2 * torch.rand_like(matrix) - 1)) if eps > 1e-10 else matrix
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, order: Tensor, iterations: int, move: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return Nyström attention with segment means as landmarks, taken in the given order, which changes roundings only."""
+    """Return Nyström attention with segment means as landmarks,
+    taken in the given order, which changes roundings only."""
     near, far = (oracles.segment_means(t, len(order))[:, :, order] for t in (query, key))
     scale = query.shape[-1] ** -0.5
     gamma, by_query, by_key = (move((scale * a @ b.mT).softmax(-1)) for a, b in ((near, far), (query, far), (near, key)))
@@ -55,12 +57,13 @@ def _errors(results: Results, right: Results) -> list[Tensor]:
 def _own_errors(inputs: Results, dout: Tensor, right: Results, number: int, iterations: int) -> list[Tensor]:
     """Return the largest error of float32 torch in each head, for each result.
 
-    Gamma reaches the iteration with each element off by about an eps, and the iteration rounds A Z, whose terms are as large as |A| |Z|,
-    four times in each step. To first order both change the result by a sum of many terms, each a rounding error times the derivative of
-    the result: by how much depends on how these add up, and with it on the order of the sums and on the exponential, which the definition
-    leaves open. A single evaluation may have an error near 0 and says little: one head in a thousand, of five tokens and five landmarks,
-    had less than a third of the kernel's, and one in twenty of sixteen tokens. The largest error of several evaluations that differ in
-    nothing else is what float32 gives; over 80 heads each of nine shapes, kernel errors had a median of 0.5 to 0.8 of it.
+    Gamma reaches the iteration with each element off by about an eps, and the iteration rounds A Z, whose terms are as
+    large as |A| |Z|, four times in each step. To first order both change the result by a sum of many terms, each a
+    rounding error times the derivative of the result: by how much depends on how these add up, and with it on the order
+    of the sums and on the exponential, which the definition leaves open. A single evaluation may have an error near 0
+    and says little: one head in a thousand, of five tokens and five landmarks, had less than a third of the kernel's,
+    and one in twenty of sixteen tokens. The largest error of several evaluations that differ in nothing else is what
+    float32 gives; over 80 heads each of nine shapes, kernel errors had a median of 0.5 to 0.8 of it.
     """
     evaluations = [
         _errors(
@@ -96,7 +99,8 @@ def test_attention(impl: str, length: int, number: int, size: float, dtype: torc
 
 @pytest.mark.parametrize("seed", [10, 139, 268, 310])
 def test_five_tokens_and_five_landmarks(impl: str, seed: int) -> None:
-    """Twelve iterations at width 128, in heads where torch's own error is four times as large with the landmarks in another order."""
+    """Twelve iterations at width 128,
+    in heads where torch's own error is four times as large with the landmarks in another order."""
     torch.manual_seed(seed)
     inputs = tuple(torch.randn(1, 64, 5, 128) for _ in range(3))
     dout = torch.randn(1, 64, 5, 128)

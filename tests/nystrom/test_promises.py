@@ -1,4 +1,5 @@
-"""What the promises mean for Nyström attention alone: masks, logits of any size, the pseudo-inverse, memory. test_suite.py has the rest."""
+"""Promises of Nyström attention alone: masks, logits of any size, the pseudo-inverse,
+memory. test_suite.py has the rest."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def _attend(length: int, backward: bool) -> Callable[[], tuple[Tensor, ...]]:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_does_not_grow_with_the_tokens(backward: bool) -> None:
-    """A call stores nothing of the number of tokens but the result, the gradients asked for, and one log-sum-exp for each row."""
+    """A call stores nothing of the number of tokens but the result,
+    the requested gradients, and one log-sum-exp per row."""
     beyond = []
     for length in (50_000, 400_000):
         peak = measure.peak_memory(_attend, length, backward, warm_up=(1000, backward))

@@ -1,4 +1,4 @@
-"""The definition against the formulas written out, and against results that are known."""
+"""The definition equals the formulas as written, and known results."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_mask_hides_tokens_and_empty_segments(impl: str, hidden: list[int]) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("impl", ["reference", "auto"])
 def test_shapes_on_the_meta_device(impl: str, dtype: torch.dtype) -> None:
-    """The meta device has no autocast, and torch raises where it is asked about it."""
+    """The meta device has no autocast, and torch raises if asked about it."""
     tokens = torch.empty(2, 3, 20, 8, device="meta", dtype=dtype)
     assert ck.nystrom_attention(tokens, tokens, tokens, 4, impl=impl).shape == tokens.shape
     assert ck.iterative_pinv(tokens[..., :8, :], impl=impl).shape == (2, 3, 8, 8)
@@ -109,7 +109,7 @@ def test_each_matrix_has_its_own_norms(impl: str) -> None:
 
 
 def test_logits_beyond_the_range_are_at_its_end() -> None:
-    """The definition's softmax over landmarks is finite where products of their elements are not."""
+    """The definition's softmax over landmarks is finite even if products of their elements are not."""
     landmarks = 1e20 * torch.tensor([[1.0], [-1.0], [2.0]])
     assert landmark_kernel(landmarks, landmarks, None, 1.0).isfinite().all()
 

@@ -20,8 +20,8 @@ Results = tuple[Tensor, ...]
 class NystromSuite(OperatorSuite):
     """Nyström attention, whose rows of a head share one pseudo-inverse.
 
-    Its error shows in all of them, so torch's own error is the largest of a head's rows. In float64, where torch is the oracle, its own
-    error is that of float32, scaled by eps.
+    Its error shows in all of them, so torch's own error is the largest of a head's rows. In float64, where torch is the
+    oracle, its own error is that of float32, scaled by eps.
     """
 
     impls = ("reference", "native")
@@ -40,7 +40,7 @@ class NystromSuite(OperatorSuite):
 
 
 class TestGivenLandmarks(NystromSuite):
-    """`nystrom_attention` with given landmarks: means that are computed in half precision would be other landmarks."""
+    """`nystrom_attention` with given landmarks: means computed in half precision would be other landmarks."""
 
     operator = "nystrom_attention"
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "near": "BHMD", "far": "BHMD"}
@@ -176,7 +176,7 @@ class TestPinv(NystromSuite):
         return found.right.norm(dim=(-2, -1))[..., None].expand(found.right.shape[:-1])
 
 
-# ---- what is Nyström attention's own
+# ---- checks of Nyström attention alone
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "offset" not in name])

@@ -1,8 +1,9 @@
 """A plugin of pytest that runs the native kernels on another machine, `-p tests.ports.remote`.
 
-The command in CMAB_REMOTE, to which the path of `server.py` is added, starts a Python there, or under emulation, that has torch and this
-package with its extension. Definitions, oracles and all else that a test does stay here, so that tests take about as long as ever where the
-other machine is a hundred times slower. What a kernel reads and writes is copied both ways with all that lies around it.
+The command in CMAB_REMOTE, to which the path of `server.py` is added, starts a Python there, or under emulation, that
+has torch and this package with its extension. Definitions, oracles and all else that a test does stay here, so that
+tests take about as long as ever where the other machine is a hundred times slower. What a kernel reads and writes is
+copied both ways with all that lies around it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from . import server
 
 SEPARATE = ("is_sole_owner", "remember")
-"""Functions that are asked of the extension here, as they look at Python's counts of references."""
+"""Functions of the extension that run here, because they read Python's reference counts."""
 
 
 class Remote(ModuleType):
@@ -47,8 +48,8 @@ class Remote(ModuleType):
         try:
             sent, tensors = server.pack((arguments, named), {})
         except OverflowError as error:
-            pytest.skip(str(error))  # which says how many bytes are too many to be sent
-        except (RuntimeError, NotImplementedError):  # a tensor without memory, which the extension must refuse
+            pytest.skip(str(error))  # the error says how many bytes are too many to send
+        except (RuntimeError, NotImplementedError):  # the extension must refuse a tensor without memory
             refused = getattr(self.here, name)(*arguments, **named)
             assert refused is None, f"{name} has taken a tensor without memory"
             return refused
@@ -81,7 +82,7 @@ _REMOTE = pytest.StashKey[Remote]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Take the place of the extension before `conftest.py` asks it for its instruction sets."""
+    """Replace the extension before `conftest.py` asks it for its instruction sets."""
     name = "cmab_kernels._C"
     remote = Remote(shlex.split(os.environ["CMAB_REMOTE"]), importlib.import_module(name))
     assert not [known for known in sys.modules if known.startswith("cmab_kernels.") and known.endswith(".native")], "too late"

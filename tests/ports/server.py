@@ -1,6 +1,8 @@
-"""The native extension as a process: it reads calls from its standard input, runs them, and writes what they return or have changed.
+"""The native extension as a process: it reads calls from standard input, runs them, and writes results and changed
+memory.
 
-`remote.py` starts this file with the Python of another machine, or with one under emulation, where the package is installed.
+`remote.py` starts this file with the Python of another machine, or with one under emulation, where the package is
+installed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 Place = tuple[int, int]
-"""An address in the memory of who sends a message, and a number of bytes from there."""
+"""An address in the sender's memory, and a number of bytes from there."""
 
 
 class Subclass(Tensor):
@@ -24,14 +26,17 @@ class Subclass(Tensor):
 
 
 class Sent(NamedTuple):
-    """A message: its parts without tensors' elements, and the memory where these are."""
+    """A message: its parts without the elements of tensors, and the memory of these."""
 
     body: bytes
     memory: dict[Place, bytes]
 
 
 class Packer(pickle.Pickler):
-    """Pickles a message. `tensors` are those that it holds, in order; one of those that the receiver `has` is sent as its number."""
+    """Pickles a message.
+
+    `tensors` are those that it holds, in order; one of those that the receiver `has` is sent as its number.
+    """
 
     def __init__(self, file: BinaryIO, has: dict[int, int]) -> None:
         super().__init__(file)
@@ -56,7 +61,7 @@ class Packer(pickle.Pickler):
 
 
 class Unpacker(pickle.Unpickler):
-    """Reads a message: its tensors have memory of their own here, `storages`, or are those `known` by their number."""
+    """Reads a message: its tensors have their own memory here, `storages`, or are those `known` by their number."""
 
     def __init__(self, sent: Sent, known: list[Tensor]) -> None:
         super().__init__(io.BytesIO(sent.body))
@@ -95,7 +100,7 @@ def unpack(sent: Sent, known: list[Tensor]) -> tuple[Any, list[Tensor], dict[Pla
 
 
 class Call(NamedTuple):
-    """What the client asks for: an attribute of the extension, called with these arguments if it is a function."""
+    """A request of the client: an attribute of the extension, called with these arguments if it is a function."""
 
     name: str
     arguments: Sent
@@ -104,7 +109,7 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The result of a call, or its exception, and the memory of its arguments that it has changed."""
+    """The result of a call, or its exception, and the memory of its arguments that it changed."""
 
     result: Sent
     changed: dict[Place, bytes]
@@ -136,7 +141,7 @@ def main() -> None:
     from cmab_kernels.runtime.extension import load
 
     native, replies = load(), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed goes elsewhere
+    os.dup2(2, 1)  # printed text goes elsewhere
     pickle.dump(os.uname().machine, replies)
     replies.flush()
     while True:

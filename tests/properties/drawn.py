@@ -1,4 +1,5 @@
-"""What Hypothesis draws for a property: extents, a dtype, a layout of each tensor and a law of its elements; and how many examples."""
+"""The values that Hypothesis draws for a property: extents, a dtype,
+a layout and a law for each tensor; and their number."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from cmab_kernels.testing import LAWS, LAYOUTS
 FEW, MANY = 30, 1000
 IMPLS = [impl for impl in ("reference", "native") if impl == "reference" or backends.imported("attention", impl)]
 EXACT = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""dtype -> the relative error that two ways to the same result may differ by: a few roundings of the dtype in which weights are formed"""
+"""dtype -> the relative error by which two ways to the same result may differ: a few roundings of the weights' dtype"""
 
 
 def with_examples(examples: int, steps: int = 50) -> settings:
@@ -35,7 +36,8 @@ def with_examples(examples: int, steps: int = 50) -> settings:
 
 
 def holds(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a check whose arguments are drawn: with few examples in the ordinary tier, with many in the nightly one."""
+    """Make a test of a check with drawn arguments,
+    with few examples in the ordinary tier and many in the nightly one."""
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
         @pytest.mark.parametrize("impl", IMPLS)

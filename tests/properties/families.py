@@ -23,7 +23,7 @@ class Family(NamedTuple):
     """The state of no rows."""
     merge: Callable[..., Any]
     remove: Callable[..., tuple[Any, Tensor]]
-    """(state, rows, impl) -> what is left, and where it is reliable."""
+    """(state, rows, impl) -> the state that is left, and where it is reliable."""
     right: Callable[[Rows], tuple[Tensor, ...]]
     """The state by its definition, in float64."""
     allowed: Callable[[Rows], tuple[float, ...]]
@@ -77,7 +77,8 @@ FAMILIES = {"attention": ATTENTION, "ridge": RIDGE}
 
 
 def far(state: Any, right: Any, allowed: tuple[float, ...], grown: float = 1.0) -> str:
-    """Return which field of a state is further from another than `grown` times what is allowed, and by how much; "" if none is."""
+    """Return which field of a state differs from another by more than `grown` times the allowance,
+    and by how much; "" if none."""
     for name, ours, wanted, most in zip(state._fields, state, right, allowed, strict=True):
         same = ours.double() == wanted.double()  # infinities too
         difference = (ours.double() - wanted.double()).masked_fill(same, 0.0).abs()

@@ -1,4 +1,4 @@
-"""No public operator is without the inherited suite, and no public module without a test that builds it."""
+"""Every public operator has the inherited suite, and every public module a test that builds it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ WIDE_ONLY = {
     "sigma_intention",
     "solve_ridge",
 }
-"""Operators of which no declaration has a half type: their inputs are sums or states, or half types are tests of their own."""
+"""Operators without a half type in any declaration: their inputs are sums or states,
+or half types have tests of their own."""
 
 
 def test_every_dtype_has_a_declaration() -> None:
@@ -94,7 +95,7 @@ def test_every_public_module_is_built_by_a_test() -> None:
 
 @pytest.mark.nightly
 def test_the_ordinary_tier_has_twelve_thousand_cases() -> None:
-    """Two thirds of the least come from declarations alone; the rest are of tests that each operator has of its own."""
+    """Two thirds of the minimum come from declarations alone; the rest are from each operator's own tests."""
     told = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q"], cwd=TESTS.parent, capture_output=True, text=True)
     cases = sum(int(number) for number in re.findall(r"^tests/\S+\.py: (\d+)$", told.stdout, re.MULTILINE))
     assert told.returncode == 0 and cases >= 12_000, told.stdout[-1000:]

@@ -1,6 +1,7 @@
-"""States of every family, pushed, merged, removed from, saved, loaded, cast, copied and stepped again, in any order that Hypothesis finds.
+"""States of every family in any order of moves that Hypothesis finds.
 
-Beside each state stands the plain list of its points; after every move all states, older ones too, must be what their points say.
+Beside each state stands the plain list of its points; after every move all states, older ones too, must equal their
+points.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ which, sizes, laws = st.integers(0, 99), st.integers(0, 12), st.sampled_from(sor
 
 
 def _through_a_file(source: torch.nn.Module, target: torch.nn.Module) -> torch.nn.Module:
-    """Return `target` with what `source` saves, written and read as bytes, by which nothing is executed."""
+    """Return `target` with the state that `source` saves; it is written and read as bytes, which executes nothing."""
     file = io.BytesIO()
     torch.save(source.state_dict(), file)
     file.seek(0)
@@ -99,7 +100,7 @@ KINDS = {"AttentionState": _attention, "RidgeState": _ridge, "CMABStack": _stack
 
 
 class Known(NamedTuple):
-    """A state, the dtype of the module that keeps it, its points, and the error that its history allows for each field."""
+    """A state, the dtype of its module, its points, and the error that its history allows for each field."""
 
     state: Any
     dtype: torch.dtype
@@ -108,7 +109,7 @@ class Known(NamedTuple):
 
 
 class Sets(RuleBasedStateMachine):
-    """A pool of states; every move makes a new one of some that are there, which stay as they are."""
+    """A pool of states; every move makes a new one of some of them, and they do not change."""
 
     kind: Callable[[str], Kind]
     impl = "native"
@@ -161,7 +162,7 @@ class Sets(RuleBasedStateMachine):
             assert share < 1e-2, "a removal that leaves much of the mass is called unreliable"
 
     def share_left(self, before: Rows, after: Rows) -> float:
-        """Return the least share of the mass of a row that is left; 1 where states are sums."""
+        """Return the least share of the mass of a row that is left, or 1 if states are sums."""
         if self.made.family is RIDGE:
             return 1.0
         masses = [self.made.family.right(rows)[1] for rows in (before, after)]
@@ -211,7 +212,7 @@ def test_sets_of_points(kind: str, examples: int, impl: str) -> None:
 
 
 class Windows(RuleBasedStateMachine):
-    """A pool of states of windows; every step makes a new one of any that is there."""
+    """A pool of states of windows; every step makes a new one of any of them."""
 
     kind = "fixed"
     impl = "native"

@@ -1,4 +1,4 @@
-"""What holds for the results of every operator that attends from queries to keys with values, over rows of any extents and layout."""
+"""Properties of the results of every operator with queries, keys and values, over rows of any extents and layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ LANDMARKS = 3
 
 
 def _nystrom(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Return Nyström attention with landmarks that are far apart, so that six iterations of the pseudo-inverse keep the digits."""
+    """Return Nyström attention with landmarks that are far apart,
+    so that six iterations of the pseudo-inverse keep the digits."""
     near = 4 * torch.eye(LANDMARKS, query.shape[-1], dtype=query.dtype).expand(query.shape[1], -1, -1)
     return ck.nystrom_attention(query, key, value, landmarks=(near, near), **options)
 
@@ -37,7 +38,8 @@ def _projected(query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: T
 
 
 class Operator(NamedTuple):
-    """An operator of queries, keys and values, and by how much rounding may change its results, in multiples of attention's."""
+    """An operator of queries, keys and values,
+    and the change that rounding may make to its results, in units of attention's."""
 
     run: Callable[..., Tensor]
     digits: float = 1.0
@@ -93,7 +95,7 @@ def test_results_are_linear_in_the_values(operator: Operator, given: Rows, seed:
 
 @holds(given=rows(), shift=st.sampled_from([-1000.0, -30.0, 0.5, 7.0, 256.0]))
 def test_a_constant_added_to_all_logits_changes_lse_alone(given: Rows, shift: float, impl: str) -> None:
-    """A column of ones beside the queries, and of the constant beside the keys, is the constant in every logit."""
+    """A column of ones beside the queries and of a constant beside the keys adds the constant to every logit."""
     given = given._replace(query=F.pad(given.query, (0, 1), value=1.0), key=F.pad(given.key, (0, 1)))
     shifted = given._replace(key=given.key.clone())
     shifted.key[..., -1] = shift

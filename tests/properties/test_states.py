@@ -1,4 +1,4 @@
-"""The algebra of states, for rows of any extents, dtype, layout and law: a state is its set of keys, however they came."""
+"""The algebra of states, for rows of any extents, dtype, layout and law: a state depends only on its set of keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_permuting_the_keys_changes_nothing(family: Family, given: Rows, seed: i
 
 @holds(family=families, given=rows(least=1), seed=seeds)
 def test_removal_undoes_addition(family: Family, given: Rows, seed: int, impl: str) -> None:
-    """What is left is the state of the others, up to the digits that cancel; where too few are left, the removal says so."""
+    """The state of the other keys is left, up to the digits that cancel;
+    if too few are left, the removal reports it."""
     kept, gone = _cuts(given, seed, 2)
     both = family.of(given, impl)
     left, reliable = family.remove(both, gone, impl)
@@ -63,7 +64,7 @@ def test_removal_undoes_addition(family: Family, given: Rows, seed: int, impl: s
         assert far(left, family.right(kept), family.allowed(given), 2.0) == ""
         return
     right = family.right(kept)
-    share = (right[1] - family.right(given)[1]).exp()  # of the mass that is left
+    share = (right[1] - family.right(given)[1]).exp()  # the share of the mass that is left
     allowed = torch.where(reliable, 4 * family.allowed(given)[0] / share, math.inf)
     assert ((left.out.double() - right[0]).abs() <= allowed.unsqueeze(-1)).all()
     assert reliable[share > 1e-2].all() or kept.key.shape[2] == 0

@@ -33,7 +33,7 @@ def test_a_window_equals_its_recomputation(
     impl: str,
 ) -> None:
     torch.manual_seed(seed)
-    law = law if kind != "continual" else "normal"  # means of large tokens lie close together, and their pseudo-inverse has no digits
+    law = law if kind != "continual" else "normal"  # large tokens have means close together
     stream = Stream(kind, window, 3, some_tokens(shape, window, dtype, law, layout))
     state, taken = stream.start(), window
     for chunk in chunks:

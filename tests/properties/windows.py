@@ -1,4 +1,5 @@
-"""Continual attention by its definition: the whole stream is kept, and every output is computed from its window in float64."""
+"""Continual attention by its definition: the whole stream is kept,
+and every output is computed from its window in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ OUTPUTS = ("single", "retroactive")
 
 
 class Stream:
-    """The tokens of a stream, and what any step of it should return."""
+    """The tokens of a stream, and the right result of any of its steps."""
 
     def __init__(self, kind: str, window: int, number: int, tokens: tuple[Tensor, ...]) -> None:
         """Take the first window of `tokens` (B, H, n, *) and, for Nyström attention, `number` landmarks."""
@@ -34,7 +35,7 @@ class Stream:
         return ck.continual_nystrom_init(*self.tokens, **chosen)
 
     def with_more(self, tokens: tuple[Tensor, ...]) -> Stream:
-        """Return the stream with further tokens, and this one as it was."""
+        """Return the stream with further tokens; this one does not change."""
         longer = Stream.__new__(Stream)
         longer.__dict__.update(self.__dict__)
         longer.tokens = tuple(torch.cat(parts, 2) for parts in zip(self.tokens, tokens, strict=True))
@@ -65,14 +66,15 @@ class Stream:
         return oracles.nystrom_attention(query, key, value, self.landmarks(end))
 
     def outputs(self, before: int, output: str) -> Tensor:
-        """Return what the step should that began after `before` tokens and took all later ones."""
+        """Return the right result of a step that began after `before` tokens and took all later ones."""
         end = self.tokens[0].shape[2]
         if output == "retroactive":
             return self.right(end, output)
         return torch.cat([self.right(each, output) for each in range(before + 1, end + 1)], 2)
 
     def allowed(self) -> float:
-        """Return the difference that rounding may make; the pseudo-inverse of landmarks far apart multiplies it by less than a hundred."""
+        """Return the difference that rounding may make;
+        the pseudo-inverse of landmarks far apart multiplies it by less than a hundred."""
         dtype = self.tokens[0].dtype
         eps = torch.finfo(dtype).eps
         score = float((self.tokens[0].double() @ self.tokens[1].double().mT).abs().max())
@@ -87,7 +89,8 @@ def step(state: Any, tokens: tuple[Tensor, ...], output: str, impl: str) -> Any:
 
 
 def some_tokens(shape: tuple[int, ...], count: int, dtype: torch.dtype, law: str, layout: str) -> tuple[Tensor, ...]:
-    """Return `count` tokens for `shape` (B, H, D, E): N(0, 1), and by law keys of which some are many times larger."""
+    """Return `count` tokens for `shape` (B, H, D, E): N(0, 1);
+    depending on the law, some keys are many times larger."""
     batch, heads, width, value_width = shape
     factors = {"normal": 1.0, "ten times": 10.0, "a spike": torch.where(torch.arange(count) == count // 2, 40.0, 1.0).unsqueeze(-1)}[law]
     query, key, value = (torch.randn(batch, heads, count, each) for each in (width, width, value_width))

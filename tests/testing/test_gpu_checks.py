@@ -1,4 +1,4 @@
-"""The suite's checks on a GPU see an operator that is wrong on another stream, in a graph, or waits: with streams and graphs of Python."""
+"""The suite's GPU checks find an operator that is wrong on another stream or in a graph, or that waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cmab_kernels.testing import OperatorSuite, failures
 
 
 class Gpu:
-    """What `torch.cuda` says of streams, graphs and waiting, on the CPU. A replay runs again what was called during the capture."""
+    """The parts of `torch.cuda` for streams, graphs and waiting, on the CPU. A replay repeats the captured calls."""
 
     def __init__(self) -> None:
         self.current, self.waiting = "default", "default"

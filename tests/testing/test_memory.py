@@ -1,4 +1,4 @@
-"""Poisoned memory and guard margins reveal the errors that they are for."""
+"""Poisoned memory and guard margins reveal the errors that they are made for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inherited suite finds the faults that it is for.
+"""The inherited suite finds the faults that it is made for.
 
 A small operator passes, and each faulty copy of it fails the check for its fault.
 """
@@ -137,7 +137,7 @@ def pool(rows: Tensor, weight: Tensor, *, mask: Tensor | None = None, impl: str 
     return _op(rows, weight, mask, fault)
 
 
-# ---- the faults: what the body computes instead
+# ---- the faults: wrong bodies
 
 
 def _as_if_contiguous(rows: Tensor) -> Tensor:
@@ -281,7 +281,8 @@ def test_a_check_without_parameters_is_not_there() -> None:
 
 
 def test_a_check_of_its_own_is_there_again() -> None:
-    """What a class without parameters has overridden, such as one that declares no operator, its subclasses with parameters inherit."""
+    """Subclasses with parameters inherit the overrides of a class without,
+    for example one that declares no operator."""
 
     def test_masks(self: PoolSuite, impl: str, hidden: tuple[int, int]) -> None: ...
 

@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients in one pass over the keys, without atomics: dK and dV are stored tile by tile, dQ is summed over the runs of keys.
+"""Gradients in one pass over the keys, without atomics.
+
+dK and dV are stored tile by tile; dQ is summed over the runs of keys.
 
 With P = exp(S - lse), recomputed tile by tile:
 
@@ -25,15 +27,15 @@ from .rows import load_rows, row_terms, sum_runs
 from .runs import cut_keys, locate, vetted
 
 IN_PLACE = ("half",)
-"""The kinds of products for which `_backward_keys` turns its tiles, so that P and dS are operands where they are."""
+"""For these kinds of products, `_backward_keys` transposes its tiles, so that P and dS are operands without a move."""
 
 
 @triton.jit
 def scores_of(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
-    """The products of a tile of keys and one of queries: (queries, keys), or if TURNED (keys, queries).
+    """The products of a tile of keys and a tile of queries: (queries, keys), or (keys, queries) if TURNED.
 
-    Tiles of float16 are multiplied as such, whatever OPERAND is: matrix units cut off a score of 1e5 at 1e-2, and it has the weight that
-    the logarithm of the forward says only if both cut it alike.
+    Tiles of float16 are always multiplied in float16, whatever OPERAND is. Matrix units truncate: a score of 1e5 is off
+    by 1e-2. A weight agrees with the log-sum-exp of the forward pass only if both passes truncate its score alike.
     """
     first, second = (keys, queries) if TURNED else (queries, keys)
     if first.dtype == tl.float16 and second.dtype == tl.float16:
@@ -57,10 +59,11 @@ def weigh(
     others=None,
     HIDDEN: tl.constexpr = True,
 ):
-    """The weights P of a tile and the gradient dS of its scores: (queries, keys), or if TURNED (keys, queries).
+    """The weights P of a tile and the gradient dS of its scores: (queries, keys), or (keys, queries) if TURNED.
 
-    A thread has few rows of a tile. As rows, the queries and their terms take few registers; as columns, P' and dS' lie where the products
-    dV = P' dout and dK = dS' Q need them. `others` are what other columns of keys and values add to their products with the rows.
+    A thread has few rows of a tile. If the queries are the rows, they and their terms take few registers; if they are
+    the columns, P' and dS' lie where the products dV = P' dout and dK = dS' Q need them. `others` are the contributions
+    of other columns of keys and values to the products with the rows.
     """
     queries, douts, high, low, delta = rows
     KEYS: tl.constexpr = 0 if TURNED else 1
@@ -186,7 +189,8 @@ def _backward(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Process one run of keys for one block of queries, held in registers; store its share of dQ in its slot of `shares`.
+    """Process one run of keys for one block of queries, held in registers; store its share of dQ in its slot of
+    `shares`.
 
     dK and dV are complete only if one block holds all queries: otherwise `_backward_keys` computes them.
     """
@@ -297,7 +301,10 @@ def _backward_keys(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of one run of keys, for several blocks of queries: a tile of keys stays in registers while the blocks are read in turn."""
+    """dK and dV of one run of keys, for several blocks of queries.
+
+    A tile of keys stays in registers while the blocks are read in turn.
+    """
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
@@ -331,9 +338,11 @@ def _backward_keys(
 
 
 class _Passes(NamedTuple):
-    """The passes over the keys, the dtype of their operands, and their blocks of queries: rows, and to a multiple of which they are filled.
+    """The passes over the keys, the dtype of their operands, and their blocks of queries.
 
-    With `keys`, that pass has dK and dV where there are several blocks, and `queries` dQ, a block a program. Without, `queries` has all.
+    A block has `block` rows; the rows of a head are padded to a multiple of `filled_to`. Without `keys`, the pass
+    `queries` computes all gradients. With it, if there are several blocks, `keys` computes dK and dV, and `queries`
+    only dQ, with one program per block.
     """
 
     operand: torch.dtype
@@ -345,7 +354,10 @@ class _Passes(NamedTuple):
 
 @chosen_once
 def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool) -> _Passes:
-    """The passes for such inputs. No more `queries` count than the widest block has; the choice depends on `tf32`, as in `forward.py`."""
+    """The passes for such inputs; more `queries` than the widest block has make no difference.
+
+    `tf32` says whether torch allows it, as in `forward.py`.
+    """
     products = backward_products(dtype, max(D, E), device)
     tiles = backward_tiles(products, device, max(D, E), queries)
     align = tuple([natural_alignment(dtype, width) if aligned else 0 for width in (D, D, E)])
@@ -360,7 +372,10 @@ def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: i
 
 
 def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dquery, dkey, dvalue); an empty tensor for each that `needs` does not ask for. `dlse` None is zeros."""
+    """Return the gradients (dquery, dkey, dvalue); each that `needs` does not ask for is an empty tensor.
+
+    `dlse` None stands for zeros.
+    """
     dout, dlse, query, key, value, key_padding_mask, cu_seqlens, out, lse, scale, needs, _ = inputs
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)

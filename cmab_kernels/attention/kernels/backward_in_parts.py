@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-"""All gradients of float32 in one pass over the keys, where its products are three of tf32 parts.
+"""All gradients of float32 inputs in one pass over the keys, with each product computed as three of tf32 parts.
 
-Tiles are turned, (keys, queries): P and dS then lie in registers as the products dV = P' dout and dK = dS' Q take them, and only
-dQ = scale dS K needs dS moved. A program goes through its run of keys by chunks that a cache holds, and through a chunk once for each block
-of queries. It adds what a block contributes to dK and dV to what it has stored for the blocks before, and dQ of a block to what it has
-stored for the chunks before. Nobody else writes there: the order of all sums, and so their bits, is always the same.
+Tiles are transposed, (keys, queries): P and dS then lie in registers as the products dV = P' dout and dK = dS' Q take
+them, and only dQ = scale dS K needs dS moved. A program goes through its run of keys in chunks that fit in a cache, and
+through each chunk once for every block of queries. It adds the contribution of a block to dK and dV to the stored sums
+of the blocks before, and the contribution of a chunk to dQ to the stored sums of the chunks before. No other program
+writes there, so all sums have a fixed order and fixed bits.
 
-The compiler may take nothing out of a loop: it would take the addresses of operands in shared memory, which are two registers for each of
-a hundred matrix instructions, and spill others for them.
+The compiler must not move anything out of a loop. It would move the addresses of operands in shared memory, two
+registers for each of a hundred matrix instructions, and spill other registers for them.
 """
 
 import triton
@@ -20,12 +21,12 @@ from .forward import LOG2_E
 from .runs import locate
 
 CHUNK_BYTES = tl.constexpr(32 * 1024)
-"""The size of a chunk of keys: with values and both gradients 128 KiB, of which the second cache holds one for each program that runs."""
+"""The size of a chunk of keys: 128 KiB with values and both gradients. The L2 cache holds one per running program."""
 
 
 @triton.jit
 def _tile(matrix, row, keep, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr, column=0):
-    """A tile of a head, which is given by its address and strides; rows that are not kept are zeros."""
+    """A tile of a head, given by its address and strides; rows that are not kept are zeros."""
     base, strides = matrix
     return load_tile(tile_at(base, strides, 0, 0, row, ROWS, COLUMNS, ALIGN, column), keep, WIDTH, column)
 
@@ -45,7 +46,10 @@ def _scores(
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """The products (keys, queries) of two tiles. That of the queries is `held`, or None: then both are loaded by pieces of columns."""
+    """The products (keys, queries) of two tiles.
+
+    `held` is the tile of the queries; if it is None, both tiles are loaded in pieces of columns.
+    """
     if held is not None:
         scores = product(_tile(keys, start, keep, BLOCK_N, held.shape[1], WIDTH, ALIGN), tl.trans(held), tl.float32, "tf32x3")
     else:
@@ -58,7 +62,8 @@ def _scores(
 
 @triton.jit
 def _product_over_queries(high, low, tile):
-    """The product (keys, width) of weights or gradients of scores, by their parts, and a tile of rows of the queries."""
+    """The product (keys, width) of weights or score gradients, given as two parts,
+    and a tile of rows of the queries."""
     a_high, ordered = in_place(high, tile)
     a_low, ordered = in_place(low, tile)
     b_high, b_low = parts(ordered)
@@ -67,7 +72,10 @@ def _product_over_queries(high, low, tile):
 
 @triton.jit
 def _add(gradient, tile, keep, more, start, last, WIDTH: tl.constexpr, column, RAGGED: tl.constexpr):
-    """Store a tile of dK or dV from `column` on, or if there is `more`, add it to what is stored. Ignored keys get exact zeros."""
+    """Store a tile of dK or dV from `column` on; with `more`, add it to the stored values.
+
+    Ignored keys get exact zeros.
+    """
     if keep is not None:
         tile = tl.where(keep[:, None], tile, 0.0)
     inside = (column + tl.arange(0, tile.shape[1]) < WIDTH)[None, :]
@@ -95,7 +103,8 @@ def _add_over_queries(
     PIECE: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Add to dK or dV the product of weights (keys, queries) and a tile of the queries or of dout, by pieces of its columns."""
+    """Add to dK or dV, in pieces of columns, the product of weights (keys, queries)
+    and a tile of queries or of dout."""
     STEP: tl.constexpr = PIECE if held is None else held.shape[1]
     high, low = parts(weights)
     for column in tl.range(0, WIDTH, STEP, disable_licm=True):
@@ -129,7 +138,7 @@ def _pull(
     PIECE: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Process one tile of keys with the block of queries that begins at `first`; return dq with the tile's share of dQ added."""
+    """Process a tile of keys with the block of queries from `first` on; return dq plus the tile's share of dQ."""
     queries, keys, values, douts = matrices
     dquery, dkey, dvalue = gradients
     high, low, delta = terms
@@ -187,7 +196,8 @@ def _backward_in_parts(
 ):
     """dK and dV of one run of keys, and its share of dQ in its slot of `shares`, for all queries, BLOCK_L at a time.
 
-    The columns of a tile are multiplied PIECE at a time; or if it is None all at once, and tiles of the queries and of dout stay at hand.
+    The columns of a tile are multiplied PIECE at a time. If PIECE is None, they are multiplied all at once, and tiles
+    of the queries and of dout are held in registers.
     """
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
@@ -276,4 +286,4 @@ def _backward_in_parts(
                 inside = inside[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
                 dq += tl.load(pointers, mask=inside & (start > first_key), other=0.0)
                 tl.store(pointers, dq, mask=inside)
-            tl.debug_barrier()  # what has been stored is added to by other threads
+            tl.debug_barrier()  # other threads add to the stored values

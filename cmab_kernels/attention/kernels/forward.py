@@ -20,20 +20,23 @@ from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_b
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 IN_SHARED = tl.constexpr(32)
-"""The width from which float64 heads are multiplied as they lie in shared memory: in registers, most of them would be spilled."""
+"""The width from which float64 heads are multiplied in shared memory: in registers, most of them would be spilled."""
 
 
 @triton.jit
 def _factor(peak, scale, coarse, LARGE: tl.constexpr):
-    """The unit of the weights under a maximum, by the maximum alone: `scale`, or where scores are LARGE the power of two `coarse`."""
+    """The unit of the weights, which depends on their maximum alone.
+
+    It is `scale`, or the power of two `coarse` where scores are LARGE.
+    """
     return tl.where(tl.abs(peak * scale) < LARGE, scale, coarse)
 
 
 @triton.jit
 def _offset(peak, factor):
-    """A maximum in the unit `factor`, rounded; finite where there is no key yet.
+    """A maximum in the unit `factor`, rounded, and finite even if there is no key yet.
 
-    `tl.maximum` stands between this product and a subtraction, with which it would be fused, and not rounded.
+    `tl.maximum` separates this product from a later subtraction: fused with it, the product would not be rounded.
     """
     LOWEST: tl.constexpr = -1.7e308 if peak.dtype == tl.float64 else -3.4e38
     return tl.maximum(peak * factor, LOWEST)
@@ -57,11 +60,13 @@ def absorb(
     others=None,
     HIDDEN: tl.constexpr = True,
 ):
-    """Update (maximum, sum of weights, weighted values) with one tile; scaling and subtracting the maximum are one multiply-add.
+    """Update (maximum, sum of weights, weighted values) with one tile.
 
-    The maximum is kept as a score. Its product with the scale is rounded, while the multiply-add does not round. The sum of weights cancels
-    the difference, unless scores are LARGE; these are so far apart that a power of two, `coarse`, can serve as the scale, which rounds
-    nothing. Weights are multiplied by LIFT where they meet the values, but not in their sum. `others` are what other columns add to scores.
+    Scaling and subtracting the maximum are one multiply-add. The maximum is kept as a score. Its product with the scale
+    is rounded, but the multiply-add does not round its own product. The sum of weights cancels this difference, unless
+    scores are LARGE. Such scores are so far apart that a power of two, `coarse`, can serve as the scale, and it rounds
+    nothing. Weights are multiplied by LIFT in the product with the values, but not in their sum. `others` are the
+    contributions of other columns to the scores.
     """
     scores = product_of_wide(queries, tl.trans(keys), OPERAND, PRECISION, HIDDEN)
     if others is not None:
@@ -82,10 +87,11 @@ def absorb(
 
 @triton.jit
 def share_of_weight(total, highest, LIFT: tl.constexpr, OPERAND: tl.constexpr):
-    """What `acc` is multiplied by: 1 over the sum of weights as the values met them, 1 of an empty sum.
+    """The factor of `acc`: 1 over the sum of the weights as they were multiplied by the values, or 1 for an empty sum.
 
-    The `highest` weight is 1 but for the rounding of its exponent, at scores of 1e6 as much as 1.02. A half type rounds it where it meets
-    its value, and the sum takes that over, so that a row whose weight one key has is that key's value.
+    The `highest` weight is 1 up to the rounding of its exponent; at scores of 1e6 it may be 1.02. A half type rounds
+    this weight in the product with its value. The sum uses the rounded weight, so that a row is exactly a key's value
+    if that key has all the weight.
     """
     empty = total == 0
     if OPERAND.primitive_bitwidth == 16:
@@ -98,7 +104,7 @@ def share_of_weight(total, highest, LIFT: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit
 def state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr):
-    """(out, lse) of what `absorb` has gathered; `scale` is in float64."""
+    """(out, lse) of the sums of `absorb`; `scale` is in float64."""
     factor = _factor(peak, log2_scale, coarse, LARGE)
     offset = _offset(peak, factor)
     peak_score = offset.to(tl.float64) / factor.to(tl.float64) * scale
@@ -112,7 +118,7 @@ def store_state(
 ):
     """Store the state of one run of keys for one block of queries, merged with the incoming state if there is one.
 
-    Of `out` it stores the columns from `column` on; lse goes with the first.
+    This stores the columns of `out` from `column` on; lse is stored with the first columns.
     """
     BLOCK_L: tl.constexpr = acc.shape[0]
     E_PAD: tl.constexpr = acc.shape[1]
@@ -129,7 +135,7 @@ def store_state(
 
 @triton.jit
 def _add_state(run_out, run_lse, state_out, state_lse):
-    """The state of one run of keys merged with another state, with the bits that `_merge` gives them."""
+    """The state of one run of keys merged with another state, with the same bits as from `_merge`."""
     DTYPE: tl.constexpr = run_out.dtype
     peak = tl.maximum(run_lse, state_lse)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
@@ -142,13 +148,13 @@ def _add_state(run_out, run_lse, state_out, state_lse):
 
 @triton.jit
 def unless_empty(outs, lse):
-    """Rows of `outs`, 0 where no key was seen: 0 times what they hold there, which may be a NaN, would not be 0."""
+    """Rows of `outs`, with 0 for rows that saw no key: these may hold a NaN, and 0 times a NaN is not 0."""
     return tl.where((lse == float("-inf"))[:, None], 0.0, outs)
 
 
 @triton.jit
 def _plus(acc, weight, outs):
-    """acc + weight * outs, rounded once whatever `acc` is: a sum of products is otherwise fused in one of two ways."""
+    """acc + weight * outs, rounded once. Without this, the compiler may fuse a sum of products in one of two ways."""
     return tl.fma(tl.broadcast_to(weight, outs.shape), outs, acc)
 
 
@@ -180,7 +186,8 @@ def _forward(
 ):
     """Compute the state of one run of keys for one block of queries, merged with the incoming state if there is one.
 
-    The maximum needs a positive scale: the queries take its `sign`. Weights reach LIFT: float16 has few digits below 2**-14.
+    The maximum needs a positive scale, so the queries take its `sign`. Weights reach up to LIFT, because float16 has
+    few digits below 2**-14.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -327,7 +334,7 @@ def merge_runs(
     sizes: tuple[int, int, int, int],
     cut: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """The state of all runs, whose states are (slots, H, L, E) and (slots, H, L), and of the incoming one."""
+    """The state of all runs, whose states are (slots, H, L, E) and (slots, H, L), and of the incoming state."""
     (B, H, L, _), E = sizes, run_out.shape[-1]
     out, lse = run_out.new_empty(B, H, L, E), run_lse.new_empty(B, H, L)
     _merge(
@@ -348,7 +355,7 @@ def merge_runs(
 
 
 def state_strides(state_out: Tensor | None, state_lse: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The strides of an incoming state, as kernels take them."""
+    """The strides of an incoming state, in the form that kernels take."""
     return _NO_STRIDES if state_out is None or state_lse is None else (state_out.stride(), (*state_lse.stride(), 0))
 
 
@@ -357,8 +364,10 @@ _NO_STRIDES = ((0,) * 4, (0,) * 4)
 
 @chosen_once
 def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool) -> tuple[Kernel, int]:
-    """`_forward` for such inputs, and the number of queries in a block. No more `queries` count than the widest block has; the choice
-    depends on `tf32`, whether torch allows it."""
+    """`_forward` for such inputs, and the number of queries in a block.
+
+    More `queries` than the widest block has make no difference. `tf32` says whether torch allows it.
+    """
     align = tuple([natural_alignment(dtype, width) if aligned else 0 for width in (D, D, E)])
     constants = forward_constants(dtype, device, D, E, queries)
     return _forward.given(ALIGN=align, **constants), constants["BLOCK_L"]
@@ -366,5 +375,5 @@ def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: i
 
 @cache
 def units(scale: float) -> tuple[float, float, float]:
-    """The size of the scale, the power of two next below it in units of base 2, and its sign."""
+    """The size of the scale, the largest power of two not above it in units of base 2, and its sign."""
     return abs(scale) or 1.0, 2.0 ** math.floor(math.log2(abs(scale or 1.0) / math.log(2))), float((scale > 0) - (scale < 0))

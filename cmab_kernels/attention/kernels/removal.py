@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""A state without some of its keys: the state of these keys, subtracted by one launch. The formulas are those of `subtract_state`."""
+"""A state without some of its keys: one launch subtracts their state. `subtract_state` documents the formulas."""
 
 import torch
 import triton
@@ -27,10 +27,10 @@ def _subtract(
     E: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The state (rows, E) without a part of it, and whether to rely on each row.
+    """The state (rows, E) without a part of it, and whether each row is reliable.
 
-    `limits`: the least share that must be left; the size of a logarithm, for each share left, and its distance, up to which rounding
-    decides nothing.
+    `limits` are the least share that must be left, and two bounds within which rounding cannot matter: the size of the
+    logarithm per share left, and the distance below the logarithm, as a share of its size.
     """
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
     least, largest, far = limits
@@ -45,7 +45,7 @@ def _subtract(
     left = 1.0 - share
     gone = nothing_there | (left <= 0)
     share = tl.where(gone, 0.0, share)
-    rounded = 1.0 - share  # what the rounding changed cancels: log(1 - share) has the digits of a small share
+    rounded = 1.0 - share  # the rounding error cancels: log(1 - share) keeps the digits of a small share
     rounded_share = tl.where(rounded == 1.0, 1.0, 1.0 - rounded)
     log_left = tl.where(rounded == 1.0, -share, tl.log(rounded) * (share / rounded_share))
     tl.store(lse + row, tl.where(gone, float("-inf"), whole + log_left), mask=inside)

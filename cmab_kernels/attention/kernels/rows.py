@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What the gradients need of each row of the queries, and the sum of a row's own gradient over the runs of keys."""
+"""The terms of each query that the gradients need, and the sum of dQ over the runs of keys."""
 
 import torch
 import triton
@@ -13,22 +13,26 @@ from .forward import LOG2_E
 from .runs import count_runs, first_slot, set_bounds, unless_bad
 
 RESOLUTION = tl.constexpr(2.0**-52)
-"""The share of a float64 logarithm below which a difference from it is none: the unrounded product of a multiply-add shows one."""
+"""A difference from a float64 logarithm below this share of it counts as 0: it is the error of a fused multiply-add."""
 
 BEYOND = tl.constexpr(2.0**52)
-"""The size of a float64 logarithm from which its neighbours are 1 or more apart: it no longer tells what a score's weight is."""
+"""The size of a float64 logarithm from which its neighbours are 1 or more apart: it no longer determines a weight."""
 
 
 @triton.jit
 def base_two(logarithm, scale, reciprocal, DTYPE: tl.constexpr):
-    """A logarithm as a score and a remainder in base 2; of an empty sum the remainder is inf, so that weights are 2**(score - inf) = 0."""
+    """A logarithm as a score and a remainder in base 2.
+
+    The remainder of an empty sum is inf, so that weights are 2**(score - inf) = 0.
+    """
     empty = logarithm == float("-inf")
     logarithm = tl.where(empty, 0.0, logarithm)
     score = (logarithm * tl.full([1], reciprocal, tl.float64)).to(DTYPE)
     rest = logarithm - score.to(tl.float64) * tl.full([1], scale, tl.float64)
     rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E
     if DTYPE == tl.float64:  # noqa: SIM300  not a comparison
-        # The highest score has weight 1 if `score` is not above it, as weights are 1 at most; the logarithm was rounded up to three times.
+        # The highest score has weight 1 if `score` is not above it, because weights are at most 1. The logarithm was
+        # rounded up to three times.
         far = (tl.abs(logarithm) >= BEYOND) & (tl.abs(logarithm) < float("inf"))
         score = tl.where(far, score - 3 * tl.abs(score) * RESOLUTION, score)
         rest = tl.where(far, 0.0, rest)
@@ -53,10 +57,11 @@ def _row_terms(
     E: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """For each query row: `douts` = dout; lse as a score `high` and a base-2 remainder `low`; `delta` = rowsum(dout * out) - dlse,
-    where None stands for zeros.
+    """Compute the terms of each query for the gradients.
 
-    The last three are stored for `rows` rows of a head: those beyond the last query have weight 0.
+    They are `douts` = dout; lse as a score `high` and a base-2 remainder `low`; and `delta` = rowsum(dout * out) -
+    dlse. None stands for zeros. The last three are stored for `rows` rows of a head; rows beyond the last query have
+    weight 0.
     """
     DTYPE: tl.constexpr = high.dtype.element_ty
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
@@ -107,7 +112,7 @@ def load_rows(
 ):
     """Load a block of queries and their terms from `_row_terms`; rows beyond the last query get weight 0.
 
-    Of wide heads a `chunk`: D_PAD columns of the queries, and E_PAD of their gradients.
+    For wide heads, load one `chunk`: D_PAD columns of the queries, and E_PAD columns of their gradients.
     """
     _, H, L, _ = sizes
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -162,9 +167,10 @@ def _sum_runs(
 def row_terms(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, operand: torch.dtype, sums: torch.dtype, block: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(douts, high, low, delta) of `_row_terms`: the first is (B, H, L, E) of `operand`, the others are (B, H, rows) of `sums`.
+    """Return (douts, high, low, delta) of `_row_terms`.
 
-    Their rows are as many as the queries, filled up to a multiple of `block`.
+    The first is (B, H, L, E) of `operand`, the others are (B, H, rows) of `sums`. There are as many rows as queries,
+    rounded up to a multiple of `block`.
     """
     B, H, L, E = out.shape
     douts = out.new_empty((B, H, L, E), dtype=operand)
@@ -188,7 +194,7 @@ def row_terms(
         1 / scale if scale else 0.0,
         E=E,
         ROWS=of_program,
-        enable_fp_fusion=False,  # fused with the first addition across lanes, a product gives each lane of a row another sum
+        enable_fp_fusion=False,  # fused with the first addition across lanes, a product would give lanes different sums
     )
     return douts, high, low, delta
 

@@ -1,16 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
 """How the keys are split into runs, one for each program.
 
-A set of n keys is cut into runs of `run_length(n)` keys. A program processes one run of one head for one block of queries and stores a
-state, or a share of dQ; these are combined in the order of the runs. The runs depend only on n and the number of queries, so that a set
-has the same bits alone, in a batch, and packed among others.
+A set of n keys is cut into runs of `run_length(n)` keys. A program processes one run of one head for one block of
+queries and stores a state, or a share of dQ; these are combined in the order of the runs. The runs depend only on n and
+the number of queries, so that a set has the same bits alone, in a batch, and packed among others.
 
-The result of run r of set b is stored in slot `b * runs + r`. The host knows only the total length of packed sets (`cu_seqlens`), which are
-mostly far shorter: where it takes less memory they use slot `b + cu_seqlens[b] // GRAIN + r` instead. Only the last run of a set is shorter
-than GRAIN keys, so that slots of different sets are distinct, and a program finds its set by bisection.
+The result of run r of set b is stored in slot `b * runs + r`. For packed sets (`cu_seqlens`), the host knows only the
+total length, and most sets are far shorter. If it takes less memory, packed sets use slot `b + cu_seqlens[b] // GRAIN +
+r` instead. Only the last run of a set is shorter than GRAIN keys, so slots of different sets are distinct, and a
+program finds its set by bisection.
 
-Nobody waits for the values of `cu_seqlens`. All kernels read offsets that the first one has vetted: they rise from 0 to N whatever was
-given, so that nothing is read or written out of bounds; where something else was given, every result is NaN.
+The host does not wait for the values of `cu_seqlens`. The first kernel validates the offsets, and all kernels read the
+validated offsets: they rise from 0 to N whatever was given, so nothing is read or written out of bounds. If the given
+offsets were invalid, every result is NaN.
 """
 
 from functools import lru_cache
@@ -25,18 +27,21 @@ from ...runtime.triton_launch import kernel
 from ...runtime.triton_rows import GRAIN, run_length
 
 MOST_RUNS = 256
-"""The most runs with one block of queries: for a single head, almost two programs for each of the 132 multiprocessors of an H100."""
+"""The most runs with one block of queries: for one head, almost two programs per multiprocessor (132) of an H100."""
 
 MOST_QUERIES = 128
 """The queries that count as one block when the number of runs is chosen."""
 
 BY_OFFSET = tl.constexpr(0)
-"""In place of the number of slots per set: the offset of a set tells its first slot."""
+"""Replaces the number of slots per set: the first slot of a set follows from its offset."""
 
 
 @kernel("cu_seqlens")
 def _vet(cu_seqlens, offsets, sets: tl.int32, stride: tl.int64, N: tl.int32, BLOCK: tl.constexpr):
-    """Copy the offsets if they rise from 0 to N. If not, all keys become those of the first set, and the element past the end is 1."""
+    """Copy the offsets if they rise from 0 to N.
+
+    Otherwise all keys belong to the first set, and the element past the end is 1.
+    """
     bad = (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + sets.to(tl.int64) * stride) != N)
     falls = 0
     for start in range(0, sets, BLOCK):
@@ -53,9 +58,10 @@ def _vet(cu_seqlens, offsets, sets: tl.int32, stride: tl.int64, N: tl.int32, BLO
 
 
 def vetted(cu_seqlens: Tensor | None, keys: int) -> Tensor | None:
-    """Offsets of S sets as int32 (S + 2,) that kernels may trust: they rise from 0 to `keys`. The last element says if others were given.
+    """Return offsets of S sets as int32 (S + 2,) that kernels may trust: they rise from 0 to `keys`.
 
-    It is found out on the device, by one small kernel, and the host does not wait for it.
+    The last element is 1 if invalid offsets were given. One small kernel checks this on the device; the host does not
+    wait.
     """
     if cu_seqlens is None:
         return None
@@ -67,7 +73,7 @@ def vetted(cu_seqlens: Tensor | None, keys: int) -> Tensor | None:
 
 @triton.jit
 def unless_bad(result, offsets, B):
-    """The result, or NaN if the offsets that were given are bad."""
+    """The result, or NaN if invalid offsets were given."""
     if offsets is not None:
         result = tl.where(tl.load(offsets + B + 1) != 0, float("nan"), result)
     return result
@@ -96,16 +102,20 @@ def first_slot(offsets, batch, N, runs):
 
 @triton.jit
 def count_runs(keys, most_runs):
-    """The number of runs of a set of so many keys. (`tl.cdiv` would add a length to them, which may leave 32 bits.)"""
+    """The number of runs of a set of so many keys.
+
+    (`tl.cdiv` would add a length to `keys`, which may exceed 32 bits.)
+    """
     length = run_length(keys, most_runs)
     return keys // length + tl.minimum(keys % length, 1)
 
 
 @triton.jit
 def run_bounds(first, last, run, most_runs):
-    """The first key and the end of a run of the set that spans `first` to `last`; both `last` for a run that the set does not have.
+    """The first key and the end of a run of the set that spans `first` to `last`; both `last` if there is none.
 
-    There are far more slots than runs where sets are packed: the number of a run is clamped before it is multiplied, in 32 bits.
+    With packed sets there are far more slots than runs. The number of the run is therefore clamped before it is
+    multiplied, in 32 bits.
     """
     length = run_length(last - first, most_runs)
     start = tl.minimum(first + tl.minimum(run, count_runs(last - first, most_runs)) * length, last)
@@ -114,7 +124,7 @@ def run_bounds(first, last, run, most_runs):
 
 @triton.jit
 def locate(slot, offsets, B, N, cut):
-    """The set of a slot, and the first key and the end of its run, which are equal for a slot that no run uses."""
+    """The set of a slot, and the first key and the end of its run; these are equal for a slot without a run."""
     runs, most_runs = cut
     if offsets is not None:
         batch = 0
@@ -141,7 +151,7 @@ class Cut(NamedTuple):
 
 @lru_cache(1024)
 def cut_keys(batch: int, queries: int, keys: int, packed: bool) -> Cut:
-    """How to cut the keys. With more blocks of queries fewer runs fill a GPU, which bounds the workspace."""
+    """Choose how to cut the keys. With more blocks of queries fewer runs fill a GPU; this bounds the workspace."""
     most_runs = max(MOST_RUNS // max(-(-queries // MOST_QUERIES), 1), 1)
     if not packed:
         runs = max(-(-keys // run_length.fn(keys, most_runs)), 1)

@@ -1,7 +1,9 @@
-"""Intention in Triton: sums over runs of keys, processed in parallel and added in a fixed order, and kernels that work row by row.
+"""Intention in Triton.
 
-- `sums`   K'WK and K'WV, and those added to a state
-- `rows`   their gradients, and rows times a matrix
+Sums over runs of keys are computed in parallel and added in a fixed order; other kernels work row by row.
+
+- `sums`   K'WK and K'WV, and their addition to a state
+- `rows`   the gradients of these sums, and rows times a matrix
 - `prefix` the sums over all prefixes and their gradient; `scan` adds up matrices along time
 - `launch` precision of the matrix products, block sizes, runs of keys
 """

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The sums over all prefixes of the keys, and their gradient, which is a scan in reverse: a key is part of its prefix and all later ones.
+"""The sums over all prefixes of the keys, and their gradient.
 
-Where chunks between two prefixes are short, a tile holds STEPS keys in time by part of a matrix: one pass writes each sum, or reads each
-cotangent, once. Where they are long, the sums and gradients of chunks are those of `sums` and `rows`, and what was summed is added up.
+A key is part of its prefix and of all later ones, so the gradient is a scan in reverse. If chunks between two prefixes
+are short, a tile holds STEPS keys in time by part of a matrix: one pass writes each sum, or reads each cotangent, once.
+If they are long, `sums` and `rows` compute the sums and gradients of chunks, and `scan` adds up the sums.
 """
 
 from typing import Any
@@ -23,25 +24,25 @@ from .scan import add_up, cut_steps, sums_before, totals_of_runs
 from .sums import sums_of_runs
 
 FEW = 16
-"""Chunks of fewer keys are short."""
+"""A chunk of fewer keys is short."""
 
 KEYS = 8
-"""The STEPS of a tile: what its threads hold in registers of a part of a matrix."""
+"""The STEPS of a tile: as many as its threads can hold in registers, with a part of a matrix."""
 
 ROWS = 16
-"""The rows of a tile that ends the gradient of keys or values."""
+"""The rows of a tile in the last step of the gradient of keys or values."""
 
 
 @triton.jit
 def _place(runs, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """(Head of a batch element, run, row and column of a tile) of a program."""
+    """Return (head of a batch element, run, row and column of a tile) of a program."""
     tile = tl.program_id(0) % (DOWN * ACROSS)
     return tl.program_id(0) // (DOWN * ACROSS) // runs, tl.program_id(0) // (DOWN * ACROSS) % runs, tile // ACROSS, tile % ACROSS
 
 
 @triton.jit
 def _tile_of(matrices, number, row, column, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(Pointers to, what lies inside) a tile of each of some numbers of contiguous (D, E) matrices."""
+    """Return (pointers to, elements inside) a tile of each of some numbered contiguous (D, E) matrices."""
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     offsets = number.to(tl.int64)[:, None, None] * (D * E) + (rows.to(tl.int64)[:, None] * E + columns[None, :])[None, :, :]
     return matrices + offsets, ((rows < D)[:, None] & (columns < E)[None, :])[None, :, :]
@@ -49,7 +50,7 @@ def _tile_of(matrices, number, row, column, D: tl.constexpr, E: tl.constexpr, RO
 
 @triton.jit
 def _base(base, number, row, column, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of one of the matrices that runs start from, or zeros."""
+    """A tile of one of the matrices from which runs start, or zeros."""
     total = tl.zeros([ROWS, COLUMNS], tl.float64)
     if base is not None:
         pointers, inside = _tile_of(base, number + tl.zeros([1], tl.int32), row, column, D, E, ROWS, COLUMNS)
@@ -59,7 +60,7 @@ def _base(base, number, row, column, D: tl.constexpr, E: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _kept(mask, strides, batch, at, last):
-    """Whether each key takes part: those from `last` on do not."""
+    """Whether each key takes part; keys from `last` on do not."""
     keep = at < last
     if mask is not None:
         keep &= tl.load(mask + (batch.to(tl.int64) * strides[0] + at.to(tl.int64) * strides[1]), mask=keep, other=1) == 0
@@ -92,7 +93,10 @@ def _prefix_sums(
     TILE_E: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """The sums over the prefixes that end in one run of keys, in one tile. `other` are the keys again, or the values."""
+    """Compute one tile of the sums over the prefixes that end in one run of keys.
+
+    `other` are the keys again, or the values.
+    """
     heads, keys, prefixes = sizes
     runs, length = cut
     key_strides, other_strides, weight_strides, mask_strides = strides
@@ -105,7 +109,7 @@ def _prefix_sums(
         keep = _kept(mask, mask_strides, batch, at, last)
         left = _rows(key, key_strides, batch, head, at, keep, row, D, TILE_D)
         right = _rows(other, other_strides, batch, head, at, keep, column, E, TILE_E)
-        terms = left[:, :, None] * right[:, None, :]  # weighed after that: so that the sum of keys is symmetric to the last bit
+        terms = left[:, :, None] * right[:, None, :]  # unweighted, so that the sum of keys is symmetric to the last bit
         if weights is not None:
             weight = tl.load(tile_at(weights, weight_strides, batch, head, start, STEPS, 1, 0), mask=keep[:, None], other=0.0)
             terms = terms * weight.to(tl.float64)[:, :, None]
@@ -136,10 +140,11 @@ def _send_sums_back(
     TILE_E: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """What one tile of the cotangents of all prefixes from a key's own on, A, sends to the keys of one run: A other, A' key.
+    """Compute what one tile of A sends to the keys of one run: A other, A' key.
 
-    A is summed up from the last run to the first. Each tile has a plane of its own in the rows of results: `planes` are the number of
-    planes of `to_key` and the first of this matrix, and the same of `to_other`.
+    A is the sum of the cotangents of all prefixes from a key's own on; it is summed from the last run to the first.
+    Each tile has its own plane in the rows of results: `planes` are the number of planes of `to_key` and the first
+    plane of this matrix, and the same for `to_other`.
     """
     heads, keys, prefixes = sizes
     runs, length = cut
@@ -191,7 +196,10 @@ def _add_planes(
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """The gradient of ROWS rows, the sum of all planes, and of their weights, by the first WEIGHED planes. Masked rows get exact zeros."""
+    """The gradients of ROWS rows, by the sum of all planes, and of their weights, by the first WEIGHED planes.
+
+    Masked rows get exact zeros.
+    """
     D_PAD: tl.constexpr = triton.next_power_of_2(D)
     row_strides, weight_strides, mask_strides = strides
     blocks = tl.cdiv(keys, ROWS)
@@ -217,12 +225,12 @@ def _add_planes(
 
 
 def _tiles(D: int, E: int) -> dict[str, int]:
-    """The tile of a matrix (D, E), and the warps that hold it."""
+    """The tile of a matrix (D, E), and the number of its warps."""
     return {"D": D, "E": E, "TILE_D": 16, "TILE_E": 32 if E > 16 else 16, "STEPS": KEYS, "num_warps": 4}
 
 
 def _cut(prefixes: int, every: int, D: int, E: int) -> Cut:
-    """Runs of whole chunks."""
+    """The cut into runs of whole chunks."""
     runs = cut_steps(prefixes, triton.cdiv(D, 16) * triton.cdiv(max(D, E), 32))
     return Cut(runs.number, runs.length * every)
 
@@ -240,7 +248,7 @@ def prefix_ridge(
     moment: Tensor | None,
     every: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums K'WK and K'WV over every prefix, (B, H, T, D, *) in float64, on top of `gram` and `moment` if they are not None."""
+    """Return the sums K'WK and K'WV over every prefix, (B, H, T, D, *) in float64, plus `gram` and `moment`."""
     (B, H, N, D), E = key.shape, value.shape[-1]
     prefixes = -(-N // every)
     if not B * H * N:
@@ -259,7 +267,7 @@ def prefix_ridge(
 
 
 def _prefixes(rows: Any, other: Tensor, base: Tensor | None, every: int, cut: Cut) -> Tensor:
-    """The sums over all prefixes of keys by the rows of `other`, on top of a base for each run."""
+    """The sums over all prefixes of keys by the rows of `other`, added to a base for each run."""
     key, _, weights, mask = rows
     (B, H, N, D), E = key.shape, other.shape[-1]
     prefixes = -(-N // every)
@@ -292,7 +300,10 @@ def prefix_ridge_backward(
     every: int,
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return (dkey, dvalue, dweights, dgram, dmoment), the last two of the incoming state; an empty tensor for what `needs` leaves out."""
+    """Return (dkey, dvalue, dweights, dgram, dmoment); the last two are those of the incoming state.
+
+    Each that `needs` leaves out is an empty tensor.
+    """
     dsums = dgram.contiguous(), dmoment.contiguous()
     if not key.shape[0] * key.shape[1] * key.shape[2]:
         dtypes = key.dtype, value.dtype, state_dtype(key.dtype), torch.float64, torch.float64
@@ -307,7 +318,10 @@ def prefix_ridge_backward(
 def _back_by_chunks(
     dsums: Any, key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, every: int, needs: Any
 ) -> tuple[Any, ...]:
-    """The gradients by those of the sums of each chunk, whose cotangents are what its prefix and all later ones send back."""
+    """The gradients from the sums of each chunk.
+
+    A chunk's cotangent is the sum over its own prefix and all later ones.
+    """
     B, H, N, _ = key.shape
     slopes = [add_up(part, None, True, torch.empty_like(part)) for part in dsums]
     chunks = in_chunks(key, value, weights, mask, every)
@@ -324,7 +338,7 @@ def _back_by_chunks(
 def _back_by_tiles(
     dsums: Any, key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, every: int, needs: Any
 ) -> tuple[Any, ...]:
-    """The gradients tile by tile of the cotangents, and then the sum of what the tiles send to each row."""
+    """The gradients from tiles of the cotangents: each tile sends a part to each row, and the parts are added."""
     (B, H, N, D), E = key.shape, value.shape[-1]
     needs_key, needs_value, needs_weights, needs_state = needs
     prefixes = dsums[0].shape[2]
@@ -373,7 +387,7 @@ def _back_by_tiles(
 def _added(
     planes: Tensor | None, weighed: int, rows: Tensor, weights: Tensor | None, mask: Tensor | None, needs_rows: bool, needs_weights: bool
 ) -> tuple[Tensor, Tensor]:
-    """(The gradient of rows, that of their weights) by what all tiles have sent; an empty tensor for one that is not needed."""
+    """(The gradient of rows, the gradient of their weights) from the planes of all tiles; empty if not needed."""
     B, H, N, D = rows.shape
     drows = rows.new_empty(rows.shape if needs_rows else (0,))
     dweights = rows.new_empty(rows.shape[:3] if needs_weights else (0,), dtype=state_dtype(rows.dtype))
@@ -395,6 +409,6 @@ def _added(
             ROWS=ROWS,
             ALIGN=alignment(rows),
             num_warps=4,
-            enable_fp_fusion=False,  # as of `_row_terms`: fused with the first addition, a product gives each lane of a row another sum
+            enable_fp_fusion=False,  # as in `_row_terms`
         )
     return drows, dweights

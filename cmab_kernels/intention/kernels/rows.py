@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Kernels that work row by row: the gradients of the sums with respect to keys, values and weights, and rows times a matrix.
+"""Kernels that work row by row: the gradients of the sums with respect to keys, values and weights, and rows times a
+matrix.
 
 With S = dG + dG', a key k with value v and weight w has
 
@@ -21,7 +22,7 @@ from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
 
 @triton.jit
 def _matrix(matrix, slot, row, column, SHAPE: tl.constexpr, TILE: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr):
-    """Load a tile, as OPERAND, of matrix `slot` of contiguous matrices; SHAPE is that of the matrix, which is stored TURNED."""
+    """Load a tile, as OPERAND, of matrix `slot` of contiguous matrices of this SHAPE, which are stored TURNED."""
     if TURNED:
         tile = tl.trans(_matrix(matrix, slot, column, row, (SHAPE[1], SHAPE[0]), (TILE[1], TILE[0]), False, OPERAND))
     else:
@@ -59,7 +60,7 @@ def _times(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of rows times a tile of columns of their matrix; `at_hand` is the loaded matrix, or None to read it."""
+    """A tile of rows times a tile of columns of their matrix; `at_hand` is the loaded matrix, or None to load it."""
     sums = tl.zeros([BLOCK_N, TILE[1]], tl.float64 if tl.float64 == OPERAND else tl.float32)
     for inner in range(0, SHAPE[0], TILE[0]):
         pointers = tile_at(rows, strides, slot // heads, slot % heads, start, BLOCK_N, TILE[0], ALIGN, inner)
@@ -248,7 +249,7 @@ def gram_backward(
     needs: tuple[bool, bool, bool],
     exact: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dkey, dvalue, dweights); an empty tensor for each that `needs` does not ask for."""
+    """Return the gradients (dkey, dvalue, dweights); each that `needs` does not ask for is an empty tensor."""
     (B, H, N, D), E = key.shape, value.shape[-1]
     mask = mask_bytes(key_padding_mask)
     products = row_products(key.dtype, exact)

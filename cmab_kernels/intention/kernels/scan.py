@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Sums of matrices along time, forward or in reverse: in runs, whose totals come first, so that all runs are summed side by side."""
+"""Sums of matrices along time, forward or in reverse.
+
+The matrices are cut into runs. The totals of the runs come first, so that all runs are summed in parallel.
+"""
 
 from typing import NamedTuple
 
@@ -17,18 +20,21 @@ BLOCK = 64
 """The elements of a program: two for each thread of its one warp."""
 
 GRAIN = 32
-"""The fewest matrices of a run, except the last: a run costs reading its matrices twice, and one more matrix."""
+"""The fewest matrices of a run, except the last: a run costs a second reading of its matrices, and one more matrix."""
 
 
 class Runs(NamedTuple):
-    """The number of runs, and of matrices in a run but the last."""
+    """The number of runs, and the number of matrices in each run but the last."""
 
     number: int
     length: int
 
 
 def cut_steps(steps: int, programs: int) -> Runs:
-    """How to cut matrices into runs of which each takes `programs`: by numbers of one head alone, so that bits depend on nothing else."""
+    """How to cut matrices into runs that take `programs` programs each.
+
+    The cut depends on numbers of one head alone, so that the bits depend on nothing else.
+    """
     length = max(-(-steps // max(MOST_PROGRAMS // programs, 1)), GRAIN)
     return Runs(max(-(-steps // length), 1), length)
 
@@ -47,9 +53,10 @@ def _scan_matrices(
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up the matrices of one run, on top of the one before it, in an order of 1 or in reverse, -1.
+    """Add up the matrices of one run and those before it; `order` is 1, or -1 for the reverse.
 
-    Stored is the sum at each matrix, or if `passed` is 1 that of those passed by before it; with TOTAL that of all.
+    This stores the sum up to each matrix, or if `passed` is 1, without that matrix; with TOTAL, only the total of the
+    run.
     """
     blocks = tl.cdiv(elements, BLOCK)
     runs = tl.cdiv(steps, length)
@@ -62,7 +69,7 @@ def _scan_matrices(
     total = tl.zeros([BLOCK], tl.float64)
     if before is not None:
         total = tl.load(before + ((slot * runs + run) * elements + element), mask=inside, other=0.0)
-    for at in range(0, last - first, STEPS):  # in reverse, rows are read so: a sum from the end would exchange them between threads
+    for at in range(0, last - first, STEPS):  # reversed on loading: a reverse sum would exchange rows between threads
         ahead = at + tl.arange(0, STEPS)
         step = tl.where(order > 0, first + ahead, last - 1 - ahead)
         taken = tl.where(order > 0, step - passed, step + passed)
@@ -80,7 +87,7 @@ def _scan_matrices(
 def _scan(
     matrices: Tensor, before: Tensor | None, sums: Tensor, runs: Runs, reverse: bool = False, passed: bool = False, total: bool = False
 ) -> Tensor:
-    """Fill `sums` with those of contiguous matrices (B, H, T, D, E), on top of those `before` their runs if not None."""
+    """Fill `sums` with sums along contiguous matrices (B, H, T, D, E), plus those `before` their runs if not None."""
     B, H, T, D, E = matrices.shape
     if not D * E:
         return sums
@@ -97,12 +104,15 @@ def totals_of_runs(matrices: Tensor, runs: Runs) -> Tensor:
 
 
 def sums_before(totals: Tensor, state: Tensor | None, reverse: bool) -> Tensor:
-    """What is summed up before each of some matrices, or in reverse behind it, with `state` (B, H, D, E) if not None."""
+    """The sum of all matrices before each one, or after it in reverse, plus `state` (B, H, D, E) if not None."""
     return _scan(totals, state, torch.empty_like(totals), Runs(1, totals.shape[2]), reverse, passed=True)
 
 
 def add_up(matrices: Tensor, state: Tensor | None, reverse: bool, sums: Tensor) -> Tensor:
-    """Fill `sums`, maybe `matrices`, with those of each matrix and all before it, or in reverse behind it, and `state` if not None."""
+    """Fill `sums` (which may be `matrices`) with the sum of each matrix, all before it, and `state` if not None.
+
+    In reverse, it is the sum of each matrix and all after it.
+    """
     runs = cut_steps(matrices.shape[2], -(-matrices.shape[3] * matrices.shape[4] // BLOCK) or 1)
     before = sums_before(totals_of_runs(matrices, runs), state, reverse) if runs.number > 1 else state
     return _scan(matrices, before, sums, runs, reverse)

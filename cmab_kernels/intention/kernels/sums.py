@@ -19,7 +19,10 @@ from ..state import count_keys
 from .launch import Cut, GramTiles, cut_keys, gram_products, gram_tiles, row_strides
 
 IN_FLOAT32 = tl.constexpr(512)
-"""The keys that are summed in float32 before the sum is added to a float64 total: a million additions in float32 cost four digits."""
+"""The keys that are summed in float32 before the sum is added to a float64 total.
+
+A million additions in float32 would cost four digits.
+"""
 
 
 @triton.jit
@@ -64,7 +67,10 @@ def _add_keys(
 
 @triton.jit
 def _put(total, before, after, rows, column, keep, WIDTH: tl.constexpr, TURNED: tl.constexpr):
-    """Store a tile of sums, or if TURNED its transpose, into `rows` of `after` from `column` on, added to that of `before` if not None."""
+    """Store a tile of sums, or its transpose if TURNED, into `rows` of `after` from `column` on.
+
+    If `before` is not None, its tile is added.
+    """
     COLUMNS: tl.constexpr = total.shape[0] if TURNED else total.shape[1]
     to = rows_at(after, rows, WIDTH, COLUMNS, column)
     to = tl.trans(to) if TURNED else to
@@ -105,7 +111,10 @@ def _gram(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute one tile of the sums of one run of keys, added to sums before them if there are any; and count the keys of a head."""
+    """Compute one tile of the sums of one run of keys, added to sums before them if there are any.
+
+    This also counts the keys of a head.
+    """
     GRAM: tl.constexpr = gram is not None
     MOMENT: tl.constexpr = moment is not None
     DOWN: tl.constexpr = triton.cdiv(D, TILE_D)
@@ -135,7 +144,7 @@ def _gram(
                 totals = (totals[0] + sums[0].to(tl.float64), totals[1] + sums[1].to(tl.float64))
                 sums = (tl.zeros([TILE_D, TILE_D], tl.float32), tl.zeros([TILE_D, TILE_E], tl.float32))
         totals = (totals[0] + sums[0].to(tl.float64), totals[1] + sums[1].to(tl.float64))
-        sound = _is_finite(totals[0]) & _is_finite(totals[1])  # else float32 may have overflowed, and the run is summed again in float64
+        sound = _is_finite(totals[0]) & _is_finite(totals[1])  # else float32 overflowed
         totals = (tl.where(sound, totals[0], 0.0), tl.where(sound, totals[1], 0.0))
         exact = tl.where(sound, first, last)
     for start in range(first, exact, EXACT_N):
@@ -157,7 +166,7 @@ def _gram(
 
 @kernel("before")
 def _add_runs(parts, before, total, runs: tl.int32, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Add the partial sums of all runs, in the order of the runs, and then those `before` unless that is None."""
+    """Add the partial sums of all runs, in the order of the runs, and then the sums `before` if not None."""
     BLOCKS: tl.constexpr = triton.cdiv(ELEMENTS, BLOCK)
     matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
     element = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -176,7 +185,7 @@ def _add_runs(parts, before, total, runs: tl.int32, ELEMENTS: tl.constexpr, BLOC
 def _chosen(
     dtype: torch.dtype, device: torch.device, D: int, E: int, exact: bool, weighted: bool, aligned: bool, tf32: bool
 ) -> tuple[Kernel, GramTiles]:
-    """`_gram` for such inputs, and its tiles; they depend on `tf32`, whether torch allows it."""
+    """`_gram` for such inputs, and its tiles; `tf32` says whether torch allows it."""
     products = gram_products(dtype, exact, weighted)
     tiles = gram_tiles(products, device, D, E)
     align = tuple([natural_alignment(dtype, width) if aligned else 0 for width in (D, E)])
@@ -185,7 +194,7 @@ def _chosen(
 
 
 Sums = tuple[Any, Any]
-"""The tensors K'WK and K'WV; None for one that is not wanted."""
+"""The tensors K'WK and K'WV, or None if not wanted."""
 
 _NOTHING = (None, None, None)
 
@@ -193,7 +202,7 @@ _NOTHING = (None, None, None)
 def gram(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, parts: tuple[bool, bool], exact: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (K'WK, K'WV) in float64; an empty tensor for one that `parts` does not ask for."""
+    """Return (K'WK, K'WV) in float64; each that `parts` does not ask for is an empty tensor."""
     gram, moment = _sums(key, value, weights, key_padding_mask, parts, exact, _NOTHING, None)
     return _or_empty(gram, key), _or_empty(moment, key)
 
@@ -211,7 +220,8 @@ def ridge_update(
     moment: Tensor | None,
     count: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the sums over the keys, formed in float64, and the number of keys, each added to that before if it is not None."""
+    """Return the sums over the keys, formed in float64, and the number of keys,
+    each plus the one before if not None."""
     B, H, _, _ = key.shape
     before = _contiguous(gram), _contiguous(moment), _contiguous(count)
     if key_padding_mask is not None:
@@ -235,7 +245,10 @@ def _sums(
     before: tuple[Any, Any, Any],
     count: Tensor | None,
 ) -> Sums:
-    """The `parts` of the sums, added to those `before`, which are sums and a number of keys or None; `count` is filled with the latter."""
+    """The `parts` of the sums, added to those `before`: these are sums and a number of keys, or None.
+
+    `count` receives the number of keys.
+    """
     launch, tiles, inputs, shape = _prepared(key, value, weights, key_padding_mask, exact)
     with on_device(key):
         if _both_at_once(tiles, shape):
@@ -260,7 +273,7 @@ def sums_of_runs(key: Tensor, value: Tensor, weights: Tensor | None, key_padding
 
 
 def _prepared(key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool) -> tuple[Any, ...]:
-    """The kernel for these inputs, its tiles, the inputs as it takes them, and their extents B, H, N, D, E."""
+    """The kernel for these inputs, its tiles, the inputs in its form, and their extents B, H, N, D, E."""
     *_, D = key.shape
     E = value.shape[-1]
     launch, tiles = _chosen(key.dtype, key.device, D, E, exact, weights is not None, is_aligned(key, value), allows_tf32())
@@ -276,7 +289,10 @@ def _both_at_once(tiles: GramTiles, shape: Any) -> bool:
 def _in_one_pass(
     launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[bool, bool], before: Any, count: Tensor | None
 ) -> Sums:
-    """As `_sums`, reading the keys once; `shape` is B, H, N, D, E. What was before is added by the same kernel if the keys are one run."""
+    """Like `_sums`, with one reading of the keys; `shape` is B, H, N, D, E.
+
+    If the keys are one run, the same kernel adds the sums before.
+    """
     *_, N, D, _ = shape
     cut = cut_keys(N, D, _programs(tiles, shape, parts))
     if cut.runs == 1:
@@ -288,7 +304,7 @@ def _in_one_pass(
 
 
 def _programs(tiles: GramTiles, shape: Any, parts: tuple[bool, bool]) -> int:
-    """The programs that a run of the keys takes."""
+    """The number of programs that a run of the keys takes."""
     *_, D, E = shape
     down = -(-D // tiles.TILE_D)
     return down * (down if parts[0] else -(-E // tiles.TILE_E))
@@ -297,7 +313,7 @@ def _programs(tiles: GramTiles, shape: Any, parts: tuple[bool, bool]) -> int:
 def _of_runs(
     launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[bool, bool], cut: Cut, before: Any, count: Tensor | None
 ) -> Sums:
-    """The `parts` of the sums of each run: (B, H, runs, D, *), or (B, H, D, *) of a single one."""
+    """The `parts` of the sums of each run: (B, H, runs, D, *), or (B, H, D, *) if there is a single run."""
     key, value, weights, mask = inputs
     B, H, N, D, E = shape
     over = (B, H) if cut.runs == 1 else (B, H, cut.runs)
@@ -322,7 +338,7 @@ def _of_runs(
 
 
 def _over_runs(parts: Tensor | None, before: Tensor | None) -> Tensor | None:
-    """Partial sums (B, H, runs, D, width) added over the runs, and to those before: (B, H, D, width)."""
+    """The sums (B, H, D, width) over the runs of `parts` (B, H, runs, D, width), plus those `before` if not None."""
     if parts is None:
         return None
     B, H, runs, D, width = parts.shape

@@ -1,11 +1,11 @@
 """The layers of a transformer in Triton.
 
 - `rows`          a block of rows, and its norm, forward and backward
-- `activation`    of hidden features, and its gradient
+- `activation`    the activation of hidden features, and its gradient
 - `feed_forward`  feed-forward layers
-- `projections`   what surrounds the heads of an attention layer
-- `attention`     attention layers, between whose projections the kernels of `cmab_kernels.attention` run
-- `launch`        what can run, precision of the matrix products, and block sizes
+- `projections`   the projections before and after the heads of an attention layer
+- `attention`     attention layers: the kernels of `cmab_kernels.attention` run between the projections
+- `launch`        the inputs that the kernels can run, precision of the matrix products, and block sizes
 """
 
 from .attention import attention_layer, attention_layer_backward

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The activations of feed-forward layers and their gradients, without branches, in which the threads of a warp would part."""
+"""The activations of feed-forward layers and their gradients, without branches that would divide a warp."""
 
 import math
 
@@ -8,8 +8,9 @@ import triton.language as tl
 
 from ...attention.kernels.forward import LOG2_E
 
-# With z = |x| / sqrt(2): exp(-z^2) t P(t) is the share of the normal distribution beyond |x|, where t = 1 / (1 + k z) and t P(t), the
-# Chebyshev interpolant of csrc/linear/activation.h, is erfcx(z) / 2 to 2.4e-8 (k = 0.3) or 8e-17 (k = 0.4). Highest powers come first.
+# With z = |x| / sqrt(2): exp(-z^2) t P(t) is the probability that a standard normal variable lies beyond |x|, where t =
+# 1 / (1 + k z). t P(t), the Chebyshev interpolant of csrc/linear/activation.h, is erfcx(z) / 2 to 2.4e-8 (k = 0.3) or
+# 8e-17 (k = 0.4). Highest powers come first.
 _FLOAT32 = tl.constexpr(
     (
         *(-0.06524640777339215, 0.24528579903929723, -0.2616573281539325, 0.2806231010873495, -0.05235607054831211),
@@ -30,7 +31,7 @@ _DENSITY = tl.constexpr(1 / math.sqrt(2 * math.pi))
 
 @triton.jit
 def _normal(x):
-    """The share of the distribution N(0, 1) below x, and its density. Small shares keep their digits."""
+    """The probability that a standard normal variable is below x, and its density. Small values keep their digits."""
     SCALE: tl.constexpr = 0.4 if x.dtype == tl.float64 else 0.3
     FACTORS: tl.constexpr = _FLOAT64 if x.dtype == tl.float64 else _FLOAT32
     COUNT: tl.constexpr = 23 if x.dtype == tl.float64 else 9
@@ -59,7 +60,7 @@ def slopes(dact, features, gates, GATED: tl.constexpr, RELU: tl.constexpr):
         dgates = tl.where(gates > 0, dact, 0.0)
     else:
         below, density = _normal(gates)
-        dgates = dact * (below + tl.where(density == 0, 0.0, gates * density))  # far out gates may be infinite
+        dgates = dact * (below + tl.where(density == 0, 0.0, gates * density))  # gates may be infinite there
         if GATED:
             dfeatures = dact * gates * below
             dgates *= features

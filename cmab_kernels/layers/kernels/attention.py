@@ -1,7 +1,9 @@
-"""Attention layers: norm and projections, the kernels of attention, and the output projection with the residual connection.
+"""Attention layers: norm and projections, the kernels of attention, and the output projection with the residual
+connection.
 
-For the backward pass queries, keys and values are kept in the dtype of x, the heads' results and their log-sum-exps. To project again
-would take 3 products of C by H D for each row, half as many as all that the backward pass needs, and save 3 H D numbers.
+The forward pass keeps queries, keys and values in the dtype of x, the heads' results and their log-sum-exps for the
+backward pass. To project again would take 3 products of C by H D for each row, half as many as the whole backward pass
+needs, and would save 3 H D numbers.
 """
 
 from collections.abc import Sequence
@@ -24,9 +26,9 @@ def _split(rows: Tensor, heads: int) -> Tensor:
 
 
 def _rows(x: Tensor, context: Any, mask: Any, parameters: Sequence[Any], eps: float, context_eps: float) -> tuple[Rows, Rows | None]:
-    """The rows that queries are made of, and those of keys and values, None where they are the same.
+    """The rows from which queries are made, and the rows for keys and values, None if they are the same.
 
-    Where rows of x are ignored they are not: an ignored row still is a query.
+    They differ if rows of x are ignored, because an ignored row still is a query.
     """
     norm, context_norm = parameters[:2], parameters[2:4]
     own = rows_of(x, None, norm, eps)
@@ -50,7 +52,7 @@ def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *res
 
 
 def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of x, context and the parameters in order, contiguous; an empty tensor for each that is not needed."""
+    """Return the contiguous gradients of x, context and the parameters in order; empty tensors if not needed."""
     *parameters, heads, scale, eps, context_eps, residual, query, key, value, out, lse, asked = rest
     needs = [need and t is not None for need, t in zip(asked, (x, context, *parameters), strict=True)]
     with on_device(x):
@@ -76,7 +78,7 @@ def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask
 
 
 def _wanted(needs: Sequence[bool], is_own: bool) -> tuple[bool, bool, bool]:
-    """Whether gradients of queries, of keys and of values are needed for those of x, the context and the parameters."""
+    """Whether the gradients of queries, keys and values are needed for those of x, the context and the parameters."""
     above_query = any((needs[0], *needs[2:4]))
     above_seen = above_query if is_own else any((needs[1], *needs[4:6]))
     return above_query or any(needs[6:8]), above_seen or any(needs[8:10]), above_seen or any(needs[10:12])
@@ -85,7 +87,7 @@ def _wanted(needs: Sequence[bool], is_own: bool) -> tuple[bool, bool, bool]:
 def _of_rows(
     dy: Tensor, own: Rows, other: Rows | None, is_own: bool, made: Sequence[Any], needs: Sequence[bool], residual: str
 ) -> list[Any]:
-    """The gradients of x and of the context, and shares of those of their norms; `is_own` where x is its own context."""
+    """The gradients of x and the context, and shares of those of their norms; `is_own` if x is its own context."""
     dx = dcontext = None
     norms: list[Any] = [None] * 4
     if any((needs[0], *needs[2:4])):

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Feed-forward layers: a program holds the results of a block of rows, and makes a tile of hidden features after the other.
+"""Feed-forward layers: a program holds the results of a block of rows, and computes hidden features tile by tile.
 
-The backward pass makes them anew. With `act` the activation of hidden = xn W1' + b1, and y = x + act(hidden) W2' + b2:
+The backward pass computes them again. With hidden = xn W1' + b1, act its activation, and y = x + act(hidden) W2' + b2:
 
-    dact = dy W2      dhidden = act'(hidden) dact      dxn = dhidden W1      dW1 = dhidden' xn      dW2 = dy' act(hidden)
+    dact = dy W2     dhidden = act'(hidden) dact     dxn = dhidden W1     dW1 = dhidden' xn     dW2 = dy' act(hidden)
 
-One kernel computes dx, and stores hidden features and their gradients for the kernel of the matrices' gradients, which have programs of
-their own for every tile. To make them once more there would take 3 of 11 products, and registers for three matrices' tiles.
+One kernel computes dx. It stores hidden features and their gradients for a second kernel, which computes the gradients
+of the matrices with its own programs for every tile. To compute them once more there would take 3 of 11 products, and
+registers for the tiles of three matrices.
 """
 
 from collections.abc import Sequence
@@ -97,7 +98,10 @@ def _feed_forward_back(
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """dx of a block of rows, its share of the gradients of the norm, and, for those of the matrices, act(hidden) and dhidden."""
+    """Compute dx of a block of rows, its share of the gradients of the norm, act(hidden) and dhidden.
+
+    The last two are for the gradients of the matrices.
+    """
     C_PAD: tl.constexpr = max(triton.next_power_of_2(C), 16)
     GATES: tl.constexpr = F if GATED else 0
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -158,7 +162,7 @@ def feed_forward_layer(x: Tensor, *rest: Any) -> Tensor:
 
 
 def feed_forward_layer_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of x and of the parameters in order, contiguous; an empty tensor for each that is not needed."""
+    """Return the contiguous gradients of x and of the parameters in order; empty tensors if not needed."""
     *parameters, eps, activation, residual, needs = rest
     needs = [need and t is not None for need, t in zip(needs, (x, *parameters), strict=True)]
     with on_device(x):
@@ -172,7 +176,7 @@ def feed_forward_layer_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tens
 def _back(
     dy: Tensor, x: Tensor, parameters: Sequence[Any], eps: float, kind: dict[str, bool], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """(dx, shares of dnorm_weight and dnorm_bias, acts, dhidden), each None unless it is needed."""
+    """Return (dx, shares of dnorm_weight and dnorm_bias, acts, dhidden); None for each that is not needed."""
     _, _, expand_weight, _, contract_weight = parameters
     (R, C), F = x.shape, contract_weight.shape[1]
     run, tiles = back(_feed_forward_back, x, C, F, F=F, **kind)

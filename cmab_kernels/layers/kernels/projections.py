@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What surrounds the heads of an attention layer: norm and projections in one kernel, output projection and residual in one.
+"""The projections before and after the heads of an attention layer.
 
-A program holds a block of rows and reads the matrices in tiles. Rows of heads are read and written where the kernels of attention have
-them. The gradients of a matrix are sums over rows, of which programs store a share each.
+One kernel computes the norm and the projections, another the output projection and the residual. A program holds a
+block of rows and reads the matrices in tiles. Rows of heads are read and written in the layout of the attention
+kernels. The gradient of a matrix is a sum over rows; each program stores a share of it.
 """
 
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ def _project(
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """The projections of a block of rows by up to three matrices, behind their norm; ignored rows count as 0."""
+    """The projections of a block of rows, after their norm, by up to three matrices; ignored rows count as 0."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = kept_rows(mask, row, rows)
     mean, factor = row_norms(x, row, inside, eps, C, PIECE, norm_weight is not None, DTYPE)
@@ -123,7 +124,7 @@ def _join(
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """y = x + the rows of all heads times a matrix (C, HEADS WIDTH) + bias; NORMED, the rows of x behind their norm."""
+    """y = r + the rows of all heads times a matrix (C, HEADS WIDTH) + bias; r is x, or norm(x) if NORMED."""
     C_PAD: tl.constexpr = max(triton.next_power_of_2(C), 16)
     JOINED: tl.constexpr = HEADS * WIDTH
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -222,7 +223,7 @@ def _project_back(
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """dx of a block of rows from the gradients of up to three projections, and a share of the gradients of the norm."""
+    """dx of a block of rows from the gradients of up to three projections, and a share of the norm's gradients."""
     C_PAD: tl.constexpr = max(triton.next_power_of_2(C), 16)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = kept_rows(mask, row, rows)
@@ -277,9 +278,10 @@ def _matrix_gradient(
     TILE: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """A share of dW = left' right, over every so many blocks of rows, and of the sum of `left`: TILE rows and PIECE columns of it.
+    """A share of dW = left' right, and of the sum of `left`: TILE rows and PIECE columns, over every `shares`-th block.
 
-    `left` are rows (R, M) of LEFT heads, and `right` rows (R, C) of RIGHT heads, or, of one head, rows behind their norm.
+    `left` are rows (R, M) of LEFT heads. `right` are rows (R, C) of RIGHT heads; with one head, they are rows after
+    their norm.
     """
     PIECES: tl.constexpr = triton.cdiv(C, PIECE)
     TILES: tl.constexpr = triton.cdiv(M, TILE)
@@ -309,7 +311,7 @@ def _matrix_gradient(
 
 
 class Rows(NamedTuple):
-    """Rows (B, N, C) that are normed and projected; those that the mask (B N,) ignores count as 0."""
+    """Rows (B, N, C) that are normed and projected; rows that the mask (B N,) ignores count as 0."""
 
     x: Tensor
     mask: Tensor | None
@@ -323,13 +325,14 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor, mask: Tensor | None, norm: Sequence[Tensor | None], eps: float) -> Rows:
-    """The rows as the kernels take them: contiguous, with the bytes of the mask, behind a norm (weight, bias)."""
+    """The rows in the form that kernels take: contiguous, with the bytes of the mask,
+    and with a norm (weight, bias)."""
     given, ignored, weight, bias = aligned(x, None if mask is None else mask.contiguous().view(torch.uint8), *norm)
     return Rows(given, ignored, weight, bias, eps)
 
 
 def plain_rows(x: Any) -> Rows:
-    """Rows (B, N, C), or heads, of which none is ignored, without a norm."""
+    """Rows (B, N, C), or heads, without a norm and without ignored rows."""
     return Rows(x, None, None, None, 0.0)
 
 
@@ -351,7 +354,7 @@ def project(rows: Rows, projections: Sequence[Projection]) -> list[Tensor]:
 
 
 def is_normed(residual: str, norm_weight: Tensor | None) -> bool:
-    """Whether a layer adds its result to what a norm makes of its rows; without a norm they are the rows."""
+    """Whether a layer adds its result to its normed rows instead of the rows themselves."""
     return residual == "normed" and norm_weight is not None
 
 
@@ -367,7 +370,7 @@ def join(out: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, residual:
 
 
 def part(dy: Tensor, weight: Tensor, heads: int) -> Tensor:
-    """The gradient of heads (B, H, L, E) that `join` joined."""
+    """The gradient of the heads (B, H, L, E) that `join` joined."""
     (B, L, C), E = dy.shape, weight.shape[1] // heads
     douts = dy.new_empty(B, heads, L, E)
     run, tiles = back(_part, dy, C, heads * E, HEADS=heads, WIDTH=E)
@@ -378,9 +381,9 @@ def part(dy: Tensor, weight: Tensor, heads: int) -> Tensor:
 def project_back(
     rows: Rows, projections: Sequence[tuple[Tensor, Tensor]], dy: Tensor | None, needs: Sequence[bool], residual: str = "input"
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradient of x and shares of those of its norm's weight and bias, from weights and gradients of heads (B, H, N, D).
+    """The gradient of x, and shares of the gradients of its norm's weight and bias.
 
-    `dy` is that of the residual; None: there is none.
+    They follow from weights and gradients of heads (B, H, N, D). `dy` is the gradient of the residual, or None.
     """
     x, mask, norm_weight, norm_bias, eps = rows
     sizes = [dheads.shape[3] for _, dheads in projections]
@@ -398,7 +401,7 @@ def project_back(
 
 
 def matrix_gradient(left: Any, right: Rows, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-    """Shares of the gradients of weight (M, C) and bias (M,) of a projection, from those of its results.
+    """Shares of the gradients of weight (M, C) and bias (M,) of a projection, from the gradients of its results.
 
     `left` and the x of `right` are rows (B, N, M) and (B, N, C), or heads (B, H, N, D) with M = H D.
     """
@@ -416,6 +419,6 @@ def matrix_gradient(left: Any, right: Rows, needs: Sequence[bool]) -> tuple[Tens
 
 
 def _heads(rows: Tensor) -> tuple[int, int]:
-    """The number of heads, and the columns of all of them, of rows (B, N, M) or heads (B, H, N, D)."""
+    """The number of heads, and the columns of all heads, of rows (B, N, M) or heads (B, H, N, D)."""
     heads = rows.shape[1] if rows.dim() == 4 else 1
     return heads, heads * rows.shape[-1]

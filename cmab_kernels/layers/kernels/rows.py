@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""A block of rows in pieces of columns: their norm, the way back through it, products with matrices, and where the rows of heads lie."""
+"""A block of rows in pieces of columns: the norm and its gradient, products with matrices, and the layout of heads."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from ...runtime.triton_rows import load_tile, rows_at, rows_from
 
 @triton.jit
 def kept_rows(mask, row, rows):
-    """Whether each row is there, and is not ignored by the mask."""
+    """Whether each row exists and is not ignored by the mask."""
     inside = row < rows
     if mask is not None:
         inside = tl.load(mask + row.to(tl.int64), mask=inside, other=1) == 0
@@ -19,14 +19,17 @@ def kept_rows(mask, row, rows):
 
 @triton.jit
 def vector(base, WIDTH: tl.constexpr, LENGTH: tl.constexpr, DTYPE: tl.constexpr, start=0):
-    """Elements of a vector from `start` on, with zeros from WIDTH on; zeros where there is none."""
+    """Elements of a vector from `start` on, with zeros from WIDTH on, or zeros if there is no vector."""
     at = start + tl.arange(0, LENGTH)
     return tl.zeros([LENGTH], DTYPE) if base is None else tl.load(base + at.to(tl.int64), mask=at < WIDTH, other=0.0).to(DTYPE)
 
 
 @triton.jit
 def rows_of_heads(base, row, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, column=0):
-    """Pointers to columns of rows (B L, HEADS WIDTH) that lie as heads (B, HEADS, L, WIDTH), L = `length`; of one head they are rows."""
+    """Pointers to columns of rows (B L, HEADS WIDTH) that are stored as heads (B, HEADS, L, WIDTH), L = `length`.
+
+    With one head they are rows.
+    """
     if HEADS == 1:
         pointers = rows_at(base, row, WIDTH, COLUMNS, column)
     else:
@@ -42,7 +45,10 @@ def rows_of_heads(base, row, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, C
 
 @triton.jit
 def row_norms(x, row, inside, eps, C: tl.constexpr, PIECE: tl.constexpr, NORMED: tl.constexpr, DTYPE: tl.constexpr):
-    """The mean of each row and 1 / sqrt(variance + eps); 0 and 1 where rows are not normed, and 0 for both where they are not `inside`."""
+    """The mean of each row and 1 / sqrt(variance + eps), or 0 and 1 if rows are not normed.
+
+    Both are 0 for rows that are not `inside`.
+    """
     mean = tl.zeros([row.shape[0]], DTYPE)
     factor = tl.full([row.shape[0]], 1.0, DTYPE)
     if NORMED:
@@ -53,7 +59,8 @@ def row_norms(x, row, inside, eps, C: tl.constexpr, PIECE: tl.constexpr, NORMED:
         for column in range(0, C, PIECE):
             piece = load_tile(rows_at(x, row, C, PIECE, column), inside, C, column).to(DTYPE)
             piece = tl.where(column + tl.arange(0, PIECE)[None, :] < C, piece - mean[:, None], 0.0)
-            # A maximum keeps products apart from their sum: fused with its first addition, they would give the threads of a row other sums.
+            # A maximum separates the products from their sum. Fused with the first addition, they would give the
+            # threads of a row different sums.
             variance += tl.sum(tl.maximum(piece * piece, 0.0), 1)
         factor = tl.where(inside, tl.rsqrt(variance / C + tl.full([1], eps, DTYPE)), 0.0)
     return mean, factor
@@ -61,7 +68,7 @@ def row_norms(x, row, inside, eps, C: tl.constexpr, PIECE: tl.constexpr, NORMED:
 
 @triton.jit
 def unweighted(x, row, inside, column, mean, factor, C: tl.constexpr, PIECE: tl.constexpr, NORMED: tl.constexpr):
-    """Columns of x^, which is 0 from column C on and in rows that are not `inside`; of x itself where rows are not normed."""
+    """Columns of x^, or of x if rows are not normed; 0 from column C on and in rows that are not `inside`."""
     piece = load_tile(rows_at(x, row, C, PIECE, column), inside, C, column).to(mean.dtype)
     return tl.where(column + tl.arange(0, PIECE)[None, :] < C, (piece - mean[:, None]) * factor[:, None], 0.0) if NORMED else piece
 
@@ -90,7 +97,7 @@ def normed_piece(
 
 @triton.jit
 def residual_rows(x, norm_weight, norm_bias, row, inside, mean, factor, C: tl.constexpr, C_PAD: tl.constexpr, NORMED: tl.constexpr):
-    """What a layer adds its result to: whole rows of x, or NORMED, what their norm makes of them."""
+    """The residual of a layer: whole rows of x, or of norm(x) if NORMED."""
     if NORMED:
         rows = normed_piece(x, norm_weight, norm_bias, row, inside, 0, mean, factor, C, C_PAD)
     else:
@@ -117,10 +124,10 @@ def store_row_gradients(
     NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Store dx of rows from the gradient of the rows after their norm, and a share of the gradients of the norm.
+    """Store dx of rows from the gradient of the normed rows, and a share of the gradients of the norm.
 
-    `dy`, the gradient that goes past the layer, is added to dx unless it is None, or NORMED, to that of the rows after their norm. Rows
-    that are not `inside` get nothing of the norm.
+    `dy` is the gradient of the residual. If NORMED, it is added to the gradient of the normed rows, else to dx unless
+    it is None. The norm gives nothing to rows that are not `inside`.
     """
     C_PAD: tl.constexpr = dnormed.shape[1]
     column = tl.arange(0, C_PAD)
@@ -166,7 +173,7 @@ def project_rows(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The normed rows times TILE rows of a matrix: those from `start` on of the M that begin at row `first`."""
+    """The normed rows times TILE rows of a matrix, from `start` on, of the M rows that begin at row `first`."""
     result = tl.zeros([row.shape[0], TILE], mean.dtype)
     made = start + tl.arange(0, TILE) < M
     for column in range(0, C, PIECE):

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients that are sums over rows: programs store a share each, and one launch adds up the shares of several gradients."""
+"""Gradients that are sums over rows: each program stores a share, and one launch adds up the shares of several."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,15 @@ from ...runtime.dtypes import state_dtype
 from ...runtime.triton_launch import kernel
 
 GRADIENTS = 6
-"""The most gradients that one launch adds up: those of a feed-forward layer."""
+"""The most gradients that one launch adds up: a feed-forward layer has so many."""
 
 
 @triton.jit
 def _add(shares, gradient, count, width, block, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """Add up a block of columns of shares (count, width) if it is one of them; return its number among the blocks that come after."""
+    """Add up block number `block` of columns of shares (count, width) if there is one.
+
+    Return its number among the blocks that come after these.
+    """
     blocks = tl.cdiv(width, BLOCK)
     if (block >= 0) & (block < blocks):
         column = block * BLOCK + tl.arange(0, BLOCK)
@@ -48,7 +51,7 @@ def _add_shares(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The sums of up to six sets of shares (count, width) over their rows: a program has BLOCK columns of one of them."""
+    """The sums of up to six sets of shares (count, width) over their rows; a program has BLOCK columns of one set."""
     block = _add(first, to_first, counts[0], widths[0], tl.program_id(0), BLOCK, CHUNK)
     if second is not None:
         block = _add(second, to_second, counts[1], widths[1], block, BLOCK, CHUNK)
@@ -68,7 +71,7 @@ def shares_of(x: Tensor, *shape: int) -> Tensor:
 
 
 def added(shares: Sequence[Tensor | None], x: Tensor) -> list[Tensor | None]:
-    """The sums over the first dimension of each of the shares, in the dtype of x; None for None."""
+    """The sums over the first dimension of each of the shares, in the dtype of x, or None for None."""
     sums = [None if each is None else x.new_empty(each.shape[1:]) for each in shares]
     pairs = [(each, into) for each, into in zip(shares, sums, strict=True) if each is not None and into is not None]
     for start in range(0, len(pairs), GRADIENTS):
@@ -77,7 +80,7 @@ def added(shares: Sequence[Tensor | None], x: Tensor) -> list[Tensor | None]:
 
 
 def gradients(of_rows: Sequence[Tensor | None], shares: Sequence[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of rows, and those that are sums of shares, in the dtype of x; an empty tensor for each that is None."""
+    """The gradients of rows, and those that are sums of shares, in the dtype of x; an empty tensor for each None."""
     return tuple(x.new_empty(0) if t is None else t for t in (*of_rows, *added(shares, x)))
 
 

@@ -1,7 +1,8 @@
-"""Steps of continual attention on an NVIDIA GPU: one kernel launch for a step, one thread block for a head (csrc/continual).
+"""Steps of continual attention on an NVIDIA GPU: one kernel launch per step, one thread block per head
+(csrc/continual).
 
-The kernels read the position in the stream from GPU memory, so that a step does not synchronise. During the capture of a CUDA graph the
-state is advanced in place, because a replay reads it from, and writes it to, the same addresses.
+The kernels read the position in the stream from GPU memory, so that a step does not synchronise. While a CUDA graph is
+captured, the state is advanced in place, because a replay reads it from, and writes it to, the same addresses.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from .state import ContinualAttentionState, ContinualNystromState, State, next_s
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:
-    """The reason why this implementation cannot run these inputs, as a phrase; None if it can. `landmarks`: (B, H, m, D), or None."""
+    """The reason why this implementation cannot run these inputs, as a phrase; None if it can.
+
+    `landmarks`: (B, H, m, D), or None.
+    """
     if key.device.type != "cuda":
         return f"it needs a GPU, and key is on {key.device}"
     if key.dtype not in FLOATING:

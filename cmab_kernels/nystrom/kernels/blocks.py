@@ -14,7 +14,7 @@ from .launch import products
 from .squares import divisor
 
 BLOCK = tl.constexpr(32)
-"""The order of a block: the largest at which no GPU spills the parts that float32 is multiplied in (tests/nystrom/test_cubin.py)."""
+"""The order of a block: the largest for which no GPU spills the parts of float32 (tests/nystrom/test_cubin.py)."""
 
 SQUARES = tl.constexpr(6)
 """How many squares `iterate_in_blocks` keeps in scratch memory."""
@@ -22,7 +22,7 @@ SQUARES = tl.constexpr(6)
 
 @triton.jit
 def load_block(base, strides, i, j, rows, columns):
-    """The block that starts at row i and column j of a matrix with these strides (row, column), with zeros outside of the matrix."""
+    """The block from row i and column j on of a matrix with these strides, with zeros outside of the matrix."""
     row, column = (i + tl.arange(0, BLOCK)).to(tl.int64)[:, None], (j + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
     return tl.load(base + (row * strides[0] + column * strides[1]), mask=(row < rows) & (column < columns), other=0.0)
 
@@ -83,7 +83,7 @@ def _store_product(left, right, to, m, factor, diagonal, shift, OPERAND: tl.cons
 
 @triton.jit
 def _largest_row_sum(square, strides, m, OPERAND: tl.constexpr):
-    """The largest sum of |A| over a row, NaN if any is, or 1 in place of 0."""
+    """The largest sum of |A| over a row: NaN if any sum is NaN, and 1 in place of 0."""
     largest = tl.max(tl.zeros([1], OPERAND), 0)
     total = tl.sum(tl.zeros([1], OPERAND), 0)
     for i in range(0, m, BLOCK):
@@ -97,7 +97,10 @@ def _largest_row_sum(square, strides, m, OPERAND: tl.constexpr):
 
 @triton.jit
 def iterate_in_blocks(scratch, m, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Where Z is after ITERATIONS iterations, in scratch memory of SQUARES m x m elements, the first m x m of which are A."""
+    """Return the address of Z after ITERATIONS iterations.
+
+    `scratch` has memory for SQUARES m x m elements; the first m x m elements are A.
+    """
     square = m.to(tl.int64) * m
     x, q, r, z, new = scratch + square, scratch + 2 * square, scratch + 3 * square, scratch + 4 * square, scratch + 5 * square
     row = _largest_row_sum(scratch, (m, 1), m, OPERAND)
@@ -149,8 +152,10 @@ def _multiply(
 def multiply(
     left: Tensor, right: Tensor, factor: float = 1.0, diagonal: float = 0.0, shift: float = 0.0, added: Tensor | None = None
 ) -> Tensor:
-    """Return factor * left right + diagonal * I + added for batches of matrices, contiguous; with a shift, `shift * I - right` in place of
-    right. float32 is never multiplied in tf32."""
+    """Return factor * left right + diagonal * I + added for batches of matrices, contiguous.
+
+    With a shift, `shift * I - right` replaces right. float32 is never multiplied in tf32.
+    """
     batch, rows, inner = left.shape
     columns = right.shape[2]
     out = left.new_empty((batch, rows, columns))

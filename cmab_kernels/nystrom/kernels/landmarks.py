@@ -22,10 +22,10 @@ WIDEST_TILE = 32
 
 @triton.jit
 def _present(absent, strides, number, m, SIZE: tl.constexpr):
-    """A bool for each of SIZE rows: it is one of the m landmarks, and not absent.
+    """Whether each of SIZE rows is one of the m landmarks and not absent.
 
-    Where operands follow from a load of bytes, Triton 3.6 takes them for bytes on sm_100: float32 would be multiplied in tf32, and with 64
-    landmarks it fails to compile. A sum over an axis of length 1 hides the load.
+    If operands follow from a load of bytes, Triton 3.6 treats them as bytes on sm_100: float32 would be multiplied in
+    tf32, and with 64 landmarks the kernel fails to compile. A sum over an axis of length 1 hides the load.
     """
     row = tl.arange(0, SIZE)
     present = row < m
@@ -56,7 +56,10 @@ def _softmax(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Softmax of the logits by rows, 0 in rows and columns of absent landmarks. Infinite logits become the largest finite number."""
+    """Softmax of the logits by rows, 0 in rows and columns of absent landmarks.
+
+    Infinite logits become the largest finite number.
+    """
     logits = tl.zeros([present.shape[0], present.shape[0]], OPERAND)
     factor = tl.full([1, 1], scale, tl.float64).to(OPERAND)
     for column in range(0, D, TILE):
@@ -162,7 +165,8 @@ def _common(query: Tensor, values: Tensor, iterations: int, kernel: str) -> dict
 def landmark_values(
     landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
 ) -> Tensor:
-    """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E), contiguous; rows of absent landmarks are 0."""
+    """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E),
+    contiguous; rows of absent landmarks are 0."""
     if not in_one_program(landmark_query):
         return large.landmark_values(landmark_query, landmark_key, values, absent, scale, iterations)
     given = landmark_query, landmark_key, values

@@ -1,4 +1,4 @@
-"""The operators of this folder for more than 64 landmarks: the formulas of `squares`, a launch for each product of a batch."""
+"""The operators of this folder for more than 64 landmarks: the formulas of `squares`, with one launch per product."""
 
 import math
 
@@ -60,13 +60,16 @@ def _through_norms(a: Tensor, dz: Tensor, da: Tensor) -> Tensor:
 
 
 def _share(change: Tensor, sums: Tensor, largest: Tensor) -> Tensor:
-    """The gradient of each sum through the largest, which equal largest sums share equally; 0 for the others."""
+    """The gradient of each sum through the largest, shared equally by sums that are equally large; 0 for the others."""
     reached = sums == largest
     return (change / _divisor(largest).squeeze(-1) / reached.sum(-1, keepdim=True)).masked_fill(~reached, 0.0)
 
 
 def _softmax(query: Tensor, key: Tensor, absent: Tensor | None, scale: float) -> Tensor:
-    """Softmax of the logits by rows, 0 in rows and columns of absent landmarks. Infinite logits become the largest finite number."""
+    """Softmax of the logits by rows, 0 in rows and columns of absent landmarks.
+
+    Infinite logits become the largest finite number.
+    """
     most = torch.finfo(query.dtype).max
     logits = multiply(query * scale, key.mT).clamp(-most, most)
     if absent is None:
@@ -75,7 +78,7 @@ def _softmax(query: Tensor, key: Tensor, absent: Tensor | None, scale: float) ->
 
 
 def _present(absent: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
-    """The rows, with zeros for those of absent landmarks, which may hold anything."""
+    """The rows, with zeros for rows of absent landmarks, which may hold anything."""
     return rows if absent is None else tuple(t.masked_fill(absent[:, :, None], 0.0) for t in rows)
 
 

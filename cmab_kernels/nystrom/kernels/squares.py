@@ -3,7 +3,8 @@
 
     P = 7 I - X      Q = 15 I - X P      R = 13 I - X Q      Z <- Z R / 4
 
-and backwards, with G the gradient of the new Z and then of the old one, d. the gradients of the others, and ' the transpose,
+and backwards, with G the gradient of the new Z and then of the old one, d. the gradients of the others, and ' the
+transpose,
 
     dR = Z' G / 4    dQ = -X' dR    dP = -X' dQ    dX = -dR Q' - dQ P' - dP    dA += dX Z'    G <- G R' / 4 + A' dX
 
@@ -41,7 +42,10 @@ def divisor(norm):
 
 @triton.jit
 def first_iterate(a):
-    """Z_0 = A' / (c r), with c and r the largest column and row sum of |A|. Divided by one after the other: their product may overflow."""
+    """Z_0 = A' / (c r), with c and r the largest column and row sum of |A|.
+
+    A' is divided by one after the other, because their product may overflow.
+    """
     _, column = largest_sum(a, 0)
     _, row = largest_sum(a, 1)
     return tl.trans(a) / divisor(column) / divisor(row)
@@ -81,7 +85,10 @@ def put(scratch, slot, square):
 
 @triton.jit
 def get(scratch, slot, SIZE: tl.constexpr):
-    """Load a square. The barrier makes what other threads stored visible, and keeps the compiler from loading all squares at once."""
+    """Load a square.
+
+    The barrier makes values that other threads stored visible, and keeps the compiler from loading all squares at once.
+    """
     tl.debug_barrier()
     return tl.load(_square_at(scratch, slot, SIZE))
 
@@ -129,9 +136,10 @@ def differentiate(g, scratch, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, P
 
 @triton.jit
 def _through_norms(a, dz, da):
-    """Return `da` plus the gradient of A through Z_0 = A' / (c r): through A' itself, and through c and r, the largest column and row sum.
+    """Return `da` plus the gradient of A through Z_0 = A' / (c r).
 
-    `dz` is the transpose of the gradient of Z_0.
+    It goes through A' itself, and through c and r, the largest column and row sum. `dz` is the transpose of the
+    gradient of Z_0.
     """
     columns, column = largest_sum(a, 0)
     rows, row = largest_sum(a, 1)
@@ -145,6 +153,9 @@ def _through_norms(a, dz, da):
 
 @triton.jit
 def _share(change, sums, largest):
-    """The gradient of each sum through the largest, `change / largest`, which equal largest sums share equally; 0 for the others."""
+    """The gradient of each sum through the largest, `change / largest`.
+
+    Sums that are equally large share it equally; it is 0 for the others.
+    """
     reached = sums == largest
     return tl.where(reached, change / divisor(largest) / tl.sum(reached.to(sums.dtype), 0), 0.0)

@@ -1,4 +1,5 @@
-"""The Triton kernels of prefixes compiled for GPUs that are not here: what the machine code shows without running it."""
+"""The Triton kernels of prefixes compiled for GPUs that this machine need not have:
+these tests read the machine code."""
 
 from __future__ import annotations
 
@@ -57,13 +58,15 @@ SPILLING = {
     ("fp64", 256, 100): {"_windows": 0.35, "_prefix_queries": 0.3},
     ("fp64", 256, 120): {"_windows": 0.12, "_prefix_queries": 0.25},
 }
-"""Kernels known to spill, and the most of their instructions that may access local memory, as a share. Up to 1.5 %: ptxas spills a few
-values to fit one more block. Float64 from 64 columns on: what is hidden from Triton (`as_operand`) lies in registers, and what is not makes
-`_prefix_keys` wrong."""
+"""Kernels known to spill, and the largest share of their instructions that may access local memory.
+
+Shares up to 1.5 % are a few values that ptxas spills to fit one more block. In float64 from 64 columns on, tiles that
+are hidden from Triton (`as_operand`) lie in registers, and without that `_prefix_keys` would be wrong.
+"""
 
 
 def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mask: bool = False) -> list[Launch]:
-    """Record the launches of a forward and a backward pass over several runs, on top of a state."""
+    """Record the launches of a forward and a backward pass over several runs, with an incoming state."""
     q, k, v = (torch.empty(2, 4, n, width, dtype=dtype, device="meta") for n in (latents, 3000, 3000))
     sums = torch.promote_types(dtype, torch.float32)
     state = tuple(torch.empty(2, 4, latents, *last, dtype=kind, device="meta") for last, kind in (((width,), sums), ((), torch.float64)))
@@ -77,7 +80,7 @@ def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mas
 
 
 def _check(name: str, width: int, capability: int, folder: Path) -> None:
-    """Check what is launched for a state after every key, every few, and every hundred."""
+    """Check the launches for a state after every key, after every few keys, and after every hundred."""
     with as_if_on(capability):
         found = [launch for every in (1, 5, 100) for launch in _launches(DTYPES[name], width, every)]
     names = {launch.kernel.__name__ for launch in found}
@@ -100,7 +103,7 @@ def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: P
 
 @pytest.mark.parametrize("capability", [80, 86])
 def test_gradients_with_tf32_fit(capability: int, tmp_path: Path) -> None:
-    """Heads of 256 columns, which float32 in tf32 fills most of shared memory with."""
+    """In tf32, float32 heads of 256 columns fill most of shared memory."""
     with mock.patch.object(launches, "allows_tf32", lambda: True), as_if_on(capability):
         found = [launch for launch in _launches(torch.float32, 256, 100) if launch.kernel.__name__ in ("_prefix_keys", "_prefix_queries")]
     assert wrong(found, capability, tmp_path, partial(by_matrix_units, WITH_PRODUCTS)) == []
@@ -108,7 +111,8 @@ def test_gradients_with_tf32_fit(capability: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype, spilling", [(torch.bfloat16, None), (torch.float64, {"_prefix_queries": 0.01})])
 def test_compiled_with_a_mask(dtype: torch.dtype, spilling: dict[str, float] | None, tmp_path: Path) -> None:
-    """With a mask of bytes next to a float64 product Triton's own assertion fails: the kernels must keep them apart."""
+    """Triton's own assertion fails for a mask of bytes next to a float64 product,
+    so the kernels must keep them apart."""
     with as_if_on(90):
         found = _launches(dtype, 16, 1, mask=True)
     compiled = [launch for launch in found if launch.kernel.__name__ in WITH_PRODUCTS]

@@ -1,6 +1,7 @@
-"""The Triton kernels in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
+"""The Triton kernels in Triton's interpreter. tests/test_interpreter.py runs this file with TRITON_INTERPRET=1.
 
-The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they
+were.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def test_huge_logits_in_any_order(order: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("every", [1, 3, 300])
 @pytest.mark.parametrize("lse", [-torch.inf, torch.inf, torch.nan])
 def test_a_state_that_is_not_clean(lse: float, every: int) -> None:
-    """An empty row counts for nothing, also in gradients; an lse that no keys lead to makes its row of every prefix NaN."""
+    """An empty row adds nothing, also in gradients; an lse that no keys can have makes its row of every prefix NaN."""
     q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (3, 40, 40))
     out, log = torch.randn_like(q), torch.randn(1, 2, 3, dtype=torch.float64)
     row = (0, 1, 2)

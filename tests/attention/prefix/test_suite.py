@@ -68,14 +68,18 @@ class TestPrefixStates(OperatorSuite):
         return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
 
     def huge_inputs(self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None) -> dict[str, Tensor]:
-        """Return logits that are far apart among the smallest too, which have weights in the first prefixes; float16 then has few."""
+        """Return logits that are far apart even among the smallest, which have weights in the first prefixes.
+
+        float16 has few digits for those.
+        """
         if dtype != torch.float16:
             return super().huge_inputs(dtype, order, extents)
         inputs = super().huge_inputs(dtype, order, {"N": 18})
         return {**inputs, "query": 2**5 * inputs["query"]}
 
     def incoming(self, results: Results) -> Results:
-        """Return the gradients of a mean over prefixes; zeros for `lse`, as torch's attention has none to send a gradient through."""
+        """Return the gradients of a mean over prefixes; zeros for `lse`,
+        as torch's attention has none to send a gradient through."""
         out, *lse = results
         return torch.randn(out.shape) / out.shape[2], *(torch.zeros_like(t) for t in lse)
 
@@ -106,7 +110,7 @@ class TestPrefixStates(OperatorSuite):
 
 
 class Variant(TestPrefixStates):
-    """Another number of keys in a chunk, or another call, for which accuracy is checked with one shape and normal inputs."""
+    """Another chunk length, or another call; its accuracy is checked with one shape and normal inputs."""
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
     shapes = ({},)
@@ -132,13 +136,14 @@ class TestWholeTiles(Variant):
 
 
 class TestOneChunk(Variant):
-    """A chunk that is longer than the keys: one state, that of them all."""
+    """A chunk longer than all keys gives one state, the state of all keys."""
 
     every = 1000
 
 
 class TestIncomingState(Variant):
-    """`prefix_attention_states` on top of the state of other keys; its gradient reaches these through `out` and `lse`."""
+    """`prefix_attention_states` with an incoming state of other keys;
+    its gradient flows to them through `out` and `lse`."""
 
     dtypes = (torch.float64, torch.float32)
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "other_key": "BHMD", "other_value": "BHME"}
@@ -174,7 +179,7 @@ class TestIncomingState(Variant):
 
 
 def test_a_state_that_nothing_is_added_to_stays(impl: str) -> None:
-    """Keys of no weight beside it leave an incoming state its lse to a rounding of 1 in float32, not to one of lse."""
+    """Keys without weight beside it keep an incoming state's lse to a rounding of 1 in float32, not to one of lse."""
     query, rows = torch.zeros(1, 2, 20, 4), torch.randn(1, 2, 9, 4)
     state = ck.AttentionState(torch.randn(1, 2, 20, 4), 1000 + torch.rand(1, 2, 20, dtype=torch.float64))
     found = ck.prefix_attention_states(query, rows, rows, every=4, state=state, impl=impl)

@@ -1,4 +1,4 @@
-"""The Triton kernels of attention over projected inputs compiled for GPUs that are not here."""
+"""The Triton kernels of attention over projected inputs compiled for GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ _SPILLED = {
     ("fp64", 256, 64, "_projected_backward_inputs"): (0.04, 0.19, 0.19, 0.025, 0.19, 0.095),
 }
 SPILLING: dict[tuple[str, int, int, int], dict[str, float]] = {}
-"""The kernels known to spill, and the most of their instructions that may access local memory, as a share, for each case of `EVERY`. Wide
-heads and float64 have the most; no tile was found that avoids theirs."""
+"""The kernels known to spill, and the largest share of their instructions that may access local memory, by case of
+`EVERY`.
+
+Wide heads and float64 have the most; no tile was found that avoids their spills.
+"""
 for (*case, spilled), shares in _SPILLED.items():
     for capability, share in zip(CAPABILITIES, shares, strict=True):
         if share:
@@ -74,7 +77,8 @@ for (*case, spilled), shares in _SPILLED.items():
 
 
 def _launches(dtype: torch.dtype, width: int, columns: int, latents: int = 128, mask: bool = False) -> dict[str, Launch]:
-    """Record a forward and a backward pass over several runs of rows, with an incoming state and, on request, a mask."""
+    """Record a forward and a backward pass over several runs of rows,
+    with an incoming state and, on request, a mask."""
     sums = torch.promote_types(dtype, torch.float32)
     query, inputs = torch.empty(1, 1, 4, latents, width, dtype=sums), torch.empty(1, 5003, columns, dtype=dtype)
     weight, bias = torch.empty(1, 8 * width, columns, dtype=sums), torch.empty(1, 8 * width, dtype=sums)
@@ -89,7 +93,8 @@ def _launches(dtype: torch.dtype, width: int, columns: int, latents: int = 128, 
 
 
 def _by_matrix_units(launch: Launch, capability: int) -> bool:
-    """Return whether matrix units multiply: not float32 in full, and float64 on sm_80 and sm_90 alone, as Triton 3.6 does."""
+    """Return whether matrix units multiply: never for full float32;
+    for float64 only on sm_80 and sm_90, as in Triton 3.6."""
     in_float64 = launch.options["OPERAND"] == launches.triton_dtype(torch.float64)
     return launch.options["PRECISION"] != "ieee" or (in_float64 and capability in (80, 90))
 
@@ -123,7 +128,8 @@ def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None
 
 
 def test_bfloat16_is_multiplied_as_such(tmp_path: Path) -> None:
-    """In each of two loops: scores in three products, values and weighted values in one; the projection of keys alone in three of tf32."""
+    """Each of two loops has three products for scores, one for values and weighted values;
+    the key projection has three of tf32."""
     with as_if_on(90):
         figures = compiled(_launches(torch.bfloat16, 16, 64)["_projected_forward"], 90, tmp_path)
     operands = re.findall(r"tt\.dot .* : tensor<\d+x\d+x(\w+)> \*", figures.ttir)
@@ -132,13 +138,15 @@ def test_bfloat16_is_multiplied_as_such(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_compiled_with_a_mask(dtype: torch.dtype, tmp_path: Path) -> None:
-    """With a mask of bytes next to a float64 product Triton's own assertion fails: the kernel must keep them apart."""
+    """Triton's own assertion fails for a mask of bytes next to a float64 product,
+    so the kernel must keep them apart."""
     with as_if_on(90):
         assert _faults(_launches(dtype, 16, 20, mask=True), 90, tmp_path) == []
 
 
 def test_the_programs_of_a_run_are_neighbours() -> None:
-    """Heads of all blocks follow each other in the grid, and none has a run of its own: they find the rows in the cache."""
+    """The heads of all blocks are neighbours in the grid, and none has a run of its own:
+    they find the rows in the cache."""
     with as_if_on(90):
         launch = _launches(torch.float32, 16, 64)["_projected_forward"]
     (runs, _), (_, blocks, heads, *_) = launch.options["cut"], launch.options["sizes"]
@@ -147,7 +155,7 @@ def test_the_programs_of_a_run_are_neighbours() -> None:
 
 @pytest.mark.parametrize("rows, blocks, wanted", [(1024, 1, ["_projected_forward"]), (5003, 2, ["_projected_forward", "_merge"])])
 def test_launches(rows: int, blocks: int, wanted: list[str]) -> None:
-    """One launch for K blocks over a run of rows, which merges the incoming state too; and one more where there are several runs."""
+    """K blocks over a run of rows take one launch, which also merges the incoming state; several runs take one more."""
     query, inputs = torch.empty(blocks, 2, 4, 8, 16), torch.empty(2, rows, 64)
     weight, out, lse = torch.empty(blocks, 128, 64), torch.empty(blocks, 2, 4, 8, 16), torch.empty(blocks, 2, 4, 8).double()
     found = record(lambda: kernels.projected_attention_forward(query, inputs, weight, weight[..., 0], None, None, out, lse, 0.25, 1e-5))

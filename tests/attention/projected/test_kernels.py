@@ -1,6 +1,7 @@
-"""The Triton kernels in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
+"""The Triton kernels in Triton's interpreter. tests/test_interpreter.py runs this file with TRITON_INTERPRET=1.
 
-The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they
+were.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def test_wide_heads(shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("shape", [{"mask": True, "blocks": 2}, {"width": 68, "value_width": 70, "heads": 1}], ids=["narrow", "wide"])
 def test_half_products(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of bfloat16, which the interpreter does not know, in float16: keys are multiplied whole, all else is rounded."""
+    """The path of bfloat16, which the interpreter does not know, in float16:
+    keys are multiplied whole, all else is rounded."""
     monkeypatch.setattr(launch, "MULTIPLIED_AS_THEY_ARE", [torch.float16])
     forget()
     case = Case(dtype=torch.float16, query_dtype=torch.float16, **shape)
@@ -159,7 +161,7 @@ def test_more_runs_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("needed", range(5))
 def test_only_what_is_needed(needed: int) -> None:
-    """One gradient alone, and none."""
+    """The gradient of one argument alone, and of none."""
     Case(rows=9, batch=1, heads=1, needs=tuple(i == needed for i in range(4))).check()
 
 
@@ -199,7 +201,7 @@ def test_bad_offsets_make_everything_nan() -> None:
 
 @pytest.mark.usefixtures("_sums_in_one_order")
 def test_same_bits_again_and_alone() -> None:
-    """Bits are the same on every run, and for a batch element by itself."""
+    """The bits are the same on every run, and for a batch element by itself."""
     torch.manual_seed(0)
     case = Case(batch=2, rows=35, mask=True, blocks=2)
     assert case.mask is not None

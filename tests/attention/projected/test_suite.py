@@ -20,7 +20,8 @@ EPS = 1e-3
 
 
 def offsets(inputs: Any) -> Tensor:
-    """Return the offsets of three sets, of which the second is empty: made on the device, so that a CUDA graph can capture it."""
+    """Return the offsets of three sets, of which the second is empty:
+    made on the device, so that a CUDA graph can capture it."""
     length = inputs.shape[1] if isinstance(inputs, Tensor) and inputs.dim() > 1 else 5
     at = torch.arange(4, device=inputs.device if isinstance(inputs, Tensor) else None)
     first = 2 * length // 5
@@ -33,7 +34,8 @@ def joined(weight: Any, dim: int = 0) -> Any:
 
 
 def projected(inputs: Tensor, weight: Tensor, bias: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the heads (B, H, N, D) of the normed inputs, for the weights of heads (H, D, C) and their biases (H, D)."""
+    """Return the heads (B, H, N, D) of the normed inputs,
+    for the weights of heads (H, D, C) and their biases (H, D)."""
     rows = F.layer_norm(inputs, inputs.shape[-1:], *norm, EPS)
     return F.linear(rows, joined(weight), bias.flatten()).unflatten(-1, (weight.shape[0], -1)).transpose(1, 2)
 
@@ -73,7 +75,8 @@ class TestProjectedAttention(OperatorSuite):
     """The position of the heads in the shapes of the weights."""
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        """Return weights that keep the size of a row, so that logits are those of the law; one outlier goes to the rows and queries."""
+        """Return weights that keep the size of a row, so that logits follow the law;
+        an outlier goes to the rows and queries."""
         if law == "one outlier" and name not in ("query", "inputs"):
             law = "normal"
         return LAWS[law](*shape) / (shape[-1] ** 0.5 if name.endswith("weight") and len(shape) > 2 else 1)
@@ -95,7 +98,8 @@ class TestProjectedAttention(OperatorSuite):
         return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
 
     def incoming(self, results: Results) -> Results:
-        """Return random gradients of `out` and zeros for `lse`: torch's attention has no `lse` to send a gradient through."""
+        """Return random gradients of `out` and zeros for `lse`:
+        torch's attention has no `lse` to send a gradient through."""
         out, *lse = results
         return torch.randn(out.shape), *(torch.zeros_like(t) for t in lse)
 
@@ -104,7 +108,8 @@ class TestProjectedAttention(OperatorSuite):
         return oracles.largest_score(inputs["query"], self.key_and_value(inputs["inputs"], **weights)[0])
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Leave gradients unchecked that vanish: all where the norm makes equal rows 0, and that of a bias which moves all scores alike."""
+        """Leave vanishing gradients unchecked: all if the norm makes equal rows 0,
+        and that of a bias that moves all scores alike."""
         return not is_gradient or (law != "all equal" and name != "key_bias")
 
     def row_sizes(self, found: Measured) -> Tensor:
@@ -134,7 +139,7 @@ class TestProjectedAttention(OperatorSuite):
 
 
 class Variant(TestProjectedAttention):
-    """Another way to call the operator, for which accuracy is checked with one shape and normal inputs."""
+    """Another way to call the operator; its accuracy is checked with one shape and normal inputs."""
 
     dtypes = (torch.float64, torch.float32)
     shapes = ({},)

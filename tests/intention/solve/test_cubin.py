@@ -1,4 +1,4 @@
-"""The Triton solve compiled for GPUs that are not here: what the machine code shows without running it."""
+"""The Triton solve compiled for GPUs that this machine need not have: these tests read the machine code."""
 
 from __future__ import annotations
 
@@ -50,13 +50,16 @@ def test_compiled_everywhere(name: str, order: int, capability: int, tmp_path: P
 
 
 def test_no_program_grows_with_the_order(tmp_path: Path) -> None:
-    """Loops over lines stay loops: order 256 takes no longer to compile than order 32. Unrolled, they would take minutes."""
+    """Loops over lines stay loops: order 256 takes no longer to compile than order 32.
+
+    Unrolled, they would take minutes.
+    """
     small, large = (compiled(_launch(torch.float32, order), 90, tmp_path).instructions.total() for order in (32, 256))
     assert large <= 1.05 * small
 
 
 def test_one_program_for_all_shapes_of_a_size() -> None:
-    """Neither the order, within its padded size, nor columns, systems or strides make Triton compile again."""
+    """Neither the order (within its padded size) nor columns, systems or strides make Triton compile again."""
 
     def compiled_as(launched: Launch) -> tuple[str, str]:
         source, options = launched.kernel.source(*launched.args, **launched.options)
@@ -77,7 +80,7 @@ def test_spills_are_seen(tmp_path: Path) -> None:
 
 
 def test_exchanged_tiles_are_seen(tmp_path: Path) -> None:
-    """If there are more warps than columns need, Triton divides lines among them, and threads exchange what they eliminate."""
+    """With more warps than columns need, Triton divides lines among them, and threads exchange eliminated elements."""
     launched = _launch(torch.float64, 64)
     launched.options.update(num_warps=8, COLUMNS=64)
     assert any("exchanged" in fault for fault in _check(launched, 90, tmp_path))

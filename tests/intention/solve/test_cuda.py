@@ -1,7 +1,8 @@
-"""The CUDA C++ kernels of sums and solves, compiled for the CPU: numerics, layouts, empty extents, and equal bits for any order of blocks.
+"""The CUDA C++ kernels of sums and solves, compiled for the CPU: numerics, layouts, empty extents, and equal bits for
+any order of blocks.
 
-The threads of a block run one after the other, phase by phase (csrc/common/block.cuh). A missing fence between blocks, and what a GPU
-makes of the instructions, is not seen here.
+The threads of a block run one after the other, phase by phase (csrc/common/block.cuh). These tests see neither a
+missing fence between blocks nor what a GPU makes of the instructions.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def test_several_blocks_to_a_matrix(cut: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_same_bits_in_any_order_and_alone(cut: str, played: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks run in any order, threads forwards and backwards, in one launch or several, with a matrix alone or in a batch: same bits."""
+    """Blocks run in any order, threads forwards and backwards, in one launch or several,
+    with a matrix alone or in a batch: same bits."""
     batch, heads, *rest = CUTS[cut]
     key, value, weights, mask, alpha = _inputs(batch + 1, heads, *rest, torch.float32, weighted=True, masked=True)
     whole = cuda.ridge_solve(key, value, weights, mask, alpha)
@@ -185,7 +187,8 @@ def test_nothing_of_an_absent_key_is_seen() -> None:
 
 
 def test_a_bad_matrix_leaves_its_neighbours_alone() -> None:
-    """A column of zeros without a penalty, a NaN in a key, or no keys at all: such a matrix is reported, and the others keep their bits."""
+    """A column of zeros without a penalty, a NaN in a key, or no keys at all:
+    such a matrix is reported, and the others keep their bits."""
     key, value, _, _, alpha = _inputs(3, 2, 50, 20, 33, torch.float32)
     clean = cuda.ridge_solve(key, value, None, None, alpha)
     key[0, 1, :, 13], alpha[0, 1] = 0.0, 0.0
@@ -204,7 +207,8 @@ def test_batches(batch: int, heads: int) -> None:
 
 
 def test_a_negative_penalty_is_told_by_info() -> None:
-    """A GPU's penalties are not read by the host: info says which are not allowed, and the other systems keep their bits."""
+    """A GPU's penalties are not read by the host: info says which are not allowed,
+    and the other systems keep their bits."""
     key, value, _, _, alpha = _inputs(3, 2, 50, 20, 33, torch.float32)
     clean = cuda.ridge_solve(key, value, None, None, alpha)
     alpha[0, 1], alpha[2, 0] = -1e-3, math.nan
@@ -274,7 +278,8 @@ def test_ill_conditioned_systems_are_told(dtype: torch.dtype, order: int) -> Non
 
 
 def test_the_estimate_is_close() -> None:
-    """The estimate is within a factor of two in hard cases: a Hilbert matrix, and keys of which one is nearly the sum of the others."""
+    """The estimate is within a factor of two in hard cases: a Hilbert matrix,
+    and keys of which one is nearly the sum of the others."""
     i = torch.arange(12).double()
     keys = torch.randn(200, 64).double()
     keys[:, 0] = keys[:, 1:].sum(1) + 1e-6 * torch.randn(200).double()
@@ -306,7 +311,8 @@ def test_solve_of_bad_matrices() -> None:
 
 @pytest.mark.nightly
 def test_under_sanitizers() -> None:
-    """Tests of this file run again under sanitizers: an access out of bounds or undefined behaviour ends the process."""
+    """Tests of this file run again under sanitizers:
+    an access out of bounds or undefined behaviour ends the process."""
     emulated_cuda.run_under_sanitizers(
         __file__, "several or bad or reads or (layouts and 16-dtype1) or (lengths and 40) or (test_solve and 65)"
     )

@@ -1,6 +1,7 @@
-"""The Triton solve in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
+"""The Triton solve in Triton's interpreter. tests/test_interpreter.py runs this file with TRITON_INTERPRET=1.
 
-The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they were.
+The interpreter checks no bounds: inputs lie between margins of NaN, results between margins that must stay as they
+were.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
 DTYPES = [torch.float64, torch.float32]
 USUAL = 1.0
-"""The LAPACK ratio of a good solve, of which docs/numerics.md allows 5."""
+"""The LAPACK ratio of a good solve; docs/numerics.md allows 5."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def _regularised(gram: Tensor, alpha: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order, columns", [(1, 1), (3, 20), (16, 16), (17, 0), (33, 5), (40, 60)])
 def test_shapes(dtype: torch.dtype, order: int, columns: int) -> None:
-    """The last lines are not a whole tile, and right-hand sides fill a part of a tile, or several."""
+    """The last lines do not fill a tile, and right-hand sides fill a part of a tile, or several."""
     matrices = 2 if order < 64 else 1
     gram, rhs = _systems(matrices, order, columns, dtype)
     alpha = torch.tensor([1e-3, 0.0], dtype=dtype)[:matrices]
@@ -76,7 +77,7 @@ def test_the_residual_is_small_for_any_condition(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**100])
 def test_the_condition_is_that_of_the_definition(dtype: torch.dtype, scale: float) -> None:
-    """Unlike other kernels, which estimate it: info is that of the reference up to a tenth from the limit, at any scale."""
+    """Other kernels estimate the condition number; here info is that of the reference up to a tenth from the limit."""
     limit = ILL_CONDITIONED / torch.finfo(dtype).eps
     seen = set()
     for share in (0.8, 1.25):

@@ -1,6 +1,6 @@
 """The batched solve in C++ against float64, for every instruction set, width, layout and kind of bad matrix.
 
-Both of its paths are tested: one matrix at a time, and a matrix to each vector lane.
+Both of its paths are tested: one matrix at a time, and one matrix in each vector lane.
 """
 
 from __future__ import annotations
@@ -96,14 +96,16 @@ def _spectra(width: int, condition: float) -> dict[str, Tensor]:
 
 @cache
 def _matrices(width: int, exponent: int) -> tuple[list[str], Tensor]:
-    """Return positive definite matrices of many kinds, (kinds, width, width), with condition numbers of about 10^exponent."""
+    """Return positive definite matrices of many kinds, (kinds, width, width),
+    with condition numbers of about 10^exponent."""
     names, batch = zip(*_kinds(width, 10.0**exponent), strict=True)
     return list(names), torch.stack(batch)
 
 
 @cache
 def _with_condition(width: int, exponent: int, dtype: torch.dtype) -> tuple[list[str], Tensor, list[float]]:
-    """Return the matrices in `dtype`, and their condition numbers after rounding, in the 1-norm; NaN for singular ones."""
+    """Return the matrices in `dtype`, and their condition numbers after rounding,
+    in the 1-norm; NaN for singular ones."""
     names, batch = _matrices(width, exponent)
     gram = batch.to(dtype)
     inverse, failure = torch.linalg.inv_ex(gram.double())
@@ -136,7 +138,7 @@ def _kinds(width: int, condition: float) -> Iterator[tuple[str, Tensor]]:
 def test_the_residual_is_small_for_any_condition(isa: str, dtype: torch.dtype, width: int, alpha: float) -> None:
     for exponent in range(1, 13 if dtype == torch.float64 else 7):
         names, batch = _matrices(width, exponent)
-        gram = batch[["Kahan" not in name for name in names]].to(dtype)  # those end in condition numbers of their own
+        gram = batch[["Kahan" not in name for name in names]].to(dtype)  # these have condition numbers of their own
         rhs = torch.randn(len(gram), width, 4, dtype=torch.float64).to(dtype)
         alphas = torch.full((len(gram),), alpha, dtype=dtype)
         weight, info = native.regularised_solve(gram, rhs, alphas)
@@ -263,7 +265,7 @@ def test_a_bad_right_hand_side_stays_in_its_column(isa: str, bad: float, width: 
 
 @pytest.mark.parametrize("width", [1, 17, 65])
 def test_an_infinity_over_a_number(isa: str, width: int) -> None:
-    """It stays one in the last row, where systems are padded."""
+    """An infinity stays one in the last row, where systems are padded."""
     for count, columns in itertools.product((1, 16), (1, 2)):
         rhs = torch.zeros(count, width, columns)
         rhs[:, -1] = math.inf
@@ -392,7 +394,10 @@ def test_more_than_65535_matrices() -> None:
 @pytest.mark.parametrize("far", [0, 1, 2])
 @pytest.mark.parametrize("count", [2, 9])
 def test_offsets_beyond_32_bits(far: int, count: int) -> None:
-    """Elements lie 2^31 apart in one dimension: an offset of 32 bits would wrap. Memory between them is reserved and never touched."""
+    """Elements lie 2^31 apart in one dimension: an offset of 32 bits would wrap.
+
+    Memory between them is reserved and never touched.
+    """
     shape, strides = (count, 2, 2), [5, 2, 1]
     strides[far] = 2**31 // (count - 1) if far == 0 else 2**31
     with tempfile.TemporaryFile() as sparse:

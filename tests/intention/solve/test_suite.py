@@ -22,7 +22,7 @@ def _solution(gram: Tensor, rhs: Tensor, alpha: Tensor) -> Tensor:
 
 
 class SolveSuite(OperatorSuite):
-    """Systems that are well conditioned. Bad ones are the subject of P6: test_promises.py of Intention, and test_native.py."""
+    """Well-conditioned systems. P6 is about bad ones: see test_promises.py of Intention, and test_native.py."""
 
     extents = {"B": 5, "H": 2, "D": 16, "E": 3}
     small = {"B": 2, "H": 1, "D": 3, "E": 1}
@@ -51,7 +51,7 @@ class SolveSuite(OperatorSuite):
         return size.maximum(size.amax(-1, keepdim=True)) if size.dim() else size
 
     def bad_arguments(self) -> list[str]:
-        """Return none: test_errors.py of Intention has them all."""
+        """Return no errors: test_errors.py of Intention has them all."""
         return []
 
 
@@ -78,7 +78,7 @@ class TestThroughTheMatrix(TestRegularisedSolve):
     differentiable = None
     shapes = ({},)
     many = None
-    test_a_lazy_negation_is_seen = None  # what is symmetrised is no longer lazy
+    test_a_lazy_negation_is_seen = None  # a symmetrised matrix is no longer lazy
 
     def call(self, impl: str, gram: Tensor, rhs: Tensor, alpha: Tensor) -> Results:
         return (ck.regularised_solve((gram + gram.mT) / 2, rhs, alpha, impl=impl).weight,)
@@ -119,7 +119,7 @@ class TestSolveRidge(SolveSuite):
         return (_solution((gram + gram.mT) / 2, moment, alpha),)
 
 
-# ---- what is a solve's own
+# ---- checks of solves alone
 
 
 def _positive_definite(width: int) -> Tensor:
@@ -128,7 +128,8 @@ def _positive_definite(width: int) -> Tensor:
 
 
 def test_the_gradient_of_a_matrix_belongs_to_both_triangles(impl: str) -> None:
-    """The gradient of A is -(Z X' + X Z') / 2 with Z = (A + alpha I)^-1 dX, though the upper triangle is not read and may be NaN."""
+    """The gradient of A is -(Z X' + X Z') / 2 with Z = (A + alpha I)^-1 dX,
+    though the upper triangle is not read and may be NaN."""
     gram, rhs, slope = _positive_definite(5), torch.randn(2, 5, 3).double().requires_grad_(), torch.randn(2, 5, 3).double()
     unread = gram.masked_fill(torch.ones(5, 5).triu(1).bool(), torch.nan).requires_grad_()
     solution = ck.regularised_solve(unread, rhs, 0.3, impl=impl).weight
@@ -142,7 +143,7 @@ def test_the_gradient_of_a_matrix_belongs_to_both_triangles(impl: str) -> None:
 def test_a_negative_penalty_that_is_not_read_is_told_by_info(
     impl: str, order: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a negative alpha is not read, as on a GPU, its system is NaN with info 1, and the others keep their bits."""
+    """If a negative alpha is not read, as on a GPU, its system is NaN with info 1, and the others keep their bits."""
     gram, rhs = _positive_definite(order).to(dtype)[:1].expand(5, -1, -1), torch.randn(5, order, 3).to(dtype)
     alpha = torch.tensor([0.5, -0.25, 0.0, -1e-30, torch.nan], dtype=dtype)
     right = ck.regularised_solve(gram, rhs, alpha.clamp(min=0.0).nan_to_num(1.0), impl=impl).weight

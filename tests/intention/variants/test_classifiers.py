@@ -1,4 +1,4 @@
-"""The classifiers and ridge where scikit-learn has no counterpart: definitions, streams, layouts, dtypes, degenerate classes, gradients."""
+"""The classifiers and ridge without a scikit-learn counterpart: definitions, streams, layouts, dtypes, gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_pooled_scatter_is_the_formula(impl: str) -> None:
-    """The weights are w = (sum of class scatters + alpha I)^-1 X'y with y = members / N1 - others / N0: LDA's direction for two classes."""
+    """The weights are w = (sum of class scatters + alpha I)^-1 X'y with y = members / N1 - others / N0:
+    LDA's direction for two classes."""
     key, labels = blobs(2, 3, 60, 5, 3)
     ours = variants.pooled_class_scatter(key, labels, 3, 0.7, impl=impl)
     member = (labels[..., None] == torch.arange(3)).double()[:, None].expand(2, 3, 60, 3)
@@ -72,7 +73,8 @@ def test_weights_count_rows(impl: str, name: str) -> None:
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_streams(impl: str, pooled: bool) -> None:
-    """Moments from chunks, merged in any order, are those of all rows at once; also for blocks beyond `ROWS` and single rows."""
+    """Moments from chunks, merged in any order, are those of all rows at once;
+    also for blocks beyond `ROWS` and single rows."""
     key, labels = blobs(2, 2, 9001, 3, 4)
     key = key + 1e3
     weights = torch.rand(2, 2, 9001, dtype=torch.float64)
@@ -120,7 +122,8 @@ def test_each_head_by_itself(impl: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FITTED)
 def test_dtypes(impl: str, name: str, dtype: torch.dtype) -> None:
-    """Fitted parameters are float64, and are those of the same rows in float64: narrow rows cost their own rounding only."""
+    """Fitted parameters are float64, and equal those of the same rows in float64:
+    narrow rows only cost their rounding."""
     key, labels = blobs(2, 3, 70, 5, 3, dtype)
     query = blobs(2, 3, 11, 5, 3, dtype)[0]
     model, exact = FITTED[name](key, labels, 3, impl=impl), FITTED[name](key.double(), labels, 3, impl="reference")
@@ -142,7 +145,7 @@ def test_far_from_the_origin(impl: str, name: str, shift: float) -> None:
     wanted = score(model, near)
     slopes = [torch.autograd.grad(wanted[..., c].sum(), near, retain_graph=True)[0].abs().sum(-1).max() for c in range(3)]
     ours = score(FITTED[name](far, labels, 3, impl=impl), far)
-    of_means = 16 * 2.0**-52 * shift  # their last digits, and those of the sums that they are made of
+    of_means = 16 * 2.0**-52 * shift  # the last digits of the means and of their sums
     torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=of_means * float(max(slopes)) + 1e-12)
 
 
@@ -159,7 +162,7 @@ def test_units_of_features_do_not_matter(impl: str, name: str) -> None:
 def test_classes_of_one_member_or_none(impl: str) -> None:
     key, labels = blobs(1, 2, 50, 3, 2)
     labels = labels.clone()
-    labels[0, :1] = 3  # class 2 has no member, class 3 one
+    labels[0, :1] = 3  # class 2 has no member, class 3 has one
     query = torch.randn(1, 2, 9, 3, dtype=torch.float64)
     for name, fit in CLASSIFIERS.items():
         model = fit(key, labels, 4, impl=impl)
@@ -180,7 +183,10 @@ def test_classes_of_one_member_or_none(impl: str) -> None:
 
 
 def test_parameters_of_any_kind_count_in_float64(impl: str) -> None:
-    """Shrinkage and priors may be lists or tensors of any precision. Priors need not add up to 1, and a class without members gets none."""
+    """Shrinkage and priors may be lists or tensors of any precision.
+
+    Priors need not add up to 1, and a class without members gets none.
+    """
     key, labels = blobs(2, 3, 40, 3, 2)
     wanted = variants.lda(key, labels, 2, priors=torch.tensor([0.1, 0.9], dtype=torch.float64), impl=impl).decision(key)
     for priors, classes in (([0.1, 0.9], 2), ([2, 18.0], 2), ([0.05, 0.45, 0.5], 3), (torch.tensor([[[1.0, 9.0]]]), 2)):
@@ -321,7 +327,7 @@ LATE = torch.tensor([[0, 0, 1, 2, 2, 0, 1, 1, 1]])
 
 
 def _rows_of_weight_zero(shift: float, labels: Tensor = LATE) -> tuple[Tensor, Tensor]:
-    """Nine rows far from 0 by `shift`, and weights that are 0 for the whole of class 2 and for all of the last four rows."""
+    """Nine rows far from 0 by `shift`; weights are 0 for all of class 2 and for all of the last four rows."""
     weights = (torch.rand(1, 2, 9, dtype=torch.float64) + 0.5).masked_fill(labels == 2, 0.0)
     weights[..., 5:] = 0.0
     return torch.randn(1, 2, 9, 2, dtype=torch.float64) + shift, weights
@@ -334,7 +340,7 @@ def _two_derivatives(run: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _machine(key: Tensor, weights: Tensor, value: Tensor, query: Tensor) -> Tensor:
-    """Weighted ridge regression with an intercept and alpha = 0.5, as it is defined."""
+    """Weighted ridge regression with an intercept and alpha = 0.5, by its definition."""
     weights = weights.unsqueeze(-1)
     mean, level = ((weights * t).sum(2, keepdim=True) / weights.sum(2, keepdim=True) for t in (key, value))
     away = key - mean
@@ -345,7 +351,8 @@ def _machine(key: Tensor, weights: Tensor, value: Tensor, query: Tensor) -> Tens
 @pytest.mark.parametrize("block", [2, 4, 4096])
 @pytest.mark.parametrize("shift", [0.0, 3.0, 1e6])
 def test_derivatives_at_weights_of_zero(impl: str, shift: float, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machines are smooth where a class, or a block of rows, has weight 0: in each weight, in the rows, and twice."""
+    """The machines are smooth where a class, or a block of rows, has weight 0:
+    in each weight, in the rows, and twice."""
     monkeypatch.setattr(moments, "ROWS", block)
     key, weights = _rows_of_weight_zero(shift)
     query = key[:, :, :4] + 0.5
@@ -370,7 +377,7 @@ def _in_chunks(key: Tensor, weights: Tensor, size: int, pooled: bool, impl: str)
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_the_slope_of_a_scatter_at_a_class_of_weight_zero(impl: str, pooled: bool) -> None:
-    """It is that of weights which grow from 0 alike, wherever the origin, and is around one point however the rows are divided."""
+    """The derivative is that for weights which grow from 0 alike, for any origin and any division of the rows."""
     key, weights = _rows_of_weight_zero(0.0)
     group = (LATE == 2)[0]
     rows = key[:, :, group]
@@ -410,7 +417,11 @@ def test_gradients_at_a_class_of_weight_zero_do_not_know_the_origin(impl: str, n
 
 
 def test_values_where_weights_are_zero(impl: str) -> None:
-    """A class without a weight has the mean of its rows for a point, one without rows 0; they change nothing. Without both, ridge is 0."""
+    """A class without weight has the mean of its rows as its point, a class without rows has 0; neither changes
+    results.
+
+    Without both, ridge is 0.
+    """
     key, weights = _rows_of_weight_zero(1e6)
     kept = weights[0, 0] > 0
     mask = ~kept.expand(1, -1) & (LATE == 2)

@@ -1,4 +1,5 @@
-"""Constrained least squares: the conditions of optimality, against scipy, on degenerate and infeasible problems, and the gradient."""
+"""Constrained least squares: the conditions of optimality, against scipy,
+on degenerate and infeasible problems, and the gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def _randn(*shape: int) -> Tensor:
 
 
 def _conditions(key: Tensor, value: Tensor, normals: Tensor, bounds: Tensor, equalities: int, fit: ConstrainedRegression) -> Tensor:
-    """Return the largest violation of the conditions of optimality for each problem, relative to the terms of each condition, (B, H, E)."""
+    """Return the largest violation of the conditions of optimality for each problem,
+    relative to the terms of each condition, (B, H, E)."""
     gram, moment = key.mT @ key + ALPHA * torch.eye(key.shape[-1], dtype=torch.float64), key.mT @ value
     w, multipliers = fit.weight, fit.multipliers
     slack = normals.mT @ w - bounds
@@ -68,7 +70,7 @@ def test_optimality(impl: str, width: int, equalities: int, inequalities: int, r
     ]
     assert held.numel() == 0 or held.max() < 1e-12, "refined to rounding"
     assert fit.weight.isnan().all(2).eq(~solved).all() and fit.weight.isnan().any(2).eq(~solved).all()
-    for b, e in [(b, e) for b in range(8) for e in range(3)]:  # infeasible where a linear programme says so
+    for b, e in [(b, e) for b in range(8) for e in range(3)]:  # a linear programme decides which are infeasible
         args = {"A_ub": normals[b, 1, :, equalities:].T, "b_ub": bounds[b, 1, equalities:, e]}
         args |= {"A_eq": normals[b, 1, :, :equalities].T, "b_eq": bounds[b, 1, :equalities, e]} if equalities else {}
         args = {name: a for name, a in args.items() if len(a)}
@@ -76,7 +78,7 @@ def test_optimality(impl: str, width: int, equalities: int, inequalities: int, r
 
 
 def test_one_shot_is_not_enough() -> None:
-    """The paper's single correction violates constraints or is no minimum, and the same check must report it."""
+    """The paper's single correction violates constraints or misses the minimum; the same check must report it."""
     key, value, normals = _randn(300, 1, 20, 5), _randn(300, 1, 20, 1), _randn(300, 1, 5, 8)
     bounds = normals.mT @ _randn(300, 1, 5, 1)
     inverse = torch.linalg.inv(key.mT @ key + ALPHA * torch.eye(5, dtype=torch.float64))
@@ -131,7 +133,7 @@ def test_general_against_slsqp(impl: str) -> None:
 
 
 def test_degenerate_problems(impl: str) -> None:
-    """Each constraint is given three times, once as a multiple; one constrains nothing; equalities repeat each other."""
+    """Each constraint is given three times, once as a multiple; one constrains nothing; equalities repeat."""
     key, value, normals = _randn(40, 1, 20, 4), _randn(40, 1, 20, 2), _randn(40, 1, 4, 3)
     bounds = normals.mT @ _randn(40, 1, 4, 2)
     plain = constrained(key, value, equal=(normals[..., :1], bounds[:, :, :1]), at_most=(normals[..., 1:], bounds[:, :, 1:]), impl=impl)
@@ -155,7 +157,8 @@ def test_units_of_a_constraint_do_not_matter(impl: str, scale: float) -> None:
 
 
 def test_info(impl: str) -> None:
-    """Infeasible or contradicting constraints, a bound that nothing meets and a singular system are reported; others stay right."""
+    """Infeasible or contradictory constraints,
+    an impossible bound and a singular system are reported; others stay right."""
     key, value = _randn(5, 1, 20, 2), _randn(5, 1, 20, 1)
     key[3, ..., 1] = 0.0
     normals = torch.tensor([[1.0, -1.0], [0.0, 0.0]], dtype=torch.float64).expand(5, 1, 2, 2)

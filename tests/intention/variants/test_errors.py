@@ -1,4 +1,4 @@
-"""Bad input: which argument, what was given, what is allowed."""
+"""Bad input raises an error that names the argument, what was given and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kernel features: their products are the kernel, duplicates and padding do not count, and gradients exist at equal eigenvalues."""
+"""Kernel features: their products are the kernel, duplicates and padding do not count,
+and gradients exist at equal eigenvalues."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def test_gradient_with_padding_and_where_no_key_is_present() -> None:
 
 
 def test_gradients_of_one_and_of_several_derivatives_agree() -> None:
-    """The gradient alone is that from which further derivatives are taken, also of equal points, and by `vmap` and a compiler."""
+    """The gradient equals the one from which further derivatives are taken,
+    also for equal points, `vmap` and a compiler."""
     query, key = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64), torch.randn(1, 2, 6, 3, dtype=torch.float64)
     query[:, :, :, :2] = key[:, :, :2]
     query.requires_grad_()

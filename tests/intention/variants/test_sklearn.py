@@ -28,7 +28,7 @@ def head(array: Any) -> Tensor:
 def load(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return rows and targets of a data set.
 
-    Pixels of the digits that hardly vary are left out: their covariance is singular for every estimator.
+    Pixels of the digits that hardly vary are left out, because their covariance is singular for every estimator.
     """
     rows, targets = getattr(datasets, f"load_{name}")(return_X_y=True)
     rows = rows.astype(float)
@@ -92,7 +92,7 @@ def test_lda(impl: str, name: str, solver: str, shrinkage: float | None, priors:
     if classes == 2:
         scores, weights, offset = (t[..., 1] - t[..., 0] for t in (scores, weights, offset))
         coef, intercept = coef[0], intercept[0]
-    elif solver == "lsqr":  # its scores have a term that all classes share
+    elif solver == "lsqr":  # all classes share a term of its scores
         scores, weights, offset = (t - t.mean(-1, keepdim=True) for t in (scores, weights, offset))
         decision, coef, intercept = decision - decision.mean(-1, keepdims=True), coef - coef.mean(0), intercept - intercept.mean()
     _close(scores, decision)

@@ -1,4 +1,4 @@
-"""Classes and heads without a model: never chosen, which is said, or -1 where nothing can be."""
+"""Classes and heads without a model are never chosen; labels are -1 if there is no choice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _rows(count: int = 40) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_class_of_one_row(first: int) -> None:
-    """Its covariance is singular; the others are told apart as if it were not there."""
+    """Its covariance is singular; the other classes are told apart as if it were not there."""
     rows, labels = _rows()
     alone = rows.new_full((1, 1, 1, 2), 9.0)
     others = [c for c in range(3) if c != first]
@@ -72,7 +72,7 @@ def test_a_query_that_is_no_number_has_no_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_a_class_without_members_is_never_chosen(name: str) -> None:
-    """Not even far away: the scores of a least-squares machine have a mean above the -1 of the class that it does not know."""
+    """Not even far away: the mean score of a least-squares machine exceeds the -1 of a class without members."""
     key, labels = _rows()
     labels = torch.where(labels == 2, 3, labels)
     far = torch.cat([100 * torch.randn(1, 1, 200, 2), key], 2)

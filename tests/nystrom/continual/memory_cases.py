@@ -1,4 +1,4 @@
-"""Which memory a step writes to: checks for the kernels of GPUs that run here on the CPU."""
+"""Checks of the memory that a step writes to, for the kernels of GPUs that run here on the CPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 from .step_cases import Step, Tokens, part, same, start, tokens
 
 Capture = Callable[[], AbstractContextManager[object]]
-"""A context in which steps take it that a CUDA graph captures them."""
+"""A context in which steps believe that a CUDA graph captures them."""
 
 
 def check_in_place_is_out_of_place(step: Step, capture: Capture, landmarks: int | None, retroactive: bool, chunk: int) -> None:
-    """A captured step writes to the tensors that it is given, a step of a shared state to new memory, any other to the spare memory.
+    """A captured step writes to its given tensors, a step of a shared state to new memory, any other to the spare
+    memory.
 
     All give the same bits.
     """
@@ -54,7 +55,7 @@ def check_in_place_is_out_of_place(step: Step, capture: Capture, landmarks: int 
 
 
 def check_a_sole_owner_goes_on_in_its_own_memory(step: Step) -> None:
-    """A stream that nobody else holds reuses its memory, and a state from which others were made keeps its value."""
+    """A stream that nothing else holds reuses its memory; a state from which others were made keeps its value."""
     stream = tokens(1, 1, 22, 2, 2)
     state = start(part(stream, 0, 6), 2)
     ring, sums, spare = state.keys.data_ptr(), state.sums.data_ptr(), state.spare.data_ptr()

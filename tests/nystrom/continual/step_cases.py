@@ -58,14 +58,15 @@ def logits(tokens: Tokens) -> float:
 
 
 def errors(wanted: Tensor, *results: Tensor) -> Iterator[Tensor]:
-    """Yield the error of each row, relative to its size, or to a 20th of the largest row where that is larger, since rows may cancel."""
+    """Yield the error of each row, relative to its size,
+    or to a 20th of the largest row if that is more: rows may cancel."""
     size = wanted.norm(dim=-1)
     size = size.clamp(min=1e-300).maximum(0.05 * size.amax(-1, keepdim=True))
     return ((result.double() - wanted).norm(dim=-1) / size for result in results)
 
 
 def check_the_largest_of_huge_logits_leaves(step: Callable[[Any, Tokens], Any], dtype: torch.dtype) -> None:
-    """Check the sums after a step in which the token leaves whose logit is the largest, beyond the digits of its dtype.
+    """Check the sums after a step in which the token with the largest logit leaves, beyond the digits of its dtype.
 
     Its weight was added by other code, for which the logit is a neighbour of the one that is subtracted.
     """
@@ -76,7 +77,7 @@ def check_the_largest_of_huge_logits_leaves(step: Callable[[Any, Tokens], Any], 
     state = ck.continual_nystrom_init(*part(stream, 0, window), landmarks=(near, near))
     top = state.sums[..., 4]
     top.copy_(top.nextafter(torch.full_like(top, torch.inf)))
-    state.sums[..., -1] = state.sums[..., -2]  # as a kernel leaves it
+    state.sums[..., -1] = state.sums[..., -2]  # as a kernel stores it
     sums = step(state, part(stream, window, window + 1)).sums
     right = (near.double() @ key[:, :, 1:].double().mT * 8**-0.5).softmax(-1) @ stream[2][:, :, 1:].double()
     torch.testing.assert_close(sums[..., :3] / sums[..., 3:4], right.to(sums.dtype), rtol=1e-5, atol=1e-5)
@@ -88,11 +89,11 @@ FADING: dict[str, Callable[[Tensor], Tensor]] = {
     "a click that dies away": lambda t: 1e7 * 0.6**t + torch.randn(len(t), 3),
     "silence": lambda t: (t < 20) * torch.randn(len(t), 3),
 }
-"""Values (t, E) of a stream that become small, by the numbers (t, 1) of its tokens."""
+"""Return values (t, E) of a stream that become small, by the numbers (t, 1) of its tokens."""
 
 
 def check_values_that_fade(step: Callable[[Any, Tokens], Any], law: str, dtype: torch.dtype) -> None:
-    """Check the sums of each step of a stream whose values become small: what was large must leave no error behind."""
+    """Check the sums of each step of a stream whose values become small: large values must leave no error behind."""
     window, length = 16, 60
     query, key, _ = tokens(1, 1, length, 8, 3, dtype)
     value = FADING[law](torch.arange(length, dtype=torch.float64)[:, None]).expand(1, 1, length, 3).to(dtype)
@@ -107,7 +108,8 @@ def check_values_that_fade(step: Callable[[Any, Tokens], Any], law: str, dtype: 
 
 
 def check_log_scales(step: Callable[[Any, Tokens], Any]) -> None:
-    """Check that a logit becomes the log-scale of a row only where it exceeds it by 1: each change costs the row a rounding to one side."""
+    """Check that a logit becomes the log-scale of a row only if it exceeds it by 1:
+    each change rounds the row to one side."""
     window, logits = 8, [0.0, 0.9, 1.1, 2.0, 2.2]
     ones, keys = torch.ones(1, 1, window + 5, 1), torch.tensor([0.0] * window + logits).view(1, 1, -1, 1)
     landmark = torch.ones(1, 1, 1)
@@ -124,7 +126,8 @@ def compare(
 ) -> None:
     """Check the rows of each chunk of a stream against the definition in float64, by promise P2.
 
-    Rows of a head share one pseudo-inverse, whose error shows in all of them: torch's own error is the largest of a head's rows.
+    Rows of a head share one pseudo-inverse, whose error shows in all of them: torch's own error is the largest of a
+    head's rows.
     """
     dtype = stream[1].dtype
     ours, own = (start(part(stream, 0, window), landmarks, fixed) for _ in range(2))

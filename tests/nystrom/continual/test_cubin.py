@@ -1,4 +1,5 @@
-"""The Triton kernels of the continual steps compiled for GPUs that are not here: what the machine code shows without running it."""
+"""The Triton kernels of the continual steps compiled for GPUs that this machine need not have:
+these tests read the machine code."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.machine_code import wrong
 from .step_cases import part, start, tokens
 
 SHARED = min(SHARED_LIMIT.values())
-"""What every GPU from compute capability 8.0 on has, in bytes."""
+"""The shared memory that every GPU from compute capability 8.0 on has, in bytes."""
 
 ORDINARY = [
     (torch.float32, 16, False, 90),
@@ -51,8 +52,11 @@ _SPILLED = {
     (torch.float64, None, False): (0.01, 0, 0, 0, 0, 0),
 }
 SPILLING = {(*case, card): share for case, shares in _SPILLED.items() for card, share in zip(SHARED_LIMIT, shares, strict=True) if share}
-"""The steps known to spill, and the most of their instructions that may access local memory, as a share, for each compute capability. The
-inverse of 64 landmarks or more takes all registers: what is kept from token to token is spilled around it, once a segment."""
+"""The steps known to spill, and the largest share of their instructions that may access local memory, by capability.
+
+The inverse of 64 landmarks or more takes all registers: values kept from token to token are spilled around it, once a
+segment.
+"""
 
 EVERY = list(itertools.product([torch.float32, torch.bfloat16, torch.float64], [16, 64, 256, None], [False, True], SHARED_LIMIT))
 
@@ -67,7 +71,7 @@ def _launch(dtype: torch.dtype, landmarks: int | None, retroactive: bool, shape:
 
 
 class _Operations(TorchDispatchMode):
-    """The names of the operations of torch that are called."""
+    """The names of the torch operations that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +85,10 @@ class _Operations(TorchDispatchMode):
 @pytest.mark.parametrize("landmarks, retroactive", [(16, False), (16, True), (None, False), (None, True)])
 @pytest.mark.parametrize("count, held", [(1, False), (80, False), (1, True)])
 def test_a_step_is_one_launch(landmarks: int | None, retroactive: bool, count: int, held: bool) -> None:
-    """Tokens may have any strides; beside the launch torch only allocates memory. `held`: others may read the memory of the state."""
+    """Tokens may have any strides; beside the launch, torch only allocates memory.
+
+    `held`: others may read the state's memory.
+    """
     stream = tokens(2, 3, 64 + count, 64, 64)
     step = kernels.continual_attention_step if landmarks is None else kernels.continual_nystrom_step
     state, new = start(part(stream, 0, 64), landmarks), part(stream, 64, 64 + count)
@@ -115,7 +122,8 @@ def test_compiled_everywhere(dtype: torch.dtype, landmarks: int | None, retroact
 
 
 def test_one_kernel_for_all_shapes() -> None:
-    """Batches, heads, windows, numbers of tokens and of landmarks change no constant; widths and landmarks count by powers of two."""
+    """Batches, heads, windows, numbers of tokens and of landmarks change no constant;
+    widths and landmarks are powers of two."""
     shapes = [(2, 3, 20, 40, 40, 1), (1, 1, 31, 33, 64, 17), (3, 16, 24, 64, 33, 2)]
     for landmarks in ((12, 9, 16), (None, None, None)):
         found = [_launch(torch.float32, number, False, shape) for number, shape in zip(landmarks, shapes, strict=True)]

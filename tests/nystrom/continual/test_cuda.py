@@ -1,7 +1,7 @@
 """The CUDA C++ kernels of the continual steps, compiled for the CPU (tests/emulated_cuda.py), against the definition.
 
-These tests say nothing of a real GPU: of its timing, its streams, or its graphs. A capture is emulated by telling the launcher that there
-is one.
+These tests say nothing about a real GPU: its timing, its streams, or its graphs. A capture is emulated by telling the
+launcher that there is one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Player:
-    """The module that launchers call: the emulated kernels, and a flag that says whether a graph captures."""
+    """The module that launchers call: the emulated kernels, and a flag that tells whether a graph captures."""
 
     def __init__(self, library: Path) -> None:
         self.kernels = Emulated(library)
@@ -310,7 +310,7 @@ def test_batches(batch: int, heads: int) -> None:
     _compare(_tokens(batch, heads, 16, 3, 4, torch.float64), 8, 2, [8], False)
 
 
-# ---- numbers that are hard
+# ---- hard numbers
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,8 @@ def test_batches(batch: int, heads: int) -> None:
 @pytest.mark.parametrize("landmarks, fixed", [(5, False), (5, True), (None, False)])
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_recovery(part: int, poison: float, landmarks: int | None, fixed: bool, retroactive: bool) -> None:
-    """Rows may be NaN while a token with a NaN, or one whose logits are NaN, is in the window or in a landmark; they are right after."""
+    """Rows may be NaN while the window or a landmark has a token with a NaN or with NaN logits; they are right
+    afterwards."""
     window, at_fault = 15, 22
     stream = _tokens(1, 2, 4 * window, 4, 4, torch.float64, size=20.0)
     dirty = tuple(t.clone() for t in stream)
@@ -357,7 +358,8 @@ def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
 
 @pytest.mark.parametrize("landmarks", [3, None])
 def test_weights_that_outweigh_the_rest(landmarks: int | None) -> None:
-    """When a token of weight exp(20) leaves, whose value is 0, the row sum has lost its digits, and only the guard on it can see that."""
+    """When a token of weight exp(20) and value 0 leaves, the row sum has lost its digits,
+    and only its own guard can see that."""
     window, spike = 6, 9
     _, key, value = _tokens(1, 1, 20, 1, 5)
     key[:, :, spike], value[:, :, spike] = 20.0, 0.0
@@ -384,7 +386,8 @@ def test_logits_of_any_size(size: float) -> None:
 
 
 def test_falling_logits_make_every_row_anew() -> None:
-    """The worst case of the guard: each token that leaves had almost all the weight, so every row is recomputed at every step."""
+    """The worst case of the guard: each token that leaves had almost all the weight,
+    so every row is recomputed at every step."""
     window, length = 9, 60
     query, key, value = torch.ones(1, 1, length, 1), -3.0 * torch.arange(length).view(1, 1, -1, 1), torch.randn(1, 1, length, 4)
     for landmarks in (3, None):
@@ -406,7 +409,7 @@ def test_rows_are_made_anew_on_schedule(landmarks: int | None, window: int) -> N
     assert difference(4) > 1e-4 and difference(1030) < 1e-12
 
 
-# ---- what is refused, and what was built
+# ---- refusals, and the built extension
 
 
 def test_reasons() -> None:
@@ -422,7 +425,8 @@ def test_reasons() -> None:
 
 @kinds
 def test_the_extension_takes_tensors_on_a_gpu_alone(landmarks: int | None, retroactive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The built extension has all functions of the emulated one, and refuses tensors on the CPU before it launches anything."""
+    """The built extension has all functions of the emulated one,
+    and refuses tensors on the CPU before it launches anything."""
     monkeypatch.setattr(cuda_step, "CUDA", BUILT)
     tokens = _tokens(1, 1, 5, 2, 2)
     with pytest.raises(ValueError, match="is on another device"):
@@ -468,7 +472,8 @@ def test_a_wrong_call_ends_in_an_error(played: Player) -> None:
 
 @pytest.mark.nightly
 def test_under_sanitizers() -> None:
-    """Tests of this file run again under sanitizers: an access out of bounds or undefined behaviour ends the process."""
+    """Tests of this file run again under sanitizers:
+    an access out of bounds or undefined behaviour ends the process."""
     emulated_cuda.run_under_sanitizers(
         __file__, "(test_nystrom and dtype1) or (test_exact and dtype1) or place or recovery or layouts or batches"
     )
@@ -478,7 +483,7 @@ def test_under_sanitizers() -> None:
 @pytest.mark.parametrize("order", [1, 16, 33, 64])
 @pytest.mark.parametrize("exponent", [-100, 0, 80])
 def test_the_pseudo_inverse_of_tiny_and_huge_matrices(played: Player, order: int, exponent: int, dtype: torch.dtype) -> None:
-    """The product of a matrix's norms overflows, or underflows, where its inverse is still in range."""
+    """The product of a matrix's norms overflows or underflows, but its inverse is still in range."""
     matrix = (4 * torch.eye(order, dtype=torch.float64) + torch.rand(order, order, dtype=torch.float64)).softmax(-1).to(dtype)
     inverse = torch.empty_like(matrix)
     played.kernels.iterative_pinv(matrix=2.0**exponent * matrix, inverse=inverse, iterations=8)

@@ -1,7 +1,7 @@
-"""Promise P4: after any number of steps, with any logits, no output is further from recomputation than ten times two stacks' error.
+"""Promise P4: after any steps and logits, an output's error is at most ten times that of two stacks.
 
-Queries are 1, keys are the logits and the scale is 1, so that logits are exact and every output is the weighted mean itself: the experiment
-of which two stacks (aggregation without subtraction, in float32) had the errors below.
+Queries are 1, keys are the logits and the scale is 1, so that logits are exact and every output is the weighted mean
+itself: the experiment of which two stacks (aggregation without subtraction, in float32) had the errors below.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("threads", "no_gradients")
 
 class Law(NamedTuple):
     logits: Callable[[Tensor], Tensor]  # from the numbers of the tokens
-    median: float  # the median and the largest error of the method with two stacks
+    median: float  # the median and largest error with two stacks
     largest: float
 
 
@@ -96,7 +96,8 @@ def test_a_million_steps(law: str, kind: str) -> None:
 
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
 def test_what_torch_has_added_leaves_nothing(size: float) -> None:
-    """Torch rounds a large logit otherwise than a kernel, which could not take its weight away: 0.06 stayed of values of 1."""
+    """torch rounds a large logit differently from a kernel, which could not remove its weight:
+    0.06 stayed of values of 1."""
     window, width = 64, 64
     direction = torch.randn(width)
     keys = (torch.randn(width) * direction / direction.square().sum() * size).expand(1, 1, window + 100, width)
@@ -123,7 +124,7 @@ def _exact_errors(law: Law, count: int, window: int, block: int) -> Tensor:
 
 @pytest.mark.parametrize("law", [*LAWS, *OTHERS])
 def test_exact_rows_live_long_enough_to_drift(law: str) -> None:
-    """In exact attention a row of sums is updated for as long as its query is in the window: 300 steps here."""
+    """In exact attention a row of sums is updated while its query is in the window: 300 steps here."""
     errors = _exact_errors((LAWS | OTHERS)[law], 6000, 300, 60)
     assert errors.isfinite().all()
     assert errors.median() <= 10 * (LAWS | OTHERS)[law].median and errors.max() <= 10 * (LAWS | OTHERS)[law].largest

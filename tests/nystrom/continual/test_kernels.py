@@ -1,6 +1,7 @@
-"""The continual steps in Triton's interpreter. Run by tests/test_interpreter.py, which sets TRITON_INTERPRET=1.
+"""The continual steps in Triton's interpreter. tests/test_interpreter.py runs this file with TRITON_INTERPRET=1.
 
-The interpreter checks no bounds: tokens lie between margins of NaN, results between margins that must stay as they were.
+The interpreter checks no bounds: tokens lie between margins of NaN, results between margins that must stay as they
+were.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from .test_suite import TestContinualAttention as _ContinualAttention
 from .test_suite import TestFixedLandmarks as _FixedLandmarks
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where a lane that is masked overflows
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns where a masked lane overflows
 
 KINDS = [(3, False), (3, True), (None, False), (None, True)]
 kinds = pytest.mark.parametrize("landmarks, retroactive", KINDS)
@@ -170,9 +171,10 @@ def test_in_place_is_out_of_place(landmarks: int | None, retroactive: bool) -> N
 
 
 def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
-    """By the rule alone, for tensors that were never asked for their storage: torch counts that as a holder from then on.
+    """This tests the rule alone, for tensors whose storage was never asked for: torch counts that as a holder from then
+    on.
 
-    Triton's interpreter asks, and so does what fills new memory in these tests.
+    Triton's interpreter asks for it, and so does filling new memory in these tests.
     """
     state = start(part(tokens(1, 1, 6, 2, 2), 0, 6), 2)
     state = remembered(state._replace(spare=state.sums.clone()))
@@ -204,7 +206,7 @@ def test_no_heads(batch: int, heads: int) -> None:
     compare(_step, tokens(batch, heads, 6, 3, 4, torch.float64), 4, 2, [2], False)
 
 
-# ---- numbers that are hard
+# ---- hard numbers
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1.7e308])
@@ -231,8 +233,8 @@ def test_recovery(spoilt: int, poison: float, landmarks: int | None) -> None:
 
 @pytest.mark.parametrize("landmarks", [2, None])
 def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
-    """When a value of 1e6 leaves the window its rounding error must leave too: the row sum phi does not change, so the guard looks at
-    values."""
+    """When a value of 1e6 leaves the window its rounding error must leave too:
+    the row sum phi does not change, so the guard looks at values."""
     window, spike = 6, 9
     stream = tokens(1, 1, 20, 4, 5)
     stream[2][:, :, spike] = 1e6
@@ -246,7 +248,8 @@ def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
 
 @pytest.mark.parametrize("landmarks", [2, None])
 def test_weights_that_outweigh_the_rest(landmarks: int | None) -> None:
-    """When a token of weight exp(20) leaves, whose value is 0, the row sum has lost its digits, and only the guard on it can see that."""
+    """When a token of weight exp(20) and value 0 leaves, the row sum has lost its digits,
+    and only its own guard can see that."""
     window, spike = 6, 9
     _, key, value = tokens(1, 1, 20, 1, 5)
     key[:, :, spike], value[:, :, spike] = 20.0, 0.0
@@ -257,7 +260,8 @@ def test_weights_that_outweigh_the_rest(landmarks: int | None) -> None:
 @pytest.mark.parametrize("size", [1e4, 1e38])
 @pytest.mark.parametrize("landmarks", [2, None])
 def test_logits_of_any_size(size: float, landmarks: int | None) -> None:
-    """Logits are plus or minus `size`, so that one key has all weight or equal keys share it; sums of tokens may overflow float32."""
+    """Logits are plus or minus `size`, so that one key has all weight or equal keys share it;
+    sums of tokens may overflow float32."""
     window, length = 5, 40
     key = torch.where(torch.rand(1, 1, length, 1) < 0.5, -size, size)
     stream = torch.ones(1, 1, length, 1), key, torch.randn(1, 1, length, 3)
@@ -285,7 +289,7 @@ def test_rows_are_made_anew_on_schedule(landmarks: int | None) -> None:
         assert difference(1) > 1e-4 and difference(9) < 1e-12
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def test_a_capture_cannot_change_the_kind_of_output() -> None:

@@ -1,4 +1,5 @@
-"""The continual steps in C++ against recomputation in float64: every instruction set, type and layout, and states as values."""
+"""The continual steps in C++ against recomputation in float64: every instruction set,
+type and layout, and states as values."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def _window(state: Any) -> list[Tensor]:
 
 
 def _what_counts(state: Any) -> list[Tensor]:
-    """Return all tensors of a state that mean something: the window in order of time, and all others but the spare memory."""
+    """Return all meaningful tensors of a state: the window in order of time, and all others but the spare memory."""
     return [
         *_window(state),
         *(t for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in (*state._fields[:3], "spare")),
@@ -103,7 +104,7 @@ def _as(state: Any, dtype: torch.dtype) -> Any:
 
 
 def _sizes(state: Any, queries: Tensor) -> Tensor:
-    """Return what outputs would add up to if nothing cancelled, (B, H, rows, E)."""
+    """Return the sums of absolute terms of the outputs, (B, H, rows, E)."""
     _, keys, values = _window(state)
     if not isinstance(state, ContinualNystromState):
         return values.abs().amax(-2, keepdim=True)
@@ -158,7 +159,7 @@ def test_every_step(isa: str, kind: str, dtype: torch.dtype, n: int, m: int, wid
         assert run.error.max() <= _allowed(run, dtype)
 
 
-# Added to the logit of each key, through a column in which queries are 1; the scale is 1.
+# Numbers added to the logit of each key, through a column in which queries are 1; the scale is 1.
 LOGITS: dict[str, Callable[[int], Tensor]] = {
     "N(0, 1)": lambda count: torch.randn(count),
     "N(0, 10^2)": lambda count: 10 * torch.randn(count),
@@ -192,7 +193,8 @@ def test_laws_of_logits(kind: str, law: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_logits_up_to_the_largest_number(isa: str, kind: str, retroactive: bool, size: float) -> None:
-    """Logits and their differences overflow, and so do the products that they are sums of; a query sees the largest logit only."""
+    """Logits and their differences overflow, and so do the products in their sums;
+    a query sees the largest logit only."""
     dtype = torch.float64 if size > 1e100 else torch.float32
     q, k, v = _tokens(1, 1, 120, 2, 3, dtype)
     q, k = q.sign() * size**0.5, k.sign() * size**0.5
@@ -302,7 +304,8 @@ def test_expanded_tokens() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_an_older_state_stays(kind: str, retroactive: bool) -> None:
-    """A state is stepped twice, then kept while the stream goes on, and stepped again: it gives the same bits each time."""
+    """A state is stepped twice, then kept while the stream goes on, and stepped again:
+    it gives the same bits each time."""
     tokens = _tokens(1, 2, 60, 6, 5)
     rest = _some(tokens, 12, 60)
     _, old = _run(_start(kind, tokens, 10, 3), _some(tokens, 10, 12), [1, 1], retroactive)
@@ -351,7 +354,7 @@ def test_a_tensor_of_a_graph_is_not_written() -> None:
 
 
 def test_a_stream_alone_writes_where_nobody_looks() -> None:
-    """A stream that nobody else holds reuses its memory: its ring grows once, for blocks of up to a window.
+    """A stream that nothing else holds reuses its memory: its ring grows once, for blocks of up to a window.
 
     Larger blocks get a new ring.
     """
@@ -420,11 +423,11 @@ VALUES, WEIGHT, SIZE = slice(0, 3), slice(3, 4), slice(6, 7)
     ],
 )
 def test_sums_that_went_wrong_are_made_afresh(part: slice, factor: float, steps: int) -> None:
-    """Wrong sums are recomputed: at once where they are NaN or too small, and on schedule where the guard cannot see it."""
+    """Wrong sums are recomputed: at once if they are NaN or too small, and on schedule if the guard cannot see it."""
     tokens = _tokens(1, 1, 1200, 4, 3)
     state = _start("fixed", tokens, 16, 5)
     state.sums[..., 2:4, part].mul_(factor)
-    if part != VALUES:  # which are wrong then, too
+    if part != VALUES:  # the values are then wrong, too
         state.sums[..., 2:4, VALUES].mul_(1.01)
     _, state = _step(state, _some(tokens, 16, 16 + steps))
     _, keys, values = (t.double() for t in _window(state))

@@ -1,4 +1,7 @@
-"""Steps that the C++ extension refuses: it returns None and writes nothing. Also torch without DLPack's table of functions."""
+"""Steps that the C++ extension refuses: it returns None and writes nothing.
+
+Also torch without DLPack's table of functions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step never writes to memory that somebody can still read: whatever holds it, in every grad mode, on every torch."""
+"""A step never writes to memory that somebody can still read, whatever holds it, in every grad mode, on every torch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def _read(held: list[Any]) -> list[Any]:
     def one(each: Any) -> Any:
         if type(each).__name__ == "PyCapsule":
-            return None  # its memory is read where it is taken out, at the end
+            return None  # its memory is read when it is opened, at the end
         if isinstance(each, torch.UntypedStorage):
             return bytes(each)
         return each.tobytes() if not isinstance(each, Tensor) else bytes(each.contiguous().view(torch.uint8).numpy())
@@ -101,7 +101,7 @@ def test_what_is_held_stays(kind: str, how: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["single", "retroactive", "nystrom"])
 def test_a_stream_that_nobody_holds_stays_in_its_memory(kind: str, mode: str) -> None:
-    """Else what is held would stay because everything is copied."""
+    """Otherwise held memory would stay only because everything is copied."""
     with MODES[mode]():
         state = _stream(kind)
         places = {f.data_ptr() for f in state[:5]}
@@ -182,7 +182,7 @@ def _sum(queue: Any, state: Any) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_state_may_be_an_argument_of_a_process(method: str) -> None:
-    """It is sent as bytes: copies in shared memory would be gone before the process could open them."""
+    """It is sent as bytes: copies in shared memory would vanish before the process could open them."""
     state, context = _stream("retroactive"), torch.multiprocessing.get_context(method)
     queue = context.Queue()
     process = context.Process(target=_sum, args=(queue, state))

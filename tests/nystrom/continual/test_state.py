@@ -71,7 +71,7 @@ def _same(a: Any, b: Any) -> bool:
 def test_every_step_equals_its_window(impl: str, window: int, number: int, fixed: bool, output: str) -> None:
     """Each output equals Nyström attention over its window with the stream's landmarks.
 
-    Whenever n tokens have come these are the window's own segment means.
+    After every n tokens these are the window's own segment means.
     """
     stream = _stream(3 * window + 5)
     state, rest = _start(stream, window, number, fixed)
@@ -88,7 +88,8 @@ def test_every_step_equals_its_window(impl: str, window: int, number: int, fixed
 
 @pytest.mark.parametrize("window, number", [(12, 3), (13, 5)])
 def test_a_landmark_is_replaced_when_its_segment_is_full(impl: str, window: int, number: int) -> None:
-    """When a segment is full, the mean of its tokens replaces the oldest landmark; at no other step do landmarks change."""
+    """When a segment is full, the mean of its tokens replaces the oldest landmark;
+    at no other step do landmarks change."""
     stream = _stream(2 * window)
     state, rest = _start(stream, window, number, fixed=False)
     size, longer = divmod(window, number)
@@ -148,8 +149,8 @@ def test_any_chunking(impl: str, chunk: int, fixed: bool) -> None:
 def test_steps_survive_large_logits(impl: str, fixed: bool, law: str) -> None:
     """Outputs stay right where raw exponentials overflow and plain subtraction leaves noise.
 
-    The error of a weighted mean is measured against the weighted mean of absolute values: against the mean itself, which may be near 0
-    where values cancel, it has no bound.
+    The error of a weighted mean is measured against the weighted mean of absolute values: against the mean itself,
+    which may be near 0 where values cancel, it has no bound.
     """
     length, window = 400, 32
     q, k, v = _stream(length, torch.float32)
@@ -165,7 +166,8 @@ def test_steps_survive_large_logits(impl: str, fixed: bool, law: str) -> None:
 
 
 def test_gradients_through_a_stream() -> None:
-    """Gradients with respect to all tokens of the window and to fixed landmarks are those of the whole window at once, for any chunks."""
+    """Gradients with respect to all tokens of the window and to fixed landmarks are those of the whole window at once,
+    for any chunks."""
     stream = tuple(t.requires_grad_() for t in _stream(20))
     landmarks = tuple(torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
     inputs = (*stream, *landmarks)
@@ -206,7 +208,8 @@ def test_a_graph_survives_later_steps_without_one(impl: str) -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact", "exact retroactive"])
 def test_an_older_state_is_as_good_as_it_was(impl: str, kind: str) -> None:
-    """A state keeps its value when it is stepped twice, when the stream goes on from it, and when only one of its tensors is held."""
+    """A state keeps its value when it is stepped twice, when the stream goes on from it,
+    and when only one of its tensors is held."""
     stream = _stream(60)
     state, rest = _start(stream, 10, 3, kind == "fixed")
     output = "retroactive" if kind == "exact retroactive" else "single"
@@ -228,7 +231,7 @@ def test_an_older_state_is_as_good_as_it_was(impl: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
 def test_a_state_that_was_sent_is_nobody_elses(impl: str, kind: str) -> None:
-    """torch moves the tensors that a queue takes to memory that processes share: no step of a side may be seen by another."""
+    """torch moves the tensors that a queue takes to shared memory: neither side may see the other's steps."""
     stream = _stream(40)
     held, rest = _start(stream, 10, 3, kind == "fixed")
     if kind == "exact":
@@ -243,7 +246,7 @@ def test_a_state_that_was_sent_is_nobody_elses(impl: str, kind: str) -> None:
 
 @pytest.mark.parametrize("shared", [True, False], ids=["(H, m, D)", "(B, H, m, D)"])
 def test_given_landmarks_may_be_written_to(shared: bool) -> None:
-    """As an optimizer does with learned ones: the stream keeps those that it began with."""
+    """An optimizer changes learned ones like this: the stream keeps those with which it began."""
     tokens = torch.randn(1, 2, 20, 6)
     first, rest = tokens.split([16, 4], dim=2)
     landmarks = torch.randn(2, *(1,) * (not shared), 2, 3, 6).unbind()
@@ -320,7 +323,8 @@ def test_the_default_device_does_not_matter(impl: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "exact"])
 def test_blocks_of_tokens_leave_no_more_than_two_windows(impl: str, kind: str) -> None:
-    """The ring never has more than two windows, for blocks of any size, and the window is the one of a stream token by token."""
+    """The ring never has more than two windows, for blocks of any size,
+    and the window is the one of a stream token by token."""
     stream = _stream(200)
     state, rest = _start(stream, 10, 3, fixed=False)
     if kind == "exact":
@@ -339,13 +343,14 @@ def test_blocks_of_tokens_leave_no_more_than_two_windows(impl: str, kind: str) -
 
 
 def _joined(*states: Any) -> Any:
-    """Return the streams of several states as one batch, by `torch.cat` of what has a batch."""
+    """Return the streams of several states as one batch, by `torch.cat` of all fields with a batch."""
     fields = zip(*states, strict=True)
     return type(states[0])._make(torch.cat(f) if isinstance(f[0], Tensor) and f[0].dim() else f[0] for f in fields)
 
 
 def _two_streams(kind: str) -> tuple[list[Any], tuple[Tensor, ...]]:
-    """Return the states of two batches of streams that have had 7 and 16 tokens, with one ring longer, and tokens that follow."""
+    """Return the states of two batches of streams that have had 7 and 16 tokens,
+    with one ring longer, and tokens that follow."""
     fixed = (torch.randn(3, 3, 6, dtype=torch.float64), torch.randn(3, 3, 6, dtype=torch.float64))
     options: Any = {"exact": {}, "continual": {"num_landmarks": 3}, "fixed": {"landmarks": fixed}}[kind]
     start = ck.continual_attention_init if kind == "exact" else ck.continual_nystrom_init

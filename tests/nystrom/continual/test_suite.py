@@ -37,10 +37,10 @@ class StepSuite(OperatorSuite):
     impls = ("reference", "native")
     repeatable = ("native",)
     ungraded = True
-    captured = False  # a stream that a graph captures is a test of its own
+    captured = False  # captured streams have a test of their own
     on_gpu = {"dtypes": DTYPES}
     empty = "BH"
-    test_a_bad_batch_element_stays_alone = None  # what is not finite is refused
+    test_a_bad_batch_element_stays_alone = None  # tokens that are not finite are refused
     test_compile = None  # a compiled stream is tested below: with gradients it is the definition, unrolled
 
     def step(self, state: Any, *tokens: Tensor, impl: str) -> Tensor:
@@ -123,7 +123,7 @@ class TestFixedLandmarks(StepSuite):
         return max(oracles.largest_score(*pair) for pair in pairs)
 
 
-# ---- what is the steps' own
+# ---- checks of the steps alone
 
 
 def _tokens() -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +210,7 @@ def test_compiled_steps(impl: str, exact: bool, output: str) -> None:
         again, other = compiled(other, *token)
         torch.testing.assert_close(again, out, rtol=1e-12, atol=1e-13)
     assert (other.position == 12).all() and (state.position == 12).all()
-    assert compiler.frame_count <= 3  # a position is no constant of a graph; only the first steps have rings or sums of other sizes
+    assert compiler.frame_count <= 3  # graphs do not depend on a position
 
 
 @pytest.mark.usefixtures("native")

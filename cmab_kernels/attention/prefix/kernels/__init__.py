@@ -1,8 +1,10 @@
-"""The states of all prefixes in Triton, blocked over time: the keys are cut into windows, and no program waits for another.
+"""The states of all prefixes in Triton, blocked over time.
 
-- `cut`      how the keys are cut into windows, and prefixes into runs
-- `forward`  the state of each window, a scan over the windows, and the prefixes that end within a window on top of those before it
-- `backward` a scan in reverse of what the prefixes send back, then the gradients of keys and of queries, as in attention's own kernels
+The keys are cut into windows, and no program waits for another.
+
+- `cut`      the cut of the keys into windows, and of the prefixes into runs
+- `forward`  the state of each window, a scan over the windows, and the prefixes that end within a window
+- `backward` a scan in reverse of what prefixes send back, then gradients as in the kernels of attention
 """
 
 from ...kernels import unsupported

@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients: what the prefixes send back, by a scan in reverse, then attention's own gradient with that for dout, chunk by chunk."""
+"""Gradients of the states of all prefixes.
+
+A scan in reverse computes what the prefixes send back. The gradient of attention then takes this in place of dout,
+chunk by chunk.
+"""
 
 import torch
 import triton
@@ -21,9 +25,9 @@ from .forward import chunk_of_row, queries_of, row_of_query, weighted
 
 @triton.jit
 def _share(lse, of, DTYPE: tl.constexpr):
-    """The share that sums with the logarithm `lse` have in those of `of`: a difference below its resolution is none.
+    """The share of sums with the logarithm `lse` in sums with the logarithm `of`; tiny differences count as 0.
 
-    Exponents stop at -700: no lane has an exponential of its own kind to take, for which the others would wait.
+    Exponents stop at -700, because exp takes a slow path for smaller ones, and the other lanes would wait.
     """
     difference = tl.where(lse - of > -2 * RESOLUTION * tl.abs(of), 0.0, lse - of)
     share = tl.exp(tl.maximum(difference, -700.0).to(DTYPE))
@@ -32,7 +36,7 @@ def _share(lse, of, DTYPE: tl.constexpr):
 
 @triton.jit
 def _sent_by_later(run_a, run_c, lse, slot_head, run, query, runs, length, L, E: tl.constexpr, E_PAD: tl.constexpr, MOST: tl.constexpr):
-    """A and c that the runs after this one send back, relative to the first prefix of the next."""
+    """A and c that the later runs send back, relative to the first prefix of the next run."""
     later = run + 1 + tl.arange(0, MOST)
     there = later < runs
     row = (slot_head.to(tl.int64) * runs + later) * L + query
@@ -69,9 +73,11 @@ def _send_back(
     TILE: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """One run of the scan of reference.py, for one query of a head: A as `slopes`, -c as `delta`, lse as a score `high` and a rest `low`.
+    """One run of the scan of reference.py, for one query of a head.
 
-    Without `slopes` only what the run sends to the prefixes before it is stored. With it, that of the later runs is taken in, if any.
+    A is stored as `slopes`, -c as `delta`, and lse as a score `high` and a remainder `low`. Without `slopes`, only the
+    values that the run sends to the prefixes before it are stored. With `slopes`, the values that later runs send are
+    taken in, if there are any.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
@@ -100,7 +106,7 @@ def _send_back(
         t = prefix.to(tl.int64)
         logarithm = tl.load(lse + t * L, mask=here, other=float("-inf"))
         following = tl.load(lse + end.to(tl.int64) * L, mask=end < T, other=float("inf"))
-        seen = logarithm != float("-inf")  # of no keys not even a NaN may reach other prefixes
+        seen = logarithm != float("-inf")  # not even a NaN of a prefix without keys may reach other prefixes
         inside = seen[:, None] & (columns < E)[None, :]
         row = slot_head.to(tl.int64) * T * L + t * L + query
         slope = tl.load(dout + (t[:, None] * dout_strides[2] + columns.to(tl.int64)[None, :] * dout_strides[4]), mask=inside, other=0.0)
@@ -140,9 +146,9 @@ def _send_back(
 
 @triton.jit
 def _terms(sent, sizes, batch, head, group, block, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
-    """What `_send_back` has stored for a block of queries and the GROUP prefixes from `group` on, and the prefix of each row.
+    """Load what `_send_back` stored for a block of queries and GROUP prefixes, and return it with each row's prefix.
 
-    Rows of no query or prefix get weight 0.
+    The prefixes start at `group`. Rows without a query or a prefix get weight 0.
     """
     slopes, high, low, delta = sent
     H, L, _, T = sizes
@@ -157,7 +163,7 @@ def _terms(sent, sizes, batch, head, group, block, E: tl.constexpr, E_PAD: tl.co
 
 @triton.jit
 def _own(weights, keep):
-    """The weights of the chunk of each row alone: what keys of other chunks have is no weight, and may be infinite."""
+    """The weights of each row's own chunk alone: those of other chunks are meaningless, and may be infinite."""
     return tl.where(keep, weights, 0.0).to(weights.dtype)
 
 
@@ -186,7 +192,10 @@ def _prefix_keys(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of one tile of keys, which stays in registers while the chunks that it has keys of, and their queries, are read in turn."""
+    """dK and dV of one tile of keys.
+
+    The tile stays in registers while the chunks that its keys belong to, and their queries, are read in turn.
+    """
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
@@ -296,7 +305,7 @@ def prefix_backward(
     scale: float,
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, ...]:
-    """Return (dquery, dkey, dvalue, dstate_out, dstate_lse); an empty tensor for each that `needs` does not ask for."""
+    """Return (dquery, dkey, dvalue, dstate_out, dstate_lse); each that `needs` does not ask for is an empty tensor."""
     every = chunk_of(every, key.shape[2])
     fresh = torch.empty_like if lse.numel() else torch.zeros_like  # without queries or keys no kernel runs
     like = zip((query, key, value, state_out, state_lse), (*needs, needs[3]), strict=True)
@@ -367,7 +376,7 @@ def _sent_back(
     scale: float,
     operand: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """What `_send_back` stores for all prefixes: `slopes` (B, H, T, L, E) of `operand`, and `high`, `low` and `delta` (B, H, T, L)."""
+    """The results of `_send_back`: `slopes` (B, H, T, L, E) of `operand`; `high`, `low` and `delta` (B, H, T, L)."""
     B, H, T, L, E = out.shape
     runs, length = cut_runs(T, PREFIXES)
     slopes = out.new_empty(out.shape, dtype=operand)

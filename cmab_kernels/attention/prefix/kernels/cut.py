@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""How the keys are cut into windows, and the prefixes into runs: by their numbers alone, so that bits depend on nothing else."""
+"""The cut of the keys into windows, and of the prefixes into runs; both depend only on the numbers of these."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 PART = 256
-"""The most keys of a window that has no end of a chunk in it."""
+"""The most keys of a window in which no chunk ends."""
 
 ALONE = 16
-"""The keys of a chunk that has tiles of its own."""
+"""The keys of a chunk from which on it has tiles of its own."""
 
 PREFIXES = 1024
-"""The fewest prefixes of a run of the scan backward, except the last: shorter ones are not worth a second look at them."""
+"""The fewest prefixes of a run of the backward scan, except the last: shorter runs are not worth reading them twice."""
 
 KEYS = 256
 """The fewest keys of a run in the gradient of the queries, except the last."""
@@ -23,9 +23,9 @@ MOST_RUNS = 64
 
 
 class Windows(NamedTuple):
-    """`group` chunks of `every` keys make a window; or, where `group` is 1, a chunk makes `parts` windows of `part` keys.
+    """`group` chunks of `every` keys make a window. If `group` is 1, a chunk makes `parts` windows of `part` keys.
 
-    `windows` in all, and a chunk, or a group of them, has `length` keys.
+    There are `windows` windows in all, and a chunk, or a group of chunks, has `length` keys.
     """
 
     group: int
@@ -36,17 +36,18 @@ class Windows(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """What kernels need to know."""
+        """The numbers that kernels take."""
         return self[1:]
 
 
 def chunk_of(every: int, keys: int) -> int:
-    """The keys of a chunk, no more than there are, so that no product leaves 32 bits; but so that the group is that of `every`."""
+    """The keys of a chunk, at most all keys so that products fit in 32 bits,
+    but with the same `group_of` as `every`."""
     return min(every, max(keys, ALONE))
 
 
 def group_of(every: int) -> int:
-    """How many chunks share the matrix products of a tile: the shorter they are, the more."""
+    """How many chunks share the matrix products of a tile: the shorter the chunks, the more."""
     return 16 if every <= 2 else 4 if every < ALONE else 1
 
 
@@ -62,24 +63,24 @@ def cut_windows(keys: int, every: int) -> Windows:
 
 
 def cut_runs(rows: int, grain: int) -> tuple[int, int]:
-    """(runs, the number of rows in each but the last), a multiple of `grain`."""
+    """Return (runs, rows in each run but the last); the latter is a multiple of `grain`."""
     length = triton.cdiv(triton.cdiv(rows, MOST_RUNS), grain) * grain
     return triton.cdiv(rows, length), length
 
 
 def tile_of_keys(most: int, few: bool) -> int:
-    """The keys in a tile: few where chunks are so short that a group of them has no more."""
+    """The keys in a tile. There are `few` if chunks are so short that a group of them has no more."""
     return min(most, 16) if few else most
 
 
 def scan_constants(value_width: int) -> dict[str, int]:
-    """The constants of the scans: the steps of a tile, for each of which all are weighed, and its warps."""
+    """The constants of the scans: the steps of a tile, each of which weighs all steps, and the warps of a tile."""
     return {"TILE": 8 if value_width <= 128 else 4, "num_warps": min(max(triton.next_power_of_2(value_width) // 16, 1), 8)}
 
 
 @triton.jit
 def window_of(window, N, cut):
-    """The first key of a window and the end, one past its last key. No product of them leaves 32 bits."""
+    """The first key of a window and the end, one past its last key. No product of these numbers exceeds 32 bits."""
     _, parts, length, part = cut
     start = window // parts * length
     before = window % parts * part

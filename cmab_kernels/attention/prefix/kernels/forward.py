@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The states of all prefixes: of each window, by a scan of all windows, and within each window on top of the windows before it."""
+"""The states of all prefixes.
+
+The state of each window comes first, then a scan over all windows, then the prefixes within each window, merged with
+the state of the windows before it.
+"""
 
 import torch
 import triton
@@ -28,7 +32,7 @@ def chunk_of_row(BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def queries_of(query, strides, batch, head, block, L, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
-    """A block of queries, once for each of GROUP chunks, as the BLOCK_L rows of a tile: those of the first chunk come first."""
+    """The BLOCK_L rows of a tile: a block of queries, repeated for each of GROUP chunks in turn."""
     rows = row_of_query(block, BLOCK_L, GROUP)
     start = query + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1])
     offsets = rows.to(tl.int64)[:, None] * strides[2] + tl.arange(0, D_PAD).to(tl.int64)[None, :] * strides[3]
@@ -37,22 +41,23 @@ def queries_of(query, strides, batch, head, block, L, D: tl.constexpr, D_PAD: tl
 
 @triton.jit
 def weighted(weights, seen, rows):
-    """The sums of the rows by the weights (sums, rows) of those that are seen: others take no part, even if they are no numbers."""
+    """The sums of the `seen` rows with the weights (sums, rows). Other rows take no part, even if they are NaN."""
     return tl.sum(tl.where(seen[:, :, None], weights[:, :, None] * rows[None, :, :], 0.0), 1)
 
 
 @triton.jit
 def plus_log(peak, total):
-    """peak + log(total), -inf of an empty sum. No lane has a logarithm of its own kind to take, for which the others would wait."""
+    """peak + log(total), or -inf for an empty sum; no lane takes a slow path of log, for which others would wait."""
     empty = total == 0
     return tl.where(empty, float("-inf"), peak + tl.log(tl.where(empty, 1, total).to(tl.float64)))
 
 
 @triton.jit
 def _state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr):
-    """(out, lse) of what `absorb` has gathered: lse is the highest score itself if no other counts, whatever its weight was rounded to.
+    """(out, lse) of the sums of `absorb`.
 
-    Prefixes are compared with one another by their lse, to the last bit where logits are large.
+    If no other key counts, lse is exactly the highest score, however its weight was rounded. Prefixes are compared with
+    one another by their lse, to the last bit if logits are large.
     """
     factor = _factor(peak, log2_scale, coarse, LARGE)
     highest = tl.exp2(peak * factor - _offset(peak, factor))
@@ -64,7 +69,7 @@ def _state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, 
 
 @triton.jit
 def _on_top(outs, logarithm, base_out, base_lse):
-    """A state merged with that of earlier keys."""
+    """A state merged with the state of earlier keys."""
     DTYPE: tl.constexpr = outs.dtype
     peak = tl.maximum(logarithm, base_lse)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
@@ -101,9 +106,10 @@ def _windows(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The states of GROUP prefixes of the keys of one window, for one block of queries, on top of the window's base if there is one.
+    """The states of GROUP prefixes of one window, for one block of queries, merged with the window's base if any.
 
-    Prefix g of a window has its first (g + 1) `every` keys. The rows of all GROUP prefixes share a tile, each with a maximum of its own.
+    Prefix g of a window has its first (g + 1) `every` keys. The rows of all GROUP prefixes share a tile; each has its
+    own maximum.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -164,9 +170,9 @@ def _scan(
     E: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The states of all windows up to each one, for one query of a head, on top of the incoming state.
+    """The states of all windows up to each one, for one query of a head, merged with the incoming state.
 
-    If `lag` is 1 the state before each window is stored, else that after the last of each `parts` windows.
+    If `lag` is 1, the state before each window is stored, else the state after the last of each `parts` windows.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)

@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Gradients without atomics, and without a key or a value in memory: both passes project the inputs anew.
+"""Gradients without atomics, and without a key or a value in memory: both passes project the inputs again.
 
 With dy, the gradients [dK, dV] of the projections of a tile (see `attention.kernels.backward`):
 
     dQ = scale dS K      dW = dy' x^      db = sum dy      dx^ = sum over heads of dy W
 
-One pass holds a head's queries and sums dQ, dW and db over its rows; the other holds a tile of rows and sums dx^ over the heads of all
-blocks. Of the norm's gradient, dx = (dx^ - mean(dx^) - x^ mean(dx^ x^)) / sqrt(variance + eps), the means are those of dy (W 1) and
-dy (x^ W')', so that columns of dx^ need no others.
+One pass holds a head's queries and sums dQ, dW and db over its rows. The other holds a tile of rows and sums dx^ over
+the heads of all blocks. The gradient of the norm is dx = (dx^ - mean(dx^) - x^ mean(dx^ x^)) / sqrt(variance + eps).
+Its means are computed from dy as means of dy (W 1) and of dy (x^ W')', so that a column of dx^ does not need the
+others.
 """
 
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ from .tiles import columns_of_chunk, head_bias, head_columns, head_rows, normed_
 
 @triton.jit
 def _in_order(slopes, keys, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """The product of what `weigh` returned and the keys."""
+    """The product of the gradients of scores of `weigh` and the keys."""
     if PRECISION == "tf32x3":
         slopes, keys = in_place(slopes, keys)
     return product(slopes, keys, OPERAND, PRECISION)
@@ -67,7 +68,7 @@ def _of_other_chunks(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What all chunks of a wide head but one add to the scores of a tile, and to the gradients of its weights."""
+    """The contributions of all other chunks of a wide head to the scores of a tile, and to their gradients."""
     D_PAD: tl.constexpr = columns_of_chunk(D)
     E_PAD: tl.constexpr = columns_of_chunk(E)
     CHUNKS: tl.constexpr = max(triton.cdiv(D, D_PAD), triton.cdiv(E, E_PAD))
@@ -120,8 +121,8 @@ def _projected_backward(
 ):
     """Shares of dQ, dW and db for one block of queries of one head.
 
-    A program takes every so many runs, stores a share of dQ for each, and one share of dW and db for all: PIECE columns of them, and of
-    wide heads the rows of one chunk.
+    A program takes every `most`-th run. It stores a share of dQ for each run, and one share of dW and db for all its
+    runs: PIECE columns of them, and for wide heads the rows of one chunk.
     """
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = columns_of_chunk(D)
@@ -228,7 +229,10 @@ def _projected_backward_inputs(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """PIECE columns of dx of every SPLIT-th tile of a run. A tile stays at hand while all heads and blocks of queries are read in turn."""
+    """PIECE columns of dx for every SPLIT-th tile of a run.
+
+    A tile stays in registers while all heads and blocks of queries are read in turn.
+    """
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = columns_of_chunk(D)
     E_PAD: tl.constexpr = columns_of_chunk(E)
@@ -326,7 +330,7 @@ def projected_attention_backward(
     eps: float | None,
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients (dquery, dinputs, dweight, dbias), contiguous; an empty tensor for each that `needs` does not ask for."""
+    """Return contiguous gradients (dquery, dinputs, dweight, dbias), an empty tensor for each that is not needed."""
     queries, mask, normed = joined(query), mask_bytes(key_padding_mask), eps is not None
     E, operand = out.shape[-1], products(inputs.dtype).operand
     with on_device(query):
@@ -346,7 +350,7 @@ def projected_attention_backward(
 
 
 class _Call(NamedTuple):
-    """What both passes are called with: tensors, strides, sizes (B, K, H, L, N), scale and eps, and constants."""
+    """The arguments of both passes: tensors, strides, sizes (B, K, H, L, N), scale and eps, and constants."""
 
     given: tuple[Any, ...]
     strides: tuple[tuple[int, ...], ...]
@@ -355,13 +359,13 @@ class _Call(NamedTuple):
     constants: dict[str, Any]
 
     def cut(self, most: int) -> Cut:
-        """How the rows are cut where `most` queries are at hand at once."""
+        """The cut of the rows if `most` queries are processed at once."""
         B, _, _, _, N = self.sizes
         return cut_keys(B, most, N, self.given[5] is not None)
 
 
 def _of_queries(call: _Call, E: int, needs: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """(dquery, dweight, dbias), of which those that `needs` does not ask for are empty."""
+    """Return (dquery, dweight, dbias); those that `needs` does not ask for are empty."""
     queries, inputs, weight, bias, _, offsets, *_ = call.given
     B, K, H, L, N = call.sizes
     if not any(needs):

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The state (out, lse) of each run of the inputs, projected to keys and values on the way, and their merge."""
+"""The state (out, lse) of each run of the inputs, which are projected on the way, and the merge of the states."""
 
 import torch
 import triton
@@ -127,9 +127,9 @@ def _projected_forward(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the state of one run of rows for one block of queries of one head, as `_forward` does of given keys.
+    """Compute the state of one run of rows for one block of queries of one head, like `_forward` for given keys.
 
-    Of values of several chunks a program weighs one. It needs all of the keys for that.
+    If the values have several chunks, a program weighs one chunk. It still needs all chunks of the keys.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = columns_of_chunk(D)
@@ -239,7 +239,8 @@ def projected_attention_forward(
     scale: float,
     eps: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is one."""
+    """Return (out, lse): the attention of the queries over these inputs,
+    merged with the incoming state if there is one."""
     (K, B, H, L, D), (_, N, C) = query.shape, inputs.shape
     E = weight.shape[1] // H - D
     queries, before_out, before_lse = joined(query), joined(state_out), joined(state_lse)
@@ -279,6 +280,7 @@ def projected_attention_forward(
 def _chosen(
     dtype: torch.dtype, device: torch.device, C: int, D: int, E: int, queries: int, normed: bool, align: tuple[int, ...], tf32: bool
 ) -> tuple[Kernel, int]:
-    """`_projected_forward` for such inputs, and the number of queries in a block; the choice depends on `tf32`, whether torch allows it."""
+    """`_projected_forward` for such inputs, and the number of queries in a block;
+    `tf32` says whether torch allows it."""
     constants = forward_constants(dtype, device, C, D, E, queries)
     return _projected_forward.given(ALIGN=align, NORMED=normed, **constants), constants["BLOCK_L"]

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """A tile of rows of the inputs, normed, and projected to the keys and values of one head.
 
-Rows are read in pieces of columns, so that they may be of any width: twice for the mean and the variance, once for the products.
-Wide heads are projected chunk by chunk: D_PAD columns of a key and E_PAD of a value, zeros where they have no more.
+Rows are read in pieces of columns, so that they may have any width: twice for the mean and the variance, once for the
+products. Wide heads are projected chunk by chunk: D_PAD columns of a key and E_PAD columns of a value, with zeros past
+their last column.
 """
 
 import triton
@@ -12,7 +13,7 @@ from ....runtime.triton_products import product, quotient
 from ....runtime.triton_rows import load_tile, rows_at, tile_at
 
 CHUNK = tl.constexpr(64)
-"""The most columns of a key or a value at hand at once: wider heads are cut into chunks."""
+"""The most columns of a key or a value that are processed at once: wider heads are cut into chunks."""
 
 
 @triton.constexpr_function
@@ -43,7 +44,7 @@ def row_norms(
     NORMED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The mean of each row and 1 / sqrt(variance + eps); 0 and 1 where rows are not normed."""
+    """The mean of each row and 1 / sqrt(variance + eps), or 0 and 1 if rows are not normed."""
     mean = tl.zeros([ROWS], DTYPE)
     factor = tl.full([ROWS], 1.0, DTYPE)
     if NORMED:
@@ -54,7 +55,8 @@ def row_norms(
         for column in range(0, C, COLUMNS):
             rows = _row_columns(inputs, strides, batch, start, keep, column, C, ROWS, COLUMNS, ALIGN).to(DTYPE)
             centred = tl.where(column + tl.arange(0, COLUMNS)[None, :] < C, rows - mean[:, None], 0.0)
-            # A maximum keeps products apart from their sum: fused with its first addition, they would give the threads of a row other sums.
+            # A maximum separates the products from their sum. Fused with the first addition, they would give the
+            # threads of a row different sums.
             variance += tl.sum(tl.maximum(centred * centred, 0.0), 1)
         factor = tl.rsqrt(variance / C + tl.full([1], eps, DTYPE))
     return mean, factor
@@ -75,14 +77,14 @@ def normed_columns(
     ALIGN: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Columns of x^ from `column` on; those from C on hold no number of their own, and meet weights that are 0."""
+    """Columns of x^ from `column` on; those from C on are meaningless, and meet weights that are 0."""
     rows = _row_columns(inputs, strides, batch, start, keep, column, C, mean.shape[0], COLUMNS, ALIGN).to(mean.dtype)
     return (rows - mean[:, None]) * factor[:, None] if NORMED else rows
 
 
 @triton.jit
 def head_rows(block, head, heads, chunk, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr):
-    """The rows of the weights that make a chunk of the keys and the values of a head, and whether the chunk has them."""
+    """The rows of the weights for a chunk of a head's keys and values, and whether the chunk has each of them."""
     first = tl.cast(block, tl.int64) * heads * (D + E)
     key, value = chunk * D_PAD + tl.arange(0, D_PAD), chunk * E_PAD + tl.arange(0, E_PAD)
     return first + head * D + key, first + heads * D + head * E + value, key < D, value < E
@@ -145,7 +147,7 @@ def projected(
 ):
     """x^ W' of a tile of rows, for a chunk of the keys and the values of a head, without the bias.
 
-    Where OPERAND is a half type, keys are multiplied in float32 all the same: scores need them whole.
+    Even if OPERAND is a half type, keys are multiplied in float32, because scores need their full precision.
     """
     keys = tl.zeros([mean.shape[0], D_PAD], mean.dtype)
     values = tl.zeros([mean.shape[0], E_PAD], mean.dtype)

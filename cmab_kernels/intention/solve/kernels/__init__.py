@@ -1,7 +1,7 @@
-"""Batched regularised solves in Triton: a program solves one system after another.
+"""Batched regularised solves in Triton: each program solves one system after another.
 
 - `solve`  the kernel: Cholesky, the exact condition number, and all right-hand sides
-- `launch` what it can run, its block sizes and its scratch memory
+- `launch` the inputs that the kernel can run, its block sizes and its scratch memory
 """
 
 from .launch import unsupported

@@ -1,12 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
 """The solution X of (A + alpha I) X = B for each matrix of a batch, in the dtype of A.
 
-A + alpha I is factored STEP lines of L' at a time: the lines above are eliminated from a tile of lines, then the tile's own lines, one
-after the other. L is kept in a square of scratch memory, with L' above the diagonal and 1 / l_kk on it: substitution with L and with L'
-then reads the same lines of the square, and is the same elimination. A tile holds lines as columns, and a thread has whole rows of it.
+A + alpha I is factored STEP lines of L' at a time: first the lines above are eliminated from a tile of lines, then the
+tile's own lines, one after the other. L is kept in a square of scratch memory, with L' above the diagonal and 1 / l_kk
+on it. Substitutions with L and with L' then read the same lines of the square, and are the same elimination. A tile
+holds lines as columns, and a thread has whole rows of it.
 
-The right-hand sides are the columns of [s I, B], with s the largest diagonal element: the largest sum of magnitudes in a column of the
-solution of s I is s times the 1-norm of the inverse. So the condition number is that of the definition, and not an estimate.
+The right-hand sides are the columns of [s I, B], with s the largest diagonal element. The largest sum of magnitudes in
+a column of the solution of s I is s times the 1-norm of the inverse, so the condition number is exact and not an
+estimate.
 """
 
 import torch
@@ -42,7 +44,7 @@ def _store(pointers, tile, mask):
 
 @triton.jit
 def _eliminate(tile, square, solved, columns, k, first, last, PITCH: tl.constexpr):
-    """Eliminate the solved lines from `first` up to `last`, which have so many `columns`, from lines k, k + 1, ..."""
+    """Eliminate the solved lines from `first` up to `last`, which have `columns` columns, from lines k, k + 1, ..."""
     column = tl.arange(0, tile.shape[0])
     for m in range(first, last):
         factors = tl.load(square + (tl.cast(m, tl.int64) * PITCH + k) + tl.arange(0, STEP).to(tl.int64))
@@ -60,7 +62,7 @@ def _line(tile, J: tl.constexpr):
 def _solve_line(tile, solved, factors, J: tl.constexpr, FORWARD: tl.constexpr):
     """Replace line J of a tile by `solved`, and eliminate it from the lines after it, or before it.
 
-    The other lines are not touched: 0 times an infinity is NaN.
+    The other lines are not touched, because 0 times an infinity is NaN.
     """
     line = tl.arange(0, STEP)[None, :]
     left = line > J if FORWARD else line < J
@@ -81,12 +83,15 @@ def _substitute(tile, square, k, PITCH: tl.constexpr, FORWARD: tl.constexpr):
 
 @triton.jit
 def _factor_lines(tile, k):
-    """Lines k, k + 1, ... of L' by Cholesky, with 1 / l_kk on the diagonal: NaN, infinity or 0 if the pivot is not positive and finite."""
+    """Lines k, k + 1, ... of L' by Cholesky, with 1 / l_kk on the diagonal.
+
+    That is NaN, infinity or 0 if the pivot is not positive and finite.
+    """
     number, every_row = tl.arange(0, STEP)[None, :], tl.zeros([tile.shape[0]], tl.int32)
     reciprocals = tl.zeros_like(tile)
     for j in tl.static_range(STEP):
         line = _line(tile, j)
-        factors = tl.gather(line, k + tl.arange(0, STEP), 0)  # the block on the diagonal is symmetric: its line j is its column j
+        factors = tl.gather(line, k + tl.arange(0, STEP), 0)  # the diagonal block is symmetric
         reciprocal = tl.rsqrt(tl.gather(line, k + j + every_row, 0))
         tile = _solve_line(tile, line * reciprocal, factors[None, :] * reciprocal[:, None], j, True)
         reciprocals = tl.where(number == j, reciprocal[:, None], reciprocals)
@@ -141,9 +146,9 @@ def _solve_sides(
     COLUMNS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Solve columns of [s I, B] from `first` on, and write those of X to `weight`: NaN if the matrix is not `sound`.
+    """Solve columns of [s I, B] from `first` on, and write those of X to `weight`, as NaN if the matrix is not `sound`.
 
-    Return the largest sum of magnitudes in a column that solves s I, infinity for a NaN.
+    Return the largest sum of magnitudes in a column that solves s I, or infinity for a NaN.
     """
     _, row_stride, column_stride = strides
     pitch, unit = scratch_strides
@@ -186,9 +191,9 @@ def _solve(
     DTYPE: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """Solve the system whose number is that of the program, and every system that is a multiple of the number of programs after it.
+    """Solve the systems p, p + n, p + 2 n, ... as program p of n.
 
-    As the strides of tiles are not known when it is compiled, Triton gives a thread whole rows of a tile.
+    Triton gives a thread whole rows of a tile, because the strides of tiles are not known when it compiles.
     """
     PITCH: tl.constexpr = SIZE + COLUMNS
     gram_strides, rhs_strides, alpha_strides, scratch_strides = strides

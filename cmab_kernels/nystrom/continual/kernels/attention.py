@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""A step of exact continual attention in Triton, a program a head."""
+"""A step of exact continual attention in Triton, with one program per head."""
 
 import triton.language as tl
 

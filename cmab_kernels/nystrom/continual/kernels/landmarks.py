@@ -16,8 +16,10 @@ TILE = tl.constexpr(16)
 
 @triton.jit
 def segment_ending(position, window, landmarks):
-    """The length of the segment that ends when the stream is `position` tokens long; 0 if none ends there. The first window % landmarks
-    segments of a window have one token more."""
+    """The length of the segment that ends when the stream is `position` tokens long, or 0 if none ends there.
+
+    The first window % landmarks segments of a window have one token more.
+    """
     size, longer = window // landmarks, window % landmarks
     phase = (position - 1) % window + 1
     short = phase - longer * (size + 1)
@@ -40,7 +42,7 @@ def replace_oldest(landmarks, m, ring, oldest, capacity, window, segment, width,
     """Drop the oldest landmark, and append the mean of the newest `segment` rows of the ring."""
     copy(landmarks + width, landmarks, (m - 1) * width)
     tl.debug_barrier()
-    share = tl.full([1, 1], 1.0, OPERAND) / segment.to(OPERAND)  # of each term: the plain sum could overflow
+    share = tl.full([1, 1], 1.0, OPERAND) / segment.to(OPERAND)  # applied to each term: the plain sum could overflow
     for column in range(0, width, COLUMNS):
         columns = span(column, COLUMNS)
         mean = tl.zeros([COLUMNS], OPERAND)
@@ -56,7 +58,10 @@ def replace_oldest(landmarks, m, ring, oldest, capacity, window, segment, width,
 def _softmax_over(
     queries, keys, there, width, scale, SIZE: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Softmax over the landmarks that are `there` (SIZE,), 0 for others, of queries (rows,), given by pointers to their first elements."""
+    """Softmax of queries (rows,) over the landmarks that are `there` (SIZE,); other landmarks get 0.
+
+    The queries are pointers to their first elements.
+    """
     factor = tl.full([1, 1], scale, tl.float64).to(OPERAND)
     score = tl.zeros([queries.shape[0], SIZE], OPERAND)
     for column in range(0, width, TILE):
@@ -124,7 +129,8 @@ def put_newest(
     LARGEST: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Store softmax(scale q k~') inverse (Delta V / phi) for one query; AT_ONCE columns of the inverse are read at a time."""
+    """Store softmax(scale q k~') inverse (Delta V / phi) for one query,
+    with AT_ONCE columns of the inverse at a time."""
     row, columns = span(0, SIZE), span(0, WIDTH)
     keys = landmark_keys + tl.minimum(row, m - 1) * D
     score = logits(query + tl.zeros([1, 1], tl.int64), keys[:, None], D, scale, LARGEST, OPERAND)

@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Rows of sums that slide with the window, one for each query: exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, the peak of the scaled
-phi since the row was last recomputed, the size exp(-c) sum exp(S) |v|_1 of the values, and its peak.
+"""Rows of sums that slide with the window, one for each query.
 
-A new token is added, the one that leaves is subtracted. When phi or the size falls below half of its peak, rounding errors of what was
-subtracted begin to show: the row is recomputed from the window, as it is on schedule.
+A row holds exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, the peak of the scaled phi since the row was last
+recomputed, the size exp(-c) sum exp(S) |v|_1 of the values, and its peak.
+
+A new token is added, and the token that leaves is subtracted. When phi or the size falls below half of its peak, the
+rounding errors of earlier sums begin to show, so the row is recomputed from the window, as it also is on schedule.
 """
 
 import triton
@@ -13,15 +15,21 @@ from ..state import EXTRA_SUMS
 from .window import logits, row_of, span, window_sums
 
 EXTRA = tl.constexpr(EXTRA_SUMS)
-"""The columns of a row beside those of the values."""
+"""The columns of a row beside the columns of the values."""
 
 LARGEST_SURE, LARGEST_SURE_IN_FLOAT64 = tl.constexpr(2.0**18), tl.constexpr(2.0**47)
-"""The log-scales up to which a subtraction is sure to take away what was added. The token that leaves may have been added by other code,
-for which its logit is a neighbour of ours: beyond these, that is another weight altogether."""
+"""The largest log-scales at which a subtraction surely removes what was added.
+
+Other code may have added the token that leaves, and may have rounded its logit to a neighbour of ours. Above these
+log-scales, such a logit has another weight altogether.
+"""
 
 HEADROOM = tl.constexpr(1.0)
-"""How far a logit must exceed a row's log-scale to become it. Each change rounds all sums of the row to one side, as the weight of the
-token that leaves is not: slowly rising logits would add up such errors if each of them changed it."""
+"""How far a logit must exceed a row's log-scale to replace it.
+
+Each change rounds all sums of the row to one side, but not the weight of the token that leaves. If every token of
+slowly rising logits changed the log-scale, such errors would add up.
+"""
 
 
 @triton.jit
@@ -46,10 +54,11 @@ def slide(
     LARGEST: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Update a tile of rows after a token was admitted: row r of `target` is row r + shift of `source` updated, or, if there is none or it
-    is `due`, recomputed. `target` may be `source`: tiles go upwards, and each is read before it is written.
+    """Update a tile of rows after a token was admitted.
 
-    The queries of the rows `row` (ROWS,) are at `queries + offset`.
+    Row r of `target` becomes row r + shift of `source`, updated. It is recomputed if there is no such row or it is
+    `due`. `target` may be `source`: tiles go upwards, and each is read before it is written. The queries of the rows
+    `row` (ROWS,) are at `queries + offset`.
     """
     _, values, oldest, capacity, tokens, D, E = window
     at_phi = E.to(tl.int64)

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The window of a stream in Triton: its rings of tokens, the logits of pairs of vectors, and a query's softmax sums over the window.
+"""The window of a stream in Triton: its rings of tokens, the logits of pairs of vectors, and a query's softmax sums
+over the window.
 
-A window is a tuple (keys, values, oldest, capacity, tokens, D, E): the rings of one head, the row of the oldest token, the number of rows,
-the number n of tokens, and the widths. Token i of the window is i rows further, wrapping around; i = -1 is the token that left last.
+A window is a tuple (keys, values, oldest, capacity, tokens, D, E): the rings of one head, the row of the oldest token,
+the number of rows, the number n of tokens, and the widths. Token i of the window is i rows after the oldest, wrapping
+around; i = -1 is the token that left last.
 """
 
 import triton
@@ -16,19 +18,22 @@ COLUMNS = tl.constexpr(64)
 
 
 def before_and_after(*fields: str) -> tuple[str, ...]:
-    """The names of a kernel's arguments for fields of the state: all before the step, and all after it, which may be the same memory."""
+    """The names of a kernel's arguments for fields of the state: all before the step, then all after it.
+
+    Both may be the same memory.
+    """
     return tuple(f"{field}_{when}" for when in ("from", "to") for field in fields)
 
 
 @triton.jit
 def span(first, COUNT: tl.constexpr):
-    """The numbers from `first` on, of 64 bits, since rows may lie 2**31 elements or more apart."""
+    """The numbers from `first` on, in 64 bits, since rows may lie 2**31 elements or more apart."""
     return (first + tl.arange(0, COUNT)).to(tl.int64)
 
 
 @triton.jit
 def row_of(i, oldest, capacity):
-    """The row of token i, -1 <= i < n, in a ring, as 64 bits; `i` has 32, for speed."""
+    """The row of token i, -1 <= i < n, in a ring, in 64 bits; `i` has 32 bits, for speed."""
     row = oldest + i
     row = tl.where(row < 0, row + capacity, row)
     return tl.where(row < capacity, row, row - capacity).to(tl.int64)
@@ -36,7 +41,7 @@ def row_of(i, oldest, capacity):
 
 @triton.jit
 def oldest_row(position, window, capacity):
-    """The row of the oldest token, 32 bits, when the stream is `position` tokens long."""
+    """The row of the oldest token, in 32 bits, when the stream is `position` tokens long."""
     return ((position - window) % capacity).to(tl.int32)
 
 
@@ -62,7 +67,10 @@ def tokens_of(tokens, strides, head, heads):
 
 @triton.jit
 def admit(token, strides, ring, newest, gone, width):
-    """Write a token into row `newest` of a ring. Return how many elements of row `gone`, of the token that has left, are not finite."""
+    """Write a token into row `newest` of a ring.
+
+    Return how many elements of row `gone`, which holds the token that has left, are not finite.
+    """
     count = 0
     for column in range(0, width, COLUMNS):
         columns = span(column, COLUMNS)
@@ -82,10 +90,11 @@ def _halved(x):
 
 @triton.jit
 def logits(queries, keys, width, scale, LARGEST: tl.constexpr, OPERAND: tl.constexpr):
-    """scale q k' of pairs of vectors, (rows,), infinite ones as the largest finite number; NaN stays.
+    """scale q k' of pairs of vectors, (rows,); infinities become the largest finite number, NaN stays.
 
-    `queries` and `keys` are pointers to the first elements, (rows, 1) or (1, 1). A pair's bits depend neither on its neighbours nor on the
-    shapes and layouts around it, so that exactly what was added to a sum is subtracted later.
+    `queries` and `keys` are pointers to the first elements, (rows, 1) or (1, 1). A pair's bits depend neither on its
+    neighbours nor on the shapes and layouts around it, so that exactly the value that was added to a sum is subtracted
+    later.
     """
     ROWS: tl.constexpr = max(queries.shape[0], keys.shape[0])
     factor = tl.full([1, 1], scale, tl.float64).to(OPERAND)
@@ -102,8 +111,10 @@ def logits(queries, keys, width, scale, LARGEST: tl.constexpr, OPERAND: tl.const
 
 @triton.jit
 def window_sums(query, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr):
-    """Return c = max S, and the sums of exp(S - c), of exp(S - c) |v|_1 and of exp(S - c) v (WIDTH >= E columns), of one query over the
-    window."""
+    """Return the sums over the window for one query.
+
+    These are c = max S, and the sums of exp(S - c), of exp(S - c) |v|_1 and of exp(S - c) v (WIDTH >= E columns).
+    """
     keys, values, oldest, capacity, tokens, D, E = window
     columns = span(0, WIDTH)[None, :]
     least = tl.full([1], -LARGEST, OPERAND)
