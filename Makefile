@@ -6,7 +6,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 SOURCES := pyproject.toml constraints.txt setup.py $(shell find csrc -type f)
 CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test nightly mutants bench reproduce docs lint format clean
+.PHONY: demo test test-thorough test-all test-fast nightly mutants bench reproduce docs lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m cmab_kernels demo
@@ -14,8 +14,21 @@ demo: $(VENV)/.demo
 # A process for each core, and a thread for each process: tests that want more threads ask for them.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
+# The ordinary tests; those of the GPU kernels without a GPU, of builds and of leaks are in test-thorough. `python -m tests.tiers` lists both.
 test: $(VENV)/.test
-	$(PYTEST)
+	$(PYTEST) -m "not thorough and not nightly and not gpu"
+
+test-thorough: $(VENV)/.test
+	$(PYTEST) -m "thorough and not nightly and not gpu"
+
+test-all: test test-thorough
+
+# What a change breaks most often, in less than a minute.
+test-fast: $(VENV)/.test
+	$(PYTEST) $(FAST)
+
+FAST = tests/test_rooms.py tests/test_checks.py tests/test_impl.py tests/test_doctests.py \
+       $(foreach name,errors promises reference,$(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py))
 
 # The tests, and then the numbers to plan with, docs/numerics.md, measured anew.
 nightly: $(VENV)/.test

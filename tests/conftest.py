@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,16 +34,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if others and config.option.markexpr == "gpu" else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-in", type=int, default=1, help="run a sample of the tests: one in N of each function, always the same")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark suites on a GPU, so that `-m gpu` selects them, and put slow tests first,
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the sample that `--one-in` asks for. Mark suites on a GPU, so that `-m gpu` selects them, and put slow tests first,
     so that no process ends with one alone."""
+    items[:] = list(_sample(items, config.option.one_in))
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")
     for item in items:
         if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
             item.add_marker("gpu")
         if _traces_a_definition_of_any_shape(item):
             item.add_marker("nightly")
+
+
+def _sample(items: list[pytest.Item], one_in: int) -> Iterator[pytest.Item]:
+    """Yield the first test of every function, and then every `one_in`-th."""
+    met: Counter[str] = Counter()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if met[function] % one_in == 0:
+            yield item
+        met[function] += 1
 
 
 def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:

@@ -19,6 +19,8 @@ import pytest
 import cmab_kernels
 from cmab_kernels.runtime.extension import build_report, load_cuda
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = {  # as the linker knows them, and registers that a thread may have: so many that as many blocks fit as were planned
     r"ridge_kernelI\w*BFloat16": 128,

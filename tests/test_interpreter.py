@@ -10,22 +10,16 @@ from cmab_kernels.testing import run_in_interpreter
 
 pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 TESTS = Path(__file__).parent
+FILES = sorted(TESTS.rglob("test_kernels*.py"))
 
 
-@pytest.mark.parametrize(
-    "family, file",
-    [
-        ("attention", "test_kernels"),
-        ("attention", "test_kernels_large"),
-        ("attention", "test_kernels_tf32"),
-        ("attention/prefix", "test_kernels"),
-        ("attention/projected", "test_kernels"),
-        ("layers", "test_kernels"),
-        ("intention", "test_kernels"),
-        ("intention/solve", "test_kernels"),
-        ("nystrom", "test_kernels"),
-        ("nystrom/continual", "test_kernels"),
-    ],
-)
-def test_kernels(family: str, file: str) -> None:
-    run_in_interpreter(TESTS / family / f"{file}.py")
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_sample_of_kernels(half: int) -> None:
+    """One in ten of the tests, so that the ordinary tier runs every kernel; two processes, for two cores."""
+    run_in_interpreter(*FILES[half::2], "--one-in", "10")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.relative_to(TESTS)}-{file.stem}")
+def test_kernels(file: Path) -> None:
+    run_in_interpreter(file)

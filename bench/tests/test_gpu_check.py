@@ -24,6 +24,8 @@ from bench.scans import attention, continual, nystrom
 from bench.scans.case import EAGER, FLASH
 from cmab_kernels.measure import Peak
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(gpu_check.__file__).parents[1]
 H200 = Rates(3.87e12, 4.3e12, {"bfloat16": 790e12, "float16": 790e12, "float32": 395e12})
 MACHINE = {"gpu": "NVIDIA H200", "commit": "unknown", "date": "2026-01-01T00:00:00+00:00"}

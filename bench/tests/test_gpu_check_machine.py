@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 
 from bench.gpu.sections import Outcome, Section, run
 
+pytestmark = pytest.mark.thorough
+
 FAULTS = {
     "TestRidgeState::test_accuracy[triton": "of the error that it may have",
     "TestRegularisedSolve::test_accuracy[triton": "its process ended with exit code -11",

@@ -13,6 +13,8 @@ pytest.importorskip("triton")
 
 from bench.gpu import sanitizer
 
+pytestmark = pytest.mark.thorough
+
 RIGHT = [sys.executable, "-c", ""]
 """A program that is right."""
 CLEAN = "========= COMPUTE-SANITIZER\nattention: float64\n========= ERROR SUMMARY: 0 errors\n"

@@ -24,6 +24,8 @@ from bench.runs import write_json
 
 from .fake_sections import MACHINE, Hurried, as_on_a_gpu
 
+pytestmark = pytest.mark.thorough
+
 FAKE = "bench.tests.fake_sections"
 
 

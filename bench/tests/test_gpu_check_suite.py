@@ -19,6 +19,8 @@ from bench.gpu.sections import Outcome, Section, run
 
 from .fake_sections import Hurried, as_on_a_gpu
 
+pytestmark = pytest.mark.thorough
+
 FAKE = "bench.tests.fake_sections"
 TESTS = """
 import os, time, pytest

@@ -23,6 +23,8 @@ from cmab_kernels.runtime.tiles import FIELDS, HOPPER, Key, using
 from gpu_machine.launch import on_machine
 from gpu_machine.machine import Machine
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 TARGET = Target("attention.forward", "bfloat16", 16)
 BUILT_IN, FIRST, SECOND, *_ = candidates(TARGET, CPU)

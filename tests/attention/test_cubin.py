@@ -29,6 +29,8 @@ from cmab_kernels.runtime.triton_launch import Kernel, kernel
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, narrow_offsets, record
 from tests.machine_code import by_matrix_units, wrong
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_forward", "_backward", "_backward_keys", "_backward_in_parts")
 ORDINARY = [

@@ -35,7 +35,10 @@ try:
 except (AttributeError, OSError):
     _mallinfo = None
 
-pytestmark = pytest.mark.skipif(_mallinfo is None, reason="the C library does not say how much memory is in use (mallinfo2)")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(_mallinfo is None, reason="the C library does not say how much memory is in use (mallinfo2)"),
+]
 
 
 def _in_use() -> tuple[int, int]:

@@ -30,6 +30,8 @@ from ..layers import test_suite as layers
 from ..nystrom import test_suite as nystrom
 from ..nystrom.continual import test_suite as steps
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 ONE_ROW = {"L": 1, "N": 1, "D": 1, "E": 1}
 BLOCKS = {"B": 1, "H": 1, "L": 130, "N": 70}

@@ -25,6 +25,8 @@ from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
 from tests.machine_code import wrong
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_gram", "_gram_backward", "_apply")
 ORDINARY = [("bf16", 64, 90), ("fp32", 64, 90), ("fp64", 32, 90), ("bf16", 128, 80), ("fp32", 16, 100)]

@@ -21,6 +21,8 @@ from cmab_kernels.layers.reference import RESIDUALS
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 from tests.machine_code import wrong
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 FEED_FORWARD = ("_feed_forward", "_feed_forward_back", "_matrix_gradient", "_add_shares")
 ATTENTION = ("_project", "_join", "_part", "_project_back", "_matrix_gradient", "_add_shares")

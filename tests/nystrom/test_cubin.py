@@ -24,6 +24,8 @@ from cmab_kernels.nystrom.kernels import launch
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, record
 from tests.machine_code import wrong
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 ORDINARY = [("fp32", 16, 90), ("fp64", 16, 90), ("fp32", 16, 80)]
 KERNELS = ("_pinv", "_landmark_values", "_pinv_backward", "_landmark_values_backward")

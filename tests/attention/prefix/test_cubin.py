@@ -23,6 +23,8 @@ from cmab_kernels.attention.prefix import kernels
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 from tests.machine_code import by_matrix_units, wrong
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_windows", "_prefix_keys", "_prefix_queries")
 ORDINARY = [("fp32", 16, 90), ("bf16", 64, 90), ("fp16", 16, 80)]

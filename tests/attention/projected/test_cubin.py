@@ -22,6 +22,8 @@ from cmab_kernels.attention.projected.kernels.launch import Tiles
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, record
 from tests.machine_code import wrong
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 KERNELS = ("_projected_forward", "_projected_backward", "_projected_backward_inputs")
 CAPABILITIES = (80, 86, 89, 90, 100, 120)

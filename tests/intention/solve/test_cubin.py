@@ -16,6 +16,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from cmab_kernels.intention.solve import kernels
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, record
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 ORDINARY = [("fp32", 16, 80), ("fp64", 64, 90), ("fp32", 256, 86), ("fp64", 256, 90)]
 NIGHTLY = [case for case in itertools.product(DTYPES, (16, 32, 64, 128, 256), SHARED_LIMIT) if case not in ORDINARY]

@@ -22,6 +22,8 @@ from tests.machine_code import wrong
 
 from .step_cases import part, start, tokens
 
+pytestmark = pytest.mark.thorough
+
 SHARED = min(SHARED_LIMIT.values())
 """The shared memory that every GPU from compute capability 8.0 on has, in bytes."""
 
