@@ -110,12 +110,12 @@ def find_nvcc() -> str | None:
 
 
 def pybind11_headers() -> Path:
-    """The folder of pybind11's headers, version 3 or newer: those of its package, else those that a torch of 2.10 or newer brings."""
+    """The folder of the headers of pybind11 3 or newer: those of its package, else the copy that a torch may bring."""
     for spec in map(importlib.util.find_spec, ("pybind11", "torch")):
         for folder in spec.submodule_search_locations or () if spec else ():
             if Path(folder, "include", "pybind11", "critical_section.h").exists():  # version 2 has none
                 return Path(folder, "include")
-    raise OSError("no pybind11 3 or newer: `pip install pybind11` brings it")
+    raise OSError("no headers of pybind11 3.0 or newer: `pip install pybind11` brings them")
 
 
 def shell_words(*command: str | Path) -> str:
