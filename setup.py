@@ -40,7 +40,8 @@ _SHARED = runpy.run_path(str(ROOT / "cmab_kernels" / "runtime" / "constants.py")
 CONSTANTS = {name: value for name, value in _SHARED.items() if name.isupper()}
 DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
 STRICT = os.environ.get("CMAB_KERNELS_WERROR") == "1"
-FLAGS = f"{DEFINES} -O3 -DNDEBUG -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra{' -Werror' if STRICT else ''}"
+FLAGS = f"{DEFINES} -O3 -DNDEBUG -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra"
+FLAGS += " -Werror" if STRICT else ""
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c"
 BF16 = f"{AVX512} -mavx512bf16"
 VECTORS = {

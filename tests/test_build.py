@@ -243,7 +243,9 @@ def test_a_command_that_is_none_is_a_reason(tmp_path: Path) -> None:
 
 @in_sources
 @needs_tools
-@pytest.mark.parametrize("version, packages, used", [(3, ["pybind11", "torch"], "pybind11"), (3, ["torch"], "torch"), (2, ["pybind11"], None)])
+@pytest.mark.parametrize(
+    "version, packages, used", [(3, ["pybind11", "torch"], "pybind11"), (3, ["torch"], "torch"), (2, ["pybind11"], None)]
+)
 def test_headers_are_those_of_pybind11_or_of_torch(tmp_path: Path, version: int, packages: list[str], used: str | None) -> None:
     """Where the package is not installed, a torch may bring a copy. Version 2 lacks what the bindings need."""
     for package in ("pybind11", "torch"):
