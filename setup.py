@@ -7,6 +7,7 @@ CMAB_KERNELS_WERROR=1 makes warnings errors, for CI: with a compiler newer than 
 """
 
 import fcntl
+import importlib.util
 import itertools
 import json
 import os
@@ -39,7 +40,8 @@ _SHARED = runpy.run_path(str(ROOT / "cmab_kernels" / "runtime" / "constants.py")
 CONSTANTS = {name: value for name, value in _SHARED.items() if name.isupper()}
 DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
 STRICT = os.environ.get("CMAB_KERNELS_WERROR") == "1"
-FLAGS = f"{DEFINES} -O3 -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra{' -Werror' if STRICT else ''}"
+FLAGS = f"{DEFINES} -O3 -DNDEBUG -std=c++17 -fPIC -fopenmp -fvisibility=hidden -ffp-contract=fast -Wall -Wextra"
+FLAGS += " -Werror" if STRICT else ""
 AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c"
 BF16 = f"{AVX512} -mavx512bf16"
 VECTORS = {
@@ -108,6 +110,15 @@ def find_nvcc() -> str | None:
     return shutil.which(os.path.join(home, "bin", "nvcc") if home else "nvcc")
 
 
+def pybind11_headers() -> Path:
+    """The folder of the headers of pybind11 3 or newer: those of its package, else the copy that a torch may bring."""
+    for spec in map(importlib.util.find_spec, ("pybind11", "torch")):
+        for folder in spec.submodule_search_locations or () if spec else ():
+            if Path(folder, "include", "pybind11", "critical_section.h").exists():  # version 2 has none
+                return Path(folder, "include")
+    raise OSError("no headers of pybind11 3.0 or newer: `pip install pybind11` brings them")
+
+
 def shell_words(*command: str | Path) -> str:
     """Words of a command, as a shell in a ninja file takes them."""
     return shlex.join(map(str, command)).replace("$", "$$")
@@ -123,7 +134,7 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: list[str], nvcc: s
 
     Each object depends on a file with the version of its compiler, too: another compiler in the same place compiles all anew.
     """
-    includes = shell_words("-Icsrc", f"-I{sysconfig.get_path('include')}")
+    includes = shell_words("-Icsrc", f"-I{sysconfig.get_path('include')}", "-isystem", pybind11_headers())
     extra = os.environ.get("CXXFLAGS", "").replace("$", "$$").replace("\n", " ")
     codes = " ".join(f"-gencode arch=compute_{number},code={name}" for name, number in GPUS.items())
     codes += f" -gencode arch=compute_{PTX},code=compute_{PTX}"

@@ -1,6 +1,8 @@
 // Runs the CUDA kernels on one CPU thread, for tests: blocks in random order, and the threads of every phase of a block
 // in ascending or descending order. Shared memory starts as NaNs. Tests compile this file alone, into a module with the
 // functions of cmab_kernels._cuda for tensors on the CPU, and `set_seed`, which chooses the orders.
+#include <pybind11/pybind11.h>
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -114,16 +116,10 @@ void iterative_pinv(Arguments& in) {
                                                : invert<float>(matrix, inverse, iterations);
 }
 
-int set_seed(int number) { return seed = number; }
-
-void fill(PyObject* module) {
-  cmab::python::define_of_numbers<set_seed>(module, "set_seed");
-  bind_continual(module);
-  bind_ridge(module);
-  bind_solve(module);
-  cmab::define<iterative_pinv>(module, "iterative_pinv");
-}
-
 }  // namespace
 
-PyMODINIT_FUNC PyInit_emulated_cuda() { return cmab::python::make_module("emulated_cuda", fill); }
+PYBIND11_MODULE(emulated_cuda, module, pybind11::mod_gil_not_used()) {
+  module.def("set_seed", [](int number) { seed = number; });
+  bind_kernels(module);
+  cmab::define<iterative_pinv>(module.ptr(), "iterative_pinv");
+}

@@ -1,19 +1,14 @@
 // The extension module cmab_kernels._cuda: Python bindings of the CUDA kernels.
+#include <pybind11/pybind11.h>
+
 #include "common/cuda_bindings.h"
+
+// What pybind11/pytypes.h needs of the rest of pybind11, in the files that include it alone (common/python.h).
+template std::string pybind11::handle::cast<std::string>() const;
 
 const cmab::Device cmab::kDevice = cmab::Device::kCuda;
 
-namespace cmab::cuda {
-namespace {
-
-void fill(PyObject* module) {
-  python::define_of_numbers<shared_memory>(module, "shared_memory");
-  bind_continual(module);
-  bind_ridge(module);
-  bind_solve(module);
+PYBIND11_MODULE(_cuda, module, pybind11::mod_gil_not_used()) {
+  module.def("shared_memory", cmab::cuda::shared_memory);
+  cmab::cuda::bind_kernels(module);
 }
-
-}  // namespace
-}  // namespace cmab::cuda
-
-PyMODINIT_FUNC PyInit__cuda() { return cmab::python::make_module("_cuda", cmab::cuda::fill); }

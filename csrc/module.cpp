@@ -1,49 +1,34 @@
 // The extension module cmab_kernels._C: the usable instruction sets, and the bindings of each family. Python allocates
 // the outputs, C++ fills them.
+#include <pybind11/pybind11.h>
+
 #include "common/arguments.h"
 #include "common/bindings.h"
 #include "common/instruction_sets.h"
 
+// What pybind11/pytypes.h needs of the rest of pybind11, in the files that include it alone (common/python.h).
+template std::string pybind11::handle::cast<std::string>() const;
+
 const cmab::Device cmab::kDevice = cmab::Device::kCpu;
 
-namespace cmab {
-namespace {
+namespace py = pybind11;
+using namespace cmab;
 
-// Their names, in a list.
-python::Object usable() {
-  auto names = python::Object::owned(PyList_New(0));
-  for (const std::string& name : cpu::usable_instruction_sets())
-    if (PyList_Append(names.get(), python::Object::owned(PyUnicode_FromString(name.c_str())).get()) != 0)
-      throw python::Raised();
-  return names;
+PYBIND11_MODULE(_C, module, py::mod_gil_not_used()) {
+  module.def("instruction_sets", [] {
+    py::list names;
+    for (const std::string& name : cpu::usable_instruction_sets()) names.append(name);
+    return names;
+  });
+  module.def("instruction_set", [] { return cpu::name(cpu::instruction_set()); });
+  bind_attention(module.ptr());
+  bind_continual(module.ptr());
+  bind_gram(module.ptr());
+  bind_layers(module.ptr());
+  bind_modules(module.ptr());
+  bind_pinv(module.ptr());
+  bind_projected(module.ptr());
+  bind_prefix(module.ptr());
+  bind_solve(module.ptr());
+  bind_stack(module.ptr());
 }
-
-python::Object used() { return python::Object::owned(PyUnicode_FromString(name(cpu::instruction_set()))); }
-
-// Adds a function without arguments to the module.
-template <python::Object (*kFunction)()>
-void define_constant(PyObject* module, const char* name) {
-  const PyCFunction call = [](PyObject*, PyObject*) { return python::guarded([] { return kFunction().release(); }); };
-  static PyMethodDef definition = {name, call, METH_NOARGS, nullptr};
-  python::add_function(module, definition);
-}
-
-void fill(PyObject* module) {
-  define_constant<usable>(module, "instruction_sets");
-  define_constant<used>(module, "instruction_set");
-  bind_attention(module);
-  bind_continual(module);
-  bind_gram(module);
-  bind_layers(module);
-  bind_modules(module);
-  bind_pinv(module);
-  bind_projected(module);
-  bind_prefix(module);
-  bind_solve(module);
-  bind_stack(module);
-}
-
-}  // namespace
-}  // namespace cmab
-
-PyMODINIT_FUNC PyInit__C() { return cmab::python::make_module("_C", cmab::fill); }

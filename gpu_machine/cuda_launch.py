@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pybind11
 import torch
 from torch import Tensor
 
@@ -47,7 +48,7 @@ class Built(NamedTuple):
 
 def build(folder: Path) -> Built:
     """Compile the host's part into `folder`, and the kernels to PTX for compute capability 8.0."""
-    includes = [f"-I{path}" for path in (HERE, ROOT / "csrc", sysconfig.get_path("include"))]
+    includes = [f"-I{path}" for path in (HERE, ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
     flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
     host = [str(HERE / "launches.cpp"), "-o", str(folder / HOST)]
     subprocess.run([str(COMPILER), *flags, *includes, *CONSTANTS, *host], check=True)
@@ -85,7 +86,7 @@ def cuda_on_machine(machine: Machine, built: Built, *launchers: ModuleType) -> I
             machine.memory.give(tensor, name)
         function(**arguments, stream=0)
 
-    built.module.set_launch(function=on_launch)
+    built.module.set_launch(on_launch)
     with ExitStack() as patched:
         for launcher in launchers:
             patched.enter_context(mock.patch.object(launcher, "CUDA", built.module))

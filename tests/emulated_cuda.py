@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pybind11
+
 from cmab_kernels.runtime import constants
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +40,7 @@ def build(folder: Path, *flags: str) -> Path:
     """Compile the emulated extension into `folder`, with more flags such as a sanitizer's, and return its path."""
     library = folder / "emulated_cuda.so"
     source = ROOT / "csrc" / "cuda_emulated.cpp"
-    includes = [f"-I{folder}" for folder in (ROOT / "csrc", sysconfig.get_path("include"))]
+    includes = [f"-I{folder}" for folder in (ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
     subprocess.run([str(COMPILER), *FLAGS, *flags, *includes, *CONSTANTS, str(source), "-o", str(library)], check=True)
     return library
 

@@ -21,7 +21,7 @@ ROOMS = {"kernels", "__pycache__"}
 
 TOLD = {
     "bench/tests": "The tests of the benchmarks and of the GPU check.",
-    "csrc": "The two extensions in C++ and CUDA, bound with Python's C interface, without torch's headers.",
+    "csrc": "The two extensions in C++ and CUDA, bound with pybind11, without torch's headers.",
     "csrc/attention": "Latent cross-attention, forward and backward.",
     "csrc/common": "What the other folders share: arguments, dtypes, views of tensors, work plans, vector types.",
     "csrc/continual": "The steps of attention over a sliding window.",

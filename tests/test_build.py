@@ -245,6 +245,26 @@ def test_a_command_that_is_none_is_a_reason(tmp_path: Path) -> None:
 
 @in_sources
 @needs_tools
+@pytest.mark.parametrize(
+    "version, packages, used", [(3, ["pybind11", "torch"], "pybind11"), (3, ["torch"], "torch"), (2, ["pybind11"], None)]
+)
+def test_headers_are_those_of_pybind11_or_of_torch(tmp_path: Path, version: int, packages: list[str], used: str | None) -> None:
+    """Where the package is not installed, a torch may bring a copy. Version 2 lacks what the bindings need."""
+    for package in ("pybind11", "torch"):
+        headers = tmp_path / "packages" / package / "include" / "pybind11"
+        headers.mkdir(parents=True)
+        (headers.parents[1] / "__init__.py").touch()
+        if package in packages:
+            (headers / ("critical_section.h" if version == 3 else "gil.h")).touch()
+    returned, report = _build(tmp_path, "auto", "0", NOTES, None, PYTHONPATH=str(tmp_path / "packages"))
+    assert returned == 0 and report["built"] == (used is not None)
+    assert used or "no headers of pybind11 3.0 or newer" in report["reason"]
+    calls = (tmp_path / "bin" / "calls").read_text().splitlines() if used else []
+    assert all(f"-isystem {tmp_path / 'packages' / used / 'include'} " in call for call in calls if " -c " in call)
+
+
+@in_sources
+@needs_tools
 def test_a_second_build_compiles_nothing_anew(tmp_path: Path) -> None:
     """pip builds in temporary folders. A replaced compiler compiles everything again."""
     assert _build(tmp_path, "1", "0", NOTES, None)[0] == 0

@@ -42,8 +42,7 @@ void forward(Arguments& in) {
   auto* lse = static_cast<double*>(in.contiguous("lse", "BHL", DType::kFloat64).data);
   auto* reliable = static_cast<bool*>(in.optional_contiguous("reliable", "BHL", DType::kBool).data);
   in.require(!reliable || state_lse.data, "reliable", "needs a state that keys are taken out of");
-  const auto running = in.run();
-  attention_forward(inputs, state_out, state_lse, out, lse, reliable);
+  in.run([&] { attention_forward(inputs, state_out, state_lse, out, lse, reliable); });
 }
 
 void merge(Arguments& in) {
@@ -53,18 +52,19 @@ void merge(Arguments& in) {
   const auto* second_lse = static_cast<double*>(in.contiguous("second_lse", "BHL", DType::kFloat64).data);
   void* out = in.contiguous("out", "BHLE", first.dtype).data;
   auto* lse = static_cast<double*>(in.contiguous("lse", "BHL", DType::kFloat64).data);
-  const auto running = in.run();
-  const int64_t rows = first.shape[0] * first.shape[1] * first.shape[2];
-  merge_states(first.dtype, rows, int(first.shape[3]), {first.data, first_lse}, {second.data, second_lse}, out, lse);
+  in.run([&] {
+    const int64_t rows = first.shape[0] * first.shape[1] * first.shape[2];
+    merge_states(first.dtype, rows, int(first.shape[3]), {first.data, first_lse}, {second.data, second_lse}, out, lse);
+  });
 }
 
 // Whether a log-sum-exp of any shape is a NaN or +inf; None for a tensor whose memory does not tell.
-python::Object is_not_below_infinity(Arguments& in) {
+PyObject* is_not_below_infinity(Arguments& in) {
   PyObject* given = in.object("lse");
   TensorView lse;
   if (!is_tensor(given) || is_negated(given) || !view(given, lse) || lse.dtype != DType::kFloat64 ||
       lse.device != Device::kCpu)
-    return python::Object::owned(Py_NewRef(Py_None));
+    return Py_NewRef(Py_None);
   int64_t shape[kMaxDims] = {1, 1, 1, 1}, stride[kMaxDims] = {};
   std::copy_n(lse.shape, lse.dims, shape), std::copy_n(lse.stride, lse.dims, stride);
   const auto* const data = static_cast<const double*>(lse.data);
@@ -74,7 +74,7 @@ python::Object is_not_below_infinity(Arguments& in) {
       for (int64_t k = 0; k < shape[2]; ++k)
         for (int64_t l = 0; l < shape[3]; ++l)
           refused |= is_refused(data[i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3]]);
-  return python::Object::owned(Py_NewRef(refused ? Py_True : Py_False));
+  return PyBool_FromLong(refused);
 }
 
 void backward(Arguments& in) {
@@ -89,14 +89,13 @@ void backward(Arguments& in) {
   const Gradients gradients{in.optional_contiguous("dquery", "BHLD", dtype).data,
                             in.optional_contiguous("dkey", keys, dtype).data,
                             in.optional_contiguous("dvalue", values, dtype).data};
-  const auto running = in.run();
-  attention_backward(inputs, dout, dlse, out, lse, gradients);
+  in.run([&] { attention_backward(inputs, dout, dlse, out, lse, gradients); });
 }
 
 }  // namespace
 
 void bind_attention(PyObject* module) {
-  python::set_constant(module, "MAX_WIDTH", kMaxWidth);
+  set_constant(module, "MAX_WIDTH", kMaxWidth);
   define<forward>(module, "attention_forward");
   define<backward>(module, "attention_backward");
   define<merge>(module, "merge_states");

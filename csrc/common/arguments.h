@@ -8,10 +8,11 @@
 // as an exception that names the argument.
 #pragma once
 
+#include <bitset>
 #include <string>
 #include <type_traits>
+#include <vector>
 
-#include "common/python.h"
 #include "common/tensor_view.h"
 
 namespace cmab {
@@ -33,11 +34,20 @@ class Types {
 constexpr Types kWide = Types(DType::kFloat64) | DType::kFloat32;
 constexpr Types kFloating = kWide | DType::kBFloat16 | DType::kFloat16;
 
+// Calls work(given) without the interpreter's lock.
+void call_unlocked(void (*work)(const void*), const void* given);
+
+template <class Work>
+void unlocked(const Work& work) {
+  call_unlocked([](const void* given) { (*static_cast<const Work*>(given))(); }, &work);
+}
+
 class Arguments {
  public:
-  // Takes the arguments of a vectorcall: `values`, and the tuple of their keywords (null for none).
-  Arguments(const char* function, PyObject* const* values, PyObject* names)
-      : function_(function), values_(values), names_(names) {}
+  // Takes the arguments of a vectorcall: `values`, of which the last have a keyword in the tuple `names` (null for
+  // none).
+  Arguments(const char* function, PyObject* const* values, Py_ssize_t positional, PyObject* names);
+  ~Arguments();
   Arguments(const Arguments&) = delete;
   Arguments& operator=(const Arguments&) = delete;
 
@@ -60,12 +70,18 @@ class Arguments {
   }
   // Reads a tensor that is part of an argument, such as a field of a state; checks it like tensor().
   TensorView read(PyObject* object, const char* name, const char* dims, Types types);
+  // As read(), of a contiguous copy that lives as long as the arguments.
+  TensorView read_copy(PyObject* object, const char* name, const char* dims, Types types);
 
   // Scalars by name, and the object itself, unchecked.
   double number(const char* name);
   int64_t integer(const char* name);
   bool flag(const char* name);
   PyObject* object(const char* name) { return argument(name); }
+
+  // All arguments of a call by position, for functions that cannot afford names. Raises TypeError, with `needed` for
+  // its message, unless there are `count`.
+  PyObject* const* by_position(Py_ssize_t count, const char* needed) const;
 
   // The extent that a letter of `dims` was given.
   int64_t extent(char letter) const { return extents_[int(letter)]; }
@@ -76,44 +92,43 @@ class Arguments {
     if (!holds) refuse(name, problem);
   }
 
-  // Releases the interpreter's lock until the result is destroyed. Raises TypeError if an argument was not read.
-  [[nodiscard]] python::Unlocked run() const;
+  // Calls `work` without the interpreter's lock. Raises TypeError if an argument was not read.
+  template <class Work>
+  void run(const Work& work) const {
+    check_all_read();
+    unlocked(work);
+  }
 
  private:
   static constexpr int kLetters = 128;
 
   PyObject* argument(const char* name);
   [[noreturn]] void refuse(const char* name, const std::string& problem) const;
+  void check_all_read() const;
 
   const char* const function_;
   PyObject* const* const values_;
+  const Py_ssize_t positional_;
   PyObject* const names_;
   Py_ssize_t next_ = 0, read_ = 0;
   int device_index_ = -1;
   int64_t extents_[kLetters];
-  bool known_[kLetters] = {};
+  std::bitset<kLetters> known_;
+  std::vector<pybind11::object> copies_;
 };
 
-// Adds kFunction(Arguments&) to the module as `name`, a function that takes keyword arguments only. It returns void
-// (None in Python) or a python::Object.
+void set_constant(PyObject* module, const char* name, long number);
+void add_function(PyObject* module, const char* name, PyObject* (*function)(Arguments&));
+
+// Adds kFunction(Arguments&) to the module as `name`. It returns void (None in Python) or a new reference.
 template <auto kFunction>
 void define(PyObject* module, const char* name) {
-  static PyMethodDef definition = {name, nullptr, METH_FASTCALL | METH_KEYWORDS, nullptr};
-  const auto call = +[](PyObject*, PyObject* const* values, Py_ssize_t positional, PyObject* names) -> PyObject* {
-    if (positional > 0) {
-      PyErr_Format(PyExc_TypeError, "%s takes its arguments by keyword", definition.ml_name);
-      return nullptr;
-    }
-    return python::guarded([&] {
-      Arguments in(definition.ml_name, values, names);
-      if constexpr (std::is_void_v<decltype(kFunction(in))>)
-        return kFunction(in), Py_NewRef(Py_None);
-      else
-        return kFunction(in).release();
-    });
-  };
-  definition.ml_meth = python::as_method(call);
-  python::add_function(module, definition);
+  add_function(module, name, [](Arguments& in) -> PyObject* {
+    if constexpr (std::is_void_v<decltype(kFunction(in))>)
+      return kFunction(in), Py_NewRef(Py_None);
+    else
+      return kFunction(in);
+  });
 }
 
 }  // namespace cmab

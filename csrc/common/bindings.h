@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "common/operands.h"
-#include "common/python.h"
 #include "common/tensor_view.h"
 
 namespace cmab {

@@ -6,7 +6,7 @@
 // readers, so that it is never written.
 #pragma once
 
-#include "common/python.h"
+#include <Python.h>
 
 namespace cmab {
 

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <new>
 
-using cmab::python::Object;
+#include "common/python.h"
 
 namespace cmab {
 namespace {
@@ -56,27 +56,20 @@ constexpr uint8_t kInt = 0, kFloat = 2, kBFloat = 4, kBool = 6;
 
 // Python objects of torch, looked up once and never released.
 struct Torch {
-  PyObject* module = checked(PyImport_ImportModule("torch"));
-  PyObject* tensor_type = attribute("Tensor");
-  PyObject* empty = attribute("empty");
-  PyObject* strided = attribute("strided");
-  PyObject* get_num_threads = attribute("get_num_threads");
+  const py::object module = import("torch");
+  const py::object tensor_type = module.attr("Tensor"), empty = module.attr("empty"), strided = module.attr("strided"),
+                   get_num_threads = module.attr("get_num_threads"), is_neg = tensor_type.attr("is_neg"),
+                   requires_grad = owned(PyUnicode_InternFromString("requires_grad"));
   // In the order of DType.
-  PyObject* dtypes[7] = {attribute("float64"), attribute("float32"), attribute("bfloat16"), attribute("float16"),
-                         attribute("bool"),    attribute("int32"),   attribute("int64")};
-  PyObject* is_neg = checked(PyObject_GetAttrString(tensor_type, "is_neg"));
-  PyObject* requires_grad = checked(PyUnicode_InternFromString("requires_grad"));
-  const dlpack::Table* table = find_table();
+  const py::object dtypes[7] = {module.attr("float64"), module.attr("float32"), module.attr("bfloat16"),
+                                module.attr("float16"), module.attr("bool"),    module.attr("int32"),
+                                module.attr("int64")};
+  const dlpack::Table* const table = find_table();
 
  private:
-  static PyObject* checked(PyObject* object) { return Object::owned(object).release(); }
-  PyObject* attribute(const char* name) const { return checked(PyObject_GetAttrString(module, name)); }
-
   const dlpack::Table* find_table() const {
-    PyObject* const capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
-    const auto* found =
-        static_cast<const dlpack::Table*>(capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : nullptr);
-    Py_XDECREF(capsule);
+    const py::object capsule = py::getattr(tensor_type, "__dlpack_c_exchange_api__", py::none());
+    const auto* found = static_cast<const dlpack::Table*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     PyErr_Clear();
     for (; found && found->version.major != 1;) found = found->older;
     return found && found->look ? found : nullptr;
@@ -171,39 +164,39 @@ struct Lent {
   }
 };
 
-NewTensor lend(const dlpack::Table& table, DType dtype, Extents shape) {
+py::object lend(const dlpack::Table& table, DType dtype, Extents shape, void*& data) {
   Lent* lent = Lent::make(dtype, shape);
-  void* data = lent->managed.tensor.data;
+  data = lent->managed.tensor.data;
   void* object;
-  if (table.adopt(&lent->managed, &object) != 0) throw python::Raised();
-  return {Object::owned(static_cast<PyObject*>(object)), data};
+  if (table.adopt(&lent->managed, &object) != 0) throw py::error_already_set();
+  return owned(static_cast<PyObject*>(object));
 }
 
 // ---- through Python, where torch has no DLPack table
 
-bool truth(PyObject* object, const char* name) { return python::attribute(object, name).get() == Py_True; }
+py::object call(py::handle function) { return owned(PyObject_CallNoArgs(function.ptr())); }
 
-void* data_of(PyObject* tensor) {
-  return reinterpret_cast<void*>(uintptr_t(python::to_integer(python::call_method(tensor, "data_ptr").get())));
+void* data_of(py::handle tensor) {
+  return reinterpret_cast<void*>(uintptr_t(to_integer(call(tensor.attr("data_ptr")).ptr())));
 }
 
-bool read_slowly(PyObject* object, TensorView& tensor) {
-  const bool on_cpu = truth(object, "is_cpu");
-  if (!on_cpu && !truth(object, "is_cuda")) return false;
-  if (python::attribute(object, "layout").get() != torch().strided) return false;
+bool read_slowly(py::handle object, TensorView& tensor) {
+  const bool on_cpu = object.attr("is_cpu").ptr() == Py_True;
+  if (!on_cpu && object.attr("is_cuda").ptr() != Py_True) return false;
+  if (object.attr("layout").ptr() != torch().strided.ptr()) return false;
   tensor.device = on_cpu ? Device::kCpu : Device::kCuda;
-  tensor.device_index = on_cpu ? 0 : int(python::to_integer(python::call_method(object, "get_device").get()));
-  const Object shape = python::attribute(object, "shape"), stride = python::call_method(object, "stride");
-  const Py_ssize_t dims = PyTuple_GET_SIZE(shape.get());
+  tensor.device_index = on_cpu ? 0 : int(to_integer(call(object.attr("get_device")).ptr()));
+  const py::object shape = object.attr("shape"), stride = call(object.attr("stride")), dtype = object.attr("dtype");
+  const Py_ssize_t dims = PyTuple_GET_SIZE(shape.ptr());
   if (dims > kMaxDims) return false;
   tensor.dims = int(dims);
   for (Py_ssize_t i = 0; i < dims; ++i) {
-    tensor.shape[i] = python::to_integer(PyTuple_GET_ITEM(shape.get(), i));
-    tensor.stride[i] = python::to_integer(PyTuple_GET_ITEM(stride.get(), i));
+    tensor.shape[i] = to_integer(PyTuple_GET_ITEM(shape.ptr(), i));
+    tensor.stride[i] = to_integer(PyTuple_GET_ITEM(stride.ptr(), i));
   }
   tensor.data = data_of(object);
-  const Object dtype = python::attribute(object, "dtype");
-  const auto* known = std::find(std::begin(torch().dtypes), std::end(torch().dtypes), dtype.get());
+  const auto* known = std::find_if(std::begin(torch().dtypes), std::end(torch().dtypes),
+                                   [&](const py::object& one) { return one.is(dtype); });
   tensor.dtype = DType(known - std::begin(torch().dtypes));
   return known != std::end(torch().dtypes) && has_memory(tensor);
 }
@@ -211,25 +204,21 @@ bool read_slowly(PyObject* object, TensorView& tensor) {
 bool look_slowly(PyObject* object, TensorView& tensor) {
   try {
     return read_slowly(object, tensor);
-  } catch (const python::Raised&) {
-    PyErr_Clear();
+  } catch (const py::error_already_set&) {
     return false;
   }
 }
 
-// function(shape, dtype=dtype, device="cpu"): the caller's default device may be another.
-Object make_tensor(PyObject* function, DType dtype, Extents shape) {
-  Object sizes = Object::owned(PyTuple_New(Py_ssize_t(shape.size())));
-  Py_ssize_t at = 0;
-  for (const int64_t size : shape) PyTuple_SET_ITEM(sizes.get(), at++, python::from_integer(size).release());
-  const Object given = Object::owned(PyTuple_Pack(1, sizes.get()));
-  const Object named = Object::owned(Py_BuildValue("{s:O,s:s}", "dtype", torch().dtypes[int(dtype)], "device", "cpu"));
-  return Object::owned(PyObject_Call(function, given.get(), named.get()));
-}
-
-NewTensor make_slowly(DType dtype, Extents shape) {
-  NewTensor made{make_tensor(torch().empty, dtype, shape), nullptr};
-  made.data = data_of(made.object.get());
+// torch.empty(shape, dtype=dtype, device="cpu"): the caller's default device may be another.
+py::object make_slowly(DType dtype, Extents shape, void*& data) {
+  py::tuple sizes(shape.size());
+  size_t at = 0;
+  for (const int64_t size : shape) sizes[at++] = py::int_(size);
+  const py::object given = owned(PyTuple_Pack(1, sizes.ptr()));
+  const py::object named =
+      owned(Py_BuildValue("{s:O,s:s}", "dtype", torch().dtypes[int(dtype)].ptr(), "device", "cpu"));
+  py::object made = owned(PyObject_Call(torch().empty.ptr(), given.ptr(), named.ptr()));
+  data = data_of(made);
   return made;
 }
 
@@ -251,7 +240,7 @@ bool TensorView::contiguous() const {
 }
 
 bool is_tensor(PyObject* object) {
-  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(torch().tensor_type));
+  return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(torch().tensor_type.ptr()));
 }
 
 bool view(PyObject* tensor, TensorView& view) {
@@ -261,24 +250,22 @@ bool view(PyObject* tensor, TensorView& view) {
 
 bool view_plain(PyObject* object, TensorView& view) {
   const Torch& known = torch();
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != known.tensor_type) return false;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != known.tensor_type.ptr()) return false;
   return (known.table ? look(*known.table, object, view) : look_slowly(object, view)) && view.device == Device::kCpu &&
          !is_negated(object);
 }
 
-bool is_negated(PyObject* tensor) {
-  return Object::owned(PyObject_Vectorcall(torch().is_neg, &tensor, 1, nullptr)).get() == Py_True;
-}
+bool is_negated(PyObject* tensor) { return owned(PyObject_CallOneArg(torch().is_neg.ptr(), tensor)).ptr() == Py_True; }
 
 bool requires_grad(PyObject* tensor) {
-  return Object::owned(PyObject_GetAttr(tensor, torch().requires_grad)).get() == Py_True;
+  return owned(PyObject_GetAttr(tensor, torch().requires_grad.ptr())).ptr() == Py_True;
 }
 
-NewTensor new_tensor(DType dtype, Extents shape) {
+py::object new_tensor(DType dtype, Extents shape, void*& data) {
   const dlpack::Table* table = torch().table;
-  return table ? lend(*table, dtype, shape) : make_slowly(dtype, shape);
+  return table ? lend(*table, dtype, shape, data) : make_slowly(dtype, shape, data);
 }
 
-int torch_threads() { return forked ? 1 : int(python::to_integer(python::call(torch().get_num_threads).get())); }
+int torch_threads() { return forked ? 1 : int(to_integer(call(torch().get_num_threads).ptr())); }
 
 }  // namespace cmab

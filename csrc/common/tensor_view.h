@@ -3,11 +3,16 @@
 // none (1 us).
 #pragma once
 
+#include <Python.h>
+
 #include <cstdint>
 #include <initializer_list>
 
 #include "common/dtype.h"
-#include "common/python.h"
+
+namespace pybind11 {
+class object;
+}
 
 namespace cmab {
 
@@ -46,15 +51,10 @@ bool view_plain(PyObject* object, TensorView& view);
 bool is_negated(PyObject* tensor);
 bool requires_grad(PyObject* tensor);
 
-struct NewTensor {
-  python::Object object;
-  void* data;
-};
-
 using Extents = std::initializer_list<int64_t>;  // of a shape, at most kMaxDims
 
-// A contiguous, uninitialised CPU tensor of a floating type or int64.
-NewTensor new_tensor(DType dtype, Extents shape);
+// A contiguous, uninitialised CPU tensor of a floating type or int64, and the address of its memory.
+pybind11::object new_tensor(DType dtype, Extents shape, void*& data);
 
 // torch.get_num_threads(); 1 in the child of a fork, where OpenMP would wait for threads that the fork has not copied.
 int torch_threads();

@@ -1,5 +1,7 @@
 // Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult,
 // or None, with nothing written, for arguments that this fast path does not take; the caller then finds out why.
+#include <pybind11/critical_section.h>
+
 #include <algorithm>
 
 #include "common/arguments.h"
@@ -113,18 +115,18 @@ class StepArguments {
 };
 
 PyTypeObject* step_result_type() {
-  static PyObject* const kept =
-      python::attribute(python::import("cmab_kernels.nystrom.continual.state").get(), "StepResult").release();
-  return reinterpret_cast<PyTypeObject*>(kept);
+  static const py::handle kept =
+      py::object(import("cmab_kernels.nystrom.continual.state").attr("StepResult")).release();
+  return reinterpret_cast<PyTypeObject*>(kept.ptr());
 }
 
 // Makes a StepResult, a NamedTuple, without calling its type, which takes 0.1 us more.
-PyObject* step_result(python::Object out, python::Object state) {
+PyObject* step_result(py::object out, py::object state) {
   PyTypeObject* type = step_result_type();
-  auto made = python::Object::owned(type->tp_alloc(type, 2));
-  PyTuple_SET_ITEM(made.get(), 0, out.release());
-  PyTuple_SET_ITEM(made.get(), 1, state.release());
-  return made.release();
+  py::object made = owned(type->tp_alloc(type, 2));
+  PyTuple_SET_ITEM(made.ptr(), 0, out.release().ptr());
+  PyTuple_SET_ITEM(made.ptr(), 1, state.release().ptr());
+  return made.release().ptr();
 }
 
 // One step: chooses its memory, runs it, makes its result.
@@ -139,9 +141,10 @@ class Step {
 
   bool finite(const Stream& stream) const {
     if (!heavy_) return cpu::finite(kernel_, stream, threads_);
-    const Held held(state_, fields_);  // declared first: it is released with the interpreter's lock
-    const python::Unlocked unlocked(true);
-    return cpu::finite(kernel_, stream, threads_);
+    const Held held(state_, fields_);
+    bool all = false;
+    unlocked([&] { all = cpu::finite(kernel_, stream, threads_); });
+    return all;
   }
 
   // Chooses the memory that the step writes to: rings, and `rows` rows of sums where the state has `rows_before`.
@@ -161,23 +164,18 @@ class Step {
   PyObject* result(NextState& next, Kind& stream) {
     const StreamShape& shape = stream.shape;
     const int64_t rows = shape.retroactive ? shape.window : shape.tokens;
-    NewTensor out = new_tensor(shape.dtype, {shape.batch, shape.heads, rows, shape.value_width});
-    stream.out = out.data;
-    run(stream);
+    py::object out = new_tensor(shape.dtype, {shape.batch, shape.heads, rows, shape.value_width}, stream.out);
+    const auto work = [&] { run(stream); };
+    heavy_ ? unlocked(work) : work();
     next.advance_positions(shape, stream.positions);
-    return step_result(std::move(out.object), next.make());
+    return step_result(std::move(out), next.make());
   }
 
  private:
-  void run(const NystromStream& stream) {
-    const python::Unlocked unlocked(heavy_);
+  void run(const NystromStream& stream) const {
     continual_nystrom(kernel_, stream, old_rings_, old_landmarks_, threads_);
   }
-
-  void run(const AttentionStream& stream) {
-    const python::Unlocked unlocked(heavy_);
-    continual_attention(kernel_, stream, old_rings_, threads_);
-  }
+  void run(const AttentionStream& stream) const { continual_attention(kernel_, stream, old_rings_, threads_); }
 
   const ContinualKernel& kernel_;
   PyObject* const state_;
@@ -233,34 +231,22 @@ PyObject* attention_step(PyObject* const* given) {
   return step.result(next, stream);
 }
 
+// Of two threads that step one state, the second must see which memory the first has taken.
 template <PyObject* (*kStep)(PyObject* const*)>
-PyObject* call(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != StepArguments::kCount) {
-    PyErr_SetString(PyExc_TypeError, "(state, query, key, value, retroactive) is needed");
-    return nullptr;
-  }
-  // Of two threads that step one state, the second must see which memory the first has taken.
-  return python::guarded([&] {
-    const python::Section alone(given[0]);
-    return kStep(given);
-  });
+PyObject* call(Arguments& in) {
+  PyObject* const* given = in.by_position(StepArguments::kCount, "(state, query, key, value, retroactive) is needed");
+  const py::scoped_critical_section alone(given[0]);
+  return kStep(given);
 }
 
-template <PyObject* (*kStep)(PyObject* const*)>
-void define_step(PyObject* module, const char* name) {
-  static PyMethodDef definition = {name, python::as_method(call<kStep>), METH_FASTCALL, nullptr};
-  python::add_function(module, definition);
+PyObject* owns_alone(Arguments& in) {
+  PyObject* const state = in.by_position(1, "(state) is needed")[0];
+  return PyBool_FromLong(is_sole_owner(state, fields_of(state)));
 }
 
-PyObject* owns_alone(PyObject*, PyObject* state) {
-  return python::guarded([&] { return PyBool_FromLong(is_sole_owner(state, fields_of(state))); });
-}
-
-PyObject* remember_state(PyObject*, PyObject* state) {
-  return python::guarded([&] {
-    remember(state, fields_of(state));
-    return none();
-  });
+void remember_state(Arguments& in) {
+  PyObject* const state = in.by_position(1, "(state) is needed")[0];
+  remember(state, fields_of(state));
 }
 
 }  // namespace
@@ -268,12 +254,10 @@ PyObject* remember_state(PyObject*, PyObject* state) {
 void bind_continual(PyObject* module) {
   find_fields();
   step_result_type();
-  define_step<nystrom_step>(module, "continual_nystrom_step");
-  define_step<attention_step>(module, "continual_attention_step");
-  static PyMethodDef sole = {"is_sole_owner", owns_alone, METH_O, nullptr};
-  static PyMethodDef remembers = {"remember", remember_state, METH_O, nullptr};
-  python::add_function(module, sole);
-  python::add_function(module, remembers);
+  define<call<nystrom_step>>(module, "continual_nystrom_step");
+  define<call<attention_step>>(module, "continual_attention_step");
+  define<owns_alone>(module, "is_sole_owner");
+  define<remember_state>(module, "remember");
 }
 
 }  // namespace cmab

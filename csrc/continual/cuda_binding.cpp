@@ -29,7 +29,7 @@ class States {
     return {before(field, name, dims, types).data, after(field, name, dims, types).data};
   }
   int integer(int field, const char* name) const {
-    const int64_t number = python::to_integer(PyTuple_GET_ITEM(before_, field));
+    const int64_t number = PyLong_AsLongLong(PyTuple_GET_ITEM(before_, field));  // -1 if it is none
     in_.require(number >= 0 && number <= INT32_MAX, name, "is not an int of 32 bits");
     return int(number);
   }
@@ -109,8 +109,7 @@ void nystrom(Arguments& in) {
   call.landmark_keys = states.renewal(fields.landmark_keys, "state.landmark_keys", "BHRD", sums);
   call.inverse = states.renewal(fields.inverse, "state.inverse", "BHRR", sums);
   const Stream on = read_stream(in);
-  const auto running = in.run();
-  nystrom_step(call, on);
+  in.run([&] { nystrom_step(call, on); });
 }
 
 void attention(Arguments& in) {
@@ -120,22 +119,19 @@ void attention(Arguments& in) {
       in.extent('r') == (call.retroactive ? call.window : 0) && (in.extent('R') == 0 || in.extent('R') == call.window),
       "state.sums", "has rows for another kind of output");
   const Stream on = read_stream(in);
-  const auto running = in.run();
-  attention_step(call, on);
-}
-
-// The bytes of shared memory of a block of a step, for tokens in float64 if `wide`; 0 landmarks in exact attention.
-int step_bytes(int value_width, int landmarks, bool wide) {
-  return wide ? step_shared_bytes<double>(value_width, landmarks) : step_shared_bytes<float>(value_width, landmarks);
+  in.run([&] { attention_step(call, on); });
 }
 
 }  // namespace
 
+int step_bytes(int value_width, int landmarks, bool wide) {
+  return wide ? step_shared_bytes<double>(value_width, landmarks) : step_shared_bytes<float>(value_width, landmarks);
+}
+
 void bind_continual(PyObject* module) {
   find_fields();
-  python::set_constant(module, "MAX_LANDMARKS", kMaxLandmarks);
-  python::set_constant(module, "MAX_VALUE_WIDTH", kMaxValueWidth);
-  python::define_of_numbers<step_bytes>(module, "step_shared_bytes");
+  set_constant(module, "MAX_LANDMARKS", kMaxLandmarks);
+  set_constant(module, "MAX_VALUE_WIDTH", kMaxValueWidth);
   define<nystrom>(module, "nystrom_step");
   define<attention>(module, "attention_step");
 }

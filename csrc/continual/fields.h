@@ -2,7 +2,7 @@
 // cmab_kernels/nystrom/continual/state.py. A field that is not named here is passed on unchanged from state to state.
 #pragma once
 
-#include "common/python.h"
+#include <Python.h>
 
 namespace cmab {
 

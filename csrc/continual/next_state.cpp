@@ -33,30 +33,31 @@ void remember(PyObject* state, const Fields& fields) {
 
 Held::Held(PyObject* state, const Fields& fields) {
   const std::array<int, 5> all = written(fields);
-  for (size_t i = 0; i < all.size(); ++i) tensors_[i] = python::Object::borrowed(PyTuple_GET_ITEM(state, all[i]));
+  for (size_t i = 0; i < all.size(); ++i) tensors_[i] = borrowed(PyTuple_GET_ITEM(state, all[i]));
 }
 
-python::Object NextState::make() {
-  auto made = python::Object::owned(fields_.type->tp_alloc(fields_.type, fields_.count));
+py::object NextState::make() {
+  py::object made = owned(fields_.type->tp_alloc(fields_.type, fields_.count));
   for (Py_ssize_t i = 0; i < fields_.count; ++i) {
-    python::Object field = changed_[i] ? std::move(changed_[i]) : field_before(int(i));
-    PyTuple_SET_ITEM(made.get(), i, field.release());
+    py::object field = changed_[i] ? std::move(changed_[i]) : field_before(int(i));
+    PyTuple_SET_ITEM(made.ptr(), i, field.release().ptr());
   }
   return made;
 }
 
 void* NextState::allocate(int field, DType dtype, const cpu::StreamShape& shape, int64_t rows, int64_t columns) {
-  NewTensor made = new_tensor(dtype, {shape.batch, shape.heads, rows, columns});
-  remember(made.object.get());
-  set(field, std::move(made.object));
-  return made.data;
+  void* data;
+  py::object made = new_tensor(dtype, {shape.batch, shape.heads, rows, columns}, data);
+  remember(made.ptr());
+  set(field, std::move(made));
+  return data;
 }
 
 void NextState::advance_positions(const cpu::StreamShape& shape, const int64_t* before) {
-  NewTensor made = new_tensor(DType::kInt64, {shape.batch, shape.heads});
-  std::transform(before, before + shape.batch * shape.heads, static_cast<int64_t*>(made.data),
+  void* data;
+  set(fields_.position, new_tensor(DType::kInt64, {shape.batch, shape.heads}, data));
+  std::transform(before, before + shape.batch * shape.heads, static_cast<int64_t*>(data),
                  [&](int64_t position) { return position + shape.tokens; });
-  set(fields_.position, std::move(made.object));
 }
 
 }  // namespace cmab

@@ -28,7 +28,7 @@ class Held {
   Held(PyObject* state, const Fields&);
 
  private:
-  std::array<python::Object, 5> tensors_;
+  std::array<py::object, 5> tensors_;
 };
 
 // Builds the next state; fields that are not set are taken from the state before. The caller must not hold references
@@ -74,18 +74,18 @@ class NextState {
   // Sets the positions after the step: those before it, (batch, heads), and its number of tokens.
   void advance_positions(const cpu::StreamShape& shape, const int64_t* before);
 
-  python::Object make();
+  py::object make();
 
  private:
-  void set(int field, python::Object object) { changed_[field] = std::move(object); }
-  python::Object field_before(int field) const { return python::Object::borrowed(PyTuple_GET_ITEM(before_, field)); }
+  void set(int field, py::object object) { changed_[field] = std::move(object); }
+  py::object field_before(int field) const { return borrowed(PyTuple_GET_ITEM(before_, field)); }
   void* allocate(int field, DType dtype, const cpu::StreamShape& shape, int64_t rows, int64_t columns);
 
   PyObject* const before_;
   const Fields& fields_;
   const bool sole_;
   const Held held_;
-  python::Object changed_[kMostFields];
+  py::object changed_[kMostFields];
 };
 
 }  // namespace cmab

@@ -29,8 +29,7 @@ void sums(Arguments& in) {
   inputs.exact = in.flag("exact");
   auto* of_keys = static_cast<double*>(in.optional_contiguous("gram", "BHDD", DType::kFloat64).data);
   auto* moment = static_cast<double*>(in.optional_contiguous("moment", "BHDE", DType::kFloat64).data);
-  const auto running = in.run();
-  gram(inputs, of_keys, moment);
+  in.run([&] { gram(inputs, of_keys, moment); });
 }
 
 // What an update of a state reads and fills.
@@ -55,8 +54,7 @@ struct Update {
 
 void update(Arguments& in) {
   const Update update(in);
-  const auto running = in.run();
-  update.run();
+  in.run([&] { update.run(); });
 }
 
 // An update, and the solution of what it gives.
@@ -69,9 +67,10 @@ void step(Arguments& in) {
   systems.alpha = in.contiguous("alpha", "BH", DType::kFloat64).data, systems.alpha_stride = 1;
   systems.weight = in.contiguous("weight", "BHDE", DType::kFloat64).data;
   systems.info = static_cast<int32_t*>(in.contiguous("info", "BH", DType::kInt32).data);
-  const auto running = in.run();
-  update.run();
-  regularised_solve(DType::kFloat64, systems, update.inputs.threads);
+  in.run([&] {
+    update.run();
+    regularised_solve(DType::kFloat64, systems, update.inputs.threads);
+  });
 }
 
 void backward(Arguments& in) {
@@ -83,8 +82,7 @@ void backward(Arguments& in) {
   const GramGradient gradient{in.optional_contiguous("dkey", "BHND", dtype).data,
                               in.optional_contiguous("dvalue", "BHNE", dtype).data,
                               in.optional_contiguous("dweights", "BHN", state_type(dtype)).data};
-  const auto running = in.run();
-  gram_backward(inputs, dgram, dmoment, gradient);
+  in.run([&] { gram_backward(inputs, dgram, dmoment, gradient); });
 }
 
 void apply(Arguments& in) {
@@ -96,8 +94,7 @@ void apply(Arguments& in) {
   inputs.query = operand(query), inputs.matrix = operand(weight);
   inputs.threads = torch_threads();
   void* out = in.contiguous("out", "BHME", query.dtype).data;
-  const auto running = in.run();
-  apply_rows(inputs, out);
+  in.run([&] { apply_rows(inputs, out); });
 }
 
 }  // namespace

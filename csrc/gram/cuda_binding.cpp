@@ -18,11 +18,11 @@ RidgeCall read_rows(Arguments& in) {
 
 // Returns what a call needs beside its inputs and outputs: (matrices per launch, float64 elements of workspace,
 // tickets).
-python::Object ridge_needs(Arguments& in) {
+PyObject* ridge_needs(Arguments& in) {
   const RidgeCall call = read_rows(in);
   const Needs needed =
       needs(call.batch * call.heads, call.keys, call.key_width, call.value_width, in.integer("most_workspace"));
-  return python::Object::owned(Py_BuildValue("(LLL)", needed.together, needed.workspace, needed.tickets));
+  return Py_BuildValue("(LLL)", needed.together, needed.workspace, needed.tickets);
 }
 
 void ridge(Arguments& in) {
@@ -47,20 +47,17 @@ void ridge(Arguments& in) {
   in.require(in.extent('T') >= cut.tickets() * call.batch * call.heads, "tickets", "are too few");
   in.require(call.together >= 1 || call.batch * call.heads == 0, "together", "is not positive");
   const Stream on = read_stream(in);
-  const auto running = in.run();
-  ridge_solve(call, on);
-}
-
-// The bytes of shared memory of a block of the ridge solve, for keys in float64 if `wide`.
-int ridge_bytes(int key_width, int value_width, bool wide) {
-  return wide ? ridge_shared_bytes<double>(key_width, value_width) : ridge_shared_bytes<float>(key_width, value_width);
+  in.run([&] { ridge_solve(call, on); });
 }
 
 }  // namespace
 
+int ridge_bytes(int key_width, int value_width, bool wide) {
+  return wide ? ridge_shared_bytes<double>(key_width, value_width) : ridge_shared_bytes<float>(key_width, value_width);
+}
+
 void bind_ridge(PyObject* module) {
-  python::set_constant(module, "MAX_WIDTH", kMaxWidth);
-  python::define_of_numbers<ridge_bytes>(module, "ridge_shared_bytes");
+  set_constant(module, "MAX_WIDTH", kMaxWidth);
   define<ridge_needs>(module, "ridge_needs");
   define<ridge>(module, "ridge_solve");
 }

@@ -46,8 +46,7 @@ FeedForward read_feed_forward(Arguments& in) {
 void forward(Arguments& in) {
   const FeedForward layer = read_feed_forward(in);
   void* y = in.contiguous("y", "RC", layer.dtype).data;
-  const auto running = in.run();
-  feed_forward(layer, y);
+  in.run([&] { feed_forward(layer, y); });
 }
 
 void backward(Arguments& in) {
@@ -58,8 +57,7 @@ void backward(Arguments& in) {
   gradients.norm = read_gradients(in, "dnorm_weight", "C", "dnorm_bias", "C", layer.dtype);
   gradients.expand = read_gradients(in, "dexpand_weight", "GC", "dexpand_bias", "G", layer.dtype);
   gradients.contract = read_gradients(in, "dcontract_weight", "CF", "dcontract_bias", "C", layer.dtype);
-  const auto running = in.run();
-  feed_forward_backward(layer, dy, gradients);
+  in.run([&] { feed_forward_backward(layer, dy, gradients); });
 }
 
 // Letters: R = B L rows of x, S = B N rows of the context, P = H D and Q = H E columns of the heads.
@@ -113,8 +111,7 @@ void attention_forward_layer(Arguments& in) {
   const AttentionLayer layer = read_attention_layer(in);
   const AttentionKept kept = read_kept(in, layer);
   void* y = in.contiguous("y", "RC", layer.dtype).data;
-  const auto running = in.run();
-  attention_layer(layer, kept, y);
+  in.run([&] { attention_layer(layer, kept, y); });
 }
 
 void attention_backward_layer(Arguments& in) {
@@ -133,8 +130,7 @@ void attention_backward_layer(Arguments& in) {
   gradients.key = read_gradients(in, "dkey_weight", crosses ? "PK" : "PC", "dkey_bias", "P", dtype);
   gradients.value = read_gradients(in, "dvalue_weight", crosses ? "QK" : "QC", "dvalue_bias", "Q", dtype);
   gradients.output = read_gradients(in, "doutput_weight", "CQ", "doutput_bias", "C", dtype);
-  const auto running = in.run();
-  attention_layer_backward(layer, dy, kept, gradients);
+  in.run([&] { attention_layer_backward(layer, dy, kept, gradients); });
 }
 
 }  // namespace

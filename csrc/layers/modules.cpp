@@ -2,21 +2,19 @@
 // streaming update looks at each.
 #include "common/arguments.h"
 #include "common/bindings.h"
-
-using cmab::python::Object;
+#include "common/python.h"
 
 namespace cmab {
 namespace {
 
 // Names and types that are looked up once and never released.
 struct Known {
-  PyObject* hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
-                        name("_backward_pre_hooks")};
-  PyObject *forward = name("forward"), *weight = name("weight"), *bias = name("bias"), *eps = name("eps"),
-           *dtype = name("dtype"), *parameters = name("_parameters"), *modules = name("_modules");
-  Object nn = python::import("torch.nn"), torch = python::import("torch");
-  Object norm = python::attribute(nn.get(), "LayerNorm"), parameter = python::attribute(nn.get(), "Parameter"),
-         tensor = python::attribute(torch.get(), "Tensor");
+  const py::object hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
+                               name("_backward_pre_hooks")};
+  const py::object forward = name("forward"), weight = name("weight"), bias = name("bias"), eps = name("eps"),
+                   dtype = name("dtype"), parameters = name("_parameters"), modules = name("_modules");
+  const py::object nn = import("torch.nn"), norm = nn.attr("LayerNorm"), parameter = nn.attr("Parameter"),
+                   tensor = import("torch").attr("Tensor");
 
   static const Known& get() {
     static const Known* const kept = new Known;
@@ -24,38 +22,40 @@ struct Known {
   }
 
  private:
-  static PyObject* name(const char* text) { return Object::owned(PyUnicode_InternFromString(text)).release(); }
+  static py::object name(const char* text) { return owned(PyUnicode_InternFromString(text)); }
 };
 
 // The value of a key, or null.
-Object item(PyObject* dict, PyObject* key) {
+py::object item(py::handle dict, py::handle key) {
   PyObject* found = nullptr;
 #if PY_VERSION_HEX >= 0x030D0000
-  if (PyDict_GetItemRef(dict, key, &found) < 0) throw python::Raised();
+  if (PyDict_GetItemRef(dict.ptr(), key.ptr(), &found) < 0) throw py::error_already_set();
 #else
-  found = Py_XNewRef(PyDict_GetItemWithError(dict, key));
-  if (!found && PyErr_Occurred()) throw python::Raised();
+  found = Py_XNewRef(PyDict_GetItemWithError(dict.ptr(), key.ptr()));
+  if (!found && PyErr_Occurred()) throw py::error_already_set();
 #endif
-  return found ? Object::owned(found) : Object();
+  return py::reinterpret_steal<py::object>(found);
 }
 
-bool is_true(PyObject* object) {
-  const int answer = PyObject_IsTrue(object);
-  if (answer < 0) throw python::Raised();
+bool is_true(py::handle object) {
+  const int answer = PyObject_IsTrue(object.ptr());
+  if (answer < 0) throw py::error_already_set();
   return answer != 0;
 }
 
+py::handle type_of(py::handle object) { return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())); }
+
 // The attributes of a module's own; null if it is not just a `kind`, by the rule of nn.layers.plain_parameters.
-Object plain_attributes(PyObject* module, PyObject* kind) {
+py::object plain_attributes(py::handle module, py::handle kind) {
   const Known& known = Known::get();
-  if (reinterpret_cast<PyObject*>(Py_TYPE(module)) != kind) return {};
-  Object found = Object::owned(PyObject_GenericGetDict(module, nullptr));
-  for (PyObject* name : known.hooks) {
-    const Object hooks = item(found.get(), name);
-    if (!hooks || is_true(hooks.get())) return {};
+  if (!type_of(module).is(kind)) return {};
+  py::object found = owned(PyObject_GenericGetDict(module.ptr(), nullptr));
+  for (const py::handle name : known.hooks) {
+    const py::object hooks = item(found, name);
+    if (!hooks || is_true(hooks)) return {};
   }
-  for (PyObject* name : {known.forward, known.weight, known.bias})
-    if (item(found.get(), name)) return {};
+  for (const py::handle name : {known.forward, known.weight, known.bias})
+    if (item(found, name)) return {};
   return found;
 }
 
@@ -64,29 +64,29 @@ struct Found {
   PyObject *tensors, *eps;
 
   // Adds a parameter; whether it is one, or a tensor, and not of a type of its own.
-  bool add(const Object& parameter) const {
-    PyObject* const type = parameter ? reinterpret_cast<PyObject*>(Py_TYPE(parameter.get())) : nullptr;
-    if (type != Known::get().parameter.get() && type != Known::get().tensor.get()) return false;
-    if (PyList_Append(tensors, parameter.get()) != 0) throw python::Raised();
+  bool add(const py::object& parameter) const {
+    const py::handle type = parameter ? type_of(parameter) : py::handle();
+    if (!type.is(Known::get().parameter) && !type.is(Known::get().tensor)) return false;
+    if (PyList_Append(tensors, parameter.ptr()) != 0) throw py::error_already_set();
     return true;
   }
 };
 
-bool collect_leaf(PyObject* module, PyObject* kind, bool biased, const Found& to) {
+bool collect_leaf(py::handle module, py::handle kind, bool biased, const Found& to) {
   const Known& known = Known::get();
-  const Object attributes = plain_attributes(module, kind);
+  const py::object attributes = plain_attributes(module, kind);
   if (!attributes) return false;
-  const Object parameters = item(attributes.get(), known.parameters);
+  const py::object parameters = item(attributes, known.parameters);
   if (!parameters) return false;
-  const Object weight = item(parameters.get(), known.weight), bias = item(parameters.get(), known.bias);
-  if (!to.add(weight) || (biased ? !to.add(bias) : bias.get() != Py_None)) return false;
-  if (kind != known.norm.get()) return true;
+  const py::object weight = item(parameters, known.weight), bias = item(parameters, known.bias);
+  if (!to.add(weight) || (biased ? !to.add(bias) : !bias.is_none())) return false;
+  if (!kind.is(known.norm)) return true;
   // Norms may be kept in float32, of which one call knows nothing.
-  const Object first = Object::borrowed(PyList_GET_ITEM(to.tensors, 0));
-  const auto dtype = [&](const Object& of) { return Object::owned(PyObject_GetAttr(of.get(), known.dtype)); };
-  if (dtype(weight).get() != dtype(first).get()) return false;
-  const Object eps = item(attributes.get(), known.eps);
-  if (eps && PySet_Add(to.eps, eps.get()) != 0) throw python::Raised();
+  const py::object first = borrowed(PyList_GET_ITEM(to.tensors, 0));
+  const auto dtype = [&](const py::object& of) { return owned(PyObject_GetAttr(of.ptr(), known.dtype.ptr())); };
+  if (!dtype(weight).is(dtype(first))) return false;
+  const py::object eps = item(attributes, known.eps);
+  if (eps && PySet_Add(to.eps, eps.ptr()) != 0) throw py::error_already_set();
   return bool(eps);
 }
 
@@ -96,42 +96,39 @@ struct Entry {
 
   explicit Entry(PyObject* tuple) {
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 3)
-      throw python::ValueError("collect_parameters: `layers` holds what is no tuple of three");
+      throw py::value_error("collect_parameters: `layers` holds what is no tuple of three");
     name = PyTuple_GET_ITEM(tuple, 0), kind = PyTuple_GET_ITEM(tuple, 1), rest = PyTuple_GET_ITEM(tuple, 2);
   }
 };
 
 // Calls function(module, entry) for the entries' modules until it returns false; whether it never did.
 template <class Function>
-bool for_each_module(PyObject* modules, PyObject* entries, Function function) {
+bool for_each_module(py::handle modules, PyObject* entries, Function function) {
   if (!PyTuple_Check(entries))
-    throw python::ValueError("collect_parameters: `layers` is no tuple, or holds a layer without one");
+    throw py::value_error("collect_parameters: `layers` is no tuple, or holds a layer without one");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entries); ++i) {
     const Entry entry(PyTuple_GET_ITEM(entries, i));
-    const Object module = item(modules, entry.name);
-    if (!module || !function(module.get(), entry)) return false;
+    const py::object module = item(modules, entry.name);
+    if (!module || !function(module, entry)) return false;
   }
   return true;
 }
 
 // Whether those of the `settings`, a dict of what all layers have in common, that a layer has are as they say.
-bool has_settings(PyObject* attributes, PyObject* settings) {
+bool has_settings(py::handle attributes, PyObject* settings) {
   PyObject *name, *value;
   for (Py_ssize_t at = 0; PyDict_Next(settings, &at, &name, &value);) {
-    const Object own = item(attributes, name);
-    const int same = own ? PyObject_RichCompareBool(own.get(), value, Py_EQ) : 1;
-    if (same < 0) throw python::Raised();
-    if (!same) return false;
+    const py::object own = item(attributes, name);
+    if (own && !own.equal(py::handle(value))) return false;
   }
   return true;
 }
 
-bool collect_layer(PyObject* layer, const Entry& entry, PyObject* settings, const Found& to) {
-  const Known& known = Known::get();
-  const Object attributes = plain_attributes(layer, entry.kind);
-  if (!attributes || !has_settings(attributes.get(), settings)) return false;
-  const Object modules = item(attributes.get(), known.modules);
-  return modules && for_each_module(modules.get(), entry.rest, [&](PyObject* module, const Entry& leaf) {
+bool collect_layer(py::handle layer, const Entry& entry, PyObject* settings, const Found& to) {
+  const py::object attributes = plain_attributes(layer, entry.kind);
+  if (!attributes || !has_settings(attributes, settings)) return false;
+  const py::object modules = item(attributes, Known::get().modules);
+  return modules && for_each_module(modules, entry.rest, [&](py::handle module, const Entry& leaf) {
            return collect_leaf(module, leaf.kind, leaf.rest == Py_True, to);
          });
 }
@@ -139,7 +136,7 @@ bool collect_layer(PyObject* layer, const Entry& entry, PyObject* settings, cons
 // Appends the parameters of the layers among `modules`, and adds the eps of their norms. A layer is its name, its kind,
 // and the name, the kind of each module in it and whether that has a bias. False if a module is not just its kind, a
 // parameter is absent or of a type of its own, or a layer has other settings.
-Object collect_parameters(Arguments& in) {
+PyObject* collect_parameters(Arguments& in) {
   PyObject* const modules = in.object("modules");
   PyObject* const layers = in.object("layers");
   PyObject* const settings = in.object("settings");
@@ -148,11 +145,9 @@ Object collect_parameters(Arguments& in) {
   in.require(PyDict_Check(settings), "settings", "is not a dict");
   in.require(PyList_Check(to.tensors), "tensors", "is not a list");
   in.require(PySet_Check(to.eps), "eps", "is not a set");
-  return Object::borrowed(
-      for_each_module(modules, layers,
-                      [&](PyObject* layer, const Entry& entry) { return collect_layer(layer, entry, settings, to); })
-          ? Py_True
-          : Py_False);
+  return PyBool_FromLong(for_each_module(modules, layers, [&](py::handle layer, const Entry& entry) {
+    return collect_layer(layer, entry, settings, to);
+  }));
 }
 
 }  // namespace

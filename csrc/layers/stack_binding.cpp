@@ -11,15 +11,12 @@ namespace {
 // Tensors of a block, as read_block reads them, and those of them that read_reading does.
 constexpr int kOfBlock = 57, kOfReading = 8;
 
-// Tensors that were made contiguous for a call.
-using Copies = std::vector<python::Object>;
-
-// The tensors of all blocks, one after the other: parameters, with memory for copies of them, or their gradients, some
-// of which may be None and give null.
+// The tensors of all blocks, one after the other: parameters, or their gradients, some of which may be None and give
+// null.
 class Tensors {
  public:
-  Tensors(Arguments& in, const char* name, DType dtype, Copies* copies, int of_block = kOfBlock)
-      : in_(in), name_(name), items_(in.object(name)), dtype_(dtype), copies_(copies), of_block_(of_block) {
+  Tensors(Arguments& in, const char* name, DType dtype, bool filled, int of_block = kOfBlock)
+      : in_(in), name_(name), items_(in.object(name)), dtype_(dtype), filled_(filled), of_block_(of_block) {
     in.require(PyTuple_Check(items_) && count() > 0 && count() % of_block == 0, name,
                "is not a tuple of as many tensors for each block");
   }
@@ -28,9 +25,8 @@ class Tensors {
   void* contiguous(const char* dims) {
     const TensorView view = next(dims);
     if (view.contiguous()) return view.data;
-    in_.require(copies_, name_, "holds a tensor that is not contiguous");
-    copies_->push_back(python::call_method(PyTuple_GET_ITEM(items_, next_ - 1), "contiguous"));
-    return in_.read(copies_->back().get(), name_, dims, dtype_).data;
+    in_.require(!filled_, name_, "holds a tensor that is not contiguous");
+    return in_.read_copy(PyTuple_GET_ITEM(items_, next_ - 1), name_, dims, dtype_).data;
   }
   Weights weights(const char* dims, const char* bias) {
     const TensorView weight = next(dims);
@@ -49,14 +45,14 @@ class Tensors {
   int64_t count() const { return PyTuple_GET_SIZE(items_); }
   TensorView next(const char* dims) {
     PyObject* item = PyTuple_GET_ITEM(items_, next_++);
-    return !copies_ && item == Py_None ? TensorView{} : in_.read(item, name_, dims, dtype_);
+    return filled_ && item == Py_None ? TensorView{} : in_.read(item, name_, dims, dtype_);
   }
 
   Arguments& in_;
   const char* const name_;
   PyObject* const items_;
   const DType dtype_;
-  Copies* const copies_;
+  const bool filled_;
   const int of_block_;
   int64_t next_ = 0;
 };
@@ -131,7 +127,7 @@ void read_inputs(Arguments& in, const TensorView& inputs, BlockStack& stack) {
 
 // Letters: B, L and M latents, N inputs, C columns, S = K B sets of H heads of D, F = inner and G = 2 F columns of the
 // feed-forward layers.
-BlockStack read_stack(Arguments& in, Copies& copies) {
+BlockStack read_stack(Arguments& in) {
   const TensorView x = in.contiguous("x", "BLC", kFloating);
   PyObject* const given = in.object("inputs");  // inputs without rows have no memory, but are there
   const bool reads = given != Py_None;
@@ -140,7 +136,7 @@ BlockStack read_stack(Arguments& in, Copies& copies) {
   LatentBlock common = read_common(in, x);
   common.latents = in.extent('L'), common.scale = in.number("scale");
   common.residual = Residual(in.integer("residual"));
-  Tensors read(in, "parameters", x.dtype, &copies);
+  Tensors read(in, "parameters", x.dtype, false);
   BlockStack stack{};
   stack.blocks.resize(read.blocks(), common), stack.readings.resize(read.blocks());
   for (int64_t k = 0; k < read.blocks(); ++k) read_block(read, eps, stack.blocks[k], stack.readings[k]);
@@ -177,14 +173,14 @@ void* read_kept(Arguments& in, const BlockStack& stack, bool optional) {
 }
 
 // Reads no parameter: the numbers say it all.
-python::Object stack_bytes(Arguments& in) {
+PyObject* stack_bytes(Arguments& in) {
   LatentBlock block = read_common(in, in.contiguous("x", "BLC", kFloating));
   block.latents = in.extent('L'), block.block_latents = in.integer("block_latents");
   const int64_t depth = in.integer("depth");
   in.require(depth >= 1, "depth", "is below 1");
   BlockStack stack{};
   stack.blocks.resize(depth, block);
-  return python::from_integer(int64_t(block_stack_bytes(stack)));
+  return PyLong_FromSize_t(block_stack_bytes(stack));
 }
 
 // The incoming state and the new one, of all blocks.
@@ -208,13 +204,11 @@ States read_states(Arguments& in, const BlockStack& stack) {
 }
 
 void stack_forward(Arguments& in) {
-  Copies copies;
-  const BlockStack stack = read_stack(in, copies);
+  const BlockStack stack = read_stack(in);
   const States states = read_states(in, stack);
   void* y = in.contiguous("y", "BLC", stack.blocks[0].dtype).data;
   void* kept = read_kept(in, stack, true);
-  const auto running = in.run();
-  block_stack(stack, states.before_out, states.before_lse, states.out, states.lse, y, kept);
+  in.run([&] { block_stack(stack, states.before_out, states.before_lse, states.out, states.lse, y, kept); });
 }
 
 // The first cross-attentions alone, of which it takes the first parameters of each block.
@@ -222,8 +216,7 @@ void stack_read(Arguments& in) {
   const TensorView inputs = in.tensor("inputs", "BNC", kFloating);
   LatentBlock common = read_common(in, inputs);
   common.scale = in.number("scale");
-  Copies copies;
-  Tensors read(in, "parameters", inputs.dtype, &copies, kOfReading);
+  Tensors read(in, "parameters", inputs.dtype, false, kOfReading);
   BlockStack stack{};
   stack.reads = true;
   stack.blocks.resize(read.blocks(), common), stack.readings.resize(read.blocks());
@@ -232,13 +225,11 @@ void stack_read(Arguments& in) {
   for (LatentBlock& block : stack.blocks) block.block_latents = in.extent('M');
   read_inputs(in, inputs, stack);
   const States states = read_states(in, stack);
-  const auto running = in.run();
-  block_stack_read(stack, states.before_out, states.before_lse, states.out, states.lse);
+  in.run([&] { block_stack_read(stack, states.before_out, states.before_lse, states.out, states.lse); });
 }
 
 void stack_backward(Arguments& in) {
-  Copies copies;
-  const BlockStack stack = read_stack(in, copies);
+  const BlockStack stack = read_stack(in);
   const DType dtype = stack.blocks[0].dtype, sums = state_type(dtype);
   const auto part = [&](const TensorView& view, const char* name) { return read_part(in, view, stack, name); };
   const void* out = part(in.contiguous("out", "SHMD", sums), "out").data;
@@ -252,19 +243,21 @@ void stack_backward(Arguments& in) {
   to.inputs = in.optional_contiguous("dinputs", "BNC", dtype).data;
   to.attended = part(in.optional_contiguous("dattended", "SHMD", sums), "dattended").data;
   in.require(to.attended || stack.reads, "dattended", "is None");
-  Tensors read(in, "gradients", dtype, nullptr);
+  Tensors read(in, "gradients", dtype, true);
   in.require(read.blocks() == int64_t(stack.blocks.size()), "gradients", "are those of another number of blocks");
   to.blocks.resize(read.blocks()), to.readings.resize(read.blocks());
   for (int64_t k = 0; k < read.blocks(); ++k) read_gradients(read, to.blocks[k], to.readings[k]);
-  const auto running = in.run();
-  block_stack_backward(stack, {dy.data, dy.shape[2], 1}, dbetween.data, out, static_cast<const double*>(lse), kept, to);
+  in.run([&] {
+    block_stack_backward(stack, {dy.data, dy.shape[2], 1}, dbetween.data, out, static_cast<const double*>(lse), kept,
+                         to);
+  });
 }
 
 }  // namespace
 
 void bind_stack(PyObject* module) {
-  python::set_constant(module, "TENSORS_OF_BLOCK", kOfBlock);
-  python::set_constant(module, "TENSORS_OF_READING", kOfReading);
+  set_constant(module, "TENSORS_OF_BLOCK", kOfBlock);
+  set_constant(module, "TENSORS_OF_READING", kOfReading);
   define<stack_bytes>(module, "block_stack_bytes");
   define<stack_read>(module, "block_stack_read");
   define<stack_forward>(module, "block_stack");

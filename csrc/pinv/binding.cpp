@@ -22,8 +22,7 @@ void inverse(Arguments& in) {
   PinvCall call = read_matrix(in);
   call.out = in.contiguous("inverse", "Mmm", call.dtype).data;
   const int threads = torch_threads();
-  const auto running = in.run();
-  iterative_pinv(call, threads);
+  in.run([&] { iterative_pinv(call, threads); });
 }
 
 void inverse_backward(Arguments& in) {
@@ -31,8 +30,7 @@ void inverse_backward(Arguments& in) {
   call.dinverse = matrices(in.tensor("dinverse", "Mmm", call.dtype));
   call.out = in.contiguous("dmatrix", "Mmm", call.dtype).data;
   const int threads = torch_threads();
-  const auto running = in.run();
-  iterative_pinv_backward(call, threads);
+  in.run([&] { iterative_pinv_backward(call, threads); });
 }
 
 LandmarkCall read_landmarks(Arguments& in) {
@@ -56,8 +54,7 @@ void values(Arguments& in) {
   LandmarkCall call = read_landmarks(in);
   call.out = in.contiguous("out", "MmE", call.dtype).data;
   const int threads = torch_threads();
-  const auto running = in.run();
-  landmark_values(call, threads);
+  in.run([&] { landmark_values(call, threads); });
 }
 
 void values_backward(Arguments& in) {
@@ -67,8 +64,7 @@ void values_backward(Arguments& in) {
   call.dkey = in.contiguous("dkey", "MmD", call.dtype).data;
   call.dvalue = in.contiguous("dvalues", "MmE", call.dtype).data;
   const int threads = torch_threads();
-  const auto running = in.run();
-  landmark_values_backward(call, threads);
+  in.run([&] { landmark_values_backward(call, threads); });
 }
 
 }  // namespace

@@ -42,8 +42,7 @@ void forward(Arguments& in) {
   void* out = in.contiguous("out", "BHRE", state_type(call.inputs.shape.dtype)).data;
   auto* lse = static_cast<double*>(in.contiguous("lse", "BHR", DType::kFloat64).data);
   check_rows(in, call, "out");
-  const auto running = in.run();
-  prefix_forward(call, out, lse);
+  in.run([&] { prefix_forward(call, out, lse); });
 }
 
 void backward(Arguments& in) {
@@ -58,8 +57,7 @@ void backward(Arguments& in) {
       in.optional_contiguous("dquery", "BHLD", dtype).data, in.optional_contiguous("dkey", "BHND", dtype).data,
       in.optional_contiguous("dvalue", "BHNE", dtype).data, in.optional_contiguous("dstate_out", "BHLE", sums).data,
       static_cast<double*>(in.optional_contiguous("dstate_lse", "BHL", DType::kFloat64).data)};
-  const auto running = in.run();
-  prefix_backward(call, dout, dlse, out, lse, gradients);
+  in.run([&] { prefix_backward(call, dout, dlse, out, lse, gradients); });
 }
 
 }  // namespace

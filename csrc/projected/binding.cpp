@@ -50,8 +50,7 @@ void forward(Arguments& in) {
   void* out = in.contiguous("out", "GHLE", sums).data;
   in.require(in.extent('E') == inputs.attention.shape.value_width, "out", "is not as wide as the values");
   auto* lse = static_cast<double*>(in.contiguous("lse", "GHL", DType::kFloat64).data);
-  const auto running = in.run();
-  projected_attention_forward(inputs, state_out, state_lse, out, lse);
+  in.run([&] { projected_attention_forward(inputs, state_out, state_lse, out, lse); });
 }
 
 void backward(Arguments& in) {
@@ -66,8 +65,7 @@ void backward(Arguments& in) {
       in.optional_contiguous("dquery", "GHLD", sums).data,
       in.optional_contiguous("dinputs", inputs.attention.cu_seqlens ? "1NC" : "BNC", inputs.dtype).data,
       in.optional_contiguous("dweight", "KPC", sums).data, in.optional_contiguous("dbias", "KP", sums).data};
-  const auto running = in.run();
-  projected_attention_backward(inputs, dout, dlse, out, lse, gradients);
+  in.run([&] { projected_attention_backward(inputs, dout, dlse, out, lse, gradients); });
 }
 
 }  // namespace

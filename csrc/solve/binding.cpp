@@ -18,8 +18,7 @@ void solve(Arguments& in) {
   systems.weight = in.contiguous("weight", "MDE", gram.dtype).data;
   systems.info = static_cast<int32_t*>(in.contiguous("info", "M", DType::kInt32).data);
   const int threads = torch_threads();
-  const auto running = in.run();
-  regularised_solve(gram.dtype, systems, threads);
+  in.run([&] { regularised_solve(gram.dtype, systems, threads); });
 }
 
 }  // namespace

@@ -21,20 +21,15 @@ void solve(Arguments& in) {
   call.weight = in.contiguous("weight", "MDE", gram.dtype).data;
   call.info = static_cast<int32_t*>(in.contiguous("info", "M", DType::kInt32).data);
   const Stream on = read_stream(in);
-  const auto running = in.run();
-  regularised_solve(call, on);
-}
-
-// The bytes of shared memory of a block that solves a system, in float64 if `wide`.
-int solve_bytes(int order, int columns, bool wide) {
-  return wide ? SolveBlock<double>::shared_bytes(order, columns) : SolveBlock<float>::shared_bytes(order, columns);
+  in.run([&] { regularised_solve(call, on); });
 }
 
 }  // namespace
 
-void bind_solve(PyObject* module) {
-  python::define_of_numbers<solve_bytes>(module, "solve_shared_bytes");
-  define<solve>(module, "regularised_solve");
+int solve_bytes(int order, int columns, bool wide) {
+  return wide ? SolveBlock<double>::shared_bytes(order, columns) : SolveBlock<float>::shared_bytes(order, columns);
 }
+
+void bind_solve(PyObject* module) { define<solve>(module, "regularised_solve"); }
 
 }  // namespace cmab::cuda

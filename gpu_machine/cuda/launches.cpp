@@ -15,21 +15,9 @@
 
 const cmab::Device cmab::kDevice = cmab::Device::kCpu;
 
-PyObject* cmab::cuda::on_launch = nullptr;
+pybind11::handle cmab::cuda::on_launch;
 
-using namespace cmab;
-
-namespace {
-
-void set_launch(Arguments& in) { Py_XSETREF(cuda::on_launch, Py_NewRef(in.object("function"))); }
-
-void fill(PyObject* module) {
-  define<set_launch>(module, "set_launch");
-  cuda::bind_continual(module);
-  cuda::bind_ridge(module);
-  cuda::bind_solve(module);
+PYBIND11_MODULE(launches, module) {
+  module.def("set_launch", [](pybind11::object function) { cmab::cuda::on_launch = function.release(); });
+  cmab::cuda::bind_kernels(module);
 }
-
-}  // namespace
-
-PyMODINIT_FUNC PyInit_launches() { return python::make_module("launches", fill); }

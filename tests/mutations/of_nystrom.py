@@ -89,7 +89,7 @@ IN_CPP = {
     ),
     "memory of which somebody else holds a view": Fault(
         "csrc/common/ownership.cpp",
-        "return is_one(counts().storage_uses, entry->second.storage.get()) &&",
+        "return is_one(counts().storage_uses, entry->second.storage.ptr()) &&",
         "return",
         f"{OWNERSHIP}::test_what_is_held_stays",
     ),

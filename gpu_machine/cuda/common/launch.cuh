@@ -2,13 +2,12 @@
 // name of the kernel, that of its type T, and the bytes of its arguments. Kernels themselves are not compiled here.
 #pragma once
 
-#include <Python.h>
+#include <pybind11/pybind11.h>
 
 #include <stdexcept>
 #include <string>
 #include <typeinfo>
 
-#include "common/python.h"
 #include "common/stream.h"
 
 #define __global__
@@ -30,33 +29,17 @@ inline int cudaDeviceGetAttribute(int* bytes, int, int) { return *bytes = 163 <<
 
 namespace cmab::cuda {
 
-extern PyObject* on_launch;
+extern pybind11::handle on_launch;
 inline void check(int, const char*) {}
-
-// Takes the interpreter's lock until it is destroyed.
-class Locked {
- public:
-  Locked() : state_(PyGILState_Ensure()) {}
-  Locked(const Locked&) = delete;
-  Locked& operator=(const Locked&) = delete;
-  ~Locked() { PyGILState_Release(state_); }
-
- private:
-  const PyGILState_STATE state_;
-};
-
-inline python::Object as_bytes(const void* data, size_t bytes) {
-  return python::Object::owned(PyBytes_FromStringAndSize(static_cast<const char*>(data), Py_ssize_t(bytes)));
-}
 
 template <class... Arguments>
 void record(const char* kernel, const char* type, int64_t blocks, int threads, int bytes,
             const Arguments&... arguments) {
-  const Locked locked;
-  const auto given =
-      python::Object::owned(PyTuple_Pack(sizeof...(Arguments), as_bytes(&arguments, sizeof arguments).get()...));
-  python::Object::owned(
-      PyObject_CallFunction(on_launch, "ssLiiO", kernel, type, (long long)(blocks), threads, bytes, given.get()));
+  const pybind11::gil_scoped_acquire locked;
+  const auto as_bytes = [](const auto& given) {
+    return pybind11::bytes(reinterpret_cast<const char*>(&given), sizeof given);
+  };
+  on_launch(kernel, type, blocks, threads, bytes, pybind11::make_tuple(as_bytes(arguments)...));
 }
 
 }  // namespace cmab::cuda
