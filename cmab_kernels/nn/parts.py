@@ -77,8 +77,8 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
     After None the caller must call the module. These modules do not count as unmodified: a module with hooks, its own
     or global ones; a module with a parametrization; an adapter in place of a module; a module with an assigned
     `forward`, as accelerate assigns it; a module whose `weight` or `bias` is not a parameter, as in the replicas of
-    DataParallel and in FullyShardedDataParallel; and a norm without weights, which the operators would take for a
-    missing norm.
+    DataParallel and in FullyShardedDataParallel; a norm without weights, which the operators would take for a
+    missing norm; and a norm over several dimensions, which the operators do not have.
     """
     state = module.__dict__  # read directly, for speed: a streaming update looks up thirty parameters
     if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
@@ -92,7 +92,8 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
         if "weight" not in parameters or "bias" not in parameters:  # a buffer or a property replaces one of them
             return None
         if kind is _LayerNorm:
-            return None if parameters["weight"] is None or kind.forward is not _OF_NORM else parameters
+            weight = parameters["weight"]
+            return None if weight is None or weight.dim() != 1 or kind.forward is not _OF_NORM else parameters
         return parameters if kind.forward is _OF_LINEAR else None
     return parameters
 

@@ -12,7 +12,8 @@ struct Known {
   const py::object hooks[4] = {name("_forward_hooks"), name("_forward_pre_hooks"), name("_backward_hooks"),
                                name("_backward_pre_hooks")};
   const py::object forward = name("forward"), weight = name("weight"), bias = name("bias"), eps = name("eps"),
-                   dtype = name("dtype"), parameters = name("_parameters"), modules = name("_modules");
+                   normalized_shape = name("normalized_shape"), dtype = name("dtype"), parameters = name("_parameters"),
+                   modules = name("_modules");
   const py::object nn = import("torch.nn"), norm = nn.attr("LayerNorm"), parameter = nn.attr("Parameter"),
                    tensor = import("torch").attr("Tensor");
 
@@ -85,6 +86,8 @@ bool collect_leaf(py::handle module, py::handle kind, bool biased, const Found& 
   const py::object first = borrowed(PyList_GET_ITEM(to.tensors, 0));
   const auto dtype = [&](const py::object& of) { return owned(PyObject_GetAttr(of.ptr(), known.dtype.ptr())); };
   if (!dtype(weight).is(dtype(first))) return false;
+  const py::object shape = item(attributes, known.normalized_shape);
+  if (!shape || !PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) != 1) return false;
   const py::object eps = item(attributes, known.eps);
   if (eps && PySet_Add(to.eps, eps.ptr()) != 0) throw py::error_already_set();
   return bool(eps);

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import cmab_kernels.nn as ours
 from cmab_kernels.nn.multihead.projections import MultiheadProjections
@@ -476,3 +476,47 @@ def test_landmarks_are_fitted_with_one_value_of_a_parametrization(kind: Any, win
     assert counted.times == 1
     assert torch.equal(changed.landmark_queries, plain.landmark_queries)
     assert torch.equal(changed.landmark_keys, plain.landmark_keys)
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, ours.TransformerEncoderLayer])
+def test_hooks_of_attention_work_on_the_attention_when_out_proj_is_hooked(kind: Any) -> None:
+    """Pruning sets the pruned weight in a pre-hook. A hook of the user's counts calls on the module."""
+    torch.manual_seed(0)
+    layer, x = kind(16, 2, 24, dropout=0.0, batch_first=True).eval(), torch.randn(2, 5, 16)
+    prune.l1_unstructured(layer.self_attn, "in_proj_weight", amount=0.4)
+    layer.self_attn.out_proj.register_forward_hook(lambda *_: None)
+    layer.self_attn.calls = 0
+    layer.self_attn.register_forward_pre_hook(lambda module, _: setattr(module, "calls", module.calls + 1))
+    before = layer(x)
+    layer.self_attn.in_proj_weight_orig.data.mul_(2.0)
+    after = layer(x)
+    assert layer.self_attn.calls == 2
+    assert (before - after).abs().max() > 0.1
+    after.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["feed forward", "self-attention", "CMAB", "encoder"])
+def test_a_norm_over_several_dimensions_is_called(name: str) -> None:
+    torch.manual_seed(0)
+    x, norm = torch.randn(2, 5, 16), nn.LayerNorm((5, 16))
+    nn.init.normal_(norm.weight)
+    if name == "encoder":
+        layer, right = (
+            each(16, 2, 24, dropout=0.0, batch_first=True, norm_first=True)
+            for each in (ours.TransformerEncoderLayer, nn.TransformerEncoderLayer)
+        )
+        right.load_state_dict(layer.state_dict())
+        layer.norm1 = right.norm1 = norm
+        torch.testing.assert_close(layer(x), right(x))
+    elif name == "CMAB":
+        block = ours.CMAB(16, 5, 2)
+        block.compress.cross_attention.context_norm = norm
+        wrapped = copy.deepcopy(block)
+        wrapped.compress.cross_attention.context_norm.register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(block(x, torch.zeros(2, 5, 16)), wrapped(x, torch.zeros(2, 5, 16)))
+    else:
+        part = ours.FeedForward(16, 32) if name == "feed forward" else ours.SelfAttention(16, 2)
+        part.norm = nn.Sequential(norm)
+        right = part(x)
+        part.norm = norm
+        torch.testing.assert_close(part(x), right)

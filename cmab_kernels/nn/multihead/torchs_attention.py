@@ -5,7 +5,6 @@ torch reads the weights of `out_proj` and never calls the module. This file call
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +34,29 @@ def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return attention(*args, **kwargs)
     if "forward" in attention.__dict__ or is_as_made(attention):
         return attention(*args, **kwargs)
-    stand_in = object.__new__(type(attention))  # a copy, because another thread may call the module at the same time
-    stand_in.__dict__ = {**attention.__dict__, "forward": partial(forward, attention)}
-    return stand_in(*args, **kwargs)
+    # A second object with the attributes of the first, because another thread may call the module at the same time.
+    # What a hook reads and sets on it is read and set on the module.
+    calling = object.__new__(_calling_out_proj(type(attention)))
+    calling.__dict__ = attention.__dict__
+    return calling(*args, **kwargs)
+
+
+_CALLING: dict[type, type[nn.MultiheadAttention]] = {}
+"""Kind of attention -> its subclass that calls `out_proj`."""
+
+
+def _calling_out_proj(kind: type[nn.MultiheadAttention]) -> type[nn.MultiheadAttention]:
+    """Return a subclass of this kind of attention whose `forward` calls `out_proj`."""
+    if kind in _CALLING:
+        return _CALLING[kind]
+
+    def forward_of(calling: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+        attention = object.__new__(kind)
+        attention.__dict__ = calling.__dict__
+        return forward(attention, *args, **kwargs)
+
+    _CALLING[kind] = type(kind.__name__, (kind,), {"forward": forward_of})
+    return _CALLING[kind]
 
 
 def forward(
