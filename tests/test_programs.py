@@ -30,6 +30,7 @@ import cmab_kernels
 from cmab_kernels import attention_state, continual_attention_init, continual_nystrom_init, use_impl
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.prefix import kernels as prefix
+from cmab_kernels.attention.prefix.schema import PrefixAttention, PrefixAttentionBackward
 from cmab_kernels.attention.projected import kernels as projected
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
@@ -139,8 +140,8 @@ def _prefix(dtype: torch.dtype, every: tuple[int, int], given: str = "") -> None
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
     state = (_some(B, H, L, 16), _some(B, H, L, dtype=torch.float64)) if given == "state" else (None, None)
     chunk = random.randint(*every)
-    out, lse = prefix.prefix_forward(q, k, v, mask, *state, chunk, 0.25)
-    prefix.prefix_backward(out, lse, q, k, v, mask, *state, out, lse, chunk, 0.25, (True, True, True, True))
+    out, lse = prefix.prefix_forward(PrefixAttention(q, k, v, mask, *state, chunk, 0.25))
+    prefix.prefix_backward(PrefixAttentionBackward(out, lse, q, k, v, mask, *state, out, lse, chunk, 0.25, (True,) * 5))
 
 
 def _ridge_prefixes(every: tuple[int, int], given: str) -> None:

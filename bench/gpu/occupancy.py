@@ -21,6 +21,7 @@ from bench.provenance import ROOT
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.kernels.runs import vetted
 from cmab_kernels.attention.prefix import kernels as prefix
+from cmab_kernels.attention.prefix.schema import PrefixAttention, PrefixAttentionBackward
 from cmab_kernels.attention.projected import kernels as projected
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
@@ -103,8 +104,9 @@ def _removal() -> None:
 def _prefixes() -> None:
     q, k = torch.empty(16, 4, 16, 16), torch.empty(16, 4, 1000, 16)
     out, lse = torch.empty(16, 4, 1000, 16, 16), torch.empty(16, 4, 1000, 16, dtype=F64)
-    prefix.prefix_forward(q, k, k, None, None, None, 1, 1.0)
-    prefix.prefix_backward(out, lse, q, k, k, None, None, None, out, lse, 1, 1.0, (True, True, True, False))
+    prefix.prefix_forward(PrefixAttention(q, k, k, every=1, scale=1.0))
+    needs = (True, True, True, False, False)
+    prefix.prefix_backward(PrefixAttentionBackward(out, lse, q, k, k, None, None, None, out, lse, 1, 1.0, needs))
 
 
 def _projected(dtype: torch.dtype) -> Call:
