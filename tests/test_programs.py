@@ -32,6 +32,7 @@ from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.prefix import kernels as prefix
 from cmab_kernels.attention.prefix.schema import PrefixAttention, PrefixAttentionBackward
 from cmab_kernels.attention.projected import kernels as projected
+from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.solve import kernels as solve
@@ -164,8 +165,8 @@ def _projected(dtype: torch.dtype, given: str = "") -> None:
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
     state = (out, lse) if given == "state" else (None, None)
     rest = (q, x, weight, bias, mask, offsets)
-    projected.projected_attention_forward(*rest, *state, 0.25, 1e-3)
-    projected.projected_attention_backward(out, lse, *rest, out, lse, 0.25, 1e-3, (True, True, True, True))
+    projected.projected_attention_forward(ProjectedAttention(*rest, *state, 0.25, 1e-3))
+    projected.projected_attention_backward(ProjectedAttentionBackward(out, lse, *rest, out, lse, 0.25, 1e-3, (True,) * 4))
 
 
 def _layers(dtype: torch.dtype, mask: bool) -> None:

@@ -23,6 +23,7 @@ from cmab_kernels.attention.kernels.runs import vetted
 from cmab_kernels.attention.prefix import kernels as prefix
 from cmab_kernels.attention.prefix.schema import PrefixAttention, PrefixAttentionBackward
 from cmab_kernels.attention.projected import kernels as projected
+from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.solve import kernels as solve
@@ -113,8 +114,8 @@ def _projected(dtype: torch.dtype) -> Call:
     def call() -> None:
         out, lse = torch.empty(1, 1, 4, 128, 16), torch.empty(1, 1, 4, 128, dtype=F64)
         given = (out, torch.empty(1, 10**6, 64, dtype=dtype), torch.empty(1, 128, 64), torch.empty(1, 128), None, None)
-        projected.projected_attention_forward(*given, None, None, 1.0, 1e-5)
-        projected.projected_attention_backward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4)
+        projected.projected_attention_forward(ProjectedAttention(*given, scale=1.0, eps=1e-5))
+        projected.projected_attention_backward(ProjectedAttentionBackward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4))
 
     return "projected_attention_state, 4 x (L 128, N 1e6, C 64, d 16)", 16, dtype, call
 
