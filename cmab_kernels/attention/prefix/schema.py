@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.checks import wrong
 from ...runtime.dtypes import state_dtype
 from ...runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
 from .reference import prefix_attention_backward_reference, prefix_attention_reference
 
 Needs = tuple[bool, bool, bool, bool, bool]
-"""Whether the gradients of query, key, value, state_out and state_lse are needed. Those of the state are needed together."""
+"""Whether the gradients of query, key, value, state_out and state_lse are needed. The last two must be equal."""
 
 
 class PrefixAttention(NamedTuple):
@@ -51,6 +52,13 @@ class PrefixAttentionBackward(NamedTuple):
 def _definition(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
     query, key, value, mask, state_out, state_lse, every, scale, _ = inputs
     return prefix_attention_reference(query, key, value, mask, state_out, state_lse, every, scale)
+
+
+def _check_needs(inputs: PrefixAttentionBackward) -> None:
+    """Raise if the gradient of one part of the state is needed without the other: kernels compute them together."""
+    *_, needs_out, needs_lse = inputs.needs
+    if needs_out != needs_lse:
+        raise ValueError(wrong("needs", f"is {tuple(inputs.needs)}", "the last two, those of the state, must be equal"))
 
 
 def _shapes(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
@@ -117,5 +125,6 @@ _backward_op = Operator(
     shapes=gradient_shapes("query", "key", "value", "state_out", "state_lse"),
     operations=_backward_operations,
     backward=derivatives_of(_backward_formula, "dout", "dlse", "query", "key", "value", "state_out", "state_lse", "out", "lse"),
+    check=_check_needs,
     function="prefix_backward",
 )
