@@ -30,7 +30,9 @@ import cmab_kernels
 from cmab_kernels import attention_state, continual_attention_init, continual_nystrom_init, use_impl
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.prefix import kernels as prefix
+from cmab_kernels.attention.prefix.schema import PrefixAttention, PrefixAttentionBackward
 from cmab_kernels.attention.projected import kernels as projected
+from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.solve import kernels as solve
@@ -139,8 +141,8 @@ def _prefix(dtype: torch.dtype, every: tuple[int, int], given: str = "") -> None
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
     state = (_some(B, H, L, 16), _some(B, H, L, dtype=torch.float64)) if given == "state" else (None, None)
     chunk = random.randint(*every)
-    out, lse = prefix.prefix_forward(q, k, v, mask, *state, chunk, 0.25)
-    prefix.prefix_backward(out, lse, q, k, v, mask, *state, out, lse, chunk, 0.25, (True, True, True, True))
+    out, lse = prefix.prefix_forward(PrefixAttention(q, k, v, mask, *state, chunk, 0.25))
+    prefix.prefix_backward(PrefixAttentionBackward(out, lse, q, k, v, mask, *state, out, lse, chunk, 0.25, (True,) * 5))
 
 
 def _ridge_prefixes(every: tuple[int, int], given: str) -> None:
@@ -163,8 +165,8 @@ def _projected(dtype: torch.dtype, given: str = "") -> None:
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
     state = (out, lse) if given == "state" else (None, None)
     rest = (q, x, weight, bias, mask, offsets)
-    projected.projected_attention_forward(*rest, *state, 0.25, 1e-3)
-    projected.projected_attention_backward(out, lse, *rest, out, lse, 0.25, 1e-3, (True, True, True, True))
+    projected.projected_attention_forward(ProjectedAttention(*rest, *state, 0.25, 1e-3))
+    projected.projected_attention_backward(ProjectedAttentionBackward(out, lse, *rest, out, lse, 0.25, 1e-3, (True,) * 4))
 
 
 def _layers(dtype: torch.dtype, mask: bool) -> None:

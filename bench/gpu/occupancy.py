@@ -21,7 +21,9 @@ from bench.provenance import ROOT
 from cmab_kernels.attention import kernels as attention
 from cmab_kernels.attention.kernels.runs import vetted
 from cmab_kernels.attention.prefix import kernels as prefix
+from cmab_kernels.attention.prefix.schema import PrefixAttention, PrefixAttentionBackward
 from cmab_kernels.attention.projected import kernels as projected
+from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.solve import kernels as solve
@@ -103,16 +105,17 @@ def _removal() -> None:
 def _prefixes() -> None:
     q, k = torch.empty(16, 4, 16, 16), torch.empty(16, 4, 1000, 16)
     out, lse = torch.empty(16, 4, 1000, 16, 16), torch.empty(16, 4, 1000, 16, dtype=F64)
-    prefix.prefix_forward(q, k, k, None, None, None, 1, 1.0)
-    prefix.prefix_backward(out, lse, q, k, k, None, None, None, out, lse, 1, 1.0, (True, True, True, False))
+    prefix.prefix_forward(PrefixAttention(q, k, k, every=1, scale=1.0))
+    needs = (True, True, True, False, False)
+    prefix.prefix_backward(PrefixAttentionBackward(out, lse, q, k, k, None, None, None, out, lse, 1, 1.0, needs))
 
 
 def _projected(dtype: torch.dtype) -> Call:
     def call() -> None:
         out, lse = torch.empty(1, 1, 4, 128, 16), torch.empty(1, 1, 4, 128, dtype=F64)
         given = (out, torch.empty(1, 10**6, 64, dtype=dtype), torch.empty(1, 128, 64), torch.empty(1, 128), None, None)
-        projected.projected_attention_forward(*given, None, None, 1.0, 1e-5)
-        projected.projected_attention_backward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4)
+        projected.projected_attention_forward(ProjectedAttention(*given, scale=1.0, eps=1e-5))
+        projected.projected_attention_backward(ProjectedAttentionBackward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4))
 
     return "projected_attention_state, 4 x (L 128, N 1e6, C 64, d 16)", 16, dtype, call
 

@@ -8,7 +8,7 @@ from ...runtime.backends import choose
 from ...runtime.checks import as_autocast, check_every, check_key_value, check_mask, check_operands, fixed, over_batch
 from ...runtime.dtypes import state_dtype
 from ..state import AttentionState, check_state
-from .schema import prefix_attention_op
+from .schema import PrefixAttention, prefix_attention_op
 
 
 def prefix_attention_states(
@@ -70,4 +70,5 @@ def prefix_attention_states(
     chosen = choose("attention.prefix", impl, query, key, value)
     scale = float(key.shape[-1] ** -0.5) if scale is None else fixed(scale)
     every = min(every, max(key.shape[2], 1))
-    return AttentionState(*prefix_attention_op(query, key, value, key_padding_mask, *(state or (None, None)), every, scale, chosen))
+    out, lse = state or (None, None)
+    return AttentionState(*prefix_attention_op(PrefixAttention(query, key, value, key_padding_mask, out, lse, every, scale, chosen)))

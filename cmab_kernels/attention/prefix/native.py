@@ -8,21 +8,14 @@ from torch import Tensor
 from ...runtime.dtypes import state_dtype
 from ...runtime.extension import load
 from ..native import unsupported as unsupported
+from .schema import PrefixAttention, PrefixAttentionBackward
 
 _C = load()
 
 
-def prefix_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    every: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def prefix_forward(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of every prefix."""
+    query, key, value, mask, state_out, state_lse, every, scale, _ = inputs
     batch, heads, latents, _ = query.shape
     shape = (batch, heads, -(-key.shape[2] // every), latents)
     out = query.new_empty((*shape, value.shape[3]), dtype=state_dtype(query.dtype))
@@ -31,7 +24,7 @@ def prefix_forward(
         query=query,
         key=key,
         value=value,
-        key_padding_mask=key_padding_mask,
+        key_padding_mask=mask,
         state_out=state_out,
         state_lse=state_lse,
         every=every,
@@ -42,34 +35,20 @@ def prefix_forward(
     return out, lse
 
 
-def prefix_backward(
-    dout: Tensor,
-    dlse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    every: int,
-    scale: float,
-    needs: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, ...]:
+def prefix_backward(inputs: PrefixAttentionBackward) -> tuple[Tensor, ...]:
     """Return (dquery, dkey, dvalue, dstate_out, dstate_lse), contiguous; tensors that are not in `needs` are empty.
 
     `dout` and `dlse` are copied if their prefixes and queries are not evenly spaced in memory.
     """
-    wanted = (*needs, needs[3])
+    dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, needs, _ = inputs
     like = (query, key, value, state_out, state_lse)
-    grads = tuple(query.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip(like, wanted, strict=True))
+    grads = tuple(query.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip(like, needs, strict=True))
     names = ("dquery", "dkey", "dvalue", "dstate_out", "dstate_lse")
     _C.prefix_backward(
         query=query,
         key=key,
         value=value,
-        key_padding_mask=key_padding_mask,
+        key_padding_mask=mask,
         state_out=state_out,
         state_lse=state_lse,
         every=every,
@@ -78,6 +57,6 @@ def prefix_backward(
         dlse=dlse.flatten(2, 3),
         out=out.contiguous().flatten(2, 3),
         lse=lse.contiguous().flatten(2, 3),
-        **{name: grad if need else None for name, grad, need in zip(names, grads, wanted, strict=True)},
+        **{name: grad if need else None for name, grad, need in zip(names, grads, needs, strict=True)},
     )
     return grads

@@ -79,9 +79,9 @@ def prefix_attention_backward_reference(
     every: int,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """(dquery, dkey, dvalue) as defined above, in the dtypes of query, key and value.
+    """(dquery, dkey, dvalue, dstate_out, dstate_lse) as defined above, in the dtypes of the inputs.
 
-    If there is an incoming state, (dstate_out, dstate_lse) follow.
+    Without an incoming state, the last two are empty.
     """
     prefixes = out.shape[2]
     inputs = (query, key, value)
@@ -90,7 +90,7 @@ def prefix_attention_backward_reference(
     each = attention_backward_reference(douts, dlses, q, k, v, beyond_prefix(key, key_padding_mask, every), None, outs, lses, scale)
     grads = tuple(grad.unflatten(0, (query.shape[0], prefixes)).sum(1).to(like.dtype) for grad, like in zip(each, inputs, strict=True))
     if state_out is None or state_lse is None:
-        return grads
+        return *grads, query.new_empty(0), query.new_empty(0)
     before = AttentionState(state_out.unsqueeze(2), state_lse.unsqueeze(2))
     down, slope = share_gradient(before, AttentionState(out, lse), dout, dlse)
     return *grads, down.sum(2).to(state_out.dtype), slope.sum(2)

@@ -15,7 +15,7 @@ from ...runtime.tracing import needs_definition, under_transform
 from ..api import check_offsets_shape
 from ..schema import state_gradient
 from ..state import AttentionState, check_state
-from .schema import projected_attention_op, projected_backward_op
+from .schema import ProjectedAttention, ProjectedAttentionBackward, projected_attention_op, projected_backward_op
 
 Norm = tuple[Tensor, Tensor, float]
 
@@ -96,18 +96,10 @@ def projected_attention_state(
         weight, bias = _folded({name: t if stacked else t.unsqueeze(0) for name, t in given.items()}, sums)
     eps = None if context_norm is None else as_float("context_norm[2]", context_norm[2])
     chosen = choose("attention.projected", impl, *list(given.values())[:4])
-    merged = projected_attention_op(
-        given["query"].to(sums),
-        given["inputs"],
-        weight,
-        bias,
-        key_padding_mask,
-        cu_seqlens,
-        *(state or (None, None)),
-        float(shape.key_width**-0.5) if scale is None else fixed(scale),
-        eps,
-        chosen,
-    )
+    scale = float(shape.key_width**-0.5) if scale is None else fixed(scale)
+    query, rows, (out, lse) = given["query"].to(sums), given["inputs"], state or (None, None)
+    call = ProjectedAttention(query, rows, weight, bias, key_padding_mask, cu_seqlens, out, lse, scale, eps, chosen)
+    merged = projected_attention_op(call)
     return AttentionState(*(merged if stacked else (part.squeeze(0) for part in merged)))
 
 
@@ -139,10 +131,10 @@ def attention_state_of_chunks(
     with as_they_are(query.device):
         weight, bias = _folded(given, state_dtype(dtype))
     call = _OverChunks(chunks, after, (key_weight.detach(), value_weight.detach()), dtype, query.shape[-1] ** -0.5, float(context_norm[2]))
-    operands = (given["query"].to(weight.dtype), weight, bias, *(state or (None, None)))
+    operands = given["query"].to(weight.dtype), weight, bias
     if under_transform() or needs_definition():  # they cannot differentiate a Function that reads its inputs twice
-        return AttentionState(*call.state_and_count(*operands)[0])
-    return AttentionState(*_OverChunksFunction.apply(call, *operands))
+        return call.state_and_count(*operands, state)[0]
+    return AttentionState(*_OverChunksFunction.apply(call, *operands, *(state or (None, None))))
 
 
 NO_CHUNK = wrong("chunks", "holds no chunk", "at least one is needed, or a state")
@@ -164,14 +156,16 @@ class _OverChunks(NamedTuple):
             inputs = chunk.to(self.dtype)
             yield _over_batch(query, chunk.shape[0], True), inputs, choose("attention.projected", "auto", query, inputs, *self.weights)
 
-    def state_and_count(self, query: Tensor, weight: Tensor, bias: Tensor, *state: Any) -> tuple[Any, int]:
-        """Return (out, lse) of all chunks, merged with `state`, and the number of chunks."""
+    def state_and_count(self, query: Tensor, weight: Tensor, bias: Tensor, state: AttentionState | None) -> tuple[AttentionState, int]:
+        """Return the state of all chunks, merged with `state`, and the number of chunks."""
         count = 0
         for stacked, inputs, chosen in self.read(query):
-            state = projected_attention_op(stacked, inputs, weight, bias, None, None, *state, self.scale, self.eps, chosen)
+            out, lse = state or (None, None)
+            given = ProjectedAttention(stacked, inputs, weight, bias, None, None, out, lse, self.scale, self.eps, chosen)
+            state = AttentionState(*projected_attention_op(given))
             count += 1
-            self.after(count, AttentionState(*state))
-        if state[0] is None:
+            self.after(count, state)
+        if state is None:
             raise ValueError(NO_CHUNK)
         return state, count
 
@@ -180,13 +174,14 @@ class _OverChunksFunction(torch.autograd.Function):
     """The state of all chunks, and gradients by a second pass over them."""
 
     @staticmethod
-    def forward(ctx: Any, call: _OverChunks, query: Tensor, weight: Tensor, bias: Tensor, *before: Any) -> Any:
+    def forward(ctx: Any, call: _OverChunks, query: Tensor, weight: Tensor, bias: Tensor, state_out: Any, state_lse: Any) -> Any:
         ctx.call = call
-        state, ctx.count = call.state_and_count(query, weight, bias, *before)
+        before = None if state_out is None else AttentionState(state_out, state_lse)
+        state, ctx.count = call.state_and_count(query, weight, bias, before)
         if ctx.count == 0:
-            state = tuple(part.clone() for part in state)
-        ctx.save_for_backward(query, weight, bias, *before, *state)
-        return state
+            state = AttentionState(*(part.clone() for part in state))
+        ctx.save_for_backward(query, weight, bias, state_out, state_lse, *state)
+        return tuple(state)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
@@ -198,9 +193,8 @@ class _OverChunksFunction(torch.autograd.Function):
         count = 0
         for stacked, inputs, chosen in call.read(query) if any(needs) else ():
             count += 1
-            dquery, _, *rest = projected_backward_op(
-                dout, dlse, stacked, inputs, weight, bias, None, None, out, lse, call.scale, call.eps, needs, chosen
-            )
+            given = (dout, dlse, stacked, inputs, weight, bias, None, None, out, lse, call.scale, call.eps, needs, chosen)
+            dquery, _, *rest = projected_backward_op(ProjectedAttentionBackward(*given))
             parts = (dquery.sum(1) if needs[0] else dquery, *rest)  # not in place: parts may be batched
             sums = [total + part if part.shape == total.shape else total for total, part in zip(sums, parts, strict=True)]
         if any(needs) and count != ctx.count:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import FLOATING
 from ...runtime.extension import load
+from .schema import ProjectedAttention, ProjectedAttentionBackward
 
 _C = load()
 
@@ -30,81 +31,47 @@ def _joined(stacked: Tensor | None) -> Tensor | None:
     return None if stacked is None else stacked.flatten(0, 1)
 
 
-def _inputs(
-    query: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    eps: float | None,
-) -> dict[str, Any]:
+def _inputs(given: ProjectedAttention | ProjectedAttentionBackward) -> dict[str, Any]:
     """The arguments that the forward and the backward call share."""
     return {
-        "query": _joined(query),
-        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.contiguous(),
-        "inputs": inputs,
-        "key_padding_mask": key_padding_mask,
-        "weight": weight.contiguous(),
-        "bias": bias.contiguous(),
-        "scale": scale,
-        "normed": eps is not None,
-        "eps": eps or 0.0,
+        "query": _joined(given.query),
+        "cu_seqlens": None if given.cu_seqlens is None else given.cu_seqlens.contiguous(),
+        "inputs": given.inputs,
+        "key_padding_mask": given.key_padding_mask,
+        "weight": given.weight.contiguous(),
+        "bias": given.bias.contiguous(),
+        "scale": given.scale,
+        "normed": given.eps is not None,
+        "eps": given.eps or 0.0,
     }
 
 
-def projected_attention_forward(
-    query: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    scale: float,
-    eps: float | None,
-) -> tuple[Tensor, Tensor]:
+def projected_attention_forward(given: ProjectedAttention) -> tuple[Tensor, Tensor]:
     """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is one."""
+    query, weight = given.query, given.weight
     heads, width = query.shape[2], query.shape[4]
     out = query.new_empty((*query.shape[:4], weight.shape[1] // heads - width))
     lse = query.new_empty(query.shape[:4], dtype=torch.float64)
     _C.projected_attention_forward(
-        **_inputs(query, inputs, weight, bias, key_padding_mask, cu_seqlens, scale, eps),
-        state_out=_joined(state_out),
-        state_lse=_joined(state_lse),
+        **_inputs(given),
+        state_out=_joined(given.state_out),
+        state_lse=_joined(given.state_lse),
         out=_joined(out),
         lse=_joined(lse),
     )
     return out, lse
 
 
-def projected_attention_backward(
-    dout: Tensor,
-    dlse: Tensor,
-    query: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    eps: float | None,
-    needs: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def projected_attention_backward(given: ProjectedAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients (dquery, dinputs, dweight, dbias), contiguous; tensors that are not in `needs` are empty."""
-    dquery, dinputs, dweight, dbias = (
-        x.new_empty(x.shape if need else 0) for x, need in zip((query, inputs, weight, bias), needs, strict=True)
-    )
+    tensors, needs = (given.query, given.inputs, given.weight, given.bias), given.needs
+    dquery, dinputs, dweight, dbias = (x.new_empty(x.shape if need else 0) for x, need in zip(tensors, needs, strict=True))
     _C.projected_attention_backward(
-        **_inputs(query, inputs, weight, bias, key_padding_mask, cu_seqlens, scale, eps),
-        dout=_joined(dout),
-        dlse=_joined(dlse),
-        out=_joined(out.contiguous()),
-        lse=_joined(lse.contiguous()),
+        **_inputs(given),
+        dout=_joined(given.dout),
+        dlse=_joined(given.dlse),
+        out=_joined(given.out.contiguous()),
+        lse=_joined(given.lse.contiguous()),
         dquery=_joined(dquery) if needs[0] else None,
         dinputs=dinputs if needs[1] else None,
         dweight=dweight if needs[2] else None,

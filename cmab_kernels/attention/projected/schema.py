@@ -1,157 +1,160 @@
-"""Attention over projected inputs and its gradient as `torch.library` operators: shapes, FLOP counts, vmap rules and derivatives."""
+"""Attention over projected inputs and its gradient as `torch.library` operators: contracts, shapes, FLOP counts and derivatives."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...runtime.autograd import Operator, gradient_of_formula, looping_rule
-from ...runtime.flops import flop_formula
+from ...runtime.operator import Call, Gradients, Operator, derivatives_of
+from ...runtime.vmap import Rule
 from ..schema import check_offsets, refused_offsets, state_gradient
 from ..state import AttentionState, merged
 from .reference import projected_attention_backward_reference, projected_attention_reference
 
-LIB = torch.library.Library("cmab", "FRAGMENT")
-LIB.define(
-    "projected_attention(Tensor query, Tensor inputs, Tensor weight, Tensor bias, Tensor? key_padding_mask, Tensor? cu_seqlens, "
-    "Tensor? state_out, Tensor? state_lse, float scale, float? eps, str impl) -> (Tensor out, Tensor lse)"
-)
-LIB.define(
-    "projected_attention_backward(Tensor dout, Tensor dlse, Tensor query, Tensor inputs, Tensor weight, Tensor bias, "
-    "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor out, Tensor lse, float scale, float? eps, bool[4] needs, str impl) "
-    "-> (Tensor dquery, Tensor dinputs, Tensor dweight, Tensor dbias)"
-)
+Needs = tuple[bool, bool, bool, bool]
+"""Whether the gradients of query, inputs, weight and bias are needed."""
 
 
-def _definition(query: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor, mask: Any, cu_seqlens: Any, *rest: Any) -> AttentionState:
+class ProjectedAttention(NamedTuple):
+    """The arguments of `cmab::projected_attention`, whose results are the state (out, lse) of all inputs."""
+
+    query: Tensor
+    inputs: Tensor
+    weight: Tensor
+    bias: Tensor
+    key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    state_out: Tensor | None = None
+    state_lse: Tensor | None = None
+    scale: float = 1.0
+    eps: float | None = None
+    impl: str = "auto"
+
+
+class ProjectedAttentionBackward(NamedTuple):
+    """The arguments of `cmab::projected_attention_backward`, whose results are the gradients of query, inputs, weight and bias."""
+
+    dout: Tensor
+    dlse: Tensor
+    query: Tensor
+    inputs: Tensor
+    weight: Tensor
+    bias: Tensor
+    key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    out: Tensor
+    lse: Tensor
+    scale: float
+    eps: float | None
+    needs: Needs
+    impl: str = "auto"
+
+
+def _definition(given: ProjectedAttention) -> AttentionState:
     """The state of the inputs by the reference, merged with any incoming state; NaN if offsets are invalid."""
-    state_out, state_lse, scale, eps = rest
+    query, inputs, weight, bias, mask, cu_seqlens, state_out, state_lse, scale, eps, _ = given
     new = AttentionState(*projected_attention_reference(query, inputs, weight, bias, mask, cu_seqlens, scale, eps))
     if cu_seqlens is not None:
         bad = refused_offsets(cu_seqlens, inputs.shape[1])
         new = AttentionState(*(part.masked_fill(bad, torch.nan) for part in new))
-    return new if state_out is None else merged(AttentionState(state_out, state_lse), new)
+    return new if state_out is None or state_lse is None else merged(AttentionState(state_out, state_lse), new)
 
 
-def _backward_definition(*inputs: Any) -> tuple[Tensor, ...]:
-    """The gradients by the reference. `needs` is the last input; tensors that are not in `needs` are empty."""
-    *given, needs = inputs
-    grads = projected_attention_backward_reference(*given)
-    return tuple(grad if need else grad.new_empty(0) for grad, need in zip(grads, needs, strict=True))
+def _backward_definition(given: ProjectedAttentionBackward) -> tuple[Tensor, ...]:
+    """The gradients by the reference; tensors that are not in `needs` are empty."""
+    return tuple(grad if need else grad.new_empty(0) for grad, need in zip(_backward_formula(given), given.needs, strict=True))
 
 
-def _check(query: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor, mask: Any, cu_seqlens: Tensor | None, *rest: Any) -> None:
-    check_offsets(cu_seqlens, inputs.shape[1])
-
-
-@torch.library.register_fake("cmab::projected_attention", lib=LIB)
-def _(query: Tensor, inputs: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _shapes(given: ProjectedAttention) -> tuple[Tensor, Tensor]:
+    query, weight = given.query, given.weight
     heads, width = query.shape[2], query.shape[4]
     value_width = (weight.shape[1] - heads * width) // heads  # so that symbols cancel: Inductor fails on // heads - width
     out = query.new_empty(*query.shape[:-1], value_width)
     return out, query.new_empty(query.shape[:-1], dtype=torch.float64)
 
 
-@torch.library.register_fake("cmab::projected_attention_backward", lib=LIB)
-def _(dout: Tensor, dlse: Tensor, query: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    needs = rest[-2]
-    return tuple(t.new_empty(t.shape if need else 0) for t, need in zip((query, inputs, weight, bias), needs, strict=True))
+def _backward_shapes(given: ProjectedAttentionBackward) -> tuple[Tensor, ...]:
+    tensors = (given.query, given.inputs, given.weight, given.bias)
+    return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(tensors, given.needs, strict=True))
 
 
-def _products(query: Any, inputs: Any, weight: Any, cu_seqlens: Any) -> tuple[int, int]:
+# ---- FLOPs, for contracts of shapes
+
+
+def _products(given: Any) -> tuple[int, int]:
     """The number of scores, and of multiplications to project all inputs. Packed sets share one row of keys."""
-    blocks, batch, heads, latents, _ = query
-    scores = blocks * heads * latents * inputs[1] * (1 if cu_seqlens is not None else batch)
-    return scores, inputs[0] * inputs[1] * weight[0] * weight[1] * weight[2]
+    blocks, batch, heads, latents, _ = given.query
+    scores = blocks * heads * latents * given.inputs[1] * (1 if given.cu_seqlens is not None else batch)
+    return scores, given.inputs[0] * given.inputs[1] * math.prod(given.weight)
 
 
-@flop_formula(torch.ops.cmab.projected_attention)
-def _flops(query: Any, inputs: Any, weight: Any, bias: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any) -> int:
+def _operations(given: Any) -> int:
     """FLOPs of the projection, of S = Q K' and of O = P V."""
-    scores, projection = _products(query, inputs, weight, cu_seqlens)
-    return 2 * scores * (weight[1] // query[2]) + 2 * projection
+    scores, projection = _products(given)
+    return 2 * scores * (given.weight[1] // given.query[2]) + 2 * projection
 
 
-@flop_formula(torch.ops.cmab.projected_attention_backward)
-def _backward_flops(
-    dout: Any, dlse: Any, query: Any, inputs: Any, weight: Any, bias: Any, mask: Any, cu_seqlens: Any, *rest: Any, **_: Any
-) -> int:
+def _backward_operations(given: Any) -> int:
     """FLOPs of the repeated projection, the products of attention, and the required gradients of the projection."""
-    needs_query, needs_inputs, needs_weight, needs_bias = rest[-2]
-    scores, projection = _products(query, inputs, weight, cu_seqlens)
-    key, value = query[-1], weight[1] // query[2] - query[-1]
+    needs_query, needs_inputs, needs_weight, needs_bias = given.needs
+    scores, projection = _products(given)
+    key = given.query[-1]
+    value = given.weight[1] // given.query[2] - key
     needs_keys = needs_inputs or needs_weight or needs_bias
     widths = key * (1 + needs_query + needs_keys) + value * (1 + needs_keys)
     return 2 * scores * widths + 2 * projection * (1 + needs_inputs + needs_weight)
 
 
-torch.library.register_vmap("cmab::projected_attention", looping_rule(torch.ops.cmab.projected_attention.default, 8), lib=LIB)
-torch.library.register_vmap(
-    "cmab::projected_attention_backward", looping_rule(torch.ops.cmab.projected_attention_backward.default, 10), lib=LIB
-)
-
-
 # ---- gradients
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.scale, ctx.eps, ctx.impl = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    query, inputs, weight, bias, mask, cu_seqlens, state_out, state_lse, out, lse = ctx.saved_tensors
-    needs = tuple(ctx.needs_input_grad[:4])
-    grads: tuple[Any, ...] = (None,) * 4
+def _backward(call: Call[ProjectedAttention], dout: Tensor, dlse: Tensor) -> Gradients:
+    query, inputs, weight, bias, mask, cu_seqlens, state_out, state_lse, scale, eps, impl = call.inputs
+    out, lse = call.kept
+    gradients: Gradients = {}
+    needs = call.needs("query", "inputs", "weight", "bias")
     if any(needs):
-        grads = projected_backward_op(
-            dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, ctx.scale, ctx.eps, needs, ctx.impl
-        )
-        grads = tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
-    dstate: Any = (None, None)
-    if any(ctx.needs_input_grad[6:8]):
-        dstate = state_gradient(dout, dlse, state_out, state_lse, out, lse)
-    return *grads, None, None, *dstate, None, None, None
+        given = ProjectedAttentionBackward(dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, scale, eps, needs, impl)
+        gradients.update(zip(("query", "inputs", "weight", "bias"), projected_backward_op(given), strict=True))
+    if state_out is not None and state_lse is not None and any(call.needs("state_out", "state_lse")):
+        gradients["state_out"], gradients["state_lse"] = state_gradient(dout, dlse, state_out, state_lse, out, lse)
+    return gradients
 
 
-def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.scale, ctx.eps, ctx.needs, _ = inputs
-    ctx.save_for_backward(*tensors)
+def _backward_formula(given: ProjectedAttentionBackward) -> tuple[Tensor, ...]:
+    """The gradients by the reference, in which `out` and `lse` count as inputs, as for `cmab::attention_backward`."""
+    dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, scale, eps, _, _ = given
+    return projected_attention_backward_reference(dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, scale, eps)
 
 
-def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the reference formula, as for `cmab::attention_backward`."""
-    *before, mask, cu_seqlens, out, lse = ctx.saved_tensors
-    needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
-
-    def formula(*tensors: Any) -> list[Tensor]:
-        every = (*tensors[:6], mask, cu_seqlens, *tensors[6:], ctx.scale, ctx.eps)
-        first = projected_attention_backward_reference(*every)
-        return [grad for grad, need in zip(first, ctx.needs, strict=True) if need]
-
-    partials = gradient_of_formula(formula, (*before, out, lse), needed)
-    return *partials[:6], None, None, *partials[6:], None, None, None, None
-
+_ONE_BY_ONE = Rule(batched=())
+"""The weights have no batch into which a mapped dimension could be folded."""
 
 projected_attention_op = Operator(
-    LIB,
     "attention.projected",
     "projected_attention",
-    8,
-    _save,
-    _backward,
+    ProjectedAttention,
+    ("out", "lse"),
+    shapes=_shapes,
+    operations=_operations,
+    backward=_backward,
+    keeps=(*ProjectedAttention._fields, "out", "lse"),
+    vmap=_ONE_BY_ONE,
     reference=_definition,
-    check=_check,
+    check=lambda given: check_offsets(given.cu_seqlens, given.inputs.shape[1]),
     function="projected_attention_forward",
 )
 projected_backward_op = Operator(
-    LIB,
     "attention.projected",
     "projected_attention_backward",
-    10,
-    _save_backward,
-    _double_backward,
+    ProjectedAttentionBackward,
+    ("dquery", "dinputs", "dweight", "dbias"),
+    shapes=_backward_shapes,
+    operations=_backward_operations,
+    backward=derivatives_of(_backward_formula, "dout", "dlse", "query", "inputs", "weight", "bias", "out", "lse"),
+    vmap=_ONE_BY_ONE,
     reference=_backward_definition,
 )

@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from cmab_kernels.attention.kernels import launch as launches
 from cmab_kernels.attention.prefix import kernels
+from cmab_kernels.attention.prefix.schema import PrefixAttention, PrefixAttentionBackward
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 from tests.machine_code import by_matrix_units, wrong
 
@@ -75,8 +76,8 @@ def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mas
     ignore = torch.zeros(2, 3000, dtype=torch.bool, device="meta") if mask else None
 
     def call() -> tuple[Tensor, ...]:
-        out, lse = kernels.prefix_forward(q, k, v, ignore, *state, every, 1.0)
-        return kernels.prefix_backward(out, lse, q, k, v, ignore, *state, out, lse, every, 1.0, (True, True, True, True))
+        out, lse = kernels.prefix_forward(PrefixAttention(q, k, v, ignore, *state, every, 1.0))
+        return kernels.prefix_backward(PrefixAttentionBackward(out, lse, q, k, v, ignore, *state, out, lse, every, 1.0, (True,) * 5))
 
     return record(call)
 

@@ -17,10 +17,12 @@ import cmab_kernels as ck
 from cmab_kernels.attention.prefix import kernels
 from cmab_kernels.attention.prefix.kernels import backward, cut
 from cmab_kernels.attention.prefix.reference import prefix_attention_backward_reference, prefix_attention_reference
+from cmab_kernels.attention.prefix.schema import PrefixAttention, PrefixAttentionBackward
 from cmab_kernels.testing import between_margins, guarded_results
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
+EVERYTHING = (True, True, True, True, True)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
 
 
@@ -40,7 +42,7 @@ def _check(
     dtype: torch.dtype,
     state: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
-    needs: tuple[bool, ...] = (True, True, True, True),
+    needs: tuple[bool, ...] = EVERYTHING,
     scale: float = 0.3,
 ) -> None:
     """Compare states and gradients with the definition in float64."""
@@ -48,16 +50,16 @@ def _check(
     inputs = tuple(between_margins(torch.randn(2, 2, *shape).to(dtype)) for shape in shapes)
     wide, before = tuple(t.double() for t in inputs), state or (None, None)
     wide_state = tuple(None if t is None else t.double() for t in before)
-    out, lse = kernels.prefix_forward(*inputs, mask, *before, every, scale)
+    out, lse = kernels.prefix_forward(PrefixAttention(*inputs, mask, *before, every, scale))
     right = prefix_attention_reference(*wide, mask, *wide_state, every, scale)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out.double(), right[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, right[1], rtol=tolerance, atol=tolerance)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    grads = kernels.prefix_backward(dout, dlse, *inputs, mask, *before, out, lse, every, scale, needs)
+    grads = kernels.prefix_backward(PrefixAttentionBackward(dout, dlse, *inputs, mask, *before, out, lse, every, scale, needs))
     wanted = prefix_attention_backward_reference(dout.double(), dlse, *wide, mask, *wide_state, *right, every, scale)
     like = (*inputs, *(before if state else ()))
-    for ours, theirs, given, need in zip(grads, wanted, like, (*needs, needs[3]), strict=False):
+    for ours, theirs, given, need in zip(grads, wanted, like, needs, strict=False):
         assert ours.shape == (given.shape if need else (0,)) and (not need or ours.dtype == given.dtype)
         if need:
             assert ours.isfinite().all() and ((ours - theirs).abs() <= 4 * tolerance * theirs.abs().max()).all()
@@ -88,7 +90,7 @@ def test_several_runs_on_top_of_a_state(every: int, masked: bool, monkeypatch: p
 @pytest.mark.parametrize("needed", range(4))
 def test_only_the_gradients_that_are_asked_for(needed: int) -> None:
     state = (torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3).double())
-    _check(3, 20, 4, 4, 6, torch.float32, state, needs=tuple(i == needed for i in range(4)))
+    _check(3, 20, 4, 4, 6, torch.float32, state, needs=tuple(min(i, 3) == needed for i in range(5)))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7])
@@ -100,11 +102,10 @@ def test_a_mask_that_hides_all() -> None:
     """States without a key are empty, and no gradient is sent through them, not even a NaN."""
     rows = torch.randn(2, 2, 20, 4)
     mask = torch.ones(2, 20, dtype=torch.bool)
-    out, lse = kernels.prefix_forward(rows[:, :, :3], rows, rows, mask, None, None, 6, 0.5)
+    out, lse = kernels.prefix_forward(PrefixAttention(rows[:, :, :3], rows, rows, mask, None, None, 6, 0.5))
     assert out.eq(0).all() and lse.eq(-torch.inf).all()
-    grads = kernels.prefix_backward(
-        torch.full_like(out, torch.nan), torch.ones_like(lse), rows[:, :, :3], rows, rows, mask, None, None, out, lse, 6, 0.5, (True,) * 4
-    )
+    given = torch.full_like(out, torch.nan), torch.ones_like(lse), rows[:, :, :3], rows, rows, mask, None, None, out, lse, 6, 0.5
+    grads = kernels.prefix_backward(PrefixAttentionBackward(*given, EVERYTHING))
     assert all(grad.eq(0).all() for grad in grads)
 
 
@@ -123,10 +124,11 @@ def test_huge_logits_in_any_order(order: str, dtype: torch.dtype) -> None:
     scores = {"rising": scores, "falling": scores.flip(0), "mixed": scores[torch.randperm(37)]}[order].to(dtype)
     inputs = (torch.ones(1, 1, 1, 1, dtype=dtype), scores.view(1, 1, -1, 1), torch.randn(1, 1, 37, 5, dtype=dtype))
     wide = tuple(t.double() for t in inputs)
-    out, lse = kernels.prefix_forward(*inputs, None, None, None, 2, 0.25)
+    out, lse = kernels.prefix_forward(PrefixAttention(*inputs, every=2, scale=0.25))
     right = prefix_attention_reference(*wide, None, None, None, 2, 0.25)
     dout, dlse = torch.randn_like(out), torch.zeros_like(lse)
-    grads = kernels.prefix_backward(dout, dlse, *inputs, None, None, None, out, lse, 2, 0.25, (True, True, True, False))
+    needs = (True, True, True, False, False)
+    grads = kernels.prefix_backward(PrefixAttentionBackward(dout, dlse, *inputs, None, None, None, out, lse, 2, 0.25, needs))
     wanted = prefix_attention_backward_reference(dout.double(), dlse, *wide, None, None, None, *right, 2, 0.25)
     tolerance = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), right[0], rtol=tolerance, atol=tolerance)
@@ -145,7 +147,8 @@ def test_a_state_that_is_not_clean(lse: float, every: int) -> None:
     out[row], log[row] = 0.0, -torch.inf
     bad_out, bad_log = out.clone(), log.clone()
     bad_out[row], bad_log[row] = torch.nan if lse == -torch.inf else 1.0, lse
-    (ours, ours_log), (right, right_log) = (kernels.prefix_forward(q, k, v, None, *s, every, 0.5) for s in ((bad_out, bad_log), (out, log)))
+    states = ((bad_out, bad_log), (out, log))
+    (ours, ours_log), (right, right_log) = (kernels.prefix_forward(PrefixAttention(q, k, v, None, *s, every, 0.5)) for s in states)
     spoilt = torch.zeros_like(right_log, dtype=torch.bool)
     spoilt[0, 1, :, 2] = lse != -torch.inf
     assert torch.equal(ours.isnan().all(-1), spoilt) and torch.equal(ours_log.isnan(), spoilt)
@@ -153,7 +156,7 @@ def test_a_state_that_is_not_clean(lse: float, every: int) -> None:
     if lse == -torch.inf:
         dout, dlse = torch.randn_like(ours), torch.randn_like(ours_log)
         given = (dout, dlse, q, k, v, None, bad_out, bad_log, ours, ours_log, every, 0.5)
-        grads = kernels.prefix_backward(*given, (True,) * 4)
+        grads = kernels.prefix_backward(PrefixAttentionBackward(*given, EVERYTHING))
         for grad, wanted in zip(grads, prefix_attention_backward_reference(*given), strict=True):
             torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=1e-12)
         assert not grads[3][row].any() and not grads[4][row].any()

@@ -216,3 +216,11 @@ def test_a_learned_scale_is_refused() -> None:
     rows = torch.randn(1, 2, 9, 4)
     with pytest.raises(TypeError, match="`scale` requires a gradient"):
         ck.prefix_attention_states(rows, rows, rows, scale=torch.tensor(0.5, requires_grad=True))
+
+
+def test_the_parts_of_a_state_get_their_gradients_together() -> None:
+    rows, lse = torch.randn(1, 2, 9, 4), torch.zeros(1, 2, 9, dtype=torch.float64)
+    out = ck.prefix_attention_states(rows, rows, rows, every=9)
+    given = (rows, rows, rows, None, rows, lse, *out, 9, 0.5, (False, False, False, True, False), "native")
+    with pytest.raises(ValueError, match="the last two, those of the state, must be equal"):
+        torch.ops.cmab.prefix_attention_backward(*out, *given)

@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from cmab_kernels.attention.projected import kernels
 from cmab_kernels.attention.projected.kernels import launch as launches
 from cmab_kernels.attention.projected.kernels.launch import Tiles
+from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, record
 from tests.machine_code import wrong
 
@@ -88,8 +89,9 @@ def _launches(dtype: torch.dtype, width: int, columns: int, latents: int = 128, 
     given = (query, inputs, weight, bias, torch.zeros(1, 5003, dtype=torch.bool) if mask else None, None)
 
     def call() -> tuple[Tensor, ...]:
-        results = kernels.projected_attention_forward(*given, out, lse, 1.0, 1e-5)
-        return (*results, *kernels.projected_attention_backward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4))
+        slopes = ProjectedAttentionBackward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4)
+        results = kernels.projected_attention_forward(ProjectedAttention(*given, out, lse, 1.0, 1e-5))
+        return (*results, *kernels.projected_attention_backward(slopes))
 
     return {launch.kernel.__name__: launch for launch in record(call)}
 
@@ -160,7 +162,8 @@ def test_launches(rows: int, blocks: int, wanted: list[str]) -> None:
     """K blocks over a run of rows take one launch, which also merges the incoming state; several runs take one more."""
     query, inputs = torch.empty(blocks, 2, 4, 8, 16), torch.empty(2, rows, 64)
     weight, out, lse = torch.empty(blocks, 128, 64), torch.empty(blocks, 2, 4, 8, 16), torch.empty(blocks, 2, 4, 8).double()
-    found = record(lambda: kernels.projected_attention_forward(query, inputs, weight, weight[..., 0], None, None, out, lse, 0.25, 1e-5))
+    given = ProjectedAttention(query, inputs, weight, weight[..., 0], None, None, out, lse, 0.25, 1e-5)
+    found = record(lambda: kernels.projected_attention_forward(given))
     assert [launch.kernel.__name__ for launch in found] == wanted
 
 

@@ -19,6 +19,7 @@ import cmab_kernels as ck
 from cmab_kernels.attention.projected import kernels
 from cmab_kernels.attention.projected.kernels import launch
 from cmab_kernels.attention.projected.reference import projected_attention_reference
+from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.runtime.tiles import forget
 from cmab_kernels.testing import between_margins, guarded_results, row_error
 
@@ -68,11 +69,12 @@ class Case:
         self.state = ck.AttentionState(torch.randn(*shape, value_width, dtype=sums), torch.randn(shape).double()) if state else None
         self.eps, self.scale, self.needs = eps, width**-0.5, needs
         self.tensors = (self.query, self.inputs, self.weight, self.bias)
-        rest = (self.mask, self.offsets)
-        self.out, self.lse = kernels.projected_attention_forward(*self.tensors, *rest, *(self.state or (None, None)), self.scale, eps)
+        given = (*self.tensors, self.mask, self.offsets)
+        call = ProjectedAttention(*given, *(self.state or (None, None)), self.scale, eps)
+        self.out, self.lse = kernels.projected_attention_forward(call)
         self.dout, self.dlse = torch.randn(self.out.shape, dtype=sums), torch.randn(self.lse.shape).double()
         self.grads = kernels.projected_attention_backward(
-            self.dout, self.dlse, *self.tensors, *rest, self.out, self.lse, self.scale, eps, needs
+            ProjectedAttentionBackward(self.dout, self.dlse, *given, self.out, self.lse, self.scale, eps, needs)
         )
 
     def expected(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
@@ -179,11 +181,11 @@ def test_ignored_rows_do_not_matter() -> None:
     spoilt = clean.inputs.clone()
     spoilt[ignore] = math.nan
     spoilt[0][ignore[0]] = math.inf
-    rest = (ignore, None)
-    out, lse = kernels.projected_attention_forward(clean.query, spoilt, clean.weight, clean.bias, *rest, None, None, clean.scale, clean.eps)
+    given = (clean.query, spoilt, clean.weight, clean.bias, ignore, None)
+    out, lse = kernels.projected_attention_forward(ProjectedAttention(*given, scale=clean.scale, eps=clean.eps))
     assert torch.equal(out, clean.out) and torch.equal(lse, clean.lse)
     grads = kernels.projected_attention_backward(
-        clean.dout, clean.dlse, clean.query, spoilt, clean.weight, clean.bias, *rest, out, lse, clean.scale, clean.eps, EVERYTHING
+        ProjectedAttentionBackward(clean.dout, clean.dlse, *given, out, lse, clean.scale, clean.eps, EVERYTHING)
     )
     assert all(torch.equal(a, b) for a, b in zip(grads, clean.grads, strict=True))
     assert not grads[1][ignore].any()
@@ -192,10 +194,11 @@ def test_ignored_rows_do_not_matter() -> None:
 def test_bad_offsets_make_everything_nan() -> None:
     case = Case(batch=2, offsets=[0, 5, 21], heads=1)
     for offsets in ([0, 22, 21], [1, 5, 21], [0, 5, 20]):
-        rest = (None, torch.tensor(offsets))
-        out, lse = kernels.projected_attention_forward(*case.tensors, *rest, None, None, case.scale, case.eps)
+        given = (*case.tensors, None, torch.tensor(offsets))
+        out, lse = kernels.projected_attention_forward(ProjectedAttention(*given, scale=case.scale, eps=case.eps))
         assert out.isnan().all() and lse.isnan().all()
-        grads = kernels.projected_attention_backward(case.dout, case.dlse, *case.tensors, *rest, out, lse, case.scale, case.eps, EVERYTHING)
+        slopes = ProjectedAttentionBackward(case.dout, case.dlse, *given, out, lse, case.scale, case.eps, EVERYTHING)
+        grads = kernels.projected_attention_backward(slopes)
         assert all(grad.isnan().all() for grad in grads)
 
 
@@ -208,10 +211,10 @@ def test_same_bits_again_and_alone() -> None:
     for i in range(2):
         one = slice(i, i + 1)
         given = (case.query[:, one], case.inputs[one], case.weight, case.bias, case.mask[one], None)
-        out, lse = kernels.projected_attention_forward(*given, None, None, case.scale, case.eps)
+        out, lse = kernels.projected_attention_forward(ProjectedAttention(*given, scale=case.scale, eps=case.eps))
         assert torch.equal(out, case.out[:, one]) and torch.equal(lse, case.lse[:, one])
-        cotangents = (case.dout[:, one], case.dlse[:, one])
-        dquery, dinputs, *_ = kernels.projected_attention_backward(*cotangents, *given, out, lse, case.scale, case.eps, EVERYTHING)
+        slopes = ProjectedAttentionBackward(case.dout[:, one], case.dlse[:, one], *given, out, lse, case.scale, case.eps, EVERYTHING)
+        dquery, dinputs, *_ = kernels.projected_attention_backward(slopes)
         assert torch.equal(dquery, case.grads[0][:, one]) and torch.equal(dinputs, case.grads[1][one])
 
 
@@ -225,10 +228,10 @@ def test_layouts(layout: str) -> None:
         "offset by 3": lambda t: torch.cat([t.new_full((3,), math.nan), t.reshape(-1)])[3:].view(t.shape),
     }[layout]
     tensors = (*(moved(t) for t in (plain.query, plain.inputs, plain.weight)), plain.bias)
-    out, lse = kernels.projected_attention_forward(*tensors, None, None, None, None, plain.scale, plain.eps)
+    out, lse = kernels.projected_attention_forward(ProjectedAttention(*tensors, scale=plain.scale, eps=plain.eps))
     torch.testing.assert_close(out, plain.out)
     grads = kernels.projected_attention_backward(
-        moved(plain.dout), plain.dlse, *tensors, None, None, out, lse, plain.scale, plain.eps, EVERYTHING
+        ProjectedAttentionBackward(moved(plain.dout), plain.dlse, *tensors, None, None, out, lse, plain.scale, plain.eps, EVERYTHING)
     )
     for ours, right in zip(grads, plain.grads, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)

@@ -19,6 +19,7 @@ from ...kernels.forward import LOG2_E, state_strides
 from ...kernels.launch import WIDEST_BLOCK, backward_products, backward_tiles
 from ...kernels.rows import RESOLUTION, base_two, sum_runs
 from ...kernels.runs import MOST_RUNS as MOST_SHARES
+from ..schema import PrefixAttentionBackward
 from .cut import KEYS, MOST_RUNS, PREFIXES, chunk_of, cut_runs, group_of, scan_constants, tile_of_keys
 from .forward import chunk_of_row, queries_of, row_of_query, weighted
 
@@ -290,54 +291,28 @@ def _prefix_queries(
     tl.store(rows_at(dquery, row, D, D_PAD), dq, mask=(rows < L)[:, None] & (tl.arange(0, D_PAD) < D)[None, :])
 
 
-def prefix_backward(
-    dout: Tensor,
-    dlse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    every: int,
-    scale: float,
-    needs: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, ...]:
+def prefix_backward(inputs: PrefixAttentionBackward) -> tuple[Tensor, ...]:
     """Return (dquery, dkey, dvalue, dstate_out, dstate_lse); each that `needs` does not ask for is an empty tensor."""
-    every = chunk_of(every, key.shape[2])
-    fresh = torch.empty_like if lse.numel() else torch.zeros_like  # without queries or keys no kernel runs
-    like = zip((query, key, value, state_out, state_lse), (*needs, needs[3]), strict=True)
+    fresh = torch.empty_like if inputs.lse.numel() else torch.zeros_like  # without queries or keys no kernel runs
+    like = zip((inputs.query, inputs.key, inputs.value, inputs.state_out, inputs.state_lse), inputs.needs, strict=True)
     grads = [None if t is None or not need else fresh(t, memory_format=torch.contiguous_format) for t, need in like]
-    if lse.numel():
-        with on_device(query):
-            _fill(dout, dlse, query, key, value, mask_bytes(key_padding_mask), (state_out, state_lse), out, lse, every, scale, grads)
-    return tuple(query.new_empty(0) if grad is None else grad for grad in grads)
+    if inputs.lse.numel():
+        with on_device(inputs.query):
+            _fill(inputs, grads)
+    return tuple(inputs.query.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _fill(
-    dout: Tensor,
-    dlse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    state: tuple[Tensor | None, Tensor | None],
-    out: Tensor,
-    lse: Tensor,
-    every: int,
-    scale: float,
-    grads: list[Tensor | None],
-) -> None:
+def _fill(inputs: PrefixAttentionBackward, grads: list[Tensor | None]) -> None:
     """Fill those of (dquery, dkey, dvalue, dstate_out, dstate_lse) that are not None."""
+    dout, dlse, query, key, value, key_padding_mask, state_out, state_lse, out, lse, every, scale, _, _ = inputs
     (B, H, L, D), (N, E), T = query.shape, value.shape[-2:], lse.shape[2]
+    mask, every = mask_bytes(key_padding_mask), chunk_of(every, N)
     dquery, dkey, dvalue, *dstate = grads
     products = backward_products(query.dtype, max(D, E), query.device)
-    sent = _sent_back(dout, dlse, state, out.contiguous(), lse.contiguous(), dstate, scale, products.operand)
+    sent = _sent_back(dout, dlse, (state_out, state_lse), out.contiguous(), lse.contiguous(), dstate, scale, products.operand)
     if dquery is None and dkey is None and dvalue is None:
         return
-    inputs = (query, key, value, mask, *sent)
+    read = (query, key, value, mask, *sent)
     strides = (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride())
     group = group_of(every)
     options = {
@@ -355,14 +330,14 @@ def _fill(
         rows = 16 if crowded else 64  # more would not fit, or spill
         few = tiles._replace(BLOCK_L=min(tiles.BLOCK_L, rows), BLOCK_N=tile_of_keys(tiles.BLOCK_N, True))
         programs = B * H * triton.cdiv(N, few.BLOCK_N)
-        _prefix_keys(programs, *inputs, dkey, dvalue, strides, (H, L, N, T), every, scale, **options, **few._asdict())
+        _prefix_keys(programs, *read, dkey, dvalue, strides, (H, L, N, T), every, scale, **options, **few._asdict())
     if dquery is not None:
         tiles = tiles._replace(BLOCK_N=tile_of_keys(tiles.BLOCK_N, group > 1))
         runs, length = cut_runs(N, KEYS)
         shares = out.new_empty(B * runs, H, L, D)
         programs = B * runs * H * triton.cdiv(L, tiles.BLOCK_L // group)
         numbers = ((H, L, N, T), (runs, length), every, scale)
-        _prefix_queries(programs, *inputs, shares, strides, *numbers, **options, **tiles._asdict())
+        _prefix_queries(programs, *read, shares, strides, *numbers, **options, **tiles._asdict())
         sum_runs(shares, None, dquery, (B, H, L, runs * GRAIN.value), (runs, MOST_SHARES), scale)
 
 

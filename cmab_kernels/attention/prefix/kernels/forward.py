@@ -15,6 +15,7 @@ from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device
 from ....runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from ...kernels.forward import LOG2_E, _factor, _offset, absorb, share_of_weight, state_strides, units, unless_empty
 from ...kernels.launch import WIDEST_BLOCK, forward_constants
+from ..schema import PrefixAttention
 from .cut import Windows, chunk_of, cut_windows, scan_constants, tile_of_keys, window_of
 
 
@@ -215,17 +216,9 @@ def _scan(
         acc = tl.sum(tl.where(newest[:, None], accs, 0.0), 0, keep_dims=True)
 
 
-def prefix_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    every: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def prefix_forward(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of every prefix."""
+    query, key, value, key_padding_mask, state_out, state_lse, every, scale, _ = inputs
     (B, H, L, _), (N, E) = query.shape, value.shape[-2:]
     every = chunk_of(every, N)
     prefixes = -(-N // every)

@@ -25,6 +25,7 @@ from ...kernels.backward import product_over_queries, scores_of, weigh
 from ...kernels.forward import LOG2_E
 from ...kernels.rows import load_rows, row_terms, sum_runs
 from ...kernels.runs import Cut, cut_keys, locate, vetted
+from ..schema import ProjectedAttentionBackward
 from .launch import (
     MOST_PROGRAMS,
     SPLIT,
@@ -315,22 +316,9 @@ def _row_sums(
     return keys, values
 
 
-def projected_attention_backward(
-    dout: Tensor,
-    dlse: Tensor,
-    query: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    eps: float | None,
-    needs: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def projected_attention_backward(given: ProjectedAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return contiguous gradients (dquery, dinputs, dweight, dbias), an empty tensor for each that is not needed."""
+    dout, dlse, query, inputs, weight, bias, key_padding_mask, cu_seqlens, out, lse, scale, eps, needs, _ = given
     queries, mask, normed = joined(query), mask_bytes(key_padding_mask), eps is not None
     E, operand = out.shape[-1], products(inputs.dtype).operand
     with on_device(query):

@@ -12,6 +12,7 @@ from ....runtime.triton_products import product_of_wide
 from ....runtime.triton_rows import kept_keys, load_tile, tile_at
 from ...kernels.forward import LOG2_E, absorb, merge_runs, state_of, state_strides, store_state, units
 from ...kernels.runs import cut_keys, locate, vetted
+from ..schema import ProjectedAttention
 from .launch import apart, chunks, forward_constants, joined, queries_at_once, row_strides
 from .tiles import columns_of_chunk, head_bias, projected, row_norms
 
@@ -227,20 +228,10 @@ def _projected_forward(
     store_state(out, lse, acc, logarithm, state_out, state_lse, *place, E, chunk * E_PAD)
 
 
-def projected_attention_forward(
-    query: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    scale: float,
-    eps: float | None,
-) -> tuple[Tensor, Tensor]:
+def projected_attention_forward(given: ProjectedAttention) -> tuple[Tensor, Tensor]:
     """Return (out, lse): the attention of the queries over these inputs,
     merged with the incoming state if there is one."""
+    query, inputs, weight, bias, key_padding_mask, cu_seqlens, state_out, state_lse, scale, eps, _ = given
     (K, B, H, L, D), (_, N, C) = query.shape, inputs.shape
     E = weight.shape[1] // H - D
     queries, before_out, before_lse = joined(query), joined(state_out), joined(state_lse)
