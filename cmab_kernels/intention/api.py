@@ -311,7 +311,7 @@ def ridge_step(
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
     update = RidgeUpdate(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, *state, chosen)
     if is_direct(chosen, *inputs, *state, penalty):
-        check_weights(inputs.weights, inputs.key_padding_mask)
+        check_weights(inputs)
         if isinstance(alpha, Tensor):
             refuse_negative("alpha", penalty)
         weight, info, gram, moment, count = kernel("intention", chosen, "ridge_step")(update, penalty)
@@ -360,7 +360,7 @@ def solve_rows(
 def _added_up(inputs: PrefixRidge) -> tuple[Tensor, ...]:
     """The sums over all prefixes, accumulated from those of each chunk, and added to those before where not None."""
     key, value, weights, mask, gram, moment, every, impl = inputs
-    check_weights(weights, mask)
+    check_weights(inputs)
     sums = gram_op(Gram(*in_chunks(key, value, weights, mask, every), exact=True, impl=impl))
     shape = (*key.shape[:2], -(-key.shape[2] // every))
     added = (part.squeeze(1).unflatten(0, shape).cumsum(2) for part in sums)
@@ -379,5 +379,5 @@ def _counts(inputs: _Inputs, every: int) -> Tensor:
 
 
 def _dual(inputs: _Inputs, penalty: Tensor, impl: str, solver: str) -> Dual:
-    check_weights(inputs.weights, inputs.key_padding_mask)
+    check_weights(inputs)
     return Dual(inputs.key, inputs.weights, inputs.key_padding_mask, penalty, impl, solver)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING, state_dtype
 from ..runtime.extension import load
-from .schema import ApplyRows, Gram, GramBackward, RidgeUpdate, sums_like
+from .schema import ApplyRows, Gram, GramBackward, RidgeUpdate
 
 _C = load()
 
@@ -24,7 +24,9 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 def gram(inputs: Gram) -> tuple[Tensor, Tensor]:
     """Return (K'WK, K'WV) in float64; a part that is not requested is empty."""
     key, value, weights, mask, parts, exact, _ = inputs
-    first, moment = sums_like(key, value, parts)
+    batch, heads, _, width = key.shape
+    first = key.new_empty((batch, heads, width, width) if parts[0] else 0, dtype=torch.float64)
+    moment = key.new_empty((batch, heads, width, value.shape[-1]) if parts[1] else 0, dtype=torch.float64)
     _C.gram(
         key=key,
         value=value,

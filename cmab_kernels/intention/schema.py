@@ -98,17 +98,13 @@ class ApplyRows(NamedTuple):
 # ---- definitions, and checks of values
 
 
-def check_weights(weights: Tensor | None, key_padding_mask: Tensor | None) -> None:
-    """Raise if the weight of an unmasked key is negative.
+def check_weights(rows: Any) -> None:
+    """Raise if the weight of an unmasked key is negative; `rows` has the fields weights and key_padding_mask.
 
     On a GPU, `weights_of_heads` has already replaced negative weights by NaN.
     """
-    if weights is not None:
-        refuse_negative("weights", weights, absent=None if key_padding_mask is None else key_padding_mask[:, None])
-
-
-def _check_rows(inputs: Any) -> None:
-    check_weights(inputs.weights, inputs.key_padding_mask)
+    if rows.weights is not None:
+        refuse_negative("weights", rows.weights, absent=None if rows.key_padding_mask is None else rows.key_padding_mask[:, None])
 
 
 def _update_definition(inputs: RidgeUpdate) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,7 +240,7 @@ gram_op = Operator(
     backward=_backward_of_gram,
     # Both sums: the reference ignores `parts`.
     reference=lambda inputs: gram_reference(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, inputs.exact),
-    check=_check_rows,
+    check=check_weights,
 )
 ridge_update_op = Operator(
     "intention",
@@ -257,7 +253,7 @@ ridge_update_op = Operator(
     keeps=ROWS,
     constant=("count",),
     reference=_update_definition,
-    check=_check_rows,
+    check=check_weights,
 )
 _gram_backward_op = Operator(
     "intention",
@@ -277,7 +273,7 @@ prefix_ridge_op = Operator(
     operations=gram_operations,
     backward=_backward_of_prefixes,
     keeps=ROWS,
-    check=_check_rows,
+    check=check_weights,
 )
 _prefix_ridge_backward_op = Operator(
     "intention",

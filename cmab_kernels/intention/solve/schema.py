@@ -53,7 +53,8 @@ def _backward_of_solve(call: Call[RegularisedSolve], dweight: Tensor, _: Any) ->
 
     Z is another solve with the same matrix.
     """
-    z, _info = regularised_solve_op(call.inputs._replace(rhs=dweight))
+    gram, _, alpha, impl = call.inputs
+    z, _info = regularised_solve_op(RegularisedSolve(gram, dweight, alpha, impl))
     product = row_products(z, call.kept[0].mT)
     return {"gram": (product + product.mT) / -2, "rhs": z, "alpha": -_trace(product)}
 
@@ -78,7 +79,7 @@ def _backward_of_ridge(call: Call[RidgeSolve], dweight: Tensor, dgram: Tensor, _
 
 
 def _check_ridge(inputs: RidgeSolve) -> None:
-    check_weights(inputs.weights, inputs.key_padding_mask)
+    check_weights(inputs)
     refuse_negative("alpha", inputs.alpha)
 
 
