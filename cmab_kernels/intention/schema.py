@@ -21,14 +21,15 @@ SCANNED = ("cuda", "triton")
 class Gram(NamedTuple):
     """The arguments of `cmab::gram`, whose results are K'WK and K'WV in float64.
 
-    A part that is not in `parts` is empty. Products are formed in float64 if `exact`, else in the dtype of sums.
+    A part whose number in `parts` is 0 is empty. (They are ints because `torch.jit.trace` takes no list of bools.)
+    Products are formed in float64 if `exact`, else in the dtype of sums.
     """
 
     key: Tensor
     value: Tensor
     weights: Tensor | None = None
     key_padding_mask: Tensor | None = None
-    parts: tuple[bool, bool] = (True, True)
+    parts: tuple[int, int] = (True, True)
     exact: bool = False
     impl: str = "auto"
 
@@ -118,7 +119,7 @@ def _update_definition(inputs: RidgeUpdate) -> tuple[Tensor, Tensor, Tensor]:
 # ---- shapes
 
 
-def sums_like(key: Tensor, value: Tensor, parts: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
+def sums_like(key: Tensor, value: Tensor, parts: tuple[int, int] = (True, True)) -> tuple[Tensor, Tensor]:
     """Uninitialised float64 tensors for K'WK and K'WV; a part that is not requested is an empty vector."""
     batch, heads, _, width = key.shape
     shapes = ((batch, heads, width, width), (batch, heads, width, value.shape[-1]))
@@ -145,7 +146,7 @@ def _gradient_shapes(inputs: GramBackward | PrefixRidgeBackward) -> tuple[Tensor
 # ---- FLOPs, two for each multiply-add, for contracts of shapes
 
 
-def gram_operations(inputs: Any, parts: tuple[bool, bool] = (True, True)) -> int:
+def gram_operations(inputs: Any, parts: tuple[int, int] = (True, True)) -> int:
     """FLOPs of the sums; K'WK is symmetric, so that only its lower triangle with the diagonal is counted.
 
     The additions that accumulate sums over prefixes are not counted.

@@ -233,7 +233,7 @@ def _sums(
     value: Tensor,
     weights: Tensor | None,
     key_padding_mask: Tensor | None,
-    parts: tuple[bool, bool],
+    parts: tuple[int, int],
     exact: bool,
     before: tuple[Any, Any, Any],
     count: Tensor | None,
@@ -280,7 +280,7 @@ def _both_at_once(tiles: GramTiles, shape: Any) -> bool:
 
 
 def _in_one_pass(
-    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[bool, bool], before: Any, count: Tensor | None
+    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[int, int], before: Any, count: Tensor | None
 ) -> Sums:
     """Like `_sums`, with one reading of the keys; `shape` is B, H, N, D, E.
 
@@ -296,7 +296,7 @@ def _in_one_pass(
     return _over_runs(gram, before[0]), _over_runs(moment, before[1])
 
 
-def _programs(tiles: GramTiles, shape: Any, parts: tuple[bool, bool]) -> int:
+def _programs(tiles: GramTiles, shape: Any, parts: tuple[int, int]) -> int:
     """The number of programs that a run of the keys takes."""
     *_, D, E = shape
     down = -(-D // tiles.TILE_D)
@@ -304,7 +304,7 @@ def _programs(tiles: GramTiles, shape: Any, parts: tuple[bool, bool]) -> int:
 
 
 def _of_runs(
-    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[bool, bool], cut: Cut, before: Any, count: Tensor | None
+    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[int, int], cut: Cut, before: Any, count: Tensor | None
 ) -> Sums:
     """The `parts` of the sums of each run: (B, H, runs, D, *), or (B, H, D, *) if there is a single run."""
     key, value, weights, mask = inputs
