@@ -217,7 +217,9 @@ import itertools, json
 import torch
 import cmab_kernels as ck
 from cmab_kernels.attention import kernels as attention
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
+from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.runtime.tiles import HOPPER, Key, using
 from tests.test_tiles import PLANTED
