@@ -35,7 +35,9 @@ from cmab_kernels.attention.projected import kernels as projected
 from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
+from cmab_kernels.intention.schema import ApplyRows, GramBackward, PrefixRidge, PrefixRidgeBackward, RidgeUpdate
 from cmab_kernels.intention.solve import kernels as solve
+from cmab_kernels.intention.solve.schema import RegularisedSolve
 from cmab_kernels.layers import kernels as layers
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
@@ -151,8 +153,8 @@ def _ridge_prefixes(every: tuple[int, int], given: str) -> None:
     weights = _some(B, H, N) if given == "weights" else None
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
     chunk = min(random.randint(*every), N)
-    sums = intention.prefix_ridge(key, value, weights, mask, None, None, chunk)
-    intention.prefix_ridge_backward(*sums, key, value, weights, mask, chunk, (True, True, True, True))
+    sums = intention.prefix_ridge(PrefixRidge(key, value, weights, mask, None, None, chunk))
+    intention.prefix_ridge_backward(PrefixRidgeBackward(*sums, key, value, weights, mask, chunk, (True,) * 5))
 
 
 def _projected(dtype: torch.dtype, given: str = "") -> None:
@@ -190,15 +192,17 @@ def _intention(given: str = "") -> None:
     k, v = (_some(B, H, N, 16) for _ in "kv")
     weights = _some(B, H, N) if given == "weights" else None
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
-    gram, moment, count = intention.ridge_update(k, v, weights, mask, None, None, None)
-    intention.ridge_update(k, v, weights, mask, gram, moment, count)
-    intention.gram_backward(gram, moment, k, v, weights, mask, (True, True, True), True)
-    intention.apply_rows(k, moment)
+    gram, moment, count = intention.ridge_update(RidgeUpdate(k, v, weights, mask, None, None, None))
+    intention.ridge_update(RidgeUpdate(k, v, weights, mask, gram, moment, count))
+    intention.gram_backward(GramBackward(gram, moment, k, v, weights, mask, (True, True, True), True))
+    intention.apply_rows(ApplyRows(k, moment))
 
 
 def _solve(dtype: torch.dtype) -> None:
     M, D = random.choice(SIZES), random.randint(17, 32)
-    solve.regularised_solve(_some(M, D, D, dtype=dtype), _some(M, D, random.choice(SIZES), dtype=dtype), _some(M, 1, dtype=dtype)[:, 0])
+    solve.regularised_solve(
+        RegularisedSolve(_some(M, D, D, dtype=dtype), _some(M, D, random.choice(SIZES), dtype=dtype), _some(M, 1, dtype=dtype)[:, 0])
+    )
 
 
 def _nystrom(landmarks: tuple[int, int], given: str = "") -> None:

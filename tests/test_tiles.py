@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cmab_kernels.attention.schema import Attention, AttentionBackward
+from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
 from cmab_kernels.runtime import tiles
 from cmab_kernels.runtime.tiles import FIELDS, FILE, HOPPER, Key, as_entry, padded, read, tuned, using
 
@@ -166,9 +167,9 @@ def _everything(dtype: torch.dtype) -> None:
     attention.attention_forward(Attention(q, k, k, scale=1.0))
     attention.attention_backward(AttentionBackward(out, lse, q, k, k, None, None, out, lse, 1.0, (True, True, True)))
     square = torch.empty(1, 2, 32, 32).double()
-    intention.gram(k, k, None, None, (True, True), False)
-    intention.gram_backward(square, square, k, k, None, None, (True, True, True), False)
-    intention.apply_rows(k, square)
+    intention.gram(Gram(k, k, None, None, (True, True), False))
+    intention.gram_backward(GramBackward(square, square, k, k, None, None, (True, True, True), False))
+    intention.apply_rows(ApplyRows(k, square))
     nystrom.iterative_pinv(square[0], 6)
     nystrom.iterative_pinv_backward(square[0], square[0], 6)
 
@@ -216,7 +217,9 @@ import itertools, json
 import torch
 import cmab_kernels as ck
 from cmab_kernels.attention import kernels as attention
+from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
+from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.runtime.tiles import HOPPER, Key, using
 from tests.test_tiles import PLANTED
@@ -228,11 +231,11 @@ square = torch.randn(1, 2, 8, 8, dtype=torch.float64)
 def everything():
     out, lse = attention.attention_forward(Attention(q, k, v, scale=0.5))
     grads = attention.attention_backward(AttentionBackward(out, lse, q, k, v, None, None, out, lse, 0.5, (True, True, True)))
-    sums = intention.gram(k, v, None, None, (True, True), False)
-    slopes = intention.gram_backward(square, square, k, v, None, None, (True, True, True), False)
+    sums = intention.gram(Gram(k, v, None, None, (True, True), False))
+    slopes = intention.gram_backward(GramBackward(square, square, k, v, None, None, (True, True, True), False))
     inverse = nystrom.iterative_pinv(square[0], 2)
     backward = nystrom.iterative_pinv_backward(inverse, square[0], 2)
-    return (out, lse, *grads, *sums, *slopes, intention.apply_rows(k, square), inverse, backward)
+    return (out, lse, *grads, *sums, *slopes, intention.apply_rows(ApplyRows(k, square)), inverse, backward)
 
 table = {Key(kernel, HOPPER, "double", 16): chosen for kernel, chosen in PLANTED.items()}
 with using({}):

@@ -14,6 +14,7 @@ from torch import Tensor
 from cmab_kernels.attention.kernels import launch as attention_launch
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention.kernels import launch as ridge_launch
+from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
 from cmab_kernels.nystrom.kernels import launch as nystrom_launch
 from cmab_kernels.runtime.backends import implementation
 from cmab_kernels.runtime.tiles import FIELDS, Key, capability_of, using
@@ -189,10 +190,10 @@ def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
     k, v = (draw(sets, 1, SET, target.width) for _ in range(2))
     square = draw(sets, 1, target.width, target.width).double()
     if target.kernel == "intention.gram":
-        return lambda: module.gram(k, v, None, None, (True, True), False)
+        return lambda: module.gram(Gram(k, v, None, None, (True, True), False))
     if target.kernel == "intention.apply":
-        return lambda: (module.apply_rows(k, square),)
-    return lambda: module.gram_backward(square, square, k, v, None, None, (True, True, False), False)[:2]
+        return lambda: (module.apply_rows(ApplyRows(k, square)),)
+    return lambda: module.gram_backward(GramBackward(square, square, k, v, None, None, (True, True, False), False))[:2]
 
 
 def _nystrom(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:

@@ -26,7 +26,9 @@ from cmab_kernels.attention.projected import kernels as projected
 from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
+from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward
 from cmab_kernels.intention.solve import kernels as solve
+from cmab_kernels.intention.solve.schema import RegularisedSolve
 from cmab_kernels.layers import kernels as layers
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
@@ -136,16 +138,16 @@ def _attention_layer() -> None:
 
 def _prefix_sums() -> None:
     rows, sums = torch.empty(16, 1, 1000, 16), torch.empty(16, 1, 1000, 16, 16, dtype=F64)
-    intention.prefix_ridge(rows, rows, None, None, None, None, 1)
-    intention.prefix_ridge_backward(sums, sums, rows, rows, None, None, 1, (True, True, False, False))
+    intention.prefix_ridge(PrefixRidge(rows, rows, None, None, None, None, 1))
+    intention.prefix_ridge_backward(PrefixRidgeBackward(sums, sums, rows, rows, None, None, 1, (True, True, False, False, False)))
 
 
 def _sums(dtype: torch.dtype, batch: int, keys: int) -> Call:
     def call() -> None:
         rows, square = torch.empty(batch, 1, keys, 64, dtype=dtype), torch.empty(batch, 1, 64, 64, dtype=F64)
-        intention.gram(rows, rows, None, None, (True, True), False)
-        intention.gram_backward(square, square, rows, rows, None, None, (True, True, False), False)
-        intention.apply_rows(rows, square)
+        intention.gram(Gram(rows, rows, None, None, (True, True), False))
+        intention.gram_backward(GramBackward(square, square, rows, rows, None, None, (True, True, False), False))
+        intention.apply_rows(ApplyRows(rows, square))
 
     return f"ridge_state, {batch} x (N {keys:,}, d 64)", 64, dtype, call
 
@@ -161,7 +163,7 @@ def _landmarks() -> None:
 def _solve(dtype: torch.dtype) -> Call:
     def call() -> None:
         gram = torch.empty(256, 64, 64, dtype=dtype)
-        solve.regularised_solve(gram, gram, gram[:, 0, 0])
+        solve.regularised_solve(RegularisedSolve(gram, gram, gram[:, 0, 0]))
 
     return "regularised_solve, 256 x (order 64, 64 columns)", 64, dtype, call
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cmab_kernels import RidgeState, merge_ridge, remove_ridge, ridge_state, ridge_step
 from cmab_kernels.intention.reference import gram_reference
-from cmab_kernels.intention.schema import gram_op
+from cmab_kernels.intention.schema import Gram, gram_op
 
 from ..devices import device, generator, normal
 from ..floors import ridge_work
@@ -65,7 +65,7 @@ def sums(
     if dtype != torch.float64:
         peers[TORCH_SINGLE] = partial(_by_torch, dtype=torch.float32)
     if "native" in ours and not backward and dtype == torch.float32:
-        peers[RUNS] = lambda i: gram_op(*i, None, None, (True, True), False, "native")
+        peers[RUNS] = lambda i: gram_op(Gram(*i, impl="native"))
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
         """Keys and values; with a backward the gradients of both sums."""

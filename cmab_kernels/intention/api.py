@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,20 @@ from ..runtime.checks import (
 )
 from ..runtime.tracing import is_direct
 from .dual import Dual
-from .schema import SCANNED, apply_rows_op, check_weights, gram_op, prefix_ridge_op, ridge_update_op
+from .schema import (
+    SCANNED,
+    ApplyRows,
+    Gram,
+    PrefixRidge,
+    RidgeUpdate,
+    apply_rows_op,
+    check_weights,
+    gram_op,
+    prefix_ridge_op,
+    ridge_update_op,
+)
 from .solve.api import RidgeSolution, penalty_of, solve_heads
-from .solve.schema import FUSED, ridge_solve_op
+from .solve.schema import FUSED, RidgeSolve, ridge_solve_op
 from .state import RidgeState, check_ridge, in_chunks, subtract_ridge
 
 FORMS = ("auto", "primal", "dual")
@@ -99,9 +110,8 @@ def intention(
         if form == "dual" or (form == "auto" and length < width):
             return _dual(inputs, penalty, impl, solver).intention(inputs.query, inputs.value)
         chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
-        return apply_rows_op(
-            inputs.query, solve_rows(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, penalty, chosen, solver)[0], chosen
-        )
+        weight, _, _ = solve_rows(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, penalty, chosen, solver)
+        return apply_rows_op(ApplyRows(inputs.query, weight, chosen))
 
 
 def sigma_intention(
@@ -140,7 +150,7 @@ def sigma_intention(
             one = torch.eye(length, dtype=scores.dtype, device=scores.device).expand(*inputs.key.shape[:2], -1, -1)
             return latent_attention(scores, one, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
         chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
-        gram, _ = gram_op(inputs.key, inputs.value[..., :0], inputs.weights, inputs.key_padding_mask, (True, False), False, chosen)
+        gram, _ = gram_op(Gram(inputs.key, inputs.value[..., :0], inputs.weights, inputs.key_padding_mask, (True, False), impl=chosen))
         solved = solve_heads(gram, inputs.query.mT.double(), penalty, solver).weight.mT.to(inputs.query.dtype)
         return latent_attention(solved, inputs.key, inputs.value, key_padding_mask=inputs.key_padding_mask, scale=scale, impl=attend)
 
@@ -172,16 +182,10 @@ def ridge_state(
     if state is not None:
         batch, heads, _, width = inputs.key.shape
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
-    return RidgeState(
-        *ridge_update_op(
-            inputs.key,
-            inputs.value,
-            inputs.weights,
-            inputs.key_padding_mask,
-            *(state or (None, None, None)),
-            choose("intention", impl, inputs.query, inputs.key, inputs.value),
-        )
-    )
+    chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
+    gram, moment, count = state or (None, None, None)
+    update = RidgeUpdate(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, gram, moment, count, chosen)
+    return RidgeState(*ridge_update_op(update))
 
 
 def prefix_ridge_states(
@@ -219,9 +223,9 @@ def prefix_ridge_states(
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
     every = min(every, max(length, 1))
-    rows = (inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask)
-    before = (None, None) if state is None else (state.gram, state.moment)
-    gram, moment = prefix_ridge_op(*rows, *before, every, chosen) if chosen in SCANNED else _added_up(rows, before, every, chosen)
+    before, moment_before, _ = state or (None, None, None)
+    rows = PrefixRidge(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, before, moment_before, every, chosen)
+    gram, moment = prefix_ridge_op(rows) if chosen in SCANNED else _added_up(rows)
     count = _counts(inputs, every)
     return RidgeState(gram, moment, count if state is None else state.count.unsqueeze(2) + count)
 
@@ -305,14 +309,14 @@ def ridge_step(
     check_ridge(state, (batch, heads, width, inputs.value.shape[3]), inputs.key.device)
     penalty = penalty_of(alpha, (batch, heads), inputs.key.device)
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
-    rows = (inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask)
-    if is_direct(chosen, *rows, *state, penalty):
-        check_weights(inputs.weights, inputs.key_padding_mask)
+    update = RidgeUpdate(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, *state, chosen)
+    if is_direct(chosen, *inputs, *state, penalty):
+        check_weights(inputs)
         if isinstance(alpha, Tensor):
             refuse_negative("alpha", penalty)
-        weight, info, gram, moment, count = kernel("intention", chosen, "ridge_step")(*rows, *state, penalty)
+        weight, info, gram, moment, count = kernel("intention", chosen, "ridge_step")(update, penalty)
         return RidgeStep(RidgeSolution(weight, info), RidgeState(gram, moment, count))
-    new = RidgeState(*ridge_update_op(*rows, *state, chosen))
+    new = RidgeState(*ridge_update_op(update))
     return RidgeStep(solve_heads(new.gram, new.moment, penalty, passed_on(impl, "intention", "intention.solve")), new)
 
 
@@ -347,20 +351,20 @@ def solve_rows(
     One fused kernel runs if the implementation `chosen` has one. Otherwise `chosen` forms the sums and `solver` solves.
     """
     if chosen in FUSED:
-        return ridge_solve_op(key, value, weights, mask, penalty, chosen)
-    gram, moment = gram_op(key, value, weights, mask, (True, True), False, chosen)
+        return ridge_solve_op(RidgeSolve(key, value, weights, mask, penalty, chosen))
+    gram, moment = gram_op(Gram(key, value, weights, mask, impl=chosen))
     weight, info = solve_heads(gram, moment, penalty, solver)
     return weight, gram, info
 
 
-def _added_up(rows: Any, before: Any, every: int, chosen: str) -> tuple[Tensor, ...]:
-    """The sums over all prefixes, accumulated from those of each chunk, and added to `before` where it is not None."""
-    key, value, weights, mask = rows
-    check_weights(weights, mask)
-    sums = gram_op(*in_chunks(key, value, weights, mask, every), (True, True), True, chosen)
+def _added_up(inputs: PrefixRidge) -> tuple[Tensor, ...]:
+    """The sums over all prefixes, accumulated from those of each chunk, and added to those before where not None."""
+    key, value, weights, mask, gram, moment, every, impl = inputs
+    check_weights(inputs)
+    sums = gram_op(Gram(*in_chunks(key, value, weights, mask, every), exact=True, impl=impl))
     shape = (*key.shape[:2], -(-key.shape[2] // every))
     added = (part.squeeze(1).unflatten(0, shape).cumsum(2) for part in sums)
-    return tuple(part if base is None else base.unsqueeze(2) + part for part, base in zip(added, before, strict=True))
+    return tuple(part if base is None else base.unsqueeze(2) + part for part, base in zip(added, (gram, moment), strict=True))
 
 
 def _counts(inputs: _Inputs, every: int) -> Tensor:
@@ -375,5 +379,5 @@ def _counts(inputs: _Inputs, every: int) -> Tensor:
 
 
 def _dual(inputs: _Inputs, penalty: Tensor, impl: str, solver: str) -> Dual:
-    check_weights(inputs.weights, inputs.key_padding_mask)
+    check_weights(inputs)
     return Dual(inputs.key, inputs.weights, inputs.key_padding_mask, penalty, impl, solver)

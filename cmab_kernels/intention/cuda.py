@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..runtime.cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
 from ..runtime.dtypes import FLOATING
+from .solve.schema import RidgeSolve
 
 MOST_WORKSPACE = 2**25
 """The most float64 partial sums held at a time (256 MiB), unless a single matrix needs more."""
@@ -32,10 +33,9 @@ def is_slower(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return True
 
 
-def ridge_solve(
-    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, alpha: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def ridge_solve(inputs: RidgeSolve) -> tuple[Tensor, Tensor, Tensor]:
     """Return (weight, gram, info): weight = (gram + alpha I)^-1 K'WV in float64, with gram = K'WK."""
+    key, value, weights, key_padding_mask, alpha, _ = inputs
     (batch, heads, _, width), value_width = key.shape, value.shape[-1]
     together, workspace_size, ticket_count = CUDA.ridge_needs(key=key, value=value, most_workspace=MOST_WORKSPACE)
     weight = key.new_empty((batch, heads, width, value_width), dtype=torch.float64)

@@ -15,9 +15,9 @@ from ..runtime.backends import choose
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import needs_definition
 from .reference import rows_of
-from .schema import apply_rows_op, row_products
+from .schema import ApplyRows, apply_rows_op, row_products
 from .solve.api import solve_heads
-from .solve.schema import regularised_solve_op
+from .solve.schema import RegularisedSolve, regularised_solve_op
 
 
 class Dual:
@@ -58,7 +58,7 @@ class Dual:
 
     def _times(self, rows: Tensor, matrix: Tensor) -> Tensor:
         """rows @ matrix, in the dtype of rows."""
-        return apply_rows_op(rows, matrix, self._impl)
+        return apply_rows_op(ApplyRows(rows, matrix, self._impl))
 
     def _solve(self, rhs: Tensor) -> Tensor:
         """(W K K' + alpha I)^-1 W B for a right-hand side B (B, H, N, E), in float64."""
@@ -96,7 +96,7 @@ def _weighted_forward(products: Tensor, value: Tensor, weights: Tensor, alpha: T
     """
     root = weights.sqrt().unsqueeze(-1)
     system = root * products * root.mT + torch.diag_embed((weights == 0).to(products.dtype))
-    return root * regularised_solve_op(system, root * value, alpha, impl)[0]
+    return root * regularised_solve_op(RegularisedSolve(system, root * value, alpha, impl))[0]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

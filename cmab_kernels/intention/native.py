@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING, state_dtype
 from ..runtime.extension import load
+from .schema import ApplyRows, Gram, GramBackward, RidgeUpdate
 
 _C = load()
 
@@ -20,13 +21,9 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     return None
 
 
-def gram(
-    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, parts: tuple[bool, bool], exact: bool
-) -> tuple[Tensor, Tensor]:
-    """Return (K'WK, K'WV) in float64.
-
-    Products are formed in float64 if `exact`, else in the dtype of sums. A part that is not requested is empty.
-    """
+def gram(inputs: Gram) -> tuple[Tensor, Tensor]:
+    """Return (K'WK, K'WV) in float64; a part that is not requested is empty."""
+    key, value, weights, mask, parts, exact, _ = inputs
     batch, heads, _, width = key.shape
     first = key.new_empty((batch, heads, width, width) if parts[0] else 0, dtype=torch.float64)
     moment = key.new_empty((batch, heads, width, value.shape[-1]) if parts[1] else 0, dtype=torch.float64)
@@ -34,7 +31,7 @@ def gram(
         key=key,
         value=value,
         weights=weights,
-        key_padding_mask=key_padding_mask,
+        key_padding_mask=mask,
         exact=exact,
         gram=first if parts[0] else None,
         moment=moment if parts[1] else None,
@@ -42,16 +39,9 @@ def gram(
     return first, moment
 
 
-def ridge_update(
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    key_padding_mask: Tensor | None,
-    gram_before: Tensor | None,
-    moment_before: Tensor | None,
-    count: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def ridge_update(inputs: RidgeUpdate) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sums over the keys, formed in float64, and their number, added to the previous values if given."""
+    key, value, weights, mask, gram_before, moment_before, count_before, _ = inputs
     batch, heads, _, width = key.shape  # torch parses ints in half the time of a shape
     new = (
         key.new_empty(batch, heads, width, width, dtype=torch.float64),
@@ -62,10 +52,10 @@ def ridge_update(
         key=key,
         value=value,
         weights=weights,
-        key_padding_mask=key_padding_mask,
+        key_padding_mask=mask,
         gram_before=gram_before,
         moment_before=moment_before,
-        count_before=count,
+        count_before=count_before,
         gram=new[0],
         moment=new[1],
         count=new[2],
@@ -73,49 +63,34 @@ def ridge_update(
     return new
 
 
-def ridge_step(
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    key_padding_mask: Tensor | None,
-    gram_before: Tensor,
-    moment_before: Tensor,
-    count: Tensor,
-    alpha: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def ridge_step(inputs: RidgeUpdate, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (weight, info, gram, moment, count): sums and count as in `ridge_update`, and their solution."""
-    before = (gram_before, moment_before, count)
-    gram, moment, new_count = (torch.empty_like(part, memory_format=torch.contiguous_format) for part in before)
-    weight, info = torch.empty_like(moment), torch.empty_like(new_count, dtype=torch.int32)
+    key, value, weights, mask, gram_before, moment_before, count_before, _ = inputs
+    assert gram_before is not None and moment_before is not None and count_before is not None
+    before = (gram_before, moment_before, count_before)
+    gram, moment, count = (torch.empty_like(part, memory_format=torch.contiguous_format) for part in before)
+    weight, info = torch.empty_like(moment), torch.empty_like(count, dtype=torch.int32)
     _C.ridge_step(
         key=key,
         value=value,
         weights=weights,
-        key_padding_mask=key_padding_mask,
+        key_padding_mask=mask,
         gram_before=gram_before,
         moment_before=moment_before,
-        count_before=count,
+        count_before=count_before,
         gram=gram,
         moment=moment,
-        count=new_count,
+        count=count,
         alpha=alpha.contiguous(),
         weight=weight,
         info=info,
     )
-    return weight, info, gram, moment, new_count
+    return weight, info, gram, moment, count
 
 
-def gram_backward(
-    dgram: Tensor,
-    dmoment: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    key_padding_mask: Tensor | None,
-    needs: tuple[bool, bool, bool],
-    exact: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def gram_backward(inputs: GramBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dkey, dvalue, dweights), contiguous; tensors that are not in `needs` are empty."""
+    dgram, dmoment, key, value, weights, mask, needs, exact, _ = inputs
     dkey = key.new_empty(key.shape if needs[0] else 0)
     dvalue = value.new_empty(value.shape if needs[1] else 0)
     dweights = key.new_empty(key.shape[:-1] if needs[2] else 0, dtype=state_dtype(key.dtype))
@@ -123,7 +98,7 @@ def gram_backward(
         key=key,
         value=value,
         weights=weights,
-        key_padding_mask=key_padding_mask,
+        key_padding_mask=mask,
         exact=exact,
         dgram=dgram,
         dmoment=dmoment,
@@ -134,8 +109,9 @@ def gram_backward(
     return dkey, dvalue, dweights
 
 
-def apply_rows(query: Tensor, weight: Tensor) -> Tensor:
+def apply_rows(inputs: ApplyRows) -> Tensor:
     """Return query @ weight in the dtype of the query; products are formed in the dtype of sums."""
+    query, weight, _ = inputs
     out = query.new_empty((*query.shape[:-1], weight.shape[-1]))
     _C.apply_rows(query=query, weight=weight, out=out)
     return out

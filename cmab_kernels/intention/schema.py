@@ -1,72 +1,115 @@
-"""Sums over rows, and rows times a matrix, as `torch.library` operators: shapes, FLOP counts, vmap rules and derivatives."""
+"""Sums over rows, and rows times a matrix, as `torch.library` operators: contracts, shapes, FLOP counts and derivatives."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import Operator, folding_rule, gradient_of_formula
 from ..runtime.backends import choose
 from ..runtime.checks import refuse_negative
 from ..runtime.dtypes import state_dtype
-from ..runtime.flops import flop_formula
+from ..runtime.operator import Call, Gradients, Operator, derivatives_of
 from .reference import apply_rows_reference, gram_backward_reference, gram_reference, prefix_ridge_backward_reference
 from .state import count_keys
-
-LIB = torch.library.Library("cmab", "FRAGMENT")
-LIB.define(
-    "gram(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, int[2] parts, bool exact, str impl) "
-    "-> (Tensor gram, Tensor moment)"
-)
-LIB.define(
-    "ridge_update(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor? gram, Tensor? moment, Tensor? count, "
-    "str impl) -> (Tensor gram, Tensor moment, Tensor count)"
-)
-LIB.define(
-    "gram_backward(Tensor dgram, Tensor dmoment, Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, bool[3] needs, "
-    "bool exact, str impl) -> (Tensor dkey, Tensor dvalue, Tensor dweights)"
-)
-LIB.define(
-    "prefix_ridge(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor? gram, Tensor? moment, int every, str impl) "
-    "-> (Tensor gram, Tensor moment)"
-)
-LIB.define(
-    "prefix_ridge_backward(Tensor dgram, Tensor dmoment, Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, int every, "
-    "bool[4] needs, str impl) -> (Tensor dkey, Tensor dvalue, Tensor dweights, Tensor dstate_gram, Tensor dstate_moment)"
-)
-LIB.define("apply_rows(Tensor query, Tensor weight, str impl) -> Tensor")
-
 
 SCANNED = ("cuda", "triton")
 """The implementations with kernels for the sums over all prefixes."""
 
 
+class Gram(NamedTuple):
+    """The arguments of `cmab::gram`, whose results are K'WK and K'WV in float64.
+
+    A part whose number in `parts` is 0 is empty. (They are ints because `torch.jit.trace` takes no list of bools.)
+    Products are formed in float64 if `exact`, else in the dtype of sums.
+    """
+
+    key: Tensor
+    value: Tensor
+    weights: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    parts: tuple[int, int] = (True, True)
+    exact: bool = False
+    impl: str = "auto"
+
+
+class RidgeUpdate(NamedTuple):
+    """The arguments of `cmab::ridge_update`, whose results are the sums and the number of keys, added to those given."""
+
+    key: Tensor
+    value: Tensor
+    weights: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    gram: Tensor | None = None
+    moment: Tensor | None = None
+    count: Tensor | None = None  # type: ignore[assignment]  # hides tuple.count
+    impl: str = "auto"
+
+
+class GramBackward(NamedTuple):
+    """The arguments of `cmab::gram_backward`, whose results are the gradients of key, value and weights."""
+
+    dgram: Tensor
+    dmoment: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Tensor | None
+    key_padding_mask: Tensor | None
+    needs: tuple[bool, bool, bool]
+    exact: bool
+    impl: str = "auto"
+
+
+class PrefixRidge(NamedTuple):
+    """The arguments of `cmab::prefix_ridge`, whose results are K'WK and K'WV over all prefixes, added to those given."""
+
+    key: Tensor
+    value: Tensor
+    weights: Tensor | None = None
+    key_padding_mask: Tensor | None = None
+    gram: Tensor | None = None
+    moment: Tensor | None = None
+    every: int = 1
+    impl: str = "auto"
+
+
+class PrefixRidgeBackward(NamedTuple):
+    """The arguments of `cmab::prefix_ridge_backward`, whose results are the gradients of key, value, weights, gram and moment."""
+
+    dgram: Tensor
+    dmoment: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Tensor | None
+    key_padding_mask: Tensor | None
+    every: int
+    needs: tuple[bool, bool, bool, bool, bool]
+    impl: str = "auto"
+
+
+class ApplyRows(NamedTuple):
+    """The arguments of `cmab::apply_rows`, whose result is query @ weight in the dtype of query."""
+
+    query: Tensor
+    weight: Tensor
+    impl: str = "auto"
+
+
 # ---- definitions, and checks of values
 
 
-def check_weights(weights: Tensor | None, key_padding_mask: Tensor | None) -> None:
-    """Raise if the weight of an unmasked key is negative.
+def check_weights(rows: Any) -> None:
+    """Raise if the weight of an unmasked key is negative; `rows` has the fields weights and key_padding_mask.
 
     On a GPU, `weights_of_heads` has already replaced negative weights by NaN.
     """
-    if weights is not None:
-        refuse_negative("weights", weights, absent=None if key_padding_mask is None else key_padding_mask[:, None])
+    if rows.weights is not None:
+        refuse_negative("weights", rows.weights, absent=None if rows.key_padding_mask is None else rows.key_padding_mask[:, None])
 
 
-def _check_rows(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, *rest: Any) -> None:
-    check_weights(weights, mask)
-
-
-def _gram_definition(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool) -> tuple[Tensor, Tensor]:
-    """Both sums, since the reference ignores `parts`."""
-    return gram_reference(key, value, weights, mask, exact)
-
-
-def _update_definition(
-    key: Tensor, value: Tensor, weights: Any, mask: Any, gram: Tensor | None, moment: Tensor | None, count: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _update_definition(inputs: RidgeUpdate) -> tuple[Tensor, Tensor, Tensor]:
+    key, value, weights, mask, gram, moment, count, _ = inputs
     new_gram, new_moment = gram_reference(key, value, weights, mask, exact=True)
     if gram is not None and moment is not None:
         new_gram, new_moment = gram + new_gram, moment + new_moment
@@ -76,7 +119,7 @@ def _update_definition(
 # ---- shapes
 
 
-def sums_like(key: Tensor, value: Tensor, parts: Any = (True, True)) -> tuple[Tensor, Tensor]:
+def sums_like(key: Tensor, value: Tensor, parts: tuple[int, int] = (True, True)) -> tuple[Tensor, Tensor]:
     """Uninitialised float64 tensors for K'WK and K'WV; a part that is not requested is an empty vector."""
     batch, heads, _, width = key.shape
     shapes = ((batch, heads, width, width), (batch, heads, width, value.shape[-1]))
@@ -84,215 +127,174 @@ def sums_like(key: Tensor, value: Tensor, parts: Any = (True, True)) -> tuple[Te
     return gram, moment
 
 
-@torch.library.register_fake("cmab::gram", lib=LIB)
-def _(key: Tensor, value: Tensor, weights: Any, mask: Any, parts: Any, exact: bool, impl: str) -> tuple[Tensor, Tensor]:
-    return sums_like(key, value, parts)
+def _prefix_shapes(inputs: PrefixRidge) -> tuple[Tensor, Tensor]:
+    batch, heads, length, width = inputs.key.shape
+    shape = (batch, heads, -(-length // inputs.every), width)
+    gram, moment = (inputs.key.new_empty(*shape, columns, dtype=torch.float64) for columns in (width, inputs.value.shape[-1]))
+    return gram, moment
 
 
-@torch.library.register_fake("cmab::ridge_update", lib=LIB)
-def _(key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return *sums_like(key, value), key.new_empty(key.shape[:2], dtype=torch.int64)
+def _gradient_shapes(inputs: GramBackward | PrefixRidgeBackward) -> tuple[Tensor, ...]:
+    """The gradients of key, value, weights and, for prefixes, of the sums before. The weights may be None, which means 1."""
+    key, value = inputs.key, inputs.value
+    like = [(key.shape, key.dtype), (value.shape, value.dtype), (key.shape[:-1], state_dtype(key.dtype))]
+    if isinstance(inputs, PrefixRidgeBackward):
+        like += [(part.shape[:2] + part.shape[3:], torch.float64) for part in (inputs.dgram, inputs.dmoment)]
+    return tuple(key.new_empty(shape if need else 0, dtype=dtype) for (shape, dtype), need in zip(like, inputs.needs, strict=True))
 
 
-@torch.library.register_fake("cmab::gram_backward", lib=LIB)
-def _(dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Any, mask: Any, needs: Any, *rest: Any) -> tuple[Tensor, ...]:
-    shapes = ((key.shape, key.dtype), (value.shape, value.dtype), (key.shape[:-1], state_dtype(key.dtype)))
-    return tuple(key.new_empty(shape if need else 0, dtype=dtype) for (shape, dtype), need in zip(shapes, needs, strict=True))
+# ---- FLOPs, two for each multiply-add, for contracts of shapes
 
 
-@torch.library.register_fake("cmab::prefix_ridge", lib=LIB)
-def _(key: Tensor, value: Tensor, weights: Any, mask: Any, gram: Any, moment: Any, every: int, impl: str) -> tuple[Tensor, Tensor]:
-    batch, heads, length, width = key.shape
-    shape = (batch, heads, -(-length // every), width)
-    return key.new_empty(*shape, width, dtype=torch.float64), key.new_empty(*shape, value.shape[-1], dtype=torch.float64)
+def gram_operations(inputs: Any, parts: tuple[int, int] = (True, True)) -> int:
+    """FLOPs of the sums; K'WK is symmetric, so that only its lower triangle with the diagonal is counted.
+
+    The additions that accumulate sums over prefixes are not counted.
+    """
+    batch, heads, length, width = inputs.key
+    return batch * heads * length * (parts[0] * width * (width + 1) + parts[1] * 2 * width * inputs.value[-1])
 
 
-@torch.library.register_fake("cmab::prefix_ridge_backward", lib=LIB)
-def _(
-    dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Any, mask: Any, every: int, needs: Any, impl: str
-) -> tuple[Tensor, ...]:
-    rows = ((key.shape, key.dtype), (value.shape, value.dtype), (key.shape[:-1], state_dtype(key.dtype)))
-    states = ((part.shape[:2] + part.shape[3:], torch.float64) for part in (dgram, dmoment))
-    wanted = zip((*rows, *states), (*needs, needs[3]), strict=True)
-    return tuple(key.new_empty(shape if need else 0, dtype=dtype) for (shape, dtype), need in wanted)
-
-
-@torch.library.register_fake("cmab::apply_rows", lib=LIB)
-def _(query: Tensor, weight: Tensor, impl: str) -> Tensor:
-    return query.new_empty(*query.shape[:-1], weight.shape[-1])
-
-
-for _name, _tensors in {"gram": 4, "ridge_update": 7, "gram_backward": 6, "prefix_ridge": 6, "prefix_ridge_backward": 6}.items():
-    torch.library.register_vmap(f"cmab::{_name}", folding_rule(getattr(torch.ops.cmab, _name).default, _tensors), lib=LIB)
-
-
-@torch.library.register_vmap("cmab::apply_rows", lib=LIB)
-def _(info: Any, in_dims: Any, query: Tensor, weight: Tensor, impl: str) -> tuple[Tensor, int]:
-    rule = folding_rule(lambda *args: (torch.ops.cmab.apply_rows.default(*args),), 2)
-    (out,), (dim,) = rule(info, in_dims, query, weight, impl)
-    return out, dim
-
-
-# ---- FLOPs, two for each multiply-add
-
-
-def gram_operations(key: Any, value: Any, parts: Any) -> int:
-    """FLOPs of the sums; K'WK is symmetric, so that only its lower triangle with the diagonal is counted."""
-    batch, heads, length, width = key
-    return batch * heads * length * (parts[0] * width * (width + 1) + parts[1] * 2 * width * value[-1])
-
-
-@flop_formula(torch.ops.cmab.gram)
-def _gram_flops(key: Any, value: Any, weights: Any, mask: Any, parts: Any, *rest: Any, **_: Any) -> int:
-    return gram_operations(key, value, parts)
-
-
-@flop_formula(torch.ops.cmab.ridge_update)
-def _ridge_update_flops(key: Any, value: Any, *rest: Any, **_: Any) -> int:
-    return gram_operations(key, value, (True, True))
-
-
-@flop_formula(torch.ops.cmab.gram_backward)
-def _gram_backward_flops(dgram: Any, dmoment: Any, key: Any, value: Any, weights: Any, mask: Any, needs: Any, *rest: Any, **_: Any) -> int:
+def _gradient_operations(inputs: Any) -> int:
     """FLOPs of the products. Gradients of keys need K S and V dC', those of values K dC, those of weights all three."""
-    batch, heads, length, width = key
-    needs_key, needs_value, needs_weights = needs
+    (batch, heads, length, width), value_width = inputs.key, inputs.value[-1]
+    needs_key, needs_value, needs_weights, *_ = inputs.needs
     to_key, to_value = needs_key or needs_weights, needs_value or needs_weights
-    return 2 * batch * heads * length * width * (to_key * (width + value[-1]) + to_value * value[-1])
+    return 2 * batch * heads * length * width * (to_key * (width + value_width) + to_value * value_width)
 
 
-@flop_formula(torch.ops.cmab.prefix_ridge)
-def _prefix_ridge_flops(key: Any, value: Any, *rest: Any, **_: Any) -> int:
-    """FLOPs of the sums. The additions that accumulate sums over prefixes are not counted."""
-    return gram_operations(key, value, (True, True))
-
-
-@flop_formula(torch.ops.cmab.prefix_ridge_backward)
-def _prefix_ridge_backward_flops(
-    dgram: Any, dmoment: Any, key: Any, value: Any, weights: Any, mask: Any, every: int, needs: Any, *rest: Any, **_: Any
-) -> int:
-    return _gram_backward_flops(dgram, dmoment, key, value, weights, mask, needs[:3])
-
-
-@flop_formula(torch.ops.cmab.apply_rows)
-def _apply_rows_flops(query: Any, weight: Any, *rest: Any, **_: Any) -> int:
-    batch, heads, rows, width = query
-    return 2 * batch * heads * rows * width * weight[-1]
+def _apply_operations(inputs: Any) -> int:
+    batch, heads, rows, width = inputs.query
+    return 2 * batch * heads * rows * width * inputs.weight[-1]
 
 
 # ---- gradients
 
 
-def _save_gram(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.parts, ctx.exact, ctx.impl = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def gradient_of_sums(ctx: Any, dgram: Tensor, dmoment: Tensor, tensors: Any, exact: bool) -> tuple[Tensor | None, ...]:
-    """The gradients with respect to key, value and weights; None for each that is not needed."""
-    needs = tuple(ctx.needs_input_grad[:3])
+def gradient_of_sums(call: Call[Any], dgram: Tensor, dmoment: Tensor, exact: bool) -> Gradients:
+    """The gradients of key, value and weights."""
+    needs = call.needs("key", "value", "weights")
     if not any(needs):
-        return None, None, None
-    grads = _gram_backward_op(dgram, dmoment, *tensors, needs, exact, ctx.impl)
-    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
+        return {}
+    rows = call.inputs
+    inputs = GramBackward(dgram, dmoment, rows.key, rows.value, rows.weights, rows.key_padding_mask, needs, exact, rows.impl)
+    dkey, dvalue, dweights = _gram_backward_op(inputs)
+    return {"key": dkey, "value": dvalue, "weights": dweights}
 
 
-def _backward_of_gram(ctx: Any, dgram: Tensor, dmoment: Tensor) -> tuple[Tensor | None, ...]:
-    key, value, weights, mask = ctx.saved_tensors
+def _backward_of_gram(call: Call[Gram], dgram: Tensor, dmoment: Tensor) -> Gradients:
+    key, value, _, _, parts, exact, _ = call.inputs
     batch, heads, _, width = key.shape
-    if not ctx.parts[0]:
+    if not parts[0]:
         dgram = key.new_zeros(batch, heads, width, width, dtype=torch.float64)
-    if not ctx.parts[1]:
+    if not parts[1]:
         dmoment = key.new_zeros(batch, heads, width, value.shape[-1], dtype=torch.float64)
-    return *gradient_of_sums(ctx, dgram, dmoment, (key, value, weights, mask), ctx.exact), None, None, None, None
+    return gradient_of_sums(call, dgram, dmoment, exact)
 
 
-def _save_update(ctx: Any, inputs: Any, output: Any) -> None:
-    *rows, _, _, _, ctx.impl = inputs
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*rows)
+def _backward_of_update(call: Call[RidgeUpdate], dgram: Tensor, dmoment: Tensor, _: Any) -> Gradients:
+    return {"gram": dgram, "moment": dmoment, **gradient_of_sums(call, dgram, dmoment, exact=True)}
 
 
-def _backward_of_update(ctx: Any, dgram: Tensor, dmoment: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    needs_gram, needs_moment = ctx.needs_input_grad[4:6]
-    rows = gradient_of_sums(ctx, dgram, dmoment, ctx.saved_tensors, exact=True)
-    return *rows, None, dgram if needs_gram else None, dmoment if needs_moment else None, None, None
+def _gram_backward_formula(inputs: GramBackward) -> tuple[Tensor, ...]:
+    """The gradients by the reference, which takes temporaries of size N."""
+    dgram, dmoment, key, value, weights, mask, _, exact, _ = inputs
+    return gram_backward_reference(dgram, dmoment, key, value, weights, mask, exact)
 
 
-def _save_gram_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.needs, ctx.exact, _ = inputs
-    ctx.save_for_backward(*tensors)
+def _backward_of_prefixes(call: Call[PrefixRidge], dgram: Tensor, dmoment: Tensor) -> Gradients:
+    key, value, weights, mask, _, _, every, impl = call.inputs
+    arguments = ("key", "value", "weights", "gram", "moment")
+    inputs = PrefixRidgeBackward(dgram, dmoment, key, value, weights, mask, every, call.needs(*arguments), impl)
+    return dict(zip(arguments, _prefix_ridge_backward_op(inputs), strict=True))
 
 
-def _backward_of_gram_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the reference formula, which takes temporaries of size N."""
-    *saved, mask = ctx.saved_tensors
-    needed = [grad for grad, need in zip(grads, ctx.needs, strict=True) if need]
-
-    def formula(dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> list[Tensor]:
-        first = gram_backward_reference(dgram, dmoment, key, value, weights, mask, ctx.exact)
-        return [grad for grad, need in zip(first, ctx.needs, strict=True) if need]
-
-    return *gradient_of_formula(formula, saved, needed), None, None, None, None
+def _prefix_backward_formula(inputs: PrefixRidgeBackward) -> tuple[Tensor, ...]:
+    """The gradients by the reference, which takes temporaries of the size of all sums."""
+    dgram, dmoment, key, value, weights, mask, every, _, _ = inputs
+    return prefix_ridge_backward_reference(dgram, dmoment, key, value, weights, mask, every)
 
 
-def _save_prefixes(ctx: Any, inputs: Any, output: Any) -> None:
-    *rows, _, _, ctx.every, ctx.impl = inputs
-    ctx.save_for_backward(*rows)
-
-
-def _backward_of_prefixes(ctx: Any, dgram: Tensor, dmoment: Tensor) -> tuple[Tensor | None, ...]:
-    of_key, of_value, of_weights, _, *of_state = ctx.needs_input_grad[:6]
-    needs = (of_key, of_value, of_weights, any(of_state))
-    grads = _prefix_ridge_backward_op(dgram, dmoment, *ctx.saved_tensors, ctx.every, needs, ctx.impl)
-    dkey, dvalue, dweights, *dstate = (grad if need else None for grad, need in zip(grads, (*needs, needs[3]), strict=True))
-    return dkey, dvalue, dweights, None, *dstate, None, None
-
-
-def _save_prefix_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.every, ctx.needs, _ = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward_of_prefix_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the reference formula.
-
-    The formula takes temporaries of the size of all sums.
-    """
-    *saved, mask = ctx.saved_tensors
-    wanted = (*ctx.needs, ctx.needs[3])
-    needed = [grad for grad, need in zip(grads, wanted, strict=True) if need]
-
-    def formula(dgram: Tensor, dmoment: Tensor, key: Tensor, value: Tensor, weights: Tensor | None) -> list[Tensor]:
-        first = prefix_ridge_backward_reference(dgram, dmoment, key, value, weights, mask, ctx.every)
-        return [grad for grad, need in zip(first, wanted, strict=True) if need]
-
-    return *gradient_of_formula(formula, saved, needed), None, None, None, None
-
-
-def _save_all(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.impl = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward_of_apply_rows(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    query, weight = ctx.saved_tensors
-    needs_query, needs_weight, _ = ctx.needs_input_grad
-    dquery = apply_rows_op(dout, weight.mT, ctx.impl) if needs_query else None
+def _backward_of_apply_rows(call: Call[ApplyRows], dout: Tensor) -> Gradients:
+    query, weight, impl = call.inputs
+    needs_query, needs_weight = call.needs("query", "weight")
+    gradients: Gradients = {}
+    if needs_query:
+        gradients["query"] = apply_rows_op(ApplyRows(dout, weight.mT, impl))
     if needs_weight and weight.numel() == 0:  # the dual form without keys: an empty weight has an empty gradient
-        return dquery, torch.zeros_like(weight), None
-    dweight = gram_op(query, dout, None, None, (False, True), False, ctx.impl)[1] if needs_weight else None
-    return dquery, dweight, None
+        gradients["weight"] = torch.zeros_like(weight)
+    elif needs_weight:
+        gradients["weight"] = gram_op(Gram(query, dout, parts=(False, True), impl=impl))[1]
+    return gradients
 
 
-gram_op = Operator(LIB, "intention", "gram", 4, _save_gram, _backward_of_gram, reference=_gram_definition, check=_check_rows)
-ridge_update_op = Operator(
-    LIB, "intention", "ridge_update", 7, _save_update, _backward_of_update, reference=_update_definition, check=_check_rows
+ROWS = ("key", "value", "weights", "key_padding_mask")
+"""The arguments of the sums, all that their gradient needs."""
+
+gram_op = Operator(
+    "intention",
+    "gram",
+    Gram,
+    ("gram", "moment"),
+    shapes=lambda inputs: sums_like(inputs.key, inputs.value, inputs.parts),
+    operations=lambda inputs: gram_operations(inputs, inputs.parts),
+    backward=_backward_of_gram,
+    # Both sums: the reference ignores `parts`.
+    reference=lambda inputs: gram_reference(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, inputs.exact),
+    check=check_weights,
 )
-_gram_backward_op = Operator(LIB, "intention", "gram_backward", 6, _save_gram_backward, _backward_of_gram_backward)
-prefix_ridge_op = Operator(LIB, "intention", "prefix_ridge", 6, _save_prefixes, _backward_of_prefixes, check=_check_rows)
-_prefix_ridge_backward_op = Operator(LIB, "intention", "prefix_ridge_backward", 6, _save_prefix_backward, _backward_of_prefix_backward)
-apply_rows_op = Operator(LIB, "intention", "apply_rows", 2, _save_all, _backward_of_apply_rows, reference=apply_rows_reference)
+ridge_update_op = Operator(
+    "intention",
+    "ridge_update",
+    RidgeUpdate,
+    ("gram", "moment", "count"),
+    shapes=lambda inputs: (*sums_like(inputs.key, inputs.value), inputs.key.new_empty(inputs.key.shape[:2], dtype=torch.int64)),
+    operations=gram_operations,
+    backward=_backward_of_update,
+    keeps=ROWS,
+    constant=("count",),
+    reference=_update_definition,
+    check=check_weights,
+)
+_gram_backward_op = Operator(
+    "intention",
+    "gram_backward",
+    GramBackward,
+    ("dkey", "dvalue", "dweights"),
+    shapes=_gradient_shapes,
+    operations=_gradient_operations,
+    backward=derivatives_of(_gram_backward_formula, "dgram", "dmoment", "key", "value", "weights"),
+)
+prefix_ridge_op = Operator(
+    "intention",
+    "prefix_ridge",
+    PrefixRidge,
+    ("gram", "moment"),
+    shapes=_prefix_shapes,
+    operations=gram_operations,
+    backward=_backward_of_prefixes,
+    keeps=ROWS,
+    check=check_weights,
+)
+_prefix_ridge_backward_op = Operator(
+    "intention",
+    "prefix_ridge_backward",
+    PrefixRidgeBackward,
+    ("dkey", "dvalue", "dweights", "dstate_gram", "dstate_moment"),
+    shapes=_gradient_shapes,
+    operations=_gradient_operations,
+    backward=derivatives_of(_prefix_backward_formula, "dgram", "dmoment", "key", "value", "weights"),
+)
+apply_rows_op = Operator(
+    "intention",
+    "apply_rows",
+    ApplyRows,
+    ("out",),
+    shapes=lambda inputs: inputs.query.new_empty(*inputs.query.shape[:-1], inputs.weight.shape[-1]),
+    operations=_apply_operations,
+    backward=_backward_of_apply_rows,
+    reference=lambda inputs: apply_rows_reference(inputs.query, inputs.weight),
+)
 
 
 def row_products(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -301,4 +303,4 @@ def row_products(rows: Tensor, matrices: Tensor) -> Tensor:
     A kernel forms the products, so that the bits of a product do not depend on S.
     """
     rows, matrices = rows.unsqueeze(0), matrices.double().unsqueeze(0)
-    return apply_rows_op(rows, matrices, choose("intention", "auto", rows, rows, matrices)).squeeze(0)
+    return apply_rows_op(ApplyRows(rows, matrices, choose("intention", "auto", rows, rows, matrices))).squeeze(0)

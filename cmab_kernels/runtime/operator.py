@@ -190,9 +190,9 @@ class Operator(Generic[Inputs]):
             ctx.mark_non_differentiable(*[results[i] for i in self._constant])
         if self._only is not None:
             ctx.set_materialize_grads(False)  # else the backward pass would allocate zeros for all constant results
-        tensors = args[: self._tensors]
-        if self._dropped:
-            tensors = [None if i in self._dropped else tensor for i, tensor in enumerate(tensors)]
+        tensors = [*args[: self._tensors]]
+        for i in self._dropped:
+            tensors[i] = None
         ctx.save_for_backward(*tensors, *[results[i] for i in self._kept_results])
 
     def _backward(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:

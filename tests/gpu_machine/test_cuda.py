@@ -19,6 +19,8 @@ if cuda_launch.COMPILER is None or cuda_launch.nvcc() is None:
     pytest.skip("no nvcc, or no C++ compiler, to compile the CUDA kernels with", allow_module_level=True)
 pytest.importorskip("cmab_kernels.intention.cuda", exc_type=ImportError)
 
+from cmab_kernels.intention.solve.schema import RegularisedSolve
+
 from ..intention.solve import test_cuda as ridge
 from ..nystrom.continual import test_cuda as steps
 
@@ -57,7 +59,7 @@ def test_solve(width: int, columns: int, dtype: torch.dtype, run: Run) -> None:
     gram, alpha = factor @ factor.mT, torch.rand(3, dtype=dtype) + 0.1
 
     def check() -> None:
-        weight, info = ridge.cuda_solve.regularised_solve(gram, rhs, alpha)
+        weight, info = ridge.cuda_solve.regularised_solve(RegularisedSolve(gram, rhs, alpha))
         matrix = gram.double() + alpha.double()[:, None, None] * torch.eye(width)
         assert (info == 0).all() and (ridge.lapack_ratio(matrix, weight, rhs) < 10).all()
 
@@ -96,4 +98,4 @@ class OneColumnMore(Machine):
 def test_a_column_too_many_is_reported(built: cuda_launch.Built) -> None:
     machine = OneColumnMore(lenient=True)
     with cuda_launch.cuda_on_machine(machine, built, ridge.cuda_solve), pytest.raises(Fault, match=r"(?s)out of bounds.*\.cuh:\d+"):
-        ridge.cuda_solve.regularised_solve(torch.eye(9)[None], torch.randn(1, 9, 4), torch.ones(1))
+        ridge.cuda_solve.regularised_solve(RegularisedSolve(torch.eye(9)[None], torch.randn(1, 9, 4), torch.ones(1)))

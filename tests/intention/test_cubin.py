@@ -20,6 +20,7 @@ import triton.language as tl
 
 from cmab_kernels.intention import kernels
 from cmab_kernels.intention.kernels import launch, sums
+from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward
 from cmab_kernels.runtime.tiles import FILE, read, using
 from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record
@@ -70,9 +71,9 @@ def _launches(
     dgram, dmoment = (torch.zeros(1, 4, width, n).double() for n in (width, value_width))
 
     def call() -> None:
-        kernels.gram(k, v, weights, mask, (True, True), exact)
-        kernels.gram_backward(dgram, dmoment, k, v, weights, mask, (True, True, True), exact)
-        kernels.apply_rows(k, dmoment)
+        kernels.gram(Gram(k, v, weights, mask, (True, True), exact))
+        kernels.gram_backward(GramBackward(dgram, dmoment, k, v, weights, mask, (True, True, True), exact))
+        kernels.apply_rows(ApplyRows(k, dmoment))
 
     with as_if_on(capability):
         return record(call)
@@ -164,8 +165,8 @@ def _prefixes(dtype: torch.dtype, width: int, capability: int, masked: bool) -> 
     state = torch.empty(2, 4, width, width, dtype=torch.float64, device="meta")
 
     def call() -> None:
-        sums_ = kernels.prefix_ridge(key, key, weights, mask, state, state, 1)
-        kernels.prefix_ridge_backward(*sums_, key, key, weights, mask, 1, (True, True, True, True))
+        sums_ = kernels.prefix_ridge(PrefixRidge(key, key, weights, mask, state, state, 1))
+        kernels.prefix_ridge_backward(PrefixRidgeBackward(*sums_, key, key, weights, mask, 1, (True,) * 5))
 
     with as_if_on(capability):
         found = record(call)
@@ -239,5 +240,5 @@ def test_strides_beyond_32_bits_reach_the_kernel() -> None:
     """Strides beyond 32 bits are passed as 64 bits. Tensors are on the meta device, and need no memory."""
     with torch.device("meta"):
         k = torch.empty(0).as_strided((1, 1, 3, 8), (2**34, 2**33, 2**32, 1))
-        (one,) = record(lambda: kernels.gram(k, k, None, None, (True, True), False))
+        (one,) = record(lambda: kernels.gram(Gram(k, k, None, None, (True, True), False)))
     assert one.options["strides"][0] == (2**34, 2**33, 2**32, 1)

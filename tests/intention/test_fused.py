@@ -6,7 +6,6 @@ The native kernels stand in for it.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 import cmab_kernels as ck
 from cmab_kernels.intention import native
 from cmab_kernels.intention.api import solve_rows
+from cmab_kernels.intention.solve.schema import RidgeSolve
 from cmab_kernels.runtime import backends
 
 MASK = torch.tensor([[False, False, False, False, True], [False] * 5])
@@ -26,8 +26,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "cuda" with the fused `ridge_solve`; return the calls."""
     ran: list[str] = []
 
-    def ridge_solve(*rows: Any) -> tuple[Tensor, ...]:
+    def ridge_solve(inputs: RidgeSolve) -> tuple[Tensor, ...]:
         ran.append("ridge_solve")
+        *rows, _ = inputs
         return solve_rows(*rows, "native", "native")
 
     modules = {

@@ -20,6 +20,7 @@ import cmab_kernels as ck
 from cmab_kernels.intention import kernels
 from cmab_kernels.intention.kernels import launch, scan, sums
 from cmab_kernels.intention.reference import prefix_ridge_backward_reference
+from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward, RidgeUpdate
 from cmab_kernels.testing import between_margins, guarded_results
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
@@ -51,7 +52,7 @@ class Case:
         self.w = (torch.ones(key.shape[:3]) if weights is None else weights).double().masked_fill(hide, 0.0)[..., None]
 
     def gram(self, exact: bool, tolerance: float, parts: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
-        sums = kernels.gram(*self.inputs, parts, exact)
+        sums = kernels.gram(Gram(*self.inputs, parts, exact))
         for ours, part, other in zip(sums, parts, (self.k, self.v), strict=True):
             assert ours.dtype == torch.float64
             if part:
@@ -67,7 +68,7 @@ class Case:
         key, value, *_ = self.inputs
         batch, heads, _, width = key.shape
         dgram, dmoment = cotangents or (torch.randn(batch, heads, width, n).double() for n in (width, value.shape[-1]))
-        grads = kernels.gram_backward(dgram, dmoment, *self.inputs, needs, exact)
+        grads = kernels.gram_backward(GramBackward(dgram, dmoment, *self.inputs, needs, exact))
         slope = dgram + dgram.mT
 
         def formulas(k: Tensor, v: Tensor, slope: Tensor, dmoment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +115,7 @@ def test_shapes(dtype: torch.dtype, keys: int, width: int, value_width: int) -> 
         case.gram(False, TOLERANCE[dtype])
         case.gradients(False, TOLERANCE[dtype])
     weight = torch.randn(batch, 1, value_width, width).double().mT
-    out = kernels.apply_rows(given[0], weight)
+    out = kernels.apply_rows(ApplyRows(given[0], weight))
     assert out.dtype == dtype
     k = given[0].double()
     _close(out, k @ weight, k.abs() @ weight.abs(), max(TOLERANCE[dtype], torch.finfo(dtype).eps))
@@ -144,7 +145,7 @@ def test_runs_of_tiles() -> None:
 @pytest.mark.parametrize("width", [8, 70])
 def test_one_sum_alone(parts: tuple[bool, bool], width: int) -> None:
     case = Case(*_inputs(1, 1, 40, width, 5, torch.float64))
-    both = kernels.gram(*case.inputs, (True, True), True)
+    both = kernels.gram(Gram(*case.inputs, (True, True), True))
     alone = case.gram(True, 1e-14, parts)
     assert all(torch.equal(one, whole) for one, whole, part in zip(alone, both, parts, strict=True) if part)
 
@@ -156,18 +157,21 @@ def test_sums_on_top_of_others(keys: int, width: int, masked: bool) -> None:
     case = Case(*_inputs(2, 1, keys, width, 3, torch.float32), mask=torch.rand(2, keys) < 0.3 if masked else None)
     gram, moment = (between_margins(torch.randn(2, 1, width, n, dtype=torch.float64)) for n in (width, 3))
     count = torch.tensor([[7], [2**40]])
-    alone, on_top = kernels.ridge_update(*case.inputs, None, None, None), kernels.ridge_update(*case.inputs, gram.mT, moment, count)
-    assert torch.equal(alone[0], kernels.gram(*case.inputs, (True, True), True)[0])
+    alone, on_top = (
+        kernels.ridge_update(RidgeUpdate(*case.inputs, None, None, None)),
+        kernels.ridge_update(RidgeUpdate(*case.inputs, gram.mT, moment, count)),
+    )
+    assert torch.equal(alone[0], kernels.gram(Gram(*case.inputs, (True, True), True))[0])
     for new, part, before in zip(on_top, alone, (gram.mT, moment, count), strict=True):
         assert torch.equal(new, before + part) and new.is_contiguous()
     assert torch.equal(alone[2], case.kept.sum(-1))
 
 
-def _check_prefixes(case: Case, every: int, state: tuple[Tensor, Tensor] | None = None, needs: tuple[bool, ...] = (True,) * 4) -> None:
+def _check_prefixes(case: Case, every: int, state: tuple[Tensor, Tensor] | None = None, needs: tuple[bool, ...] = (True,) * 5) -> None:
     """Check the sums over all prefixes, and their gradients, by the definition in float64."""
     key, value, *rest = case.inputs
     before = state or (None, None)
-    ours = kernels.prefix_ridge(*case.inputs, *before, every)
+    ours = kernels.prefix_ridge(PrefixRidge(*case.inputs, *before, every))
     ends = torch.arange(every, key.shape[2] + every, every).clamp(max=key.shape[2])
     for sums_, base, other in zip(ours, before, (case.k, case.v), strict=True):
         terms = (case.w * case.k)[..., None] * other[..., None, :]
@@ -175,12 +179,12 @@ def _check_prefixes(case: Case, every: int, state: tuple[Tensor, Tensor] | None 
         _close(sums_, right if base is None else base[:, :, None] + right, size if base is None else base[:, :, None].abs() + size, 1e-15)
     assert torch.equal(ours[0], ours[0].mT) or state is not None, "exactly symmetric"
     cotangents = tuple(torch.randn_like(part) for part in ours)
-    grads = kernels.prefix_ridge_backward(*cotangents, *case.inputs, every, needs)
+    grads = kernels.prefix_ridge_backward(PrefixRidgeBackward(*cotangents, *case.inputs, every, needs))
     weights, mask = rest
     wide = None if weights is None else weights.double()
     right = prefix_ridge_backward_reference(*cotangents, key.double(), value.double(), wide, mask, every)
     kinds = key.dtype, value.dtype, torch.promote_types(key.dtype, torch.float32), torch.float64, torch.float64
-    for grad, wanted, need, dtype in zip(grads, right, (*needs, needs[3]), kinds, strict=True):
+    for grad, wanted, need, dtype in zip(grads, right, needs, kinds, strict=True):
         assert grad.dtype == dtype and grad.is_contiguous()
         if need:
             assert grad.shape == wanted.shape
@@ -210,10 +214,10 @@ def test_prefixes_of_several_runs_on_top_of_a_state(every: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("every", [2, 20])
-@pytest.mark.parametrize("needed", range(4))
+@pytest.mark.parametrize("needed", range(5))
 def test_only_the_gradients_of_prefixes_that_are_asked_for(needed: int, every: int) -> None:
     case = Case(*_inputs(1, 1, 25, 4, 3, torch.float32), _weights(1, 1, 25, torch.float32))
-    _check_prefixes(case, every, needs=tuple(i == needed for i in range(4)))
+    _check_prefixes(case, every, needs=tuple(i == needed for i in range(5)))
 
 
 @pytest.mark.parametrize("every", [1, 16])
@@ -230,12 +234,14 @@ def test_a_nan_reaches_no_earlier_prefix(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(scan, "GRAIN", 12)
     key, value = _inputs(1, 1, 40, 3, 2, torch.float32)
     key[0, 0, 20] = math.nan
-    gram, moment = kernels.prefix_ridge(key, value, None, None, None, None, 1)
+    gram, moment = kernels.prefix_ridge(PrefixRidge(key, value, None, None, None, None, 1))
     assert all(part[:, :, :20].isfinite().all() and part[:, :, 20:].isnan().all() for part in (gram, moment))
     key[0, 0, 20] = 0.0
     dgram, dmoment = torch.ones_like(gram), torch.ones_like(moment)
     dgram[0, 0, 20] = math.nan
-    for grad in kernels.prefix_ridge_backward(dgram, dmoment, key, value, None, None, 1, (True, False, True, False))[::2][:2]:
+    for grad in kernels.prefix_ridge_backward(
+        PrefixRidgeBackward(dgram, dmoment, key, value, None, None, 1, (True, False, True, False, False))
+    )[::2][:2]:
         assert grad[:, :, 21:].isfinite().all() and grad[:, :, :21].isnan().all()
 
 
@@ -261,7 +267,7 @@ def test_masks_hide_nan(keys: int, masked: slice) -> None:
     case.gram(False, 1e-6)
     case.gradients(False, 1e-6)
     nan = torch.full((2, 1, 3, 3), math.nan).double()
-    spoilt = kernels.gram_backward(nan, nan[..., :2], *case.inputs, EVERYTHING, False)
+    spoilt = kernels.gram_backward(GramBackward(nan, nan[..., :2], *case.inputs, EVERYTHING, False))
     assert all((grad[1, :, masked] == 0).all() for grad in spoilt)
 
 
@@ -271,7 +277,7 @@ def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
     case = Case(*_inputs(batch, heads, keys, 5, value_width, torch.float32), _weights(batch, heads, keys, torch.float32))
     case.gram(False, 1e-6)
     case.gradients(False, 1e-6)
-    assert kernels.apply_rows(case.inputs[0], torch.randn(batch, heads, 5, value_width).double()).shape == case.inputs[1].shape
+    assert kernels.apply_rows(ApplyRows(case.inputs[0], torch.randn(batch, heads, 5, value_width).double())).shape == case.inputs[1].shape
 
 
 @pytest.mark.parametrize("dtype, big", [(torch.float32, 3e19), (torch.float32, 3e38), (torch.float16, 6e4)])
@@ -286,9 +292,9 @@ def test_finite_keys_have_finite_sums(dtype: torch.dtype, big: float, keys: int)
 def test_a_nan_stays_in_its_matrix() -> None:
     """A NaN in a key reaches only its row and column of the sum of its own batch element."""
     key, value = _inputs(2, 1, 40, 4, 3, torch.float32)
-    clean = kernels.gram(key, value, None, None, (True, True), False)
+    clean = kernels.gram(Gram(key, value, None, None, (True, True), False))
     key[1, 0, 7, 2] = math.nan
-    gram, moment = kernels.gram(key, value, None, None, (True, True), False)
+    gram, moment = kernels.gram(Gram(key, value, None, None, (True, True), False))
     touched = torch.zeros(4, 4, dtype=torch.bool)
     touched[2], touched[:, 2] = True, True
     assert torch.equal(gram[1, 0].isnan(), touched) and moment[1, 0, 2].isnan().all() and not moment[1, 0, [0, 1, 3]].isnan().any()
@@ -300,7 +306,7 @@ def test_long_runs_lose_no_digits() -> None:
     so it must be added to a float64 total every 512 keys."""
     key = torch.full((1, 1, 20_000, 1), 1 + 1.33e-5)
     with mock.patch.object(sums, "cut_keys", lambda keys, *_: launch.Cut(1, keys)):
-        gram, _ = kernels.gram(key, key, None, None, (True, False), False)
+        gram, _ = kernels.gram(Gram(key, key, None, None, (True, False), False))
     assert abs(float(gram) / (20_000 * float(key[0, 0, 0, 0].double()) ** 2) - 1) < 1e-6
 
 
@@ -326,7 +332,7 @@ def test_layouts(layout: str) -> None:
     one = dgram.new_ones(1, 1, 1, 1)
     case.gradients(False, 1e-14, cotangents=(one.expand(dgram.shape), one.expand(dmoment.shape)))
     weight = arrange(dmoment)
-    _close(kernels.apply_rows(key, weight), key @ weight, key.abs() @ weight.abs(), 1e-14)
+    _close(kernels.apply_rows(ApplyRows(key, weight)), key @ weight, key.abs() @ weight.abs(), 1e-14)
 
 
 @pytest.mark.usefixtures("_sums_in_one_order")
@@ -339,9 +345,9 @@ def test_same_bits_again_and_alone() -> None:
 
     def everything(part: slice) -> tuple[Tensor, ...]:
         inputs = [t[part] for t in (key, value, weights, mask)]
-        sums = kernels.gram(*inputs, (True, True), False)
-        grads = kernels.gram_backward(*(t[part] for t in cotangents), *inputs, EVERYTHING, False)
-        return *sums, *grads, kernels.apply_rows(inputs[0], sums[1])
+        sums = kernels.gram(Gram(*inputs, (True, True), False))
+        grads = kernels.gram_backward(GramBackward(*(t[part] for t in cotangents), *inputs, EVERYTHING, False))
+        return *sums, *grads, kernels.apply_rows(ApplyRows(inputs[0], sums[1]))
 
     whole = everything(slice(None))
     assert all(torch.equal(a, b) for a, b in zip(everything(slice(None)), whole, strict=True))

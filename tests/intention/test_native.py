@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
 from cmab_kernels.measure import peak_memory
 
 native = pytest.importorskip("cmab_kernels.intention.native", reason="the extension was not built", exc_type=ImportError)
@@ -72,7 +73,7 @@ def _within(ours: Tensor, right: Tensor, sizes: Tensor, tolerance: float) -> Non
 
 def _check_sums(case: Case, exact: bool) -> None:
     k, v, w = _wide(case)
-    gram, moment = native.gram(*case, BOTH, exact)
+    gram, moment = native.gram(Gram(*case, BOTH, exact))
     assert gram.dtype == moment.dtype == torch.float64 and torch.equal(gram, gram.mT)
     tolerance = 1e-14 if exact else SUMS[case.key.dtype]
     _within(gram, _product(w * k, k), _product((w * k).abs(), k.abs()), tolerance)
@@ -91,7 +92,7 @@ def _slopes(case: Case) -> tuple[Tensor, Tensor]:
 def _check_gradients(case: Case, exact: bool) -> None:
     k, v, w = _wide(case)
     dgram, dmoment = _slopes(case)
-    dkey, dvalue, dweights = native.gram_backward(dgram, dmoment, *case, ALL, exact)
+    dkey, dvalue, dweights = native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, exact))
     slope = dgram + dgram.mT
     u, y = k @ slope + v @ dmoment.mT, k @ dmoment
     u_size, y_size = k.abs() @ slope.abs() + v.abs() @ dmoment.abs().mT, k.abs() @ dmoment.abs()
@@ -104,7 +105,7 @@ def _check_gradients(case: Case, exact: bool) -> None:
 
 
 def _check_rows(query: Tensor, weight: Tensor) -> None:
-    out = native.apply_rows(query, weight)
+    out = native.apply_rows(ApplyRows(query, weight))
     assert out.dtype == query.dtype
     q = query.double()
     _within(out, q @ weight, q.abs() @ weight.abs(), 2 * ROUNDING[query.dtype])
@@ -121,9 +122,9 @@ def _check(case: Case) -> None:
 def _everything(case: Case, exact: bool = False) -> list[Tensor]:
     dgram, dmoment = _slopes(case)
     return [
-        *native.gram(*case, BOTH, exact),
-        *native.gram_backward(dgram, dmoment, *case, ALL, exact),
-        native.apply_rows(case.key, dmoment),
+        *native.gram(Gram(*case, BOTH, exact)),
+        *native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, exact)),
+        native.apply_rows(ApplyRows(case.key, dmoment)),
     ]
 
 
@@ -164,7 +165,7 @@ def test_a_million_keys(dtype: torch.dtype, law: str) -> None:
         key, value = torch.full_like(key, 1.3), torch.full_like(value, 0.7)
     k, v, _ = _wide(Case(key, value))
     for exact, tolerance in ((False, LAWS[law] * 2.0**-23), (True, 1e-13)):
-        gram, moment = native.gram(key, value, None, None, BOTH, exact)
+        gram, moment = native.gram(Gram(key, value, None, None, BOTH, exact))
         _within(gram, _product(k, k), _product(k.abs(), k.abs()), tolerance)
         _within(moment, _product(k, v), _product(k.abs(), v.abs()), tolerance)
 
@@ -208,7 +209,7 @@ def test_interleaved_heads_of_many_runs(isa: str, keys: int, dtype: torch.dtype)
     plain = _case(1, 8, keys, 64, 40, dtype)
     moved = Case(*(LAYOUTS["heads inside"](rows) for rows in plain[:2]))
     for parts in (BOTH, (True, False), (False, True)):
-        assert _same(list(native.gram(*plain, parts, False)), list(native.gram(*moved, parts, False)))
+        assert _same(list(native.gram(Gram(*plain, parts, False))), list(native.gram(Gram(*moved, parts, False))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -218,21 +219,21 @@ def test_interleaved_heads_take_turns(isa: str, inside: tuple[int, ...], dtype: 
     plain = _case(2, 9, 2500, 16, 8, dtype, weighted=True)._replace(mask=torch.rand(2, 2500) < 0.3)
     moved = plain._replace(**{name: LAYOUTS["heads inside"](getattr(plain, name)) for name in (plain._fields[i] for i in inside)})
     dgram, dmoment = torch.randn(2, 9, 16, 16, dtype=torch.float64), torch.randn(2, 9, 16, 8, dtype=torch.float64)
-    assert _same(*(list(native.gram_backward(dgram, dmoment, *case, ALL, False)) for case in (plain, moved)))
-    assert torch.equal(native.apply_rows(plain.key, dmoment), native.apply_rows(moved.key, dmoment))
-    assert torch.equal(native.apply_rows(plain.key.flip(1), dmoment), native.apply_rows(moved.key.flip(1), dmoment))
+    assert _same(*(list(native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, False))) for case in (plain, moved)))
+    assert torch.equal(native.apply_rows(ApplyRows(plain.key, dmoment)), native.apply_rows(ApplyRows(moved.key, dmoment)))
+    assert torch.equal(native.apply_rows(ApplyRows(plain.key.flip(1), dmoment)), native.apply_rows(ApplyRows(moved.key.flip(1), dmoment)))
 
 
 def test_slopes_of_any_layout() -> None:
     case = _case(2, 3, 50, 9, 6, torch.float32, weighted=True)
     dgram, dmoment = torch.randn(2, 3, 9, 9, dtype=torch.float64), torch.randn(2, 3, 9, 6, dtype=torch.float64)
-    right = native.gram_backward(dgram, dmoment, *case, ALL, False)
+    right = native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, False))
     for change in (LAYOUTS["keys inside"], LAYOUTS["step 2"], LAYOUTS["batch inside"]):
-        assert _same(list(native.gram_backward(change(dgram), change(dmoment), *case, ALL, False)), list(right))
-        assert torch.equal(native.apply_rows(case.key, change(dmoment)), native.apply_rows(case.key, dmoment))
+        assert _same(list(native.gram_backward(GramBackward(change(dgram), change(dmoment), *case, ALL, False))), list(right))
+        assert torch.equal(native.apply_rows(ApplyRows(case.key, change(dmoment))), native.apply_rows(ApplyRows(case.key, dmoment)))
     one = torch.ones((), dtype=torch.float64)
-    spread = native.gram_backward(one.expand(2, 3, 9, 9), one.expand(2, 3, 9, 6), *case, ALL, False)
-    dense = native.gram_backward(torch.ones_like(dgram), torch.ones_like(dmoment), *case, ALL, False)
+    spread = native.gram_backward(GramBackward(one.expand(2, 3, 9, 9), one.expand(2, 3, 9, 6), *case, ALL, False))
+    dense = native.gram_backward(GramBackward(torch.ones_like(dgram), torch.ones_like(dmoment), *case, ALL, False))
     assert _same(list(spread), list(dense))
 
 
@@ -259,7 +260,7 @@ def test_nothing_of_an_ignored_key_is_seen(isa: str, where: str, dtype: torch.dt
         masked = Case(key, value, weights, mask)
         _check_sums(masked, False)
         _check_gradients(masked, False)
-        dkey, dvalue, dweights = native.gram_backward(*_slopes(masked), *masked, ALL, True)
+        dkey, dvalue, dweights = native.gram_backward(GramBackward(*_slopes(masked), *masked, ALL, True))
         assert all(d.movedim(2, 1)[mask].eq(0).all() for d in (dkey, dvalue, dweights))
 
 
@@ -283,7 +284,11 @@ def test_weights_of_zero_and_of_one(isa: str) -> None:
     assert case.weights is not None
     nothing = case._replace(weights=torch.zeros_like(case.weights))
     assert all(
-        not t.any() for t in (*native.gram(*nothing, BOTH, False), *native.gram_backward(*_slopes(nothing), *nothing, ALL, False)[:2])
+        not t.any()
+        for t in (
+            *native.gram(Gram(*nothing, BOTH, False)),
+            *native.gram_backward(GramBackward(*_slopes(nothing), *nothing, ALL, False))[:2],
+        )
     )
     ones = case._replace(weights=torch.ones_like(case.weights))
     assert _same(_everything(ones), _everything(case._replace(weights=None)))
@@ -308,7 +313,7 @@ def test_sums_beyond_float32(isa: str, size: float, weighted: bool, dtype: torch
 @pytest.mark.parametrize("keys", [700, 9000])
 def test_parts(isa: str, parts: tuple[bool, bool], keys: int) -> None:
     case = _case(1, 2, keys, 12, 20, torch.float32, weighted=True)
-    for want, mine, full in zip(parts, native.gram(*case, parts, False), native.gram(*case, BOTH, False), strict=True):
+    for want, mine, full in zip(parts, native.gram(Gram(*case, parts, False)), native.gram(Gram(*case, BOTH, False)), strict=True):
         assert torch.equal(mine, full) if want else mine.shape == (0,) and mine.dtype == torch.float64
 
 
@@ -316,8 +321,8 @@ def test_parts(isa: str, parts: tuple[bool, bool], keys: int) -> None:
 @pytest.mark.parametrize("weighted", [True, False])
 def test_needs(isa: str, needs: tuple[bool, bool, bool], weighted: bool) -> None:
     case = _case(1, 2, 300, 16, 20, torch.float32, weighted)
-    everything = native.gram_backward(*_slopes(case), *case, ALL, False)
-    some = native.gram_backward(*_slopes(case), *case, needs, False)
+    everything = native.gram_backward(GramBackward(*_slopes(case), *case, ALL, False))
+    some = native.gram_backward(GramBackward(*_slopes(case), *case, needs, False))
     for need, mine, full in zip(needs, some, everything, strict=True):
         assert torch.equal(mine, full) if need else mine.shape == (0,) and mine.dtype == full.dtype
 
@@ -374,12 +379,15 @@ def test_offsets_beyond_32_bits() -> None:
 
 def _sums_of(keys: int) -> Callable[[], tuple[Tensor, ...]]:
     key = torch.randn(1, 1, keys, 64)
-    return lambda: native.gram(key, key, None, None, BOTH, False)
+    return lambda: native.gram(Gram(key, key, None, None, BOTH, False))
 
 
 def _gradient_of(keys: int) -> Callable[[], tuple[Tensor, ...]]:
     key, slope = torch.randn(1, 1, keys, 16), torch.randn(1, 1, 16, 16, dtype=torch.float64)
-    return lambda: (*native.gram_backward(slope, slope, key, key, None, None, ALL, False), native.apply_rows(key, slope))
+    return lambda: (
+        *native.gram_backward(GramBackward(slope, slope, key, key, None, None, ALL, False)),
+        native.apply_rows(ApplyRows(key, slope)),
+    )
 
 
 def test_memory_beyond_results_is_constant() -> None:

@@ -114,14 +114,14 @@ IN_CUDA = {
 IN_PYTHON = {
     "a penalty without its gradient": Fault(
         "cmab_kernels/intention/solve/schema.py",
-        "z, -_trace(product), None",
-        "z, 0 * alpha, None",
+        '"rhs": z, "alpha": -_trace(product)',
+        '"rhs": z, "alpha": 0 * call.inputs.alpha',
         f"{SOLVE_SUITE}::TestRegularisedSolve::test_gradcheck",
     ),
     "a gradient of one triangle alone": Fault(
         "cmab_kernels/intention/solve/schema.py",
-        "(product + product.mT) / -2, z,",
-        "-product, z,",
+        '"gram": (product + product.mT) / -2,',
+        '"gram": -product,',
         f"{SOLVE_SUITE}::test_the_gradient_of_a_matrix_belongs_to_both_triangles",
     ),
     "a system that failed and has a solution": Fault(

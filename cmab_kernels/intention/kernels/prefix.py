@@ -16,6 +16,7 @@ from torch import Tensor
 from ...runtime.dtypes import state_dtype
 from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, rows_from, tile_at
+from ..schema import GramBackward, PrefixRidge, PrefixRidgeBackward
 from ..state import in_chunks
 from . import scan
 from .launch import Cut, row_strides
@@ -239,16 +240,9 @@ def _programs(key: Tensor, cut: Cut, tiles: dict[str, int]) -> int:
     return key.shape[0] * key.shape[1] * cut.runs * triton.cdiv(tiles["D"], tiles["TILE_D"]) * triton.cdiv(tiles["E"], tiles["TILE_E"])
 
 
-def prefix_ridge(
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    key_padding_mask: Tensor | None,
-    gram: Tensor | None,
-    moment: Tensor | None,
-    every: int,
-) -> tuple[Tensor, Tensor]:
+def prefix_ridge(inputs: PrefixRidge) -> tuple[Tensor, Tensor]:
     """Return the sums K'WK and K'WV over every prefix, (B, H, T, D, *) in float64, plus `gram` and `moment`."""
+    key, value, weights, key_padding_mask, gram, moment, every, _ = inputs
     (B, H, N, D), E = key.shape, value.shape[-1]
     prefixes = -(-N // every)
     if not B * H * N:
@@ -290,25 +284,17 @@ def _prefixes(rows: Any, other: Tensor, base: Tensor | None, every: int, cut: Cu
     return sums
 
 
-def prefix_ridge_backward(
-    dgram: Tensor,
-    dmoment: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    key_padding_mask: Tensor | None,
-    every: int,
-    needs: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def prefix_ridge_backward(inputs: PrefixRidgeBackward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (dkey, dvalue, dweights, dgram, dmoment); the last two are those of the incoming state.
 
     Each that `needs` leaves out is an empty tensor.
     """
+    dgram, dmoment, key, value, weights, key_padding_mask, every, needs, _ = inputs
     dsums = dgram.contiguous(), dmoment.contiguous()
     if not key.shape[0] * key.shape[1] * key.shape[2]:
         dtypes = key.dtype, value.dtype, state_dtype(key.dtype), torch.float64, torch.float64
         shapes = key.shape, value.shape, key.shape[:3], *(part.shape[:2] + part.shape[3:] for part in dsums)
-        like = zip(shapes, dtypes, (*needs, needs[3]), strict=True)
+        like = zip(shapes, dtypes, needs, strict=True)
         return tuple(key.new_zeros(shape if need else (0,), dtype=dtype) for shape, dtype, need in like)  # type: ignore[return-value]  # five
     back = _back_by_chunks if every >= FEW else _back_by_tiles
     with on_device(key):
@@ -326,13 +312,13 @@ def _back_by_chunks(
     slopes = [add_up(part, None, True, torch.empty_like(part)) for part in dsums]
     chunks = in_chunks(key, value, weights, mask, every)
     dgram, dmoment = (part.flatten(0, 2).unsqueeze(1) for part in slopes)
-    grads = gram_backward(dgram, dmoment, *chunks, needs[:3], True)
+    grads = gram_backward(GramBackward(dgram, dmoment, *chunks, needs[:3], True))
     whole = dsums[0].shape[2] * every
     rows = (
         grad.reshape(B, H, whole, *grad.shape[3:])[:, :, :N].contiguous() if need else grad
         for grad, need in zip(grads, needs, strict=False)
     )
-    return *rows, *(part[:, :, 0].contiguous() if needs[3] else part.new_empty(0) for part in slopes)
+    return *rows, *(part[:, :, 0].contiguous() if need else part.new_empty(0) for part, need in zip(slopes, needs[3:], strict=True))
 
 
 def _back_by_tiles(
@@ -340,7 +326,7 @@ def _back_by_tiles(
 ) -> tuple[Any, ...]:
     """The gradients from tiles of the cotangents: each tile sends a part to each row, and the parts are added."""
     (B, H, N, D), E = key.shape, value.shape[-1]
-    needs_key, needs_value, needs_weights, needs_state = needs
+    needs_key, needs_value, needs_weights, *needs_state = needs
     prefixes = dsums[0].shape[2]
     cut = _cut(prefixes, every, D, E)
     bases: list[Tensor | None] = [None, None]
@@ -354,7 +340,7 @@ def _back_by_tiles(
     weighed = across + values_across
     to_key = key.new_empty(B, H, weighed + down, N, D, dtype=torch.float64) if needs_key or needs_weights else None
     to_value = key.new_empty(B, H, down, N, E, dtype=torch.float64) if needs_value else None
-    dstates = [part.new_empty(B, H, *part.shape[3:]) if needs_state else None for part in dsums]
+    dstates = [part.new_empty(B, H, *part.shape[3:]) if need else None for part, need in zip(dsums, needs_state, strict=True)]
     for dsum, other, base, to_other, dstate, tiles, planes in (
         (dsums[0], key, bases[0], to_key, dstates[0], of_gram, (weighed + down, 0, weighed + down, weighed)),
         (dsums[1], value, bases[1], to_value, dstates[1], of_moment, (weighed + down, across, down, 0)),

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, triton_dtype
 from ...runtime.triton_products import as_operand, product
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
+from ..schema import ApplyRows, GramBackward
 from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
 
 
@@ -239,17 +240,9 @@ def _apply(
             _store(out, outs, row, inside, column, E)
 
 
-def gram_backward(
-    dgram: Tensor,
-    dmoment: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    key_padding_mask: Tensor | None,
-    needs: tuple[bool, bool, bool],
-    exact: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def gram_backward(inputs: GramBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dkey, dvalue, dweights); each that `needs` does not ask for is an empty tensor."""
+    dgram, dmoment, key, value, weights, key_padding_mask, needs, exact, _ = inputs
     (B, H, N, D), E = key.shape, value.shape[-1]
     mask = mask_bytes(key_padding_mask)
     products = row_products(key.dtype, exact)
@@ -282,8 +275,9 @@ def gram_backward(
     return dkey, dvalue, dweights
 
 
-def apply_rows(query: Tensor, weight: Tensor) -> Tensor:
+def apply_rows(inputs: ApplyRows) -> Tensor:
     """Return query @ weight in the dtype of the query."""
+    query, weight, _ = inputs
     (B, H, M, D), E = query.shape, weight.shape[-1]
     products = row_products(query.dtype, exact=False)
     with on_device(query):

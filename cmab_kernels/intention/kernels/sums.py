@@ -15,6 +15,7 @@ from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device, triton_dtype
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
+from ..schema import Gram, RidgeUpdate
 from ..state import count_keys
 from .launch import Cut, GramTiles, cut_keys, gram_products, gram_tiles, row_strides
 
@@ -199,10 +200,9 @@ Sums = tuple[Any, Any]
 _NOTHING = (None, None, None)
 
 
-def gram(
-    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, parts: tuple[bool, bool], exact: bool
-) -> tuple[Tensor, Tensor]:
+def gram(inputs: Gram) -> tuple[Tensor, Tensor]:
     """Return (K'WK, K'WV) in float64; each that `parts` does not ask for is an empty tensor."""
+    key, value, weights, key_padding_mask, parts, exact, _ = inputs
     gram, moment = _sums(key, value, weights, key_padding_mask, parts, exact, _NOTHING, None)
     return _or_empty(gram, key), _or_empty(moment, key)
 
@@ -211,17 +211,10 @@ def _or_empty(sums: Tensor | None, key: Tensor) -> Tensor:
     return key.new_empty(0, dtype=torch.float64) if sums is None else sums
 
 
-def ridge_update(
-    key: Tensor,
-    value: Tensor,
-    weights: Tensor | None,
-    key_padding_mask: Tensor | None,
-    gram: Tensor | None,
-    moment: Tensor | None,
-    count: Tensor | None,
-) -> tuple[Tensor, ...]:
+def ridge_update(inputs: RidgeUpdate) -> tuple[Tensor, ...]:
     """Return the sums over the keys, formed in float64, and the number of keys,
     each plus the one before if not None."""
+    key, value, weights, key_padding_mask, gram, moment, count, _ = inputs
     B, H, _, _ = key.shape
     before = _contiguous(gram), _contiguous(moment), _contiguous(count)
     if key_padding_mask is not None:
@@ -240,7 +233,7 @@ def _sums(
     value: Tensor,
     weights: Tensor | None,
     key_padding_mask: Tensor | None,
-    parts: tuple[bool, bool],
+    parts: tuple[int, int],
     exact: bool,
     before: tuple[Any, Any, Any],
     count: Tensor | None,
@@ -287,7 +280,7 @@ def _both_at_once(tiles: GramTiles, shape: Any) -> bool:
 
 
 def _in_one_pass(
-    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[bool, bool], before: Any, count: Tensor | None
+    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[int, int], before: Any, count: Tensor | None
 ) -> Sums:
     """Like `_sums`, with one reading of the keys; `shape` is B, H, N, D, E.
 
@@ -303,7 +296,7 @@ def _in_one_pass(
     return _over_runs(gram, before[0]), _over_runs(moment, before[1])
 
 
-def _programs(tiles: GramTiles, shape: Any, parts: tuple[bool, bool]) -> int:
+def _programs(tiles: GramTiles, shape: Any, parts: tuple[int, int]) -> int:
     """The number of programs that a run of the keys takes."""
     *_, D, E = shape
     down = -(-D // tiles.TILE_D)
@@ -311,7 +304,7 @@ def _programs(tiles: GramTiles, shape: Any, parts: tuple[bool, bool]) -> int:
 
 
 def _of_runs(
-    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[bool, bool], cut: Cut, before: Any, count: Tensor | None
+    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[int, int], cut: Cut, before: Any, count: Tensor | None
 ) -> Sums:
     """The `parts` of the sums of each run: (B, H, runs, D, *), or (B, H, D, *) if there is a single run."""
     key, value, weights, mask = inputs

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...runtime.backends import choose
 from ...runtime.checks import check_floats, check_number, check_operands, is_read, wrong
 from ...runtime.dtypes import state_dtype
-from .schema import regularised_solve_op
+from .schema import RegularisedSolve, regularised_solve_op
 
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float64, torch.float32)}
 """The largest penalty in each dtype of sums."""
@@ -123,8 +123,9 @@ def _float(number: Real) -> float:
 def solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeSolution:
     """(A + alpha I)^-1 B and its info, for gram (..., D, D), rhs (..., D, E) and penalty (...), all float64 or all float32."""
     if gram.dim() == 3:
-        return RidgeSolution(*regularised_solve_op(gram, rhs, penalty, choose("intention.solve", impl, gram, rhs)))
+        return RidgeSolution(*regularised_solve_op(RegularisedSolve(gram, rhs, penalty, choose("intention.solve", impl, gram, rhs))))
     systems, (width, columns) = penalty.numel(), rhs.shape[-2:]
     gram, flat_rhs = gram.reshape(systems, width, width), rhs.reshape(systems, width, columns)
-    weight, info = regularised_solve_op(gram, flat_rhs, penalty.reshape(systems), choose("intention.solve", impl, gram, flat_rhs))
+    chosen = choose("intention.solve", impl, gram, flat_rhs)
+    weight, info = regularised_solve_op(RegularisedSolve(gram, flat_rhs, penalty.reshape(systems), chosen))
     return RidgeSolution(weight.view(*rhs.shape), info.view(penalty.shape))  # torch parses ints in half the time

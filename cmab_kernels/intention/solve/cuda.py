@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
+from .schema import RegularisedSolve
 
 
 def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
@@ -33,8 +34,9 @@ def is_slower(gram: Tensor, rhs: Tensor) -> bool:
     return gram.dtype == torch.float32 and gram.shape[-1] <= MOST_FOR_TRITON
 
 
-def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+def regularised_solve(inputs: RegularisedSolve) -> tuple[Tensor, Tensor]:
     """Return (weight, info): weight = (gram + alpha I)^-1 rhs, from the lower triangle of gram; info as in `native`."""
+    gram, rhs, alpha, _ = inputs
     weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
     info = rhs.new_empty(rhs.shape[:1], dtype=torch.int32)
     launch(CUDA.regularised_solve, gram.device, gram=gram, rhs=rhs, alpha=alpha, weight=weight, info=info)

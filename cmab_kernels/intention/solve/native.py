@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.extension import load
+from .schema import RegularisedSolve
 
 _C = load()
 
@@ -19,11 +20,12 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
     return None
 
 
-def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+def regularised_solve(inputs: RegularisedSolve) -> tuple[Tensor, Tensor]:
     """Return (weight, info), where weight = (gram + alpha I)^-1 rhs for each matrix of a batch.
 
     `info` is 0 for a sound solution, 1 for a matrix that is not positive definite, 2 for an ill-conditioned matrix.
     """
+    gram, rhs, alpha, _ = inputs
     weight = torch.empty_like(rhs, memory_format=torch.contiguous_format)
     info = torch.empty_like(alpha, dtype=torch.int32, memory_format=torch.contiguous_format)
     _C.regularised_solve(gram=gram, rhs=rhs, alpha=alpha, weight=weight, info=info)

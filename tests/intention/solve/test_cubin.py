@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from cmab_kernels.intention.solve import kernels
+from cmab_kernels.intention.solve.schema import RegularisedSolve
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, record
 
 pytestmark = pytest.mark.thorough
@@ -25,7 +26,7 @@ NIGHTLY = [case for case in itertools.product(DTYPES, (16, 32, 64, 128, 256), SH
 
 def _launch(dtype: torch.dtype, order: int, columns: int = 7, systems: int = 3, transposed: bool = False) -> Launch:
     gram, rhs = (torch.empty(systems, order, n, dtype=dtype, device="meta") for n in (order, columns))
-    (one,) = record(lambda: kernels.regularised_solve(gram.mT if transposed else gram, rhs, gram[:, 0, 0]))
+    (one,) = record(lambda: kernels.regularised_solve(RegularisedSolve(gram.mT if transposed else gram, rhs, gram[:, 0, 0])))
     return one
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cmab_kernels.intention.solve.schema import RegularisedSolve, RidgeSolve
 from cmab_kernels.runtime.dtypes import state_dtype
 from cmab_kernels.testing import lapack_ratio
 from tests import emulated_cuda
@@ -67,7 +68,7 @@ def _sums(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | Non
 
 def _check(inputs: Inputs) -> tuple[Tensor, ...]:
     """Compare the sums with float64, relative to the sizes of their terms, and check the solution by LAPACK's ratio."""
-    weight, gram, info = cuda.ridge_solve(*inputs)
+    weight, gram, info = cuda.ridge_solve(RidgeSolve(*inputs))
     key, value, weights, mask, alpha = inputs
     tolerance = 1e-14 if key.dtype == torch.float64 else 2e-6
     expected, moment = _sums(*inputs)
@@ -115,15 +116,15 @@ def test_same_bits_in_any_order_and_alone(cut: str, played: Emulated, monkeypatc
     with a matrix alone or in a batch: same bits."""
     batch, heads, *rest = CUTS[cut]
     key, value, weights, mask, alpha = _inputs(batch + 1, heads, *rest, torch.float32, weighted=True, masked=True)
-    whole = cuda.ridge_solve(key, value, weights, mask, alpha)
+    whole = cuda.ridge_solve(RidgeSolve(key, value, weights, mask, alpha))
     for played.seed in range(1, 5):
-        assert all(torch.equal(a, b) for a, b in zip(cuda.ridge_solve(key, value, weights, mask, alpha), whole, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(cuda.ridge_solve(RidgeSolve(key, value, weights, mask, alpha)), whole, strict=True))
     monkeypatch.setattr(cuda, "MOST_WORKSPACE", 1)
-    assert all(torch.equal(a, b) for a, b in zip(cuda.ridge_solve(key, value, weights, mask, alpha), whole, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(cuda.ridge_solve(RidgeSolve(key, value, weights, mask, alpha)), whole, strict=True))
     assert weights is not None and mask is not None
     for b in range(batch + 1):
         one = slice(b, b + 1)
-        alone = cuda.ridge_solve(key[one], value[one], weights[one], mask[one], alpha[one])
+        alone = cuda.ridge_solve(RidgeSolve(key[one], value[one], weights[one], mask[one], alpha[one]))
         assert all(torch.equal(a, b[one]) for a, b in zip(alone, whole, strict=True))
 
 
@@ -147,7 +148,7 @@ def test_layouts(layout: str, dtype: torch.dtype, width: int) -> None:
     assert weights is not None and mask is not None
     strange = (lay(key), lay(value), lay(weights[..., None])[..., 0], mask.T.contiguous().T, alpha[:, :1].expand(2, 2))
     plain = [t.contiguous() for t in strange]
-    assert all(torch.equal(a, b) for a, b in zip(cuda.ridge_solve(*strange), cuda.ridge_solve(*plain), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(cuda.ridge_solve(RidgeSolve(*strange)), cuda.ridge_solve(RidgeSolve(*plain)), strict=True))
     _check(strange)
 
 
@@ -177,12 +178,12 @@ def test_nothing_of_an_absent_key_is_seen() -> None:
         key, value, weights, mask, alpha = _inputs(2, 2, 530, 9, 5, torch.float32, weighted, masked=True)
         assert mask is not None
         hidden = mask[:, None, :, None]
-        clean = cuda.ridge_solve(key.masked_fill(hidden, 0), value.masked_fill(hidden, 0), weights, None, alpha)
+        clean = cuda.ridge_solve(RidgeSolve(key.masked_fill(hidden, 0), value.masked_fill(hidden, 0), weights, None, alpha))
         poisoned = None if weights is None else weights.masked_fill(mask[:, None], math.nan)
-        dirty = cuda.ridge_solve(key.masked_fill(hidden, math.nan), value.masked_fill(hidden, math.inf), poisoned, mask, alpha)
+        dirty = cuda.ridge_solve(RidgeSolve(key.masked_fill(hidden, math.nan), value.masked_fill(hidden, math.inf), poisoned, mask, alpha))
         assert all(torch.equal(a, b) for a, b in zip(dirty, clean, strict=True))
         everything = torch.ones_like(mask)
-        weight, gram, info = cuda.ridge_solve(key, value, weights, everything, alpha)
+        weight, gram, info = cuda.ridge_solve(RidgeSolve(key, value, weights, everything, alpha))
         assert not weight.any() and not gram.any() and not info.any()
 
 
@@ -190,14 +191,14 @@ def test_a_bad_matrix_leaves_its_neighbours_alone() -> None:
     """A column of zeros without a penalty, a NaN in a key, or no keys at all:
     such a matrix is reported, and the others keep their bits."""
     key, value, _, _, alpha = _inputs(3, 2, 50, 20, 33, torch.float32)
-    clean = cuda.ridge_solve(key, value, None, None, alpha)
+    clean = cuda.ridge_solve(RidgeSolve(key, value, None, None, alpha))
     key[0, 1, :, 13], alpha[0, 1] = 0.0, 0.0
     key[2, 0, 17, 3] = math.nan
-    weight, gram, info = cuda.ridge_solve(key, value, None, None, alpha)
+    weight, gram, info = cuda.ridge_solve(RidgeSolve(key, value, None, None, alpha))
     bad = torch.tensor([[False, True], [False, False], [True, False]])
     assert torch.equal(info, bad.int()) and weight[bad].isnan().all()
     assert torch.equal(weight[~bad], clean[0][~bad]) and torch.equal(gram[~bad], clean[1][~bad])
-    weight, gram, info = cuda.ridge_solve(key[:, :, :0], value[:, :, :0], None, None, torch.zeros(3, 2).double())
+    weight, gram, info = cuda.ridge_solve(RidgeSolve(key[:, :, :0], value[:, :, :0], None, None, torch.zeros(3, 2).double()))
     assert info.eq(1).all() and weight.isnan().all() and not gram.any()
 
 
@@ -210,14 +211,14 @@ def test_a_negative_penalty_is_told_by_info() -> None:
     """A GPU's penalties are not read by the host: info says which are not allowed,
     and the other systems keep their bits."""
     key, value, _, _, alpha = _inputs(3, 2, 50, 20, 33, torch.float32)
-    clean = cuda.ridge_solve(key, value, None, None, alpha)
+    clean = cuda.ridge_solve(RidgeSolve(key, value, None, None, alpha))
     alpha[0, 1], alpha[2, 0] = -1e-3, math.nan
     bad = torch.tensor([[False, True], [False, False], [True, False]])
     for given in (alpha, alpha.mT.contiguous().mT):
-        weight, gram, info = cuda.ridge_solve(key, value, None, None, given)
+        weight, gram, info = cuda.ridge_solve(RidgeSolve(key, value, None, None, given))
         assert torch.equal(info, bad.int()) and weight[bad].isnan().all()
         assert torch.equal(weight[~bad], clean[0][~bad]) and torch.equal(gram, clean[1])
-    alone, info = cuda_solve.regularised_solve(gram.flatten(0, 1), weight.flatten(0, 1).nan_to_num(), alpha.flatten())
+    alone, info = cuda_solve.regularised_solve(RegularisedSolve(gram.flatten(0, 1), weight.flatten(0, 1).nan_to_num(), alpha.flatten()))
     assert torch.equal(info, bad.flatten().int()) and torch.equal(alone.isnan().all(-1).all(-1), bad.flatten())
 
 
@@ -241,7 +242,7 @@ def _regularised(gram: Tensor, alpha: Tensor) -> Tensor:
 def test_solve(dtype: torch.dtype, order: int, columns: int) -> None:
     gram, rhs = _systems(3, order, columns, dtype, 1e3)
     alpha = torch.tensor([0.0, 1e-3, 10.0], dtype=dtype)
-    weight, info = cuda_solve.regularised_solve(gram, rhs, alpha)
+    weight, info = cuda_solve.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     assert not info.any() and weight.shape == rhs.shape
     assert not columns or lapack_ratio(_regularised(gram, alpha), weight, rhs).max() < 3
 
@@ -250,17 +251,17 @@ def test_solve(dtype: torch.dtype, order: int, columns: int) -> None:
 def test_solve_reads_the_lower_triangle_of_any_strides(dtype: torch.dtype, played: Emulated) -> None:
     gram, rhs = _systems(4, 21, 70, dtype)
     alpha = torch.rand(4, dtype=dtype)
-    weight, info = cuda_solve.regularised_solve(gram, rhs, alpha)
+    weight, info = cuda_solve.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     upper = torch.ones(21, 21).triu(1).bool()
     strange = gram.masked_fill(upper, math.nan).mT.contiguous().mT, rhs.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     for played.seed in range(3):
-        assert torch.equal(cuda_solve.regularised_solve(*strange, alpha)[0], weight)
+        assert torch.equal(cuda_solve.regularised_solve(RegularisedSolve(*strange, alpha))[0], weight)
     for i in range(4):
         one = slice(i, i + 1)
-        assert torch.equal(cuda_solve.regularised_solve(gram[one], rhs[one], alpha[one])[0], weight[one])
-    columns = [cuda_solve.regularised_solve(gram, rhs[..., e : e + 1], alpha)[0] for e in range(0, 70, 23)]
+        assert torch.equal(cuda_solve.regularised_solve(RegularisedSolve(gram[one], rhs[one], alpha[one]))[0], weight[one])
+    columns = [cuda_solve.regularised_solve(RegularisedSolve(gram, rhs[..., e : e + 1], alpha))[0] for e in range(0, 70, 23)]
     assert torch.equal(torch.cat(columns, -1), weight[..., ::23]), "each column by itself"
-    assert cuda_solve.regularised_solve(gram[:0], rhs[:0], alpha[:0])[0].shape == (0, 21, 70) and not info.any()
+    assert cuda_solve.regularised_solve(RegularisedSolve(gram[:0], rhs[:0], alpha[:0]))[0].shape == (0, 21, 70) and not info.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -271,7 +272,7 @@ def test_ill_conditioned_systems_are_told(dtype: torch.dtype, order: int) -> Non
     for share in (1e-4, 5e-3, 0.2, 1.0):
         gram, rhs = _systems(8, order, 1, dtype, share / eps / math.sqrt(order))
         condition = torch.linalg.cond(gram.double(), 1) * eps
-        weight, info = cuda_solve.regularised_solve(gram, rhs, torch.zeros(8, dtype=dtype))
+        weight, info = cuda_solve.regularised_solve(RegularisedSolve(gram, rhs, torch.zeros(8, dtype=dtype)))
         assert not info[condition < 0.9e-2].any()
         assert info[condition > 1e-1].ne(0).all()
         assert torch.equal(info == 1, weight.isnan().any(-1).any(-1))
@@ -287,7 +288,7 @@ def test_the_estimate_is_close() -> None:
         alpha = torch.logspace(-17, -9, 200).double() * gram.abs().sum(0).max()
         systems = gram + alpha[:, None, None] * torch.eye(len(gram)).double()
         condition = torch.linalg.cond(systems, 1) * torch.finfo(torch.float64).eps
-        _, info = cuda_solve.regularised_solve(gram.expand_as(systems), torch.ones(200, len(gram), 1).double(), alpha)
+        _, info = cuda_solve.regularised_solve(RegularisedSolve(gram.expand_as(systems), torch.ones(200, len(gram), 1).double(), alpha))
         assert not info[condition < 0.99e-2].any() and info[condition > factor * 1e-2].ne(0).all()
         assert 0 < info.ne(0).sum() < 200
 
@@ -296,12 +297,12 @@ def test_solve_of_bad_matrices() -> None:
     """Indefinite, infinite, NaN and singular matrices are reported, and the good ones keep their bits."""
     gram, rhs = _systems(6, 24, 5, torch.float64)
     alpha = torch.zeros(6).double()
-    clean, _ = cuda_solve.regularised_solve(gram, rhs, alpha)
+    clean, _ = cuda_solve.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     gram[1] -= 2 * torch.eye(24)
     gram[2, 20, 20] = math.inf
     gram[3, 11, 4] = math.nan
     gram[4] = 0.0
-    weight, info = cuda_solve.regularised_solve(gram, rhs, alpha)
+    weight, info = cuda_solve.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     assert info.tolist() == [0, 1, 1, 1, 1, 0] and weight[1:5].isnan().all()
     assert torch.equal(weight[[0, 5]], clean[[0, 5]])
 

@@ -19,6 +19,7 @@ import cmab_kernels as ck
 from cmab_kernels.intention.solve import kernels
 from cmab_kernels.intention.solve.kernels import launch
 from cmab_kernels.intention.solve.reference import regularised_solve_reference
+from cmab_kernels.intention.solve.schema import RegularisedSolve
 from cmab_kernels.runtime.constants import ILL_CONDITIONED
 from cmab_kernels.testing import between_margins, guarded_results, lapack_ratio
 
@@ -55,14 +56,14 @@ def test_shapes(dtype: torch.dtype, order: int, columns: int) -> None:
     matrices = 2 if order < 64 else 1
     gram, rhs = _systems(matrices, order, columns, dtype)
     alpha = torch.tensor([1e-3, 0.0], dtype=dtype)[:matrices]
-    weight, info = kernels.regularised_solve(gram, rhs, alpha)
+    weight, info = kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     assert weight.shape == rhs.shape and weight.dtype == dtype and weight.is_contiguous()
     assert info.shape == (matrices,) and info.dtype == torch.int32 and not info.any()
     assert not columns or lapack_ratio(_regularised(gram, alpha), weight, rhs).max() <= USUAL
 
 
 def test_no_systems() -> None:
-    weight, info = kernels.regularised_solve(torch.empty(0, 3, 3), torch.empty(0, 3, 2), torch.empty(0))
+    weight, info = kernels.regularised_solve(RegularisedSolve(torch.empty(0, 3, 3), torch.empty(0, 3, 2), torch.empty(0)))
     assert weight.shape == (0, 3, 2) and info.shape == (0,)
 
 
@@ -70,7 +71,7 @@ def test_no_systems() -> None:
 def test_the_residual_is_small_for_any_condition(dtype: torch.dtype) -> None:
     for exponent in (6, 12) if dtype == torch.float64 else (3, 6):
         gram, rhs = _systems(1, 20, 3, dtype, 10.0**exponent)
-        weight, info = kernels.regularised_solve(gram, rhs, torch.zeros(1, dtype=dtype))
+        weight, info = kernels.regularised_solve(RegularisedSolve(gram, rhs, torch.zeros(1, dtype=dtype)))
         assert (info != 1).all() and lapack_ratio(gram.double(), weight, rhs).max() <= USUAL, exponent
 
 
@@ -89,7 +90,7 @@ def test_the_condition_is_that_of_the_definition(dtype: torch.dtype, scale: floa
             one.copy_(vectors * values @ vectors.mT)
         given = (gram * scale).to(dtype), rhs.to(dtype), torch.zeros(3, dtype=dtype)
         condition = torch.linalg.cond(given[0].double(), 1) / limit
-        _, info = kernels.regularised_solve(*given)
+        _, info = kernels.regularised_solve(RegularisedSolve(*given))
         decided = (condition - 1).abs() > 0.1
         assert torch.equal(info[decided] == 0, (condition < 1)[decided]), share
         seen.update(info.tolist())
@@ -100,30 +101,30 @@ def test_only_the_lower_triangle_is_read_with_any_strides() -> None:
     """Bits depend neither on strides, nor on the batch, nor on other columns, nor on the number of programs."""
     gram, rhs = _systems(2, 18, 40, torch.float64)
     alpha = torch.rand(2).double()
-    weight, _ = kernels.regularised_solve(gram, rhs, alpha)
+    weight, _ = kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     upper = torch.ones(18, 18).triu(1).bool()
     strange = gram.masked_fill(upper, math.nan).mT.contiguous().mT, rhs.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    assert torch.equal(kernels.regularised_solve(*strange, torch.stack([alpha, alpha], 1)[:, 0])[0], weight)
+    assert torch.equal(kernels.regularised_solve(RegularisedSolve(*strange, torch.stack([alpha, alpha], 1)[:, 0]))[0], weight)
     one = slice(1, 2)
-    assert torch.equal(kernels.regularised_solve(gram[one], rhs[one], alpha[one])[0], weight[one])
-    assert torch.equal(kernels.regularised_solve(gram[one], rhs[one, :, 37:38], alpha[one])[0], weight[one, :, 37:38])
+    assert torch.equal(kernels.regularised_solve(RegularisedSolve(gram[one], rhs[one], alpha[one]))[0], weight[one])
+    assert torch.equal(kernels.regularised_solve(RegularisedSolve(gram[one], rhs[one, :, 37:38], alpha[one]))[0], weight[one, :, 37:38])
     with mock.patch.object(launch, "MOST_SCRATCH", 1):
-        assert torch.equal(kernels.regularised_solve(gram, rhs, alpha)[0], weight), "one program for all systems"
+        assert torch.equal(kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))[0], weight), "one program for all systems"
     spread = gram[one].expand(2, -1, -1), rhs[one, :, :1].expand(2, -1, 2), alpha[one].expand(2)
-    assert torch.equal(kernels.regularised_solve(*spread)[0], weight[one, :, :1].expand(2, -1, 2))
+    assert torch.equal(kernels.regularised_solve(RegularisedSolve(*spread))[0], weight[one, :, :1].expand(2, -1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bad_matrices_are_told_and_leave_the_others_alone(dtype: torch.dtype) -> None:
     gram, rhs = _systems(8, 6, 2, dtype)
     alpha = torch.full((8,), 0.5, dtype=dtype)
-    right, _ = kernels.regularised_solve(gram, rhs, alpha)
+    right, _ = kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     gram[0] -= 2 * torch.eye(6)
     gram[1, 5, 5] = math.inf
     gram[2, 5, 4] = math.nan
     gram[4], alpha[4] = 0.0, 0.0
     alpha[5], alpha[6] = -1e-30, math.nan
-    weight, info = kernels.regularised_solve(gram, rhs, alpha)
+    weight, info = kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     assert info.tolist() == [1, 1, 1, 0, 1, 1, 1, 0]
     assert weight[info == 1].isnan().all() and torch.equal(weight[info == 0], right[info == 0])
 
@@ -131,15 +132,15 @@ def test_bad_matrices_are_told_and_leave_the_others_alone(dtype: torch.dtype) ->
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_right_hand_side_stays_in_its_column(bad: float) -> None:
     gram, rhs = _systems(1, 18, 4, torch.float64)
-    right, _ = kernels.regularised_solve(gram, rhs, torch.zeros(1).double())
+    right, _ = kernels.regularised_solve(RegularisedSolve(gram, rhs, torch.zeros(1).double()))
     rhs[0, 1, 2] = bad
-    weight, info = kernels.regularised_solve(gram, rhs, torch.zeros(1).double())
+    weight, info = kernels.regularised_solve(RegularisedSolve(gram, rhs, torch.zeros(1).double()))
     assert not info.any() and not weight[0, :, 2].isfinite().any()
     assert torch.equal(weight[..., [0, 1, 3]], right[..., [0, 1, 3]])
 
 
 def test_an_infinity_over_a_number() -> None:
-    weight, _ = kernels.regularised_solve(torch.full((1, 1, 1), 4.0), torch.full((1, 1, 1), math.inf), torch.zeros(1))
+    weight, _ = kernels.regularised_solve(RegularisedSolve(torch.full((1, 1, 1), 4.0), torch.full((1, 1, 1), math.inf), torch.zeros(1)))
     assert (weight == math.inf).all()
 
 
@@ -169,7 +170,7 @@ def test_the_public_functions() -> None:
 def test_agrees_with_the_definition_in_info() -> None:
     gram, rhs = _systems(4, 6, 2, torch.float32, 1e7)
     alpha = torch.tensor([0.0, 1e-5, 1e-3, 1.0])
-    assert torch.equal(kernels.regularised_solve(gram, rhs, alpha)[1], regularised_solve_reference(gram, rhs, alpha)[1])
+    assert torch.equal(kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))[1], regularised_solve_reference(gram, rhs, alpha)[1])
 
 
 def test_what_is_refused() -> None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cmab_kernels.intention.solve.schema import RegularisedSolve
+
 native = pytest.importorskip("cmab_kernels.intention.solve.native", reason="the extension was not built", exc_type=ImportError)
 
 DTYPES = [torch.float64, torch.float32]
@@ -65,7 +67,7 @@ def _same(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> bool:
 def test_every_width(isa: str, dtype: torch.dtype, columns: int) -> None:
     for width in [*range(1, 71), 100, 128, 129, 200]:
         gram, rhs, alpha = _case(17 if width <= 70 else 2, width, columns, dtype)
-        weight, info = native.regularised_solve(gram, rhs, alpha)
+        weight, info = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
         assert weight.shape == rhs.shape and weight.dtype == dtype and weight.is_contiguous()
         assert info.shape == gram.shape[:1] and info.dtype == torch.int32 and not info.any(), width
         assert _ratio(gram, rhs, alpha, weight) <= USUAL, width
@@ -141,7 +143,7 @@ def test_the_residual_is_small_for_any_condition(isa: str, dtype: torch.dtype, w
         gram = batch[["Kahan" not in name for name in names]].to(dtype)  # these have condition numbers of their own
         rhs = torch.randn(len(gram), width, 4, dtype=torch.float64).to(dtype)
         alphas = torch.full((len(gram),), alpha, dtype=dtype)
-        weight, info = native.regularised_solve(gram, rhs, alphas)
+        weight, info = native.regularised_solve(RegularisedSolve(gram, rhs, alphas))
         assert (info != 1).all()
         assert _ratio(gram, rhs, alphas, weight) <= USUAL, exponent
 
@@ -158,7 +160,7 @@ def test_the_condition_is_judged(isa: str, dtype: torch.dtype, width: int, scale
     seen = set()
     for exponent in range(1, 16 if dtype == torch.float64 else 9):
         names, gram, conditions = _with_condition(width, exponent, dtype)
-        _, info = native.regularised_solve(gram * scale, gram[..., :0], gram.new_zeros(len(gram)))
+        _, info = native.regularised_solve(RegularisedSolve(gram * scale, gram[..., :0], gram.new_zeros(len(gram))))
         for name, condition, verdict in zip(names, conditions, info.tolist(), strict=True):
             if condition * eps < 0.9e-2:
                 assert verdict == 0, (name, condition)
@@ -179,7 +181,7 @@ def test_the_norm_is_that_of_whole_columns(isa: str, dtype: torch.dtype, width: 
     assert 2.5e-2 < torch.linalg.cond(gram.double(), p=1) * torch.finfo(dtype).eps < 3.5e-2
     for count in (1, 16):
         many = gram.expand(count, -1, -1)
-        assert native.regularised_solve(many, many, gram.new_zeros(count))[1].eq(2).all()
+        assert native.regularised_solve(RegularisedSolve(many, many, gram.new_zeros(count)))[1].eq(2).all()
 
 
 @pytest.mark.parametrize("width", [3, 16, 40, 64, 80])
@@ -188,7 +190,7 @@ def test_condition_1e8_in_float32_has_no_digit(isa: str, width: int) -> None:
     for name, spectrum in _spectra(width, 1e8).items():
         gram = ((q * spectrum) @ q.mT)[None]
         for dtype, right in (torch.float32, (1, 2)), (torch.float64, (0,)):
-            info = native.regularised_solve(gram.to(dtype), gram.to(dtype), gram.new_zeros(1, dtype=dtype))[1]
+            info = native.regularised_solve(RegularisedSolve(gram.to(dtype), gram.to(dtype), gram.new_zeros(1, dtype=dtype)))[1]
             assert info.item() in right, name
 
 
@@ -200,10 +202,10 @@ def test_rank_deficient(isa: str, dtype: torch.dtype, width: int) -> None:
     twice[:, -1] = twice[:, 0]
     gram = torch.stack([few.mT @ few, twice.mT @ twice, torch.zeros(width, width, dtype=dtype), torch.ones(width, width, dtype=dtype)])
     rhs = torch.randn(len(gram), width, 3, dtype=dtype)
-    info = native.regularised_solve(gram, rhs, torch.zeros(len(gram), dtype=dtype))[1]
+    info = native.regularised_solve(RegularisedSolve(gram, rhs, torch.zeros(len(gram), dtype=dtype)))[1]
     assert (info != 0).all()
     alpha = torch.ones(len(gram), dtype=dtype)
-    weight, info = native.regularised_solve(gram, rhs, alpha)
+    weight, info = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     assert (info == 0).all() and _ratio(gram, rhs, alpha, weight) <= USUAL
 
 
@@ -237,17 +239,17 @@ SPOILED = {
 @pytest.mark.parametrize("width", [2, 16, 33, 64, 70, 129])
 def test_a_bad_matrix_leaves_its_neighbours_alone(isa: str, dtype: torch.dtype, kind: str, width: int) -> None:
     gram, rhs, alpha = _case(19, width, 5, dtype)
-    right = native.regularised_solve(gram, rhs, alpha)
+    right = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     for at in (0, 7, 18):
         spoiled = gram.clone()
         SPOILED[kind](spoiled[at])
-        weight, info = native.regularised_solve(spoiled, rhs, alpha)
+        weight, info = native.regularised_solve(RegularisedSolve(spoiled, rhs, alpha))
         others = torch.arange(19) != at
         assert weight[at].isnan().all() and info[at] == 1
         assert torch.equal(weight[others], right[0][others]) and not info[others].any()
         alpha_too = alpha.clone()
         alpha_too[at] = math.nan
-        weight, info = native.regularised_solve(gram, rhs, alpha_too)
+        weight, info = native.regularised_solve(RegularisedSolve(gram, rhs, alpha_too))
         assert weight[at].isnan().all() and info[at] == 1 and torch.equal(weight[others], right[0][others])
 
 
@@ -255,9 +257,9 @@ def test_a_bad_matrix_leaves_its_neighbours_alone(isa: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("width", [3, 16, 65])
 def test_a_bad_right_hand_side_stays_in_its_column(isa: str, bad: float, width: int) -> None:
     gram, rhs, alpha = _case(17, width, 20, torch.float64)
-    right = native.regularised_solve(gram, rhs, alpha)
+    right = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     rhs[16, 1, 6] = bad
-    weight, info = native.regularised_solve(gram, rhs, alpha)
+    weight, info = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     assert not info.any() and not weight[16, :, 6].isfinite().any()
     weight[16, :, 6] = right[0][16, :, 6]
     assert torch.equal(weight, right[0])
@@ -269,7 +271,7 @@ def test_an_infinity_over_a_number(isa: str, width: int) -> None:
     for count, columns in itertools.product((1, 16), (1, 2)):
         rhs = torch.zeros(count, width, columns)
         rhs[:, -1] = math.inf
-        weight, _ = native.regularised_solve((4 * torch.eye(width)).expand(count, -1, -1), rhs, torch.zeros(count))
+        weight, _ = native.regularised_solve(RegularisedSolve((4 * torch.eye(width)).expand(count, -1, -1), rhs, torch.zeros(count)))
         assert (weight[:, -1] == math.inf).all()
 
 
@@ -277,13 +279,13 @@ def test_an_infinity_over_a_number(isa: str, width: int) -> None:
 @pytest.mark.parametrize("width", [2, 5, 17, 64, 67])
 def test_only_the_lower_triangle_is_read(isa: str, dtype: torch.dtype, width: int) -> None:
     gram, rhs, alpha = _case(18, width, 3, dtype)
-    right = native.regularised_solve(gram, rhs, alpha)
+    right = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     above = torch.ones(width, width).triu(1).bool()
     for garbage in (math.nan, math.inf, -1e30):
         plain = gram.masked_fill(above, garbage)
-        assert _same(native.regularised_solve(plain, rhs, alpha), right)
-        assert _same(native.regularised_solve(plain.mT.contiguous().mT, rhs, alpha), right)
-    assert native.regularised_solve(gram.mT.masked_fill(above, math.nan).mT, rhs, alpha)[0].isnan().all()
+        assert _same(native.regularised_solve(RegularisedSolve(plain, rhs, alpha)), right)
+        assert _same(native.regularised_solve(RegularisedSolve(plain.mT.contiguous().mT, rhs, alpha)), right)
+    assert native.regularised_solve(RegularisedSolve(gram.mT.masked_fill(above, math.nan).mT, rhs, alpha))[0].isnan().all()
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -302,11 +304,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_layouts_change_no_bit(isa: str, layout: str, dtype: torch.dtype, columns: int) -> None:
     for width in (1, 3, 16, 29, 64, 66):
         gram, rhs, alpha = _case(18, width, columns, dtype)
-        right = native.regularised_solve(gram, rhs, alpha)
+        right = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
         move = LAYOUTS[layout]
-        assert _same(native.regularised_solve(move(gram), rhs, alpha), right)
-        assert _same(native.regularised_solve(gram, move(rhs), alpha), right)
-        assert _same(native.regularised_solve(gram, rhs, torch.stack([alpha, torch.full_like(alpha, math.nan)], -1)[:, 0]), right)
+        assert _same(native.regularised_solve(RegularisedSolve(move(gram), rhs, alpha)), right)
+        assert _same(native.regularised_solve(RegularisedSolve(gram, move(rhs), alpha)), right)
+        assert _same(
+            native.regularised_solve(RegularisedSolve(gram, rhs, torch.stack([alpha, torch.full_like(alpha, math.nan)], -1)[:, 0])), right
+        )
 
 
 @pytest.mark.parametrize("width", [4, 16, 65])
@@ -321,8 +325,10 @@ def test_expanded_operands(isa: str, width: int) -> None:
             one.expand(20),
         ),
     ):
-        weight, info = native.regularised_solve(*spread)
-        assert _same((weight, info), native.regularised_solve(*(t.clone(memory_format=torch.contiguous_format) for t in spread)))
+        weight, info = native.regularised_solve(RegularisedSolve(*spread))
+        assert _same(
+            (weight, info), native.regularised_solve(RegularisedSolve(*(t.clone(memory_format=torch.contiguous_format) for t in spread)))
+        )
         assert (weight == weight[:1]).all()
 
 
@@ -334,11 +340,11 @@ def test_same_bits_in_any_batch(isa: str, dtype: torch.dtype, columns: int) -> N
         gram, rhs, alpha = _case(40, width, columns, dtype)
         alpha[::3] = 0
         gram[5] = gram[5, :, :1] * gram[5, :1] / gram[5, 0, 0]  # of rank 1
-        right = native.regularised_solve(gram, rhs, alpha)
+        right = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
         for count in (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40):
             for first in {0, 1, 5, 40 - count} if count < 40 else {0}:
                 part = slice(first, first + count)
-                ours = native.regularised_solve(gram[part], rhs[part], alpha[part])
+                ours = native.regularised_solve(RegularisedSolve(gram[part], rhs[part], alpha[part]))
                 assert _same(ours, (right[0][part], right[1][part])[: len(ours)]), (width, count)
 
 
@@ -346,10 +352,10 @@ def test_same_bits_in_any_batch(isa: str, dtype: torch.dtype, columns: int) -> N
 def test_same_bits_for_every_column(isa: str, columns: int) -> None:
     for width in (3, 16, 40, 64, 65, 100):
         gram, rhs, alpha = _case(16, width, columns, torch.float32)
-        right, _ = native.regularised_solve(gram, rhs, alpha)
+        right, _ = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
         for column in range(columns):
             for part in slice(0, 1), slice(None):
-                alone, _ = native.regularised_solve(gram[part], rhs[part, :, column : column + 1], alpha[part])
+                alone, _ = native.regularised_solve(RegularisedSolve(gram[part], rhs[part, :, column : column + 1], alpha[part]))
                 assert torch.equal(alone, right[part, :, column : column + 1]), (width, column)
 
 
@@ -358,10 +364,10 @@ def test_same_bits_for_every_column(isa: str, columns: int) -> None:
 def test_same_bits_for_any_threads(dtype: torch.dtype, width: int, count: int, threads: Callable[[int], None]) -> None:
     gram, rhs, alpha = _case(count, width, width, dtype)
     threads(1)
-    right = native.regularised_solve(gram, rhs, alpha)
+    right = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     for team in (2, 4, 2):
         threads(team)
-        assert _same(native.regularised_solve(gram, rhs, alpha), right)
+        assert _same(native.regularised_solve(RegularisedSolve(gram, rhs, alpha)), right)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -370,7 +376,7 @@ def test_empty_extents(isa: str, dtype: torch.dtype, count: int, columns: int) -
     gram, rhs, alpha = _case(count, 6, columns, dtype)
     if count:
         gram[1].neg_()
-    weight, info = native.regularised_solve(gram, rhs, alpha)
+    weight, info = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     assert weight.shape == (count, 6, columns) and info.tolist() == [int(i == 1) for i in range(count)]
 
 
@@ -379,15 +385,15 @@ def test_empty_extents(isa: str, dtype: torch.dtype, count: int, columns: int) -
 def test_sizes_near_the_ends_of_the_range(isa: str, exponent: int, width: int) -> None:
     gram, rhs, alpha = _case(17, width, 2, torch.float32)
     gram += torch.eye(width)
-    right, _ = native.regularised_solve(gram, rhs, alpha)
+    right, _ = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     scale = 2.0 ** int(exponent * math.log2(10))
-    weight, info = native.regularised_solve(gram * scale, rhs * scale, alpha * scale)
+    weight, info = native.regularised_solve(RegularisedSolve(gram * scale, rhs * scale, alpha * scale))
     assert not info.any() and torch.allclose(weight, right, rtol=1e-4, atol=1e-5)
 
 
 def test_more_than_65535_matrices() -> None:
     gram, rhs, alpha = _case(70_001, 2, 1, torch.float32)
-    weight, info = native.regularised_solve(gram, rhs, alpha + 1)
+    weight, info = native.regularised_solve(RegularisedSolve(gram, rhs, alpha + 1))
     assert not info.any() and _ratio(gram, rhs, alpha + 1, weight) <= USUAL
 
 
@@ -404,10 +410,10 @@ def test_offsets_beyond_32_bits(far: int, count: int) -> None:
         sparse.truncate((2**31 + 64) * 4)
         memory = torch.frombuffer(mmap.mmap(sparse.fileno(), 0), dtype=torch.float32)
         gram, rhs, alpha = _case(count, 2, 2, torch.float32)
-        right = native.regularised_solve(gram, rhs, alpha)
+        right = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
         spread = memory.as_strided(shape, strides)
-        assert _same(native.regularised_solve(spread.copy_(gram), rhs, alpha), right)
-        assert _same(native.regularised_solve(gram, spread.copy_(rhs), alpha), right)
+        assert _same(native.regularised_solve(RegularisedSolve(spread.copy_(gram), rhs, alpha)), right)
+        assert _same(native.regularised_solve(RegularisedSolve(gram, spread.copy_(rhs), alpha)), right)
         del memory, spread
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....runtime.constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
 from ....runtime.triton_launch import kernel, on_device
+from ..schema import RegularisedSolve
 from .launch import options, scratch_for
 
 STEP = tl.constexpr(16)
@@ -230,8 +231,9 @@ def _solve(
         tl.store(info + matrix, tl.where(sound, told, FAILED))
 
 
-def regularised_solve(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+def regularised_solve(inputs: RegularisedSolve) -> tuple[Tensor, Tensor]:
     """Return (weight, info): weight = (gram + alpha I)^-1 rhs, from the lower triangle of gram; info as in `native`."""
+    gram, rhs, alpha, _ = inputs
     weight, info = rhs.new_empty(rhs.shape), rhs.new_empty(rhs.shape[:1], dtype=torch.int32)
     if info.numel():
         chosen = options(gram)
