@@ -41,6 +41,7 @@ from cmab_kernels.intention.solve.schema import RegularisedSolve
 from cmab_kernels.layers import kernels as layers
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
+from cmab_kernels.nystrom.schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.runtime.triton_launch import Kernel, alignment, kernel
 from gpu_machine.driver import Launched, stub
 
@@ -209,9 +210,9 @@ def _nystrom(landmarks: tuple[int, int], given: str = "") -> None:
     M, m = random.choice(SIZES), random.randint(*landmarks)
     q, k, v, square = (_some(M, m, width) for width in (16, 16, 16, m))
     absent = torch.empty(M, m, dtype=torch.bool, device="meta") if given == "absent" else None
-    nystrom.iterative_pinv_backward(nystrom.iterative_pinv(square, 2), square, 2)
-    nystrom.landmark_values(q, k, v, absent, 0.25, 2)
-    nystrom.landmark_values_backward(v, q, k, v, absent, 0.25, 2)
+    nystrom.iterative_pinv_backward(PinvBackward(nystrom.iterative_pinv(Pinv(square, 2)), square, 2))
+    nystrom.landmark_values(LandmarkValues(q, k, v, absent, 0.25, 2))
+    nystrom.landmark_values_backward(LandmarkValuesBackward(v, q, k, v, absent, 0.25, 2))
 
 
 def _nystrom_step(dtype: torch.dtype, landmarks: tuple[int, int], fixed: bool, retroactive: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
+from cmab_kernels.nystrom.schema import Pinv, PinvBackward
 from cmab_kernels.runtime import tiles
 from cmab_kernels.runtime.tiles import FIELDS, FILE, HOPPER, Key, as_entry, padded, read, tuned, using
 
@@ -170,8 +171,8 @@ def _everything(dtype: torch.dtype) -> None:
     intention.gram(Gram(k, k, None, None, (True, True), False))
     intention.gram_backward(GramBackward(square, square, k, k, None, None, (True, True, True), False))
     intention.apply_rows(ApplyRows(k, square))
-    nystrom.iterative_pinv(square[0], 6)
-    nystrom.iterative_pinv_backward(square[0], square[0], 6)
+    nystrom.iterative_pinv(Pinv(square[0], 6))
+    nystrom.iterative_pinv_backward(PinvBackward(square[0], square[0], 6))
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter launches otherwise")
@@ -233,8 +234,8 @@ def everything():
     grads = attention.attention_backward(AttentionBackward(out, lse, q, k, v, None, None, out, lse, 0.5, (True, True, True)))
     sums = intention.gram(Gram(k, v, None, None, (True, True), False))
     slopes = intention.gram_backward(GramBackward(square, square, k, v, None, None, (True, True, True), False))
-    inverse = nystrom.iterative_pinv(square[0], 2)
-    backward = nystrom.iterative_pinv_backward(inverse, square[0], 2)
+    inverse = nystrom.iterative_pinv(Pinv(square[0], 2))
+    backward = nystrom.iterative_pinv_backward(PinvBackward(inverse, square[0], 2))
     return (out, lse, *grads, *sums, *slopes, intention.apply_rows(ApplyRows(k, square)), inverse, backward)
 
 table = {Key(kernel, HOPPER, "double", 16): chosen for kernel, chosen in PLANTED.items()}

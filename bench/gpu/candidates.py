@@ -16,6 +16,7 @@ from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.intention.kernels import launch as ridge_launch
 from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
 from cmab_kernels.nystrom.kernels import launch as nystrom_launch
+from cmab_kernels.nystrom.schema import Pinv, PinvBackward
 from cmab_kernels.runtime.backends import implementation
 from cmab_kernels.runtime.tiles import FIELDS, Key, capability_of, using
 
@@ -202,5 +203,5 @@ def _nystrom(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable
     a = draw(max(keys // 50, 1), target.width, target.width).softmax(-1)
     a = a + 2 * torch.eye(target.width, dtype=a.dtype, device=a.device)
     if target.kernel == "nystrom.forward":
-        return lambda: (module.iterative_pinv(a, 6),)
-    return lambda: (module.iterative_pinv_backward(a, a, 6),)
+        return lambda: (module.iterative_pinv(Pinv(a, 6)),)
+    return lambda: (module.iterative_pinv_backward(PinvBackward(a, a, 6)),)

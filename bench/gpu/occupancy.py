@@ -33,6 +33,7 @@ from cmab_kernels.layers import kernels as layers
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
 from cmab_kernels.nystrom.kernels.blocks import multiply
+from cmab_kernels.nystrom.schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.testing.cubin import TENSOR_COLUMNS, Launch, as_if_on, machine_code, record
 
 PAGE = ROOT / "docs" / "gpu_occupancy.md"
@@ -154,10 +155,10 @@ def _sums(dtype: torch.dtype, batch: int, keys: int) -> Call:
 
 def _landmarks() -> None:
     matrix, rows = torch.empty(1024, 16, 16), torch.empty(1024, 16, 64)
-    nystrom.iterative_pinv(matrix, 6)
-    nystrom.iterative_pinv_backward(matrix, matrix, 6)
-    nystrom.landmark_values(rows, rows, rows, None, 0.125, 6)
-    nystrom.landmark_values_backward(rows, rows, rows, rows, None, 0.125, 6)
+    nystrom.iterative_pinv(Pinv(matrix, 6))
+    nystrom.iterative_pinv_backward(PinvBackward(matrix, matrix, 6))
+    nystrom.landmark_values(LandmarkValues(rows, rows, rows, None, 0.125, 6))
+    nystrom.landmark_values_backward(LandmarkValuesBackward(rows, rows, rows, rows, None, 0.125, 6))
 
 
 def _solve(dtype: torch.dtype) -> Call:

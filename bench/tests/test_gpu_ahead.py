@@ -15,6 +15,7 @@ from triton.runtime import cache
 
 from bench.gpu.cached import pack, same_keys, unpack
 from cmab_kernels.nystrom.kernels import iterative_pinv
+from cmab_kernels.nystrom.schema import Pinv
 from cmab_kernels.runtime.triton_launch import compiled_kernel
 from cmab_kernels.testing.cubin import as_if_on, record
 
@@ -23,7 +24,7 @@ def _compile(folder: Path) -> list[str]:
     """Compile a small kernel with the cache in a folder; return the names of the files there."""
     with as_if_on(90), triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(folder)
-        (launch,) = record(lambda: iterative_pinv(torch.rand(1, 4, 4), 1))
+        (launch,) = record(lambda: iterative_pinv(Pinv(torch.rand(1, 4, 4), 1)))
         numbers = [launch.options.pop(name) for name in launch.kernel.jit.arg_names[len(launch.args) :] if name in launch.options]
         source, options = launch.kernel.source(*launch.args, *numbers, **launch.options)
         compiled_kernel(source, GPUTarget("cuda", 90, 32), options)

@@ -26,7 +26,7 @@ from ..runtime.checks import (
 )
 from ..runtime.dtypes import state_dtype
 from .reference import absent_segments, segment_means
-from .schema import iterative_pinv_op, landmark_values_op
+from .schema import LandmarkValues, Pinv, iterative_pinv_op, landmark_values_op
 
 PINVS = ("iterative", "exact")
 """The values of `pinv`."""
@@ -140,9 +140,9 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     if matrix.dtype != dtype:
         return iterative_pinv(matrix.to(dtype), iterations, impl=impl).to(matrix.dtype)
     if matrix.dim() == 3:
-        return iterative_pinv_op(matrix, iterations, choose("nystrom", impl, matrix))
+        return iterative_pinv_op(Pinv(matrix, iterations, choose("nystrom", impl, matrix)))
     matrices = matrix.unsqueeze(0).flatten(0, -3)
-    return iterative_pinv_op(matrices, iterations, choose("nystrom", impl, matrices)).view_as(matrix)
+    return iterative_pinv_op(Pinv(matrices, iterations, choose("nystrom", impl, matrices))).view_as(matrix)
 
 
 class Landmarks(NamedTuple):
@@ -238,4 +238,4 @@ def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, itera
     if absent is not None:
         absent = absent.unsqueeze(1).expand(batch, heads, number).flatten(0, 1)
     chosen = choose("nystrom", impl, queries) if iterations else "reference"  # only the reference computes the exact pseudo-inverse
-    return landmark_values_op(queries, keys, values, absent, scale, iterations, chosen).reshape(averaged.shape)
+    return landmark_values_op(LandmarkValues(queries, keys, values, absent, scale, iterations, chosen)).reshape(averaged.shape)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING
 from ..runtime.extension import load
+from .schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 
 _C = load()
 
@@ -25,24 +26,25 @@ def _empty(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
-    """Return the pseudo-inverse of each matrix of a batch (M, m, m) after this number of iterations, contiguous."""
+def iterative_pinv(inputs: Pinv) -> Tensor:
+    """Return the pseudo-inverse of each matrix, contiguous."""
+    matrix, iterations, _ = inputs
     inverse = _empty(matrix)
     _C.iterative_pinv(matrix=matrix, iterations=iterations, inverse=inverse)
     return inverse
 
 
-def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -> Tensor:
-    """Return the gradient of the matrices (M, m, m), contiguous."""
+def iterative_pinv_backward(inputs: PinvBackward) -> Tensor:
+    """Return the gradient of the matrices, contiguous."""
+    dinverse, matrix, iterations, _ = inputs
     dmatrix = _empty(matrix)
     _C.iterative_pinv_backward(matrix=matrix, iterations=iterations, dinverse=dinverse, dmatrix=dmatrix)
     return dmatrix
 
 
-def landmark_values(
-    landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
-) -> Tensor:
-    """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E), contiguous; rows of absent landmarks are 0."""
+def landmark_values(inputs: LandmarkValues) -> Tensor:
+    """Return pinv(softmax(scale q k')) v over the landmarks that are present, contiguous; rows of absent landmarks are 0."""
+    landmark_query, landmark_key, values, absent, scale, iterations, _ = inputs
     out = _empty(values)
     _C.landmark_values(
         landmark_query=landmark_query,
@@ -56,10 +58,9 @@ def landmark_values(
     return out
 
 
-def landmark_values_backward(
-    dout: Tensor, landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def landmark_values_backward(inputs: LandmarkValuesBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dlandmark_query, dlandmark_key, dvalues), contiguous; rows of absent landmarks are 0."""
+    dout, landmark_query, landmark_key, values, absent, scale, iterations, _ = inputs
     dquery, dkey, dvalues = _empty(landmark_query), _empty(landmark_key), _empty(values)
     _C.landmark_values_backward(
         landmark_query=landmark_query,

@@ -226,11 +226,11 @@ def derivatives_of(formula: Callable[[Any], Sequence[Tensor]], *arguments: str) 
     contract.
 
     `arguments` are the fields that `formula` is differentiable in. Results that are not in the field `needs` of the
-    contract are left out. The derivatives have any order.
+    contract, if it has one, are left out. The derivatives have any order.
     """
 
     def backward(call: Call[Any], *directions: Tensor) -> Gradients:
-        needs = call.inputs.needs
+        needs = getattr(call.inputs, "needs", (True,) * len(directions))
 
         def needed(results: Iterable[Tensor]) -> list[Tensor]:
             return [result for result, need in zip(results, needs, strict=True) if need]

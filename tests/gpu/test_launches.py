@@ -11,6 +11,7 @@ import torch
 import cmab_kernels as ck
 from cmab_kernels.attention.schema import Attention
 from cmab_kernels.intention.schema import ApplyRows, Gram
+from cmab_kernels.nystrom.schema import LandmarkValues, Pinv, PinvBackward
 from cmab_kernels.runtime.backends import implementation
 from cmab_kernels.runtime.extension import load_cuda
 
@@ -47,9 +48,9 @@ def _calls() -> dict[str, Callable[[], Any]]:
         "attention over 1,024 keys": lambda: attention.attention_forward(Attention(q, k, k, scale=0.125)),
         "both sums of 1,024 keys of 16": lambda: ridge.gram(Gram(narrow, narrow, None, None, (True, True), False)),
         "rows times a solution": lambda: ridge.apply_rows(ApplyRows(narrow, solution)),
-        "pinv": lambda: nystrom.iterative_pinv(a, 6),
-        "its gradient": lambda: nystrom.iterative_pinv_backward(a, a, 6),
-        "landmark values": lambda: nystrom.landmark_values(a, a, a, None, 0.25, 6),
+        "pinv": lambda: nystrom.iterative_pinv(Pinv(a, 6)),
+        "its gradient": lambda: nystrom.iterative_pinv_backward(PinvBackward(a, a, 6)),
+        "landmark values": lambda: nystrom.landmark_values(LandmarkValues(a, a, a, None, 0.25, 6)),
     }
 
 

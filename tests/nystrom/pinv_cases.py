@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_kernel, landmark_values_reference
+from cmab_kernels.nystrom.schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.testing import bound, oracles
 
 GRADIENTS = 4.0
@@ -80,31 +81,26 @@ def _like_its_matrix(gradient: Tensor) -> Tensor:
     )
 
 
-class PinvModule(NamedTuple):
-    """The functions of an implementation of the pseudo-inverse."""
-
-    pinv: Callable[..., Tensor]
-    pinv_backward: Callable[..., Tensor]
-    values: Callable[..., Tensor]
-    values_backward: Callable[..., tuple[Tensor, ...]]
+def with_gradient(module: Any, inputs: Pinv, dinverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inverse and the gradient of the matrices from an implementation."""
+    return module.iterative_pinv(inputs), module.iterative_pinv_backward(PinvBackward(dinverse, *inputs))
 
 
-def functions(module: object) -> PinvModule:
-    names = ("iterative_pinv", "iterative_pinv_backward", "landmark_values", "landmark_values_backward")
-    return PinvModule(*(getattr(module, name) for name in names))
+def with_gradients(module: Any, inputs: LandmarkValues, dout: Tensor) -> tuple[Tensor, ...]:
+    """Return the values and the three gradients from an implementation."""
+    return module.landmark_values(inputs), *module.landmark_values_backward(LandmarkValuesBackward(dout, *inputs))
 
 
-def check_pinv(module: object, matrix: Tensor, iterations: int, dinverse: Tensor | None = None) -> None:
+def check_pinv(module: Any, matrix: Tensor, iterations: int, dinverse: Tensor | None = None) -> None:
     """Check the inverse of a batch (M, m, m), and its gradient, against float64."""
-    call = functions(module)
     dinverse = torch.randn(matrix.shape).to(matrix.dtype) if dinverse is None else dinverse
+    inverse, dmatrix = with_gradient(module, Pinv(matrix, iterations), dinverse)
     wide, same = (matrix.detach().to(dtype).requires_grad_() for dtype in (torch.float64, matrix.dtype))
     right, theirs = iterative_pinv_reference(wide, iterations), iterative_pinv_reference(same, iterations)
-    check("inverse", call.pinv(matrix, iterations), right.detach(), _moved(wide, right), theirs.detach(), 0.0)
+    check("inverse", inverse, right.detach(), _moved(wide, right), theirs.detach(), 0.0)
     (gradient,) = torch.autograd.grad(right, wide, dinverse.double())
     (their_gradient,) = torch.autograd.grad(theirs, same, dinverse)
-    ours = call.pinv_backward(dinverse, matrix, iterations)
-    check("dmatrix", ours, gradient, _like_its_matrix(gradient), their_gradient, 0.0, GRADIENTS)
+    check("dmatrix", dmatrix, gradient, _like_its_matrix(gradient), their_gradient, 0.0, GRADIENTS)
 
 
 ORDERS = 8
@@ -137,29 +133,24 @@ def check_nearly_singular(pinv: Callable[[Tensor], Tensor], count: int, m: int, 
     assert (ours <= allowed).all(), float((ours / allowed).max())
 
 
-class Landmarks(NamedTuple):
+class Landmarks(LandmarkValues):
     """The arguments of `landmark_values`."""
 
-    query: Tensor
-    key: Tensor
-    values: Tensor
-    absent: Tensor | None
-    scale: float
-    iterations: int
+    def with_tensors(self, query: Tensor, key: Tensor, values: Tensor) -> Landmarks:
+        return self._replace(landmark_query=query, landmark_key=key, values=values)
 
     def to(self, dtype: torch.dtype) -> Landmarks:
-        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), values=self.values.to(dtype))
+        return self.with_tensors(*(t.to(dtype) for t in self.tensors))
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, self.key, self.values
+        return self.landmark_query, self.landmark_key, self.values
 
     def hidden(self) -> Landmarks:
         """Return the landmarks with zeros for absent ones, which may be NaN."""
         if self.absent is None:
             return self
-        q, k, v = (t.masked_fill(self.absent[..., None], 0.0) for t in self.tensors)
-        return self._replace(query=q, key=k, values=v)
+        return self.with_tensors(*(t.masked_fill(self.absent[..., None], 0.0) for t in self.tensors))
 
 
 def landmarks(
@@ -179,27 +170,26 @@ def landmarks(
     return Landmarks(*tensors, absent, width**-0.5, iterations)
 
 
-def check_landmarks(module: object, given: Landmarks, dout: Tensor | None = None) -> None:
+def check_landmarks(module: Any, given: Landmarks, dout: Tensor | None = None) -> None:
     """Check the values and the three gradients against float64."""
-    call = functions(module)
-    dout = torch.randn(given.values.shape).to(given.query.dtype) if dout is None else dout
-    wide, same = (given.hidden().to(dtype) for dtype in (torch.float64, given.query.dtype))
+    dout = torch.randn(given.values.shape).to(given.values.dtype) if dout is None else dout
+    values, *ours = with_gradients(module, given, dout)
+    wide, same = (given.hidden().to(dtype) for dtype in (torch.float64, given.values.dtype))
     leaves, their_leaves = ([t.detach().clone().requires_grad_() for t in one.tensors] for one in (wide, same))
     kernel = landmark_kernel(*leaves[:2], *given[3:5])
     inverse = iterative_pinv_reference(kernel, given.iterations)
     right = inverse @ leaves[2]
-    theirs = landmark_values_reference(*their_leaves, *given[3:])
-    logits = given.scale * wide.query @ wide.key.mT
+    theirs = landmark_values_reference(*their_leaves, *given[3:6])
+    logits = given.scale * wide.landmark_query @ wide.landmark_key.mT
     score = float(logits.abs().max()) if logits.numel() else 0.0
-    check("values", call.values(*given), right.detach(), _moved(kernel, inverse) @ wide.values.abs(), theirs.detach(), score)
+    check("values", values, right.detach(), _moved(kernel, inverse) @ wide.values.abs(), theirs.detach(), score)
 
     seen = dout if given.absent is None else dout.masked_fill(given.absent[..., None], 0.0)
     *gradients, dkernel = torch.autograd.grad(right, (*leaves, kernel), seen.double())
     their_gradients = torch.autograd.grad(theirs, their_leaves, seen)
     kernel = kernel.detach()
     slope = given.scale * kernel * (dkernel.abs() + (kernel * dkernel.abs()).sum(-1, keepdim=True))
-    terms = slope @ wide.key.abs(), slope.mT @ wide.query.abs(), inverse.detach().abs().mT @ seen.double().abs()
-    ours = call.values_backward(dout, *given)
+    terms = slope @ wide.landmark_key.abs(), slope.mT @ wide.landmark_query.abs(), inverse.detach().abs().mT @ seen.double().abs()
     for name, mine, wanted, term, other in zip(("dquery", "dkey", "dvalues"), ours, gradients, terms, their_gradients, strict=True):
         check(name, mine, wanted, term, other, score, GRADIENTS)
         assert given.absent is None or not mine[given.absent].any(), name

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from cmab_kernels.nystrom import kernels
 from cmab_kernels.nystrom.kernels import launch
+from cmab_kernels.nystrom.schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, record
 from tests.machine_code import wrong
 
@@ -52,13 +53,13 @@ def _launches(name: str, m: int, width: int = 64, absent: bool = True) -> dict[s
     """Record the launches of all four operators by the name of the kernel."""
     rows = torch.empty(3, m, width, dtype=DTYPES[name])
     matrix = torch.empty(3, m, m, dtype=DTYPES[name])
-    given = rows, rows, rows, torch.zeros(3, m, dtype=torch.bool) if absent else None, 0.125, 6
+    given = LandmarkValues(rows, rows, rows, torch.zeros(3, m, dtype=torch.bool) if absent else None, 0.125, 6)
 
     def call() -> None:
-        kernels.iterative_pinv(matrix, 6)
-        kernels.iterative_pinv_backward(matrix, matrix, 6)
-        kernels.landmark_values(*given)
-        kernels.landmark_values_backward(rows, *given)
+        kernels.iterative_pinv(Pinv(matrix, 6))
+        kernels.iterative_pinv_backward(PinvBackward(matrix, matrix, 6))
+        kernels.landmark_values(given)
+        kernels.landmark_values_backward(LandmarkValuesBackward(rows, *given))
 
     return {one.kernel.__name__: one for one in record(call)}
 
@@ -105,8 +106,8 @@ def test_products_in_blocks(name: str, capability: int, tmp_path: Path) -> None:
     as often as it has products, within 99 KiB of shared memory."""
     with as_if_on(capability):
         matrix, rows = (torch.empty(2, 65, width, dtype=DTYPES[name]) for width in (65, 8))
-        launched = record(lambda: kernels.iterative_pinv(matrix, 6))
-        launched += record(lambda: kernels.landmark_values_backward(rows, rows, rows, rows, None, 0.5, 6))
+        launched = record(lambda: kernels.iterative_pinv(Pinv(matrix, 6)))
+        launched += record(lambda: kernels.landmark_values_backward(LandmarkValuesBackward(rows, rows, rows, rows, None, 0.5, 6)))
     assert {one.kernel.__name__ for one in launched} == {"_multiply"} and len(launched) == 4 * 6 + (1 + 4 * 6 + 1 + 11 * 6 + 3)
     added = next(one for one in launched if one.args[2] is not None)
     assert [fault for one in (launched[1], added) for fault in _check(one, capability, tmp_path)] == []
@@ -206,5 +207,5 @@ def test_strides_beyond_32_bits_reach_the_kernel() -> None:
     """Strides beyond 32 bits are passed as 64 bits. Tensors are on the meta device, and need no memory."""
     with torch.device("meta"):
         matrix = torch.empty(0).as_strided((3, 8, 8), (2**34, 2**33, 1))
-        (one,) = record(lambda: kernels.iterative_pinv(matrix, 6))
+        (one,) = record(lambda: kernels.iterative_pinv(Pinv(matrix, 6)))
     assert one.options["strides"] == (2**34, 0, 2**33, 1)

@@ -18,9 +18,10 @@ from torch import Tensor
 from cmab_kernels.nystrom import kernels
 from cmab_kernels.nystrom.kernels import large, launch
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_kernel, landmark_values_reference
+from cmab_kernels.nystrom.schema import LandmarkValuesBackward, Pinv
 from cmab_kernels.testing import between_margins, guarded_results
 
-from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_nearly_singular, check_pinv, landmarks
+from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_nearly_singular, check_pinv, landmarks, with_gradient, with_gradients
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns where a masked lane overflows
@@ -50,7 +51,7 @@ def test_inverses(dtype: torch.dtype, m: int, iterations: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("iterations", [6, 12])
 def test_nearly_singular_matrices(dtype: torch.dtype, iterations: int) -> None:
-    check_nearly_singular(lambda matrices: kernels.iterative_pinv(between_margins(matrices), iterations), 4, 5, iterations, dtype)
+    check_nearly_singular(lambda matrices: kernels.iterative_pinv(Pinv(between_margins(matrices), iterations)), 4, 5, iterations, dtype)
 
 
 @pytest.mark.parametrize("kind, dtype", [*(("normal", dtype) for dtype in DTYPES), ("signs", torch.float32), ("zero", torch.float64)])
@@ -63,7 +64,7 @@ def test_inverses_in_blocks(kind: str, dtype: torch.dtype) -> None:
 def test_float64_goes_in_blocks_without_matrix_units(m: int, in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "capability_of", lambda device: (8, 6))
     seen, in_large = [], large.iterative_pinv
-    monkeypatch.setattr(large, "iterative_pinv", lambda *given: seen.append(given) or in_large(*given))
+    monkeypatch.setattr(large, "iterative_pinv", lambda given: seen.append(given) or in_large(given))
     check_pinv(kernels, MATRICES["normal"](2, m), 1)
     assert bool(seen) == in_blocks
 
@@ -102,9 +103,9 @@ def test_absent_landmarks_are_not_there(dtype: torch.dtype, m: int) -> None:
 def test_extreme_logits(logit: float) -> None:
     """Extreme logits stand between each query and its own key."""
     own = torch.eye(5).expand(1, 5, 5)
-    given = landmarks(1, 5, 5, 3, dtype=torch.float32, iterations=1)._replace(query=logit * own, key=own, scale=1.0)
+    given = landmarks(1, 5, 5, 3, dtype=torch.float32, iterations=1)._replace(landmark_query=logit * own, landmark_key=own, scale=1.0)
     check_landmarks(kernels, given, torch.zeros_like(given.values) if abs(logit) > 1e30 else None)
-    assert all(not g.isnan().any() for g in kernels.landmark_values_backward(torch.ones_like(given.values), *given))
+    assert all(not g.isnan().any() for g in kernels.landmark_values_backward(LandmarkValuesBackward(torch.ones_like(given.values), *given)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,11 +117,11 @@ def test_huge_logits_in_any_order(dtype: torch.dtype, m: int) -> None:
         query, key = torch.zeros(2, 1, m, 4, dtype=dtype)
         query[..., 0] = 2.0**20 * (1.0 - 2.0 * (torch.arange(m) % 2))
         key[..., 0] = (2.0 ** torch.linspace(0, 40, m))[order] * (1.0 - 2.0 * (torch.arange(m) % 3 == 2))
-        given = given._replace(query=query, key=key)
+        given = given._replace(landmark_query=query, landmark_key=key)
         wanted = landmark_values_reference(query.double(), key.double(), given.values.double(), None, given.scale, 2)
-        error = (kernels.landmark_values(*given) - wanted).norm() / wanted.norm()
+        error = (kernels.landmark_values(given) - wanted).norm() / wanted.norm()
         assert error < 64 * torch.finfo(dtype).eps
-        *_, dvalues = grads = kernels.landmark_values_backward(torch.ones_like(given.values), *given)
+        *_, dvalues = grads = kernels.landmark_values_backward(LandmarkValuesBackward(torch.ones_like(given.values), *given))
         inverse = iterative_pinv_reference(landmark_kernel(query.double(), key.double(), None, given.scale), 2)
         assert all(grad.isfinite().all() for grad in grads)
         torch.testing.assert_close(dvalues.double(), inverse.mT @ torch.ones_like(given.values).double(), rtol=1e-5, atol=1e-5)
@@ -128,9 +129,9 @@ def test_huge_logits_in_any_order(dtype: torch.dtype, m: int) -> None:
 
 def test_logits_beyond_the_range_are_at_its_end() -> None:
     far = landmarks(1, 4, 2, 3, dtype=torch.float32)._replace(scale=1.0)
-    far.query[:], far.key[:] = torch.tensor([1e20, 0.0]), torch.tensor([1e20, 0.0])
-    tied = far._replace(query=torch.zeros_like(far.query))
-    assert torch.equal(kernels.landmark_values(*far), kernels.landmark_values(*tied))
+    far.landmark_query[:], far.landmark_key[:] = torch.tensor([1e20, 0.0]), torch.tensor([1e20, 0.0])
+    tied = far._replace(landmark_query=torch.zeros_like(far.landmark_query))
+    assert torch.equal(kernels.landmark_values(far), kernels.landmark_values(tied))
 
 
 @pytest.mark.parametrize("exponent", [-60, 60])
@@ -138,20 +139,19 @@ def test_inverses_of_any_size(exponent: int) -> None:
     """The inverse of 2^n A is 2^-n times that of A, to the last bit: norms must not be multiplied with each other."""
     matrix, dinverse = torch.randn(1, 3, 3), torch.randn(1, 3, 3)
     scaled = matrix * 2.0**exponent
-    assert torch.equal(kernels.iterative_pinv(scaled, 3) * 2.0**exponent, kernels.iterative_pinv(matrix, 3))
-    gradient = kernels.iterative_pinv_backward(dinverse * 2.0**exponent, scaled, 3)
-    assert torch.equal(gradient * 2.0**exponent, kernels.iterative_pinv_backward(dinverse, matrix, 3))
+    ours = with_gradient(kernels, Pinv(scaled, 3), dinverse * 2.0**exponent)
+    right = with_gradient(kernels, Pinv(matrix, 3), dinverse)
+    assert all(torch.equal(a * 2.0**exponent, b) for a, b in zip(ours, right, strict=True))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
 def test_a_matrix_leaves_its_neighbours_alone(bad: float) -> None:
     """A matrix with a NaN or an infinity, or one of zeros, changes no bit of the others in its batch."""
     matrix, dinverse = torch.randn(3, 4, 4), torch.randn(3, 4, 4)
-    alone = [kernels.iterative_pinv(one, 1) for one in matrix.split(1)]
-    alone_too = [kernels.iterative_pinv_backward(g, one, 1) for g, one in zip(dinverse.split(1), matrix.split(1), strict=True)]
+    alone = [with_gradient(kernels, Pinv(one, 1), g) for one, g in zip(matrix.split(1), dinverse.split(1), strict=True)]
     matrix[1] = matrix[1] * bad if bad == 0 else matrix[1].index_fill(0, torch.tensor(3), bad)
-    ours = kernels.iterative_pinv(matrix, 1), kernels.iterative_pinv_backward(dinverse, matrix, 1)
-    for all_of_them, right in zip(ours, (alone, alone_too), strict=True):
+    ours = with_gradient(kernels, Pinv(matrix, 1), dinverse)
+    for all_of_them, right in zip(ours, zip(*alone, strict=True), strict=True):
         assert torch.equal(all_of_them[::2], torch.cat(right[::2]))
         assert (all_of_them[1] == 0).all() if bad == 0 else all_of_them[1].isnan().all()
 
@@ -173,13 +173,11 @@ def test_layouts_change_no_bit(layout: str) -> None:
     spread = Landmarks(*(move(t) for t in given.tensors), torch.stack([absent, ~absent], -1)[..., 0], *given[4:])
     plain = Landmarks(*(t.contiguous() for t in spread[:4]), *given[4:])
     dout = move(torch.randn(given.values.shape))
-    assert torch.equal(kernels.landmark_values(*spread), kernels.landmark_values(*plain))
-    gradients = kernels.landmark_values_backward(dout, *spread), kernels.landmark_values_backward(dout.contiguous(), *plain)
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    values = with_gradients(kernels, spread, dout), with_gradients(kernels, plain, dout.contiguous())
     matrix, dinverse = move(torch.randn(2, 5, 5)), move(torch.randn(2, 5, 5))
-    assert torch.equal(kernels.iterative_pinv(matrix, 1), kernels.iterative_pinv(matrix.contiguous(), 1))
-    right = kernels.iterative_pinv_backward(dinverse.contiguous(), matrix.contiguous(), 1)
-    assert torch.equal(kernels.iterative_pinv_backward(dinverse, matrix, 1), right)
+    right = with_gradient(kernels, Pinv(matrix.contiguous(), 1), dinverse.contiguous())
+    pinvs = with_gradient(kernels, Pinv(matrix, 1), dinverse), right
+    assert all(torch.equal(a, b) for pair in (values, pinvs) for a, b in zip(*pair, strict=True))
 
 
 def test_no_matrices() -> None:

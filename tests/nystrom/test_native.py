@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from cmab_kernels.nystrom.schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.testing import LAWS
 
-from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_pinv, landmarks
+from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_pinv, landmarks, with_gradient, with_gradients
 
 native = pytest.importorskip("cmab_kernels.nystrom.native", reason="the extension was not built", exc_type=ImportError)
 
@@ -60,13 +61,12 @@ def test_absent_landmarks_are_not_there(isa: str, dtype: torch.dtype, m: int) ->
     given = landmarks(5, m, dtype=dtype, absent=absent)
     dout = torch.randn(given.values.shape).to(dtype).masked_fill(absent[..., None], math.nan)
     check_landmarks(native, given, dout)
-    values, gradients = native.landmark_values(*given), native.landmark_values_backward(dout, *given)
+    ours = with_gradients(native, given, dout)
     for i in range(5):
         here = ~absent[i]
         alone = [t[i, here][None] for t in given.tensors]
-        assert torch.equal(native.landmark_values(*alone, None, *given[4:])[0], values[i, here])
-        theirs = native.landmark_values_backward(dout[i, here][None], *alone, None, *given[4:])
-        assert all(torch.equal(a[0], b[i, here]) for a, b in zip(theirs, gradients, strict=True))
+        theirs = with_gradients(native, LandmarkValues(*alone, None, *given[4:]), dout[i, here][None])
+        assert all(torch.equal(a[0], b[i, here]) for a, b in zip(theirs, ours, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,8 +76,8 @@ def test_extreme_logits(isa: str, dtype: torch.dtype, m: int, logit: float) -> N
     """Extreme logits stand everywhere, between each query and its own key, or between one query and its key."""
     own = torch.eye(m, dtype=dtype).expand(2, m, m)
     for query, key in ((torch.ones_like(own), own[:, :1].expand(2, m, m)), (own, own), (own * torch.arange(m).eq(m // 2)[:, None], own)):
-        given = landmarks(2, m, m, 3, dtype)._replace(query=logit * query, key=key, scale=1.0)
-        gradients = native.landmark_values_backward(torch.ones_like(given.values), *given)
+        given = landmarks(2, m, m, 3, dtype)._replace(landmark_query=logit * query, landmark_key=key, scale=1.0)
+        gradients = native.landmark_values_backward(LandmarkValuesBackward(torch.ones_like(given.values), *given))
         assert all(not g.isnan().any() for g in gradients)
         undecided = abs(logit) > 1e30 or not query.equal(own)  # all at the end of the range, or all columns equal but for rounding
         check_landmarks(native, given, torch.zeros_like(given.values) if undecided else None)
@@ -88,12 +88,12 @@ def test_logits_beyond_the_range_are_at_its_end(isa: str, scale: float) -> None:
     """Products of 1e40 exceed float32 and count as its largest number;
     with a scale of 1e-30 they are ordinary logits."""
     given = landmarks(1, 4, 2, 3, torch.float32)._replace(scale=scale)
-    given.query[:] = torch.tensor([1e20, 0.0])
-    given.key[:] = torch.tensor([1e20, 0.0]) * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
-    values = native.landmark_values(*given)
+    given.landmark_query[:] = torch.tensor([1e20, 0.0])
+    given.landmark_key[:] = torch.tensor([1e20, 0.0]) * torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
+    values = native.landmark_values(given)
     if abs(scale) == 1:
-        tied = given._replace(query=torch.zeros_like(given.query))
-        assert torch.equal(values, native.landmark_values(*tied))
+        tied = given._replace(landmark_query=torch.zeros_like(given.landmark_query))
+        assert torch.equal(values, native.landmark_values(tied))
     else:
         check_landmarks(native, given, torch.zeros_like(given.values))
     assert values.isfinite().all()
@@ -107,10 +107,10 @@ def test_inverses_of_any_size(isa: str, m: int, exponent: int) -> None:
     Norms must not be multiplied with each other first.
     """
     matrix, dinverse = torch.randn(2, m, m), torch.randn(2, m, m)
-    inverse, gradient = native.iterative_pinv(matrix, 6), native.iterative_pinv_backward(dinverse, matrix, 6)
+    inverse, gradient = with_gradient(native, Pinv(matrix, 6), dinverse)
     scaled = matrix * 2.0**exponent
-    assert torch.equal(native.iterative_pinv(scaled, 6) * 2.0**exponent, inverse)
-    scaled_gradient = native.iterative_pinv_backward(dinverse * 2.0**exponent, scaled, 6)
+    scaled_inverse, scaled_gradient = with_gradient(native, Pinv(scaled, 6), dinverse * 2.0**exponent)
+    assert torch.equal(scaled_inverse * 2.0**exponent, inverse)
     assert torch.equal(scaled_gradient * 2.0**exponent, gradient)
 
 
@@ -118,7 +118,7 @@ def test_inverses_of_any_size(isa: str, m: int, exponent: int) -> None:
 def test_a_zero_matrix_among_others(isa: str, m: int) -> None:
     matrix, dinverse = torch.randn(3, m, m), torch.randn(3, m, m)
     matrix[1] = 0
-    assert not native.iterative_pinv(matrix, 6)[1].any() and not native.iterative_pinv_backward(dinverse, matrix, 6)[1].any()
+    assert all(not part[1].any() for part in with_gradient(native, Pinv(matrix, 6), dinverse))
     check_pinv(native, matrix, 6, dinverse)
 
 
@@ -126,9 +126,9 @@ def test_a_zero_matrix_among_others(isa: str, m: int) -> None:
 @pytest.mark.parametrize("m", [1, 16, 17])
 def test_a_bad_matrix_leaves_its_neighbours_alone(isa: str, m: int, bad: float) -> None:
     matrix, dinverse = torch.randn(3, m, m), torch.randn(3, m, m)
-    right = native.iterative_pinv(matrix, 6), native.iterative_pinv_backward(dinverse, matrix, 6)
+    right = with_gradient(native, Pinv(matrix, 6), dinverse)
     matrix[1, m - 1, m // 2] = bad
-    ours = native.iterative_pinv(matrix, 6), native.iterative_pinv_backward(dinverse, matrix, 6)
+    ours = with_gradient(native, Pinv(matrix, 6), dinverse)
     for a, b in zip(ours, right, strict=True):
         assert a[1].isnan().all() and torch.equal(a[::2], b[::2])
 
@@ -138,9 +138,9 @@ def test_a_nan_landmark_is_seen(isa: str, which: int) -> None:
     """A NaN in a query, a key, a value or an incoming gradient shows in the result."""
     given = landmarks(3, 9, dtype=torch.float32)
     dout = torch.randn(given.values.shape)
-    right = native.landmark_values(*given), *native.landmark_values_backward(dout, *given)
+    right = with_gradients(native, given, dout)
     (*given.tensors, dout)[which][1, 4, 2] = math.nan
-    ours = native.landmark_values(*given), *native.landmark_values_backward(dout, *given)
+    ours = with_gradients(native, given, dout)
     seen = [(True, True, True, True), (True, True, True, True), (True, True, True, False), (False, True, True, True)][which]
     for a, b, nan in zip(ours, right, seen, strict=True):
         assert bool(a[1].isnan().any()) == nan and torch.equal(a[::2], b[::2])
@@ -162,31 +162,27 @@ def test_layouts_change_no_bit(isa: str, layout: str, dtype: torch.dtype) -> Non
     move = LAYOUTS[layout]
     for m in (1, 5, 16, 33):
         matrix, dinverse = (torch.randn(3, m, m).to(dtype) for _ in range(2))
-        assert torch.equal(native.iterative_pinv(move(matrix), 3), native.iterative_pinv(matrix, 3))
-        assert torch.equal(
-            native.iterative_pinv_backward(move(dinverse), move(matrix), 3), native.iterative_pinv_backward(dinverse, matrix, 3)
-        )
+        pinvs = with_gradient(native, Pinv(move(matrix), 3), move(dinverse)), with_gradient(native, Pinv(matrix, 3), dinverse)
         absent = torch.rand(3, m) < 0.3
         given = landmarks(3, m, dtype=dtype, absent=absent)
         spread = Landmarks(*(move(t) for t in given.tensors), torch.stack([absent, ~absent], -1)[..., 0], *given[4:])
         dout = torch.randn(given.values.shape).to(dtype)
-        assert torch.equal(native.landmark_values(*spread), native.landmark_values(*given))
-        gradients = native.landmark_values_backward(dout, *given), native.landmark_values_backward(move(dout), *spread)
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        values = with_gradients(native, given, dout), with_gradients(native, spread, move(dout))
+        assert all(torch.equal(a, b) for pair in (pinvs, values) for a, b in zip(*pair, strict=True))
 
 
 def test_expanded_operands(isa: str) -> None:
     """Operands of stride 0: expanded over the batch, or the gradient of a sum."""
     matrix = torch.randn(1, 9, 9)
     one = matrix.new_ones(1, 1, 1).expand(4, 9, 9)
-    right = native.iterative_pinv_backward(one.contiguous(), matrix.repeat(4, 1, 1), 6)
-    assert torch.equal(native.iterative_pinv_backward(one, matrix.expand(4, 9, 9), 6), right) and (right == right[:1]).all()
+    right = native.iterative_pinv_backward(PinvBackward(one.contiguous(), matrix.repeat(4, 1, 1), 6))
+    assert torch.equal(native.iterative_pinv_backward(PinvBackward(one, matrix.expand(4, 9, 9), 6)), right) and (right == right[:1]).all()
     given = landmarks(1, 9, 8, 5, torch.float32, torch.arange(9)[None] == 4)
     spread = Landmarks(*(t.expand(4, -1, -1) for t in given.tensors), given.absent.expand(4, 9), *given[4:])
     ones = torch.ones(1, 1, 1)
     for ours, right in zip(
-        (native.landmark_values(*spread), *native.landmark_values_backward(ones.expand(4, 9, 5), *spread)),
-        (native.landmark_values(*given), *native.landmark_values_backward(torch.ones(1, 9, 5), *given)),
+        with_gradients(native, spread, ones.expand(4, 9, 5)),
+        with_gradients(native, given, torch.ones(1, 9, 5)),
         strict=True,
     ):
         assert torch.equal(ours, right.expand(ours.shape))
@@ -201,8 +197,7 @@ def test_same_bits_for_any_threads_and_alone(isa: str, dtype: torch.dtype, m: in
 
     def results(part: slice) -> tuple[Tensor, ...]:
         some = Landmarks(*(t[part] for t in given[:4]), *given[4:])
-        pinv = native.iterative_pinv(matrix[part], 6), native.iterative_pinv_backward(dinverse[part], matrix[part], 6)
-        return *pinv, native.landmark_values(*some), *native.landmark_values_backward(dout[part], *some)
+        return *with_gradient(native, Pinv(matrix[part], 6), dinverse[part]), *with_gradients(native, some, dout[part])
 
     right = results(slice(None))
     for team in (2, 4, 2):
@@ -216,13 +211,13 @@ def test_same_bits_for_any_threads_and_alone(isa: str, dtype: torch.dtype, m: in
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_matrices(isa: str, dtype: torch.dtype) -> None:
     empty = torch.zeros(0, 4, 4, dtype=dtype)
-    assert native.iterative_pinv(empty, 6).shape == native.iterative_pinv_backward(empty, empty, 6).shape == (0, 4, 4)
+    assert all(part.shape == (0, 4, 4) for part in with_gradient(native, Pinv(empty, 6), empty))
     check_landmarks(native, landmarks(0, 4, dtype=dtype))
 
 
 def test_more_than_65535_matrices() -> None:
     matrix = torch.randn(70_001, 2, 2)
-    assert torch.equal(native.iterative_pinv(matrix, 2)[-3:], native.iterative_pinv(matrix[-3:], 2))
+    assert torch.equal(native.iterative_pinv(Pinv(matrix, 2))[-3:], native.iterative_pinv(Pinv(matrix[-3:], 2)))
 
 
 @pytest.mark.parametrize("far", [0, 1, 2])
@@ -238,12 +233,12 @@ def test_offsets_beyond_32_bits(far: int) -> None:
         memory = torch.frombuffer(mmap.mmap(sparse.fileno(), 0), dtype=torch.float32)
         spread = memory.as_strided((2, 2, 2), strides)
         matrix, other = torch.randn(2, 2, 2), torch.randn(2, 2, 2)
-        right = native.iterative_pinv(matrix, 6), native.iterative_pinv_backward(matrix, other, 6)
-        values = native.landmark_values(matrix, other, other, None, 1.0, 6)
+        right = native.iterative_pinv(Pinv(matrix, 6)), native.iterative_pinv_backward(PinvBackward(matrix, other, 6))
+        values = native.landmark_values(LandmarkValues(matrix, other, other, None, 1.0, 6))
         spread.copy_(matrix)
-        assert torch.equal(native.iterative_pinv(spread, 6), right[0])
-        assert torch.equal(native.iterative_pinv_backward(spread, other, 6), right[1])
-        assert torch.equal(native.landmark_values(spread, other, other, None, 1.0, 6), values)
+        assert torch.equal(native.iterative_pinv(Pinv(spread, 6)), right[0])
+        assert torch.equal(native.iterative_pinv_backward(PinvBackward(spread, other, 6)), right[1])
+        assert torch.equal(native.landmark_values(LandmarkValues(spread, other, other, None, 1.0, 6)), values)
         del memory, spread
 
 

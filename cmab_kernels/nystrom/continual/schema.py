@@ -1,4 +1,4 @@
-"""The continual steps as `torch.library` operators: dispatch, shapes of the results, and operation counts.
+"""The continual steps as `torch.library` operators: contracts, dispatch, shapes of the results, and operation counts.
 
 A `torch.library` operator must return new tensors, so it copies the window. A step goes through the operator only under
 torch.compile, tracing or a dispatch mode, or with tensor subclasses. Otherwise the step calls the kernel directly,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,21 +17,50 @@ from torch import Tensor
 from ...runtime.backends import kernel
 from ...runtime.checks import autocasts, refuse_not_finite
 from ...runtime.flops import flop_formula
+from ...runtime.operator import LIB, Extent, schema_of
 from ...runtime.tracing import has_memory, is_differentiated, is_plain
 from ..costs import executed_attention_operations, mean_operations
 from .reference import attention_step_reference, nystrom_step_reference
 from .state import ContinualAttentionState, ContinualNystromState, own_memory, remembered
 
-LIB = torch.library.Library("cmab", "FRAGMENT")
-_RINGS = "Tensor queries, Tensor keys, Tensor values, Tensor sums"
-_LANDMARKS = "Tensor landmark_queries, Tensor landmark_keys, Tensor inverse"
-_COUNTS = "Tensor scale, Tensor position, SymInt window"
-_TOKENS = "Tensor query, Tensor key, Tensor value, bool retroactive, str impl"
-LIB.define(
-    f"continual_nystrom_step({_RINGS}, {_LANDMARKS}, {_COUNTS}, int iterations, int fixed, {_TOKENS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-LIB.define(f"continual_attention_step({_RINGS}, {_COUNTS}, {_TOKENS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+
+class NystromStep(NamedTuple):
+    """The arguments of `cmab::continual_nystrom_step`: the fields of a state without `spare`, then those of the step."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    sums: Tensor
+    landmark_queries: Tensor
+    landmark_keys: Tensor
+    inverse: Tensor
+    scale: Tensor
+    position: Tensor
+    window: Extent
+    iterations: int
+    fixed: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    retroactive: bool
+    impl: str = "auto"
+
+
+class AttentionStep(NamedTuple):
+    """The arguments of `cmab::continual_attention_step`, as in `NystromStep`."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    sums: Tensor
+    scale: Tensor
+    position: Tensor
+    window: Extent
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    retroactive: bool
+    impl: str = "auto"
 
 
 def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
@@ -63,81 +92,79 @@ def _copies(*tensors: Tensor) -> Iterator[Tensor]:
     return (tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
 
 
-def _nystrom_body(*args: Any) -> tuple[Tensor, ...]:
-    *fields, scale, position, window, iterations, fixed, query, key, value, retroactive, impl = args
-    queries, keys, values, sums, *landmarks = fields
-    counts = (scale, *_copies(position), window, iterations, fixed)
-    state = ContinualNystromState._make([*_copies(queries, keys, values, sums), sums.new_empty(sums.shape), *_copies(*landmarks), *counts])
-    out, new = run_step("continual_nystrom_step", impl, remembered(state), query, key, value, retroactive)
-    return out, *new[:4], *new[5:8], new.position
+def _nystrom_body(step: NystromStep) -> tuple[Tensor, ...]:
+    landmarks = _copies(step.landmark_queries, step.landmark_keys, step.inverse)
+    counts = (step.scale, *_copies(step.position), step.window, step.iterations, step.fixed)
+    state = ContinualNystromState._make([*_copies(*_rings(step)), step.sums.new_empty(step.sums.shape), *landmarks, *counts])
+    out, new = run_step("continual_nystrom_step", step.impl, remembered(state), step.query, step.key, step.value, step.retroactive)
+    return out, *_rings(new), new.landmark_queries, new.landmark_keys, new.inverse, new.position
 
 
-def _attention_body(*args: Any) -> tuple[Tensor, ...]:
-    *fields, scale, position, window, query, key, value, retroactive, impl = args
-    queries, keys, values, sums = fields
-    counts = (scale, *_copies(position), window)
-    state = ContinualAttentionState._make([*_copies(queries, keys, values, sums), sums.new_empty(sums.shape), *counts])
-    out, new = run_step("continual_attention_step", impl, remembered(state), query, key, value, retroactive)
-    return out, *new[:4], new.position
-
-
-LIB.impl("continual_nystrom_step", _nystrom_body, "CompositeExplicitAutograd")
-LIB.impl("continual_attention_step", _attention_body, "CompositeExplicitAutograd")
+def _attention_body(step: AttentionStep) -> tuple[Tensor, ...]:
+    counts = (step.scale, *_copies(step.position), step.window)
+    state = ContinualAttentionState._make([*_copies(*_rings(step)), step.sums.new_empty(step.sums.shape), *counts])
+    out, new = run_step("continual_attention_step", step.impl, remembered(state), step.query, step.key, step.value, step.retroactive)
+    return out, *_rings(new), new.position
 
 
 # ---- shapes
 
 
-def _grown(ring: Tensor, window: int, tokens: int) -> Tensor:
-    """Return an uninitialised ring with the capacity that it has after a step of this number of tokens."""
-    batch, heads, capacity, width = ring.shape
-    return ring.new_empty(batch, heads, capacity if capacity >= window + tokens else window + min(tokens, window), width)
+def _grown_rings(step: NystromStep | AttentionStep) -> Iterator[Tensor]:
+    """Return uninitialised rings with the capacity that they have after a step of this number of tokens."""
+    window, tokens = step.window, step.query.shape[2]
+    for ring in (step.queries, step.keys, step.values):
+        batch, heads, capacity, width = ring.shape
+        yield ring.new_empty(batch, heads, capacity if capacity >= window + tokens else window + min(tokens, window), width)
 
 
-def _out(value: Tensor, window: int, retroactive: bool) -> Tensor:
-    batch, heads, tokens, width = value.shape
-    return value.new_empty(batch, heads, window if retroactive else tokens, width)
+def _out(step: NystromStep | AttentionStep) -> Tensor:
+    batch, heads, tokens, width = step.value.shape
+    return step.value.new_empty(batch, heads, step.window if step.retroactive else tokens, width)
 
 
-@torch.library.register_fake("cmab::continual_nystrom_step", lib=LIB)
-def _(
-    queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, lq: Tensor, lk: Tensor, inverse: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    _, position, window, _, _, query, _, value, retroactive, _ = rest
-    rings = [_grown(ring, window, query.shape[2]) for ring in (queries, keys, values)]
-    small = [t.new_empty(t.shape) for t in (sums, lq, lk, inverse)]
-    return _out(value, window, retroactive), *rings, *small, position.new_empty(position.shape)
+def _nystrom_shapes(step: NystromStep) -> tuple[Tensor, ...]:
+    kept = (step.sums, step.landmark_queries, step.landmark_keys, step.inverse, step.position)
+    return _out(step), *_grown_rings(step), *(t.new_empty(t.shape) for t in kept)
 
 
-@torch.library.register_fake("cmab::continual_attention_step", lib=LIB)
-def _(queries: Tensor, keys: Tensor, values: Tensor, sums: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, position, window, query, _, value, retroactive, _ = rest
-    rings = [_grown(ring, window, query.shape[2]) for ring in (queries, keys, values)]
-    batch, heads, _, width = sums.shape
-    new_sums = sums.new_empty(batch, heads, window if retroactive else 0, width)
-    return _out(value, window, retroactive), *rings, new_sums, position.new_empty(position.shape)
+def _attention_shapes(step: AttentionStep) -> tuple[Tensor, ...]:
+    batch, heads, _, width = step.sums.shape
+    sums = step.sums.new_empty(batch, heads, step.window if step.retroactive else 0, width)
+    return _out(step), *_grown_rings(step), sums, step.position.new_empty(step.position.shape)
 
 
-# ---- operations
+# ---- operations, for contracts of shapes
 
 
-@flop_formula(torch.ops.cmab.continual_nystrom_step)
-def _nystrom_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
+def _nystrom_operations(step: Any) -> int:
     """Count the operations of a step, as a mean over positions, without the rows that are recomputed because of the
     data."""
-    *_head, window, iterations, fixed, query, _key, _value, retroactive, _impl = rest
-    batch, heads, _, width = keys
-    one = mean_operations(window, sums[2], width, values[-1], query[2], iterations, bool(fixed), retroactive)
+    batch, heads, _, width = step.keys
+    landmarks, value_width, tokens = step.sums[2], step.values[-1], step.query[2]
+    one = mean_operations(step.window, landmarks, width, value_width, tokens, step.iterations, bool(step.fixed), step.retroactive)
     return round(batch * heads * one)
 
 
-@flop_formula(torch.ops.cmab.continual_attention_step)
-def _attention_flops(queries: Any, keys: Any, values: Any, sums: Any, *rest: Any, **_: Any) -> int:
+def _attention_operations(step: Any) -> int:
     """Count the operations. The first retroactive step computes the sums of all rows."""
-    *_head, window, query, _key, value, retroactive, _impl = rest
-    batch, heads, tokens, width = query
-    first = retroactive and sums[2] == 0
-    return batch * heads * executed_attention_operations(window, width, value[-1], tokens, retroactive, first)
+    batch, heads, tokens, width = step.query
+    first = step.retroactive and step.sums[2] == 0
+    return batch * heads * executed_attention_operations(step.window, width, step.value[-1], tokens, step.retroactive, first)
+
+
+def _define(name: str, contract: type, results: str, body: Callable, shapes: Callable, operations: Callable) -> None:
+    """Define `cmab::name`, whose arguments are the fields of `contract`, by functions of the contract."""
+    LIB.define(schema_of(name, contract, results.split()))
+    LIB.impl(name, lambda *args: body(contract(*args)), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"cmab::{name}", lambda *args: shapes(contract(*args)), lib=LIB)
+    flop_formula(getattr(torch.ops.cmab, name))(lambda *args, **_: operations(contract(*args)))
+
+
+_NEW = "out new_queries new_keys new_values new_sums"
+_LANDMARKS = "new_landmark_queries new_landmark_keys new_inverse"
+_define("continual_nystrom_step", NystromStep, f"{_NEW} {_LANDMARKS} new_position", _nystrom_body, _nystrom_shapes, _nystrom_operations)
+_define("continual_attention_step", AttentionStep, f"{_NEW} new_position", _attention_body, _attention_shapes, _attention_operations)
 
 
 # ---- as the api calls them
@@ -241,24 +268,22 @@ def _is_plain(state: Any, *tokens: Tensor) -> bool:
 
 
 def _rings(state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors that every state keeps of its window, by name, because the compiler of torch 2.6 cannot trace
-    a slice of a NamedTuple."""
+    """Return the tensors that every state and every step have of the window, by name, because the compiler of torch 2.6
+    cannot trace a slice of a NamedTuple."""
     return state.queries, state.keys, state.values, state.sums
 
 
 def _dispatched_nystrom(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
-    rings, landmarks_before = _rings(state), (state.landmark_queries, state.landmark_keys, state.inverse)
-    counts = (state.scale, state.position, state.window, state.pinv_iterations, state.fixed)
-    fields = (*rings, *landmarks_before, *counts, query, key, value, retroactive, impl)
-    out, queries, keys, values, sums, near, far, inverse, position = torch.ops.cmab.continual_nystrom_step(*fields)
+    landmarks, counts = (state.landmark_queries, state.landmark_keys, state.inverse), (state.window, state.pinv_iterations, state.fixed)
+    step = NystromStep(*_rings(state), *landmarks, state.scale, state.position, *counts, query, key, value, retroactive, impl)
+    out, queries, keys, values, sums, near, far, inverse, position = torch.ops.cmab.continual_nystrom_step(*step)
     spare = torch.empty_like(sums)
-    rest = (state.scale, position, state.window, state.pinv_iterations, state.fixed)
-    return out, ContinualNystromState(queries, keys, values, sums, spare, near, far, inverse, *rest)
+    return out, ContinualNystromState(queries, keys, values, sums, spare, near, far, inverse, state.scale, position, *counts)
 
 
 def _dispatched_attention(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
-    fields = (*_rings(state), state.scale, state.position, state.window, query, key, value, retroactive, impl)
-    out, queries, keys, values, sums, position = torch.ops.cmab.continual_attention_step(*fields)
+    step = AttentionStep(*_rings(state), state.scale, state.position, state.window, query, key, value, retroactive, impl)
+    out, queries, keys, values, sums, position = torch.ops.cmab.continual_attention_step(*step)
     return out, ContinualAttentionState(queries, keys, values, sums, torch.empty_like(sums), state.scale, position, state.window)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import load_tile, tile_at
+from ..schema import LandmarkValues, LandmarkValuesBackward
 from . import large
 from .launch import in_one_program, options, scratch_squares, strides
 from .pinv import store_rows
@@ -162,13 +163,11 @@ def _common(query: Tensor, values: Tensor, iterations: int, kernel: str) -> dict
     return {**tiles, "LARGEST": torch.finfo(query.dtype).max, "ITERATIONS": iterations, **options(query, kernel)}
 
 
-def landmark_values(
-    landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
-) -> Tensor:
-    """Return pinv(softmax(scale q k')) v over the landmarks that are present, (M, m, E),
-    contiguous; rows of absent landmarks are 0."""
+def landmark_values(inputs: LandmarkValues) -> Tensor:
+    """Return pinv(softmax(scale q k')) v over the landmarks that are present, contiguous; rows of absent landmarks are 0."""
+    landmark_query, landmark_key, values, absent, scale, iterations, _ = inputs
     if not in_one_program(landmark_query):
-        return large.landmark_values(landmark_query, landmark_key, values, absent, scale, iterations)
+        return large.landmark_values(inputs)
     given = landmark_query, landmark_key, values
     out = values.new_empty(values.shape)
     with on_device(values):
@@ -186,12 +185,11 @@ def landmark_values(
     return out
 
 
-def landmark_values_backward(
-    dout: Tensor, landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def landmark_values_backward(inputs: LandmarkValuesBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dlandmark_query, dlandmark_key, dvalues), contiguous; rows of absent landmarks are 0."""
+    dout, landmark_query, landmark_key, values, absent, scale, iterations, _ = inputs
     if not in_one_program(landmark_query):
-        return large.landmark_values_backward(dout, landmark_query, landmark_key, values, absent, scale, iterations)
+        return large.landmark_values_backward(inputs)
     given = landmark_query, landmark_key, values
     dquery, dkey, dvalues = (t.new_empty(t.shape) for t in given)
     chosen = _common(landmark_query, values, iterations, "nystrom.backward")

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from .blocks import multiply
 
 
@@ -82,22 +83,23 @@ def _present(absent: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
     return rows if absent is None else tuple(t.masked_fill(absent[:, :, None], 0.0) for t in rows)
 
 
-def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
-    return _iterates(matrix, iterations)[-1].contiguous()
+def iterative_pinv(inputs: Pinv) -> Tensor:
+    return _iterates(inputs.matrix, inputs.iterations)[-1].contiguous()
 
 
-def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -> Tensor:
+def iterative_pinv_backward(inputs: PinvBackward) -> Tensor:
+    dinverse, matrix, iterations, _ = inputs
     return _differentiate(dinverse, matrix, _iterates(matrix, iterations)).contiguous()
 
 
-def landmark_values(query: Tensor, key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int) -> Tensor:
+def landmark_values(inputs: LandmarkValues) -> Tensor:
+    query, key, values, absent, scale, iterations, _ = inputs
     query, key, values = _present(absent, query, key, values)
     return multiply(_iterates(_softmax(query, key, absent, scale), iterations)[-1], values)
 
 
-def landmark_values_backward(
-    dout: Tensor, query: Tensor, key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def landmark_values_backward(inputs: LandmarkValuesBackward) -> tuple[Tensor, Tensor, Tensor]:
+    dout, query, key, values, absent, scale, iterations, _ = inputs
     dout, query, key, values = _present(absent, dout, query, key, values)
     a = _softmax(query, key, absent, scale)
     iterates = _iterates(a, iterations)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...runtime.triton_launch import kernel, on_device
 from ...runtime.triton_rows import tile_at
+from ..schema import Pinv, PinvBackward
 from . import large
 from .launch import in_one_program, options, scratch_squares, strides, whole_alignment
 from .squares import differentiate, iterate, iterate_in_scratch
@@ -68,10 +69,11 @@ def _pinv_backward(
     store_rows(dmatrix, number, differentiate(g, scratch, ITERATIONS, OPERAND, PRECISION), 0, m, m)
 
 
-def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
-    """Return the pseudo-inverse of each matrix of a batch (M, m, m) after this number of iterations, contiguous."""
+def iterative_pinv(inputs: Pinv) -> Tensor:
+    """Return the pseudo-inverse of each matrix, contiguous."""
+    matrix, iterations, _ = inputs
     if not in_one_program(matrix):
-        return large.iterative_pinv(matrix, iterations)
+        return large.iterative_pinv(inputs)
     inverse = matrix.new_empty(matrix.shape)
     with on_device(matrix):
         chosen = options(matrix, "nystrom.forward")
@@ -88,10 +90,11 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     return inverse
 
 
-def iterative_pinv_backward(dinverse: Tensor, matrix: Tensor, iterations: int) -> Tensor:
-    """Return the gradient of the matrices (M, m, m), contiguous."""
+def iterative_pinv_backward(inputs: PinvBackward) -> Tensor:
+    """Return the gradient of the matrices, contiguous."""
+    dinverse, matrix, iterations, _ = inputs
     if not in_one_program(matrix):
-        return large.iterative_pinv_backward(dinverse, matrix, iterations)
+        return large.iterative_pinv_backward(inputs)
     dmatrix = matrix.new_empty(matrix.shape)
     chosen = options(matrix, "nystrom.backward")
     scratch = scratch_squares(matrix, iterations, chosen["SIZE"])
