@@ -39,6 +39,7 @@ from cmab_kernels.intention.schema import ApplyRows, GramBackward, PrefixRidge, 
 from cmab_kernels.intention.solve import kernels as solve
 from cmab_kernels.intention.solve.schema import RegularisedSolve
 from cmab_kernels.layers import kernels as layers
+from cmab_kernels.layers.schema import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
 from cmab_kernels.nystrom.schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
@@ -178,14 +179,15 @@ def _layers(dtype: torch.dtype, mask: bool) -> None:
     row, other = torch.empty(24, dtype=dtype, device="meta"), torch.empty(32, dtype=dtype, device="meta")
     query, key, out, square = (_some(m, n, dtype=dtype) for m, n in ((32, 24), (32, 32), (24, 32), (64, 24)))
     ignore = _some(B, N, dtype=torch.bool) if mask else None
-    given = (x, context, ignore, row, row, other, other, query, other, key, other, key, other, out, row, 2, 0.25, 1e-5, 1e-5, "input")
-    _, *kept = layers.attention_layer(*given, True)
-    layers.attention_layer_backward(dy, *given, *kept, (True,) * 14)
+    tensors = x, context, ignore, row, row, other, other, query, other, key, other, key, other, out, row
+    settings = 2, 0.25, 1e-5, 1e-5, "input"
+    _, *kept = layers.attention_layer(AttentionLayer(*tensors, *settings, True))
+    layers.attention_layer_backward(AttentionLayerBackward(dy, *tensors, *kept, *settings, (True,) * 14))
     rows, expand_bias = (t.reshape(-1, 24) for t in (x, dy)), torch.empty(64, dtype=dtype, device="meta")
     x, dy = rows
     network = (row, row, square, expand_bias, out, row, 1e-5, "geglu", "input")
-    layers.feed_forward_layer(x, *network)
-    layers.feed_forward_layer_backward(dy, x, *network, (True,) * 7)
+    layers.feed_forward_layer(FeedForwardLayer(x, *network))
+    layers.feed_forward_layer_backward(FeedForwardLayerBackward(dy, x, *network, (True,) * 7))
 
 
 def _intention(given: str = "") -> None:

@@ -30,6 +30,7 @@ from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward, PrefixR
 from cmab_kernels.intention.solve import kernels as solve
 from cmab_kernels.intention.solve.schema import RegularisedSolve
 from cmab_kernels.layers import kernels as layers
+from cmab_kernels.layers.schema import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
 from cmab_kernels.nystrom.kernels.blocks import multiply
@@ -125,16 +126,17 @@ def _projected(dtype: torch.dtype) -> Call:
 
 def _feed_forward() -> None:
     given = [torch.empty(sizes) for sizes in ((2048, 64), (64,), (64,), (256, 64), (256,), (64, 128), (64,))]
-    layers.feed_forward_layer(*given, 1e-5, "geglu", "input")
-    layers.feed_forward_layer_backward(given[0], *given, 1e-5, "geglu", "input", (True,) * 7)
+    layers.feed_forward_layer(FeedForwardLayer(*given, 1e-5, "geglu", "input"))
+    layers.feed_forward_layer_backward(FeedForwardLayerBackward(given[0], *given, 1e-5, "geglu", "input", (True,) * 7))
 
 
 def _attention_layer() -> None:
     x, matrix, vector = torch.empty(16, 128, 64), torch.empty(64, 64), torch.empty(64)
-    given = (x, None, None, vector, vector, None, None, *(matrix, vector) * 4, 4, 0.25, 1e-5, 1e-5, "input")
+    tensors, settings = (x, None, None, vector, vector, None, None, *(matrix, vector) * 4), (4, 0.25, 1e-5, 1e-5, "input")
     out, lse = torch.empty(16, 4, 128, 16), torch.empty(16, 4, 128, dtype=F64)
-    layers.attention_layer(*given, False)
-    layers.attention_layer_backward(x, *given, x, x, x, out, lse, (True, False, True, True, False, False, *(True,) * 8))
+    layers.attention_layer(AttentionLayer(*tensors, *settings))
+    needs = True, False, True, True, False, False, *(True,) * 8
+    layers.attention_layer_backward(AttentionLayerBackward(x, *tensors, x, x, x, out, lse, *settings, needs))
 
 
 def _prefix_sums() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..runtime.backends import choose
 from ..runtime.checks import as_autocast, as_float, check_count, check_mask, check_operands, fixed, kind_of, wrong
 from .reference import ACTIVATIONS, RESIDUALS
-from .schema import attention, feed_forward
+from .schema import AttentionLayer, FeedForwardLayer, attention, feed_forward
 
 Norm = tuple[Tensor, Tensor | None, float]
 """Weight (C,), bias (C,) or None, and eps of a LayerNorm."""
@@ -83,10 +83,11 @@ def feed_forward_layer(
     _check_shape("expand_bias", expand_bias, "one number for each row of expand_weight", (hidden,))
     _check_shape("contract_bias", contract_bias, "(C,)", (width,))
     _check_norm("norm", norm_weight, norm_bias, width)
-    tensors = _cast(x, norm_weight, norm_bias, expand_weight, expand_bias, contract_weight, contract_bias)
-    rows = tensors[0].reshape(math.prod(x.shape[:-1]), width)  # the sizes may be symbolic
-    impl = choose("layers", impl, rows)
-    return feed_forward(rows, *tensors[1:], eps=eps, activation=activation, residual=residual, impl=impl).reshape(x.shape)
+    cast, *parameters = _cast(x, norm_weight, norm_bias, expand_weight, expand_bias, contract_weight, contract_bias)
+    rows = cast.reshape(math.prod(x.shape[:-1]), width)  # the sizes may be symbolic
+    given: list[Any] = [rows, *parameters, eps, activation, residual, choose("layers", impl, rows)]
+    y: Tensor = feed_forward(FeedForwardLayer(*given))
+    return y.reshape(x.shape)
 
 
 def attention_layer(
@@ -182,15 +183,10 @@ def attention_layer(
         *(x, context, norm_weight, norm_bias, context_weight, context_bias, query_weight, query_bias, key_weight, key_bias),
         *(value_weight, value_bias, output_weight, output_bias),
     )
-    return attention(
-        *(x, context, key_padding_mask, *weights),
-        num_heads=num_heads,
-        scale=float((keys // num_heads) ** -0.5) if scale is None else fixed(scale),
-        eps=eps,
-        context_eps=context_eps,
-        residual=residual,
-        impl=choose("layers", impl, x, seen, *(weight.unflatten(0, (num_heads, -1)) for weight in (query_weight, value_weight))),
-    )
+    scale = float((keys // num_heads) ** -0.5) if scale is None else fixed(scale)
+    impl = choose("layers", impl, x, seen, *(weight.unflatten(0, (num_heads, -1)) for weight in (query_weight, value_weight)))
+    given: list[Any] = [x, context, key_padding_mask, *weights, num_heads, scale, eps, context_eps, residual, False, impl]
+    return attention(AttentionLayer(*given))
 
 
 def check_residual(residual: str) -> str:

@@ -20,7 +20,7 @@ from ..runtime.backends import kernel
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import as_row, has_memory, is_differentiated
 from .reference import in_dtype, layer_norm
-from .schema import attention, feed_forward
+from .schema import AttentionLayer, FeedForwardLayer, attention, feed_forward
 
 PARTS = (1, 9, 6, 7, 6, 9, 6, 7, 6)
 """The number of tensors in each part of a block. The first part is the latents (M, C). The other parts are in the order
@@ -62,15 +62,16 @@ def composed(
     blocks = _blocks(parameters)
 
     def forward(features: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        rows = features.flatten(0, 1)
-        return feed_forward(rows, *weights, eps=eps, activation="geglu", residual=residual, impl="native").view_as(features)
+        given: list[Any] = [features.flatten(0, 1), *weights, eps, "geglu", residual, "native"]
+        y: Tensor = feed_forward(FeedForwardLayer(*given))
+        return y.view_as(features)
 
     def attend(features: Tensor, context: Tensor | None, weights: Sequence[Tensor]) -> Tensor:
         norm, (query, key, value, weight, bias) = weights[:-5], weights[-5:]
         norms = (*norm, None, None) if context is None else norm
         projections = query, None, key, None, value, None, weight, bias
-        given, numbers = (features, context, None, *norms, *projections), {"scale": scale, "eps": eps, "context_eps": eps}
-        return attention(*given, **numbers, num_heads=num_heads, residual=residual, impl="native")
+        given: list[Any] = [features, context, None, *norms, *projections, num_heads, scale, eps, eps, residual, False, "native"]
+        return attention(AttentionLayer(*given))
 
     def normed(block: Tensor, weights: Sequence[Tensor]) -> Tensor:
         rows, *of_norm = in_dtype(state_dtype(block.dtype), block, *weights[:2])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING, state_dtype
 from ..runtime.extension import load
+from .schema import NETWORK, PROJECTIONS, AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 
 _C = load()
 
@@ -17,13 +18,6 @@ _ACTIVATIONS = {"geglu": 0, "gelu": 1, "relu": 2}
 """Activation -> its number in csrc/linear/linear.h."""
 _RESIDUALS = {"input": 0, "normed": 1}
 """Residual -> its number in csrc/linear/linear.h."""
-
-_FEED_FORWARD = ("norm_weight", "norm_bias", "expand_weight", "expand_bias", "contract_weight", "contract_bias")
-_ATTENTION = (
-    *("norm_weight", "norm_bias", "context_norm_weight", "context_norm_bias", "query_weight", "query_bias"),
-    *("key_weight", "key_bias", "value_weight", "value_bias", "output_weight", "output_bias"),
-)
-"""The names of the parameters in the order of the operators."""
 
 
 def unsupported(x: Tensor, *parameters: Tensor) -> str | None:
@@ -35,9 +29,13 @@ def unsupported(x: Tensor, *parameters: Tensor) -> str | None:
     return None
 
 
-def _named(names: Sequence[str], parameters: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-    """Return the parameters by name, with contiguous vectors, because the kernels read vectors without strides."""
-    return {n: p.contiguous() if p is not None and p.dim() == 1 else p for n, p in zip(names, parameters, strict=True)}
+def _named(names: Sequence[str], inputs: Any) -> dict[str, Any]:
+    """Return the arguments of these names, with contiguous vectors, because the kernels read vectors without strides."""
+    named = {}
+    for name in names:
+        tensor = getattr(inputs, name)
+        named[name] = tensor.contiguous() if tensor is not None and tensor.dim() == 1 else tensor
+    return named
 
 
 # A streaming update calls seven layers of a few latents each, where an allocation costs as much as the arithmetic.
@@ -65,34 +63,34 @@ def _sums(x: Tensor, *shape: int) -> Tensor:
     return x.new_empty(*shape) if x.dtype == dtype else x.new_empty(*shape, dtype=dtype)
 
 
-def _gradients(x: Tensor, others: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Allocate gradients like x and the others. Return two lists: gradients that are not needed are empty, or None."""
-    tensors = (x, *others)
-    results = [_like(t) if need and t is not None else x.new_empty(0) for t, need in zip(tensors, needs, strict=True)]
-    return results, [r if need and t is not None else None for r, t, need in zip(results, tensors, needs, strict=True)]
+def _gradients(arguments: Sequence[str], inputs: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
+    """Allocate the gradients of these arguments; those that are not needed are empty. Return them, and those to fill by name."""
+    results, wanted = [], {}
+    for argument, need in zip(arguments, inputs.needs, strict=True):
+        tensor = getattr(inputs, argument)
+        result = wanted[f"d{argument}"] = _like(tensor) if need and tensor is not None else None
+        results.append(inputs.x.new_empty(0) if result is None else result)
+    return tuple(results), wanted
 
 
-def feed_forward_layer(x: Tensor, *rest: Any) -> Tensor:
+def feed_forward_layer(inputs: FeedForwardLayer) -> Tensor:
     """Return y for rows x (R, C)."""
-    *parameters, eps, activation, residual = rest
-    y = _like(x)
-    _C.feed_forward_layer(**_feed_forward_inputs(x, parameters, eps, activation, residual), y=y)
+    y = _like(inputs.x)
+    _C.feed_forward_layer(**_feed_forward_inputs(inputs), y=y)
     return y
 
 
-def _feed_forward_inputs(x: Tensor, parameters: Sequence[Any], eps: float, activation: str, residual: str) -> dict[str, Any]:
-    named: dict[str, Any] = _named(_FEED_FORWARD, parameters)
-    named.update(x=x, eps=eps, activation=_ACTIVATIONS[activation], residual=_RESIDUALS[residual])
+def _feed_forward_inputs(inputs: FeedForwardLayer | FeedForwardLayerBackward) -> dict[str, Any]:
+    named = _named(NETWORK, inputs)
+    named.update(x=inputs.x, eps=inputs.eps, activation=_ACTIVATIONS[inputs.activation], residual=_RESIDUALS[inputs.residual])
     return named
 
 
-def feed_forward_layer_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def feed_forward_layer_backward(inputs: FeedForwardLayerBackward) -> tuple[Tensor, ...]:
     """Return the gradients of x and the parameters in order, contiguous; empty tensors where not needed."""
-    *parameters, eps, activation, residual, needs = rest
-    results, wanted = _gradients(x, parameters, needs)
-    named = dict(zip(("dx", *("d" + name for name in _FEED_FORWARD)), wanted, strict=True))
-    _C.feed_forward_layer_backward(**_feed_forward_inputs(x, parameters, eps, activation, residual), dy=dy, **named)
-    return tuple(results)
+    results, wanted = _gradients(("x", *NETWORK), inputs)
+    _C.feed_forward_layer_backward(**_feed_forward_inputs(inputs), dy=inputs.dy, **wanted)
+    return results
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:
@@ -100,49 +98,45 @@ def _rows(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.flatten(0, 1)
 
 
-def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """Return (y, query, key, value, out, lse) for x (B, L, C); all but y are empty unless `keep`, the last argument."""
-    *parameters, heads, scale, eps, context_eps, residual, keep = rest
+def attention_layer(inputs: AttentionLayer) -> tuple[Tensor, ...]:
+    """Return (y, query, key, value, out, lse) for x (B, L, C); all but y are empty unless `keep`."""
+    x, context, heads = inputs.x, inputs.context, inputs.num_heads
     batch, latents, _ = x.shape
     keys = latents if context is None else context.shape[1]
-    depth, width, rows, others = parameters[4].shape[0], parameters[8].shape[0], batch * latents, batch * keys
+    depth, width, rows, others = inputs.key_weight.shape[0], inputs.value_weight.shape[0], batch * latents, batch * keys
     query, key, value = _sums(x, rows, depth), _sums(x, others, depth), _sums(x, others, width)
     out, lse, y = _sums(x, batch, heads, latents, width // heads), x.new_empty(batch, heads, latents, dtype=torch.float64), _like(x)
     if y.numel():
-        inputs = _attention_inputs(x, context, mask, parameters, heads, scale, eps, context_eps, residual)
-        _C.attention_layer(**inputs, query=query, key=key, value=value, out=out, lse=lse, y=y.flatten(0, 1))
-    if not keep:
+        _C.attention_layer(**_attention_inputs(inputs), query=query, key=key, value=value, out=out, lse=lse, y=y.flatten(0, 1))
+    if not inputs.keep:
         return y, *_NOTHING[query.dtype], _NO_LSE
     return y, query.view(batch, latents, depth), key.view(batch, keys, depth), value.view(batch, keys, width), out, lse
 
 
-def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+def attention_layer_backward(inputs: AttentionLayerBackward) -> tuple[Tensor, ...]:
     """Return the gradients of x, context and the parameters in order, contiguous; empty tensors where not needed."""
-    *parameters, heads, scale, eps, context_eps, residual, query, key, value, out, lse, needs = rest
-    results, wanted = _gradients(x, (context, *parameters), needs)
-    if not x.numel():
+    results, wanted = _gradients(("x", "context", *PROJECTIONS), inputs)
+    if not inputs.x.numel():
         return tuple(r.zero_() for r in results)
-    names = ("dx", "dcontext", *("d" + name for name in _ATTENTION))
-    gradients = dict(zip(names, (_rows(wanted[0]), _rows(wanted[1]), *wanted[2:]), strict=True))
+    wanted.update(dx=_rows(wanted["dx"]), dcontext=_rows(wanted["dcontext"]))
     _C.attention_layer_backward(
-        **_attention_inputs(x, context, mask, parameters, heads, scale, eps, context_eps, residual),
-        query=_rows(query.contiguous()),
-        key=_rows(key.contiguous()),
-        value=_rows(value.contiguous()),
-        out=out.contiguous(),
-        lse=lse.contiguous(),
-        dy=_rows(dy),
-        **gradients,
+        **_attention_inputs(inputs),
+        query=_rows(inputs.query.contiguous()),
+        key=_rows(inputs.key.contiguous()),
+        value=_rows(inputs.value.contiguous()),
+        out=inputs.out.contiguous(),
+        lse=inputs.lse.contiguous(),
+        dy=_rows(inputs.dy),
+        **wanted,
     )
-    return tuple(results)
+    return results
 
 
-def _attention_inputs(
-    x: Tensor, context: Any, mask: Any, parameters: Sequence[Any], heads: int, scale: float, eps: float, context_eps: float, residual: str
-) -> dict[str, Any]:
-    named: dict[str, Any] = _named(_ATTENTION, parameters)
-    named.update(x=_rows(x), context=_rows(context), key_padding_mask=None if mask is None else mask.contiguous().view(-1))
-    named.update(eps=eps, context_eps=context_eps, scale=scale, batch=x.shape[0], num_heads=heads, residual=_RESIDUALS[residual])
+def _attention_inputs(inputs: AttentionLayer | AttentionLayerBackward) -> dict[str, Any]:
+    x, mask, named = inputs.x, inputs.key_padding_mask, _named(PROJECTIONS, inputs)
+    named.update(x=_rows(x), context=_rows(inputs.context), key_padding_mask=None if mask is None else mask.contiguous().view(-1))
+    named.update(eps=inputs.eps, context_eps=inputs.context_eps, scale=inputs.scale, batch=x.shape[0], num_heads=inputs.num_heads)
+    named.update(residual=_RESIDUALS[inputs.residual])
     return named
 
 

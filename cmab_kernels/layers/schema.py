@@ -1,310 +1,328 @@
-"""Both layers and their gradients as `torch.library` operators: shapes, FLOP counts, vmap rules and derivatives."""
+"""Both layers and their gradients as `torch.library` operators: contracts, shapes, FLOP counts, vmap rules and derivatives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import Operator, fold, gradient_of_formula, of_any_size
 from ..runtime.dtypes import state_dtype
-from ..runtime.flops import flop_formula
-from ..runtime.tracing import is_differentiated
+from ..runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
+from ..runtime.tracing import is_differentiated, is_recorded
+from ..runtime.vmap import Rule
 from .reference import attention_layer_reference, feed_forward_reference
 
-LIB = torch.library.Library("cmab", "FRAGMENT")
-_FEED_FORWARD = (
-    "Tensor? norm_weight, Tensor? norm_bias, Tensor expand_weight, Tensor? expand_bias, Tensor contract_weight, Tensor? contract_bias, "
-    "float eps, str activation, str residual"
+NETWORK = ("norm_weight", "norm_bias", "expand_weight", "expand_bias", "contract_weight", "contract_bias")
+"""The parameters of a feed-forward layer."""
+PROJECTIONS = (
+    *("norm_weight", "norm_bias", "context_norm_weight", "context_norm_bias", "query_weight", "query_bias"),
+    *("key_weight", "key_bias", "value_weight", "value_bias", "output_weight", "output_bias"),
 )
-_ATTENTION = (
-    "Tensor x, Tensor? context, Tensor? key_padding_mask, Tensor? norm_weight, Tensor? norm_bias, Tensor? context_norm_weight, "
-    "Tensor? context_norm_bias, Tensor query_weight, Tensor? query_bias, Tensor key_weight, Tensor? key_bias, Tensor value_weight, "
-    "Tensor? value_bias, Tensor output_weight, Tensor? output_bias, int num_heads, float scale, float eps, float context_eps, "
-    "str residual"
-)
-_KEPT = "Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse"
-LIB.define(f"feed_forward_layer(Tensor x, {_FEED_FORWARD}, str impl) -> Tensor")
-LIB.define(
-    f"feed_forward_layer_backward(Tensor dy, Tensor x, {_FEED_FORWARD}, bool[7] needs, str impl) -> (Tensor dx, "
-    "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dexpand_weight, Tensor dexpand_bias, Tensor dcontract_weight, Tensor dcontract_bias)"
-)
-LIB.define(f"attention_layer({_ATTENTION}, bool keep, str impl) -> (Tensor y, {_KEPT})")
-LIB.define(
-    f"attention_layer_backward(Tensor dy, {_ATTENTION}, {_KEPT}, bool[14] needs, str impl) -> (Tensor dx, Tensor dcontext, "
-    "Tensor dnorm_weight, Tensor dnorm_bias, Tensor dcontext_norm_weight, Tensor dcontext_norm_bias, Tensor dquery_weight, "
-    "Tensor dquery_bias, Tensor dkey_weight, Tensor dkey_bias, Tensor dvalue_weight, Tensor dvalue_bias, Tensor doutput_weight, "
-    "Tensor doutput_bias)"
-)
-_ops = torch.ops.cmab
-_NETWORK = 7
-"""The number of tensors of a feed-forward layer, all differentiable."""
-_TENSORS = 15
-"""The number of tensors of an attention layer, all differentiable but the mask."""
-_MASK = 2
-"""The position of the mask among the tensors of an attention layer."""
+"""The parameters of an attention layer."""
+_FEED_FORWARD = ("x", *NETWORK)
+_ATTENTION = ("x", "context", *PROJECTIONS)
+_KEPT = ("query", "key", "value", "out", "lse")
+"""The results of an attention layer that its backward pass needs."""
 
 
-def _differentiable(values: Sequence[Any]) -> list[Any]:
-    """The values for the differentiable tensors of an attention layer, from the values for all its tensors."""
-    return [*values[:_MASK], *values[_MASK + 1 : _TENSORS]]
+class FeedForwardLayer(NamedTuple):
+    """The arguments of `cmab::feed_forward_layer`, whose result is y for rows x (R, C)."""
+
+    x: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    expand_weight: Tensor
+    expand_bias: Tensor | None
+    contract_weight: Tensor
+    contract_bias: Tensor | None
+    eps: float
+    activation: str
+    residual: str
+    impl: str = "auto"
+
+
+class FeedForwardLayerBackward(NamedTuple):
+    """The arguments of `cmab::feed_forward_layer_backward`, whose results are the gradients of x and `NETWORK`."""
+
+    dy: Tensor
+    x: Tensor
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    expand_weight: Tensor
+    expand_bias: Tensor | None
+    contract_weight: Tensor
+    contract_bias: Tensor | None
+    eps: float
+    activation: str
+    residual: str
+    needs: tuple[bool, bool, bool, bool, bool, bool, bool]
+    impl: str = "auto"
+
+
+class AttentionLayer(NamedTuple):
+    """The arguments of `cmab::attention_layer`, whose results are (y, query, key, value, out, lse) for x (B, L, C).
+
+    All but y are empty unless `keep`.
+    """
+
+    x: Tensor
+    context: Tensor | None
+    key_padding_mask: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    context_norm_weight: Tensor | None
+    context_norm_bias: Tensor | None
+    query_weight: Tensor
+    query_bias: Tensor | None
+    key_weight: Tensor
+    key_bias: Tensor | None
+    value_weight: Tensor
+    value_bias: Tensor | None
+    output_weight: Tensor
+    output_bias: Tensor | None
+    num_heads: int
+    scale: float
+    eps: float
+    context_eps: float
+    residual: str
+    keep: bool = False
+    impl: str = "auto"
+
+
+class AttentionLayerBackward(NamedTuple):
+    """The arguments of `cmab::attention_layer_backward`, whose results are the gradients of x, context and `PROJECTIONS`."""
+
+    dy: Tensor
+    x: Tensor
+    context: Tensor | None
+    key_padding_mask: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    context_norm_weight: Tensor | None
+    context_norm_bias: Tensor | None
+    query_weight: Tensor
+    query_bias: Tensor | None
+    key_weight: Tensor
+    key_bias: Tensor | None
+    value_weight: Tensor
+    value_bias: Tensor | None
+    output_weight: Tensor
+    output_bias: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    num_heads: int
+    scale: float
+    eps: float
+    context_eps: float
+    residual: str
+    needs: tuple[bool, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool]
+    impl: str = "auto"
 
 
 # ---- shapes
 
 
-@torch.library.register_fake("cmab::feed_forward_layer", lib=LIB)
-def _(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("cmab::feed_forward_layer_backward", lib=LIB)
-def _(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _gradients_like(rest[:_NETWORK], rest[0], rest[-2])
-
-
-@torch.library.register_fake("cmab::attention_layer", lib=LIB)
-def _(x: Tensor, context: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    tensors, num_heads, keep = (x, context, *rest), rest[_TENSORS - 2], rest[-2]
-    (batch, length, _), seen = x.shape, (x if context is None else context).shape[1]
-    keys, values = tensors[9].shape[0], tensors[11].shape[0]
-    shapes = ((length, keys), (seen, keys), (seen, values), (num_heads, length, values // num_heads), (num_heads, length))
-    sums, impl = state_dtype(x.dtype), rest[-1]
-    dtypes = (*(x.dtype if impl == "triton" else sums,) * 3, sums, torch.float64)
+def _attention_shapes(inputs: AttentionLayer) -> tuple[Tensor, ...]:
+    x, keep = inputs.x, inputs.keep
+    (batch, length, _), seen = x.shape, (x if inputs.context is None else inputs.context).shape[1]
+    heads, keys, values = inputs.num_heads, inputs.key_weight.shape[0], inputs.value_weight.shape[0]
+    shapes = ((length, keys), (seen, keys), (seen, values), (heads, length, values // heads), (heads, length))
+    sums = state_dtype(x.dtype)
+    dtypes = (*(x.dtype if inputs.impl == "triton" else sums,) * 3, sums, torch.float64)
     kept = (x.new_empty((batch, *shape) if keep else (0,), dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
     return x.new_empty(x.shape), *kept
 
 
-@torch.library.register_fake("cmab::attention_layer_backward", lib=LIB)
-def _(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _gradients_like(_differentiable(rest), rest[0], rest[-2])
+# ---- the gradients that are needed
 
 
-def _gradients_like(tensors: Sequence[Tensor | None], x: Tensor, needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    """For each tensor, a gradient with its shape if the gradient is needed, else an empty vector."""
-    return tuple(x.new_empty(t.shape if need and t is not None else (0,)) for t, need in zip(tensors, needs, strict=True))
+def needed(inputs: FeedForwardLayerBackward | AttentionLayerBackward) -> set[str]:
+    """The arguments whose gradients are needed."""
+    arguments = _FEED_FORWARD if isinstance(inputs, FeedForwardLayerBackward) else _ATTENTION
+    return {argument for argument, need in zip(arguments, inputs.needs, strict=True) if need and getattr(inputs, argument) is not None}
 
 
-# ---- FLOPs: two per multiply-add, as in torch's counts of matrix products; norms, activations, exponentials do not
-# count
+def needs_part(need: set[str], part: str) -> tuple[bool, bool]:
+    """Whether the gradients of the weight and of the bias of a norm or projection are needed."""
+    return f"{part}_weight" in need, f"{part}_bias" in need
 
 
-@flop_formula(_ops.feed_forward_layer)
-def _feed_forward_flops(x: Any, norm_weight: Any, norm_bias: Any, expand: Any, expand_bias: Any, contract: Any, *_: Any, **__: Any) -> int:
-    return 2 * x[0] * (expand[0] * expand[1] + contract[0] * contract[1])
+def needs_query_key_value(inputs: AttentionLayerBackward) -> tuple[bool, bool, bool]:
+    """Whether the gradients of queries, keys and values are needed for those of the arguments."""
+    need, (above_query, above_context) = needed(inputs), needs_rows(inputs)
+    of_query, of_key, of_value = (any(needs_part(need, part)) for part in ("query", "key", "value"))
+    return above_query or of_query, above_context or of_key, above_context or of_value
 
 
-@flop_formula(_ops.feed_forward_layer_backward)
-def _feed_forward_backward_flops(
-    dy: Any, x: Any, norm_weight: Any, norm_bias: Any, expand: Any, expand_bias: Any, contract: Any, *rest: Any, **_: Any
-) -> int:
+def needs_rows(inputs: AttentionLayerBackward) -> tuple[bool, bool]:
+    """Whether gradients are needed of the rows or the norm above queries, and of those above keys and values."""
+    need = needed(inputs)
+    above_query = "x" in need or any(needs_part(need, "norm"))
+    if inputs.context is None:
+        return above_query, above_query
+    return above_query, "context" in need or any(needs_part(need, "context_norm"))
+
+
+# ---- FLOPs, for contracts of shapes: two per multiply-add, as in torch's counts of matrix products; norms, activations,
+# exponentials do not count
+
+
+def _feed_forward_operations(inputs: Any) -> int:
+    (rows, _), expand, contract = inputs.x, inputs.expand_weight, inputs.contract_weight
+    return 2 * rows * (expand[0] * expand[1] + contract[0] * contract[1])
+
+
+def _feed_forward_backward_operations(inputs: Any) -> int:
     """FLOPs of the products for the gradients of activation, contract, norm and expand that the required gradients use.
 
     Products that compute the hidden features again do not count: other implementations do not have them.
     """
-    x_needs, norm_needs, norm_bias_needs, expand_needs, expand_bias_needs, contract_needs, _bias = rest[-2]
-    below = x_needs or norm_needs or norm_bias_needs
-    inside = below or expand_needs or expand_bias_needs
-    products = expand[0] * expand[1] * (below + expand_needs) + contract[0] * contract[1] * (inside + contract_needs)
-    return 2 * x[0] * products
+    need, (rows, _), expand, contract = needed(inputs), inputs.x, inputs.expand_weight, inputs.contract_weight
+    below = "x" in need or any(needs_part(need, "norm"))
+    inside = below or any(needs_part(need, "expand"))
+    products = expand[0] * expand[1] * (below + ("expand_weight" in need))
+    products += contract[0] * contract[1] * (inside + ("contract_weight" in need))
+    return 2 * rows * products
 
 
-def _attention_sizes(x: Any, context: Any, *rest: Any) -> tuple[int, int, int, int, int, int, int]:
+def _attention_sizes(inputs: Any) -> tuple[int, int, int, int, int, int, int]:
     """The sizes of an attention layer.
 
     They are the multiplications of the projections to query, key, value and output, the number of scores of one head,
     and the widths of all heads of keys and values together.
     """
-    (batch, length, width), (_, seen, depth) = x, x if context is None else context
-    keys, values = rest[7][0], rest[9][0]
+    (batch, length, width), (_, seen, depth) = inputs.x, inputs.x if inputs.context is None else inputs.context
+    keys, values = inputs.key_weight[0], inputs.value_weight[0]
     rows, others = batch * length, batch * seen
     return rows * width * keys, others * depth * keys, others * depth * values, rows * width * values, rows * seen, keys, values
 
 
-@flop_formula(_ops.attention_layer)
-def _attention_layer_flops(*args: Any, **_: Any) -> int:
+def _attention_operations(inputs: Any) -> int:
     """FLOPs of four projections and two products of heads."""
-    query, key, value, output, scores, keys, values = _attention_sizes(*args)
+    query, key, value, output, scores, keys, values = _attention_sizes(inputs)
     return 2 * (query + key + value + output + scores * (keys + values))
 
 
-@flop_formula(_ops.attention_layer_backward)
-def _attention_layer_backward_flops(dy: Any, *args: Any, **_: Any) -> int:
+def _attention_backward_operations(inputs: Any) -> int:
     """FLOPs of the products for the required gradients, and for the gradients between them and the output."""
-    query, key, value, output, scores, keys, values = _attention_sizes(*args)
-    x, context, *needs = args[-2]
-    norm, context_norm = any(needs[:2]), any(needs[2:4])
-    own = args[1] is None
-    above_query = x or norm
-    above_context = above_query if own else context or context_norm
-    to_query, to_key, to_value = (above or any(needs[i : i + 2]) for above, i in ((above_query, 4), (above_context, 6), (above_context, 8)))
+    query, key, value, output, scores, keys, values = _attention_sizes(inputs)
+    need, (above_query, above_context), (to_query, to_key, to_value) = needed(inputs), needs_rows(inputs), needs_query_key_value(inputs)
     to_scores = to_query or to_key
-    products = query * (above_query + needs[4]) + key * (above_context + needs[6]) + value * (above_context + needs[8])
-    products += output * (to_scores or to_value) + output * needs[10]
+    products = query * (above_query + ("query_weight" in need)) + key * (above_context + ("key_weight" in need))
+    products += value * (above_context + ("value_weight" in need)) + output * ((to_scores or to_value) + ("output_weight" in need))
     heads = keys * (to_scores + to_query + to_key) + values * (to_scores + to_value)
     return 2 * (products + scores * heads)
-
-
-# ---- vmap
-
-
-def _rule(operator: Callable, batched: Collection[int], weights: Callable[..., bool]) -> Callable:
-    """The vmap rule: fold the mapped dimension into the batch of the arguments `batched`, or loop over it.
-
-    The rule loops if any other argument is mapped, or if `weights(*args)` is True. `weights` tells whether gradients of
-    weights are needed: each mapped element has a separate gradient of the weights.
-    """
-
-    @of_any_size
-    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        mapped = [dim if isinstance(arg, Tensor) else None for arg, dim in zip(args, in_dims, strict=True)]
-        one = weights(*args) or any(dim is not None for i, dim in enumerate(mapped) if i not in batched)
-        results = _looped(operator, info.batch_size, mapped, args) if one else _folded(operator, info.batch_size, mapped, args, batched)
-        dims = tuple(None if _is_absent(r) else 0 for r in results)
-        return (results, dims) if len(results) > 1 else (results[0], dims[0])
-
-    return rule
-
-
-def _results(operator: Callable, args: Iterable[Any]) -> tuple[Tensor, ...]:
-    """The results of a call as a tuple, even if there is only one."""
-    results = operator(*args)
-    return (results,) if isinstance(results, Tensor) else results
-
-
-def _is_absent(result: Tensor) -> bool:
-    """True if a result is an empty vector, because it was not requested."""
-    return result.dim() == 1 and result.numel() == 0
-
-
-def _folded(operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any], batched: Collection[int]) -> tuple[Tensor, ...]:
-    folded = (fold(arg, dim, size) if i in batched else arg for i, (arg, dim) in enumerate(zip(args, dims, strict=True)))
-    results = _results(operator, folded)
-    return tuple(r if _is_absent(r) else r.unflatten(0, (size, -1)) for r in results)
-
-
-def _looped(operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    each = [_results(operator, (a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True))) for i in range(size)]
-    return tuple(parts[0] if _is_absent(parts[0]) else torch.stack(parts) for parts in zip(*each, strict=True))
-
-
-def _register_rule(name: str, batched: Collection[int], weights: Callable[..., bool] = lambda *_: False) -> None:
-    torch.library.register_vmap(f"cmab::{name}", _rule(getattr(_ops, name).default, batched, weights), lib=LIB)
-
-
-_register_rule("feed_forward_layer", {0})
-_register_rule("feed_forward_layer_backward", {0, 1}, lambda *args: any(args[-2][1:]))
-_register_rule("attention_layer", {0, 1, 2})
-_register_rule("attention_layer_backward", {0, 1, 2, 3, *range(21, 26)}, lambda *args: any(args[-2][2:]))
 
 
 # ---- gradients
 
 
-def _asked_for(grads: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
-    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+def _feed_forward_definition(inputs: FeedForwardLayer) -> Tensor:
+    arguments: list[Any]
+    *arguments, _ = inputs
+    return feed_forward_reference(*arguments)
 
 
-def _derivatives(layer: Callable[..., Tensor], tensors: Sequence[Tensor | None], needs: Sequence[bool], grads: Any, dy: Tensor) -> Any:
-    """The gradients of the gradients of y = layer(*tensors): first the gradient of `dy`, then those of the tensors.
-
-    `needs` selects the first gradients, and `grads` are the incoming gradients of the selected ones.
-    """
-
-    def formula(dy: Tensor, *tensors: Tensor) -> Sequence[Tensor]:
-        needed = [t for t, need in zip(tensors, needs, strict=True) if need]
-        return torch.autograd.grad(layer(*tensors), needed, dy, create_graph=True, materialize_grads=True)
-
-    return gradient_of_formula(formula, (dy, *tensors), [grad for grad, need in zip(grads, needs, strict=True) if need])
+def _attention_definition(inputs: AttentionLayer) -> tuple[Tensor, ...]:
+    arguments: list[Any]
+    *arguments, _ = inputs
+    return attention_layer_reference(*arguments)
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.eps, ctx.activation, ctx.residual, ctx.impl = inputs
-    ctx.save_for_backward(*tensors)
+def _feed_forward_backward(call: Call[FeedForwardLayer], dy: Tensor) -> Gradients:
+    *arguments, impl = call.inputs
+    given: list[Any] = [dy, *arguments, call.needs(*_FEED_FORWARD), impl]
+    return dict(zip(_FEED_FORWARD, _feed_forward_backward_op(FeedForwardLayerBackward(*given)), strict=True))
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    needs = tuple(ctx.needs_input_grad[:_NETWORK])
-    grads = _feed_forward_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.activation, ctx.residual, needs, ctx.impl)
-    return *_asked_for(grads, needs), None, None, None, None
+def _attention_backward(call: Call[AttentionLayer], dy: Tensor, *_: Any) -> Gradients:
+    """The gradients. A program that was recorded without a gradient keeps nothing, and computes the layer again."""
+    *tensors, num_heads, scale, eps, context_eps, residual, keep, impl = call.inputs
+    kept = call.kept if keep else _attention_op(call.inputs._replace(keep=True))[1:]
+    given: list[Any] = [dy, *tensors, *kept, num_heads, scale, eps, context_eps, residual, call.needs(*_ATTENTION), impl]
+    return dict(zip(_ATTENTION, _attention_backward_op(AttentionLayerBackward(*given)), strict=True))
 
 
-def _save_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.eps, ctx.activation, ctx.residual, ctx.needs, _ = inputs
-    ctx.save_for_backward(*tensors)
+def _gradients_of(layer: Callable[[Any], Tensor], *arguments: str) -> Callable[[Any], Sequence[Tensor]]:
+    """The formula of a backward operator: autograd through y = layer(inputs), with None for gradients that are not in `needs`."""
+
+    def formula(inputs: Any) -> Sequence[Any]:
+        tensors = [getattr(inputs, argument) for argument, need in zip(arguments, inputs.needs, strict=True) if need]
+        grads = iter(torch.autograd.grad(layer(inputs), tensors, inputs.dy, create_graph=True, materialize_grads=True))
+        return [next(grads) if need else None for need in inputs.needs]
+
+    return formula
 
 
-def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the definition."""
-    dy, *tensors = ctx.saved_tensors
-
-    def layer(*tensors: Any) -> Tensor:
-        args = (*tensors, ctx.eps, ctx.activation, ctx.residual)
-        return feed_forward_reference(*args)
-
-    return *_derivatives(layer, tensors, ctx.needs, grads, dy), None, None, None, None, None
+def _feed_forward_again(inputs: FeedForwardLayerBackward) -> Tensor:
+    arguments: list[Any]
+    _, *arguments, _, _ = inputs
+    return feed_forward_reference(*arguments)
 
 
-def _save_attention(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, num_heads, scale, eps, context_eps, residual, _, ctx.impl = inputs
-    ctx.settings = num_heads, scale, eps, context_eps, residual
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # else the backward pass would allocate zeros for all kept tensors
-    ctx.save_for_backward(*tensors, *output[1:])
+def _attention_again(inputs: AttentionLayerBackward) -> Tensor:
+    """y of the definition, which computes the kept tensors again."""
+    arguments = {name: getattr(inputs, name) for name in AttentionLayer._fields if name not in ("keep", "impl")}
+    return attention_layer_reference(**arguments, keep=False)[0]
 
 
-def _attention_backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * (_TENSORS + 7)
-    saved = ctx.saved_tensors
-    needs = tuple(_differentiable(ctx.needs_input_grad))
-    grads = _attention_layer_backward(dy, *saved[:_TENSORS], *ctx.settings, *saved[_TENSORS:], needs, ctx.impl)
-    dx, dcontext, *weights = _asked_for(grads, needs)
-    return dx, dcontext, None, *weights, *[None] * 7
-
-
-def _save_attention_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    dy, *tensors = inputs[: 1 + _TENSORS]
-    ctx.settings, ctx.needs = inputs[1 + _TENSORS : 6 + _TENSORS], inputs[-2]
-    ctx.save_for_backward(dy, *tensors)
-
-
-def _attention_double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Second and higher derivatives by autograd through the definition, which computes the kept tensors again."""
-    dy, *tensors = ctx.saved_tensors
-    mask = tensors[_MASK]
-
-    def layer(x: Tensor, context: Any, *weights: Any) -> Tensor:
-        args = (x, context, mask, *weights, *ctx.settings, False)
-        return attention_layer_reference(*args)[0]
-
-    ddy, dx, dcontext, *weights = _derivatives(layer, _differentiable(tensors), ctx.needs, grads, dy)
-    return ddy, dx, dcontext, None, *weights, *[None] * 12
-
-
-_feed_forward_op = Operator(LIB, "layers", "feed_forward_layer", _NETWORK, _save, _backward, reference=feed_forward_reference)
-_feed_forward_backward = Operator(LIB, "layers", "feed_forward_layer_backward", 1 + _NETWORK, _save_backward, _double_backward)
-_attention_layer_op = Operator(
-    LIB, "layers", "attention_layer", _TENSORS, _save_attention, _attention_backward, reference=attention_layer_reference
+feed_forward = Operator(
+    "layers",
+    "feed_forward_layer",
+    FeedForwardLayer,
+    ("y",),
+    shapes=lambda inputs: inputs.x.new_empty(inputs.x.shape),
+    operations=_feed_forward_operations,
+    backward=_feed_forward_backward,
+    vmap=Rule(batched=("x",)),
+    reference=_feed_forward_definition,
 )
-_attention_layer_backward = Operator(
-    LIB, "layers", "attention_layer_backward", 1 + _TENSORS, _save_attention_backward, _attention_double_backward
+_feed_forward_backward_op = Operator(
+    "layers",
+    "feed_forward_layer_backward",
+    FeedForwardLayerBackward,
+    tuple(f"d{argument}" for argument in _FEED_FORWARD),
+    shapes=gradient_shapes(*_FEED_FORWARD),
+    operations=_feed_forward_backward_operations,
+    backward=derivatives_of(_gradients_of(_feed_forward_again, *_FEED_FORWARD), "dy", *_FEED_FORWARD),
+    # Each mapped element has a separate gradient of the weights.
+    vmap=Rule(batched=("dy", "x"), loops=lambda inputs: any(inputs.needs[1:])),
+)
+_attention_op = Operator(
+    "layers",
+    "attention_layer",
+    AttentionLayer,
+    ("y", *_KEPT),
+    shapes=_attention_shapes,
+    operations=_attention_operations,
+    backward=_attention_backward,
+    keeps=(*AttentionLayer._fields, *_KEPT),
+    constant=_KEPT,
+    vmap=Rule(batched=("x", "context", "key_padding_mask")),
+    reference=_attention_definition,
+)
+_attention_backward_op = Operator(
+    "layers",
+    "attention_layer_backward",
+    AttentionLayerBackward,
+    tuple(f"d{argument}" for argument in _ATTENTION),
+    shapes=gradient_shapes(*_ATTENTION),
+    operations=_attention_backward_operations,
+    backward=derivatives_of(_gradients_of(_attention_again, *_ATTENTION), "dy", *_ATTENTION),
+    keeps=("dy", "key_padding_mask", *_ATTENTION),
+    vmap=Rule(batched=("dy", "x", "context", "key_padding_mask", *_KEPT), loops=lambda inputs: any(inputs.needs[2:])),
 )
 
 
-def feed_forward(*tensors: Tensor | None, eps: float, activation: str, residual: str, impl: str) -> Tensor:
-    """The feed-forward layer, for tensors in the order of the operator."""
-    result: Tensor = _feed_forward_op(*tensors, eps, activation, residual, impl)
-    return result
-
-
-def attention(*tensors: Tensor | None, num_heads: int, scale: float, eps: float, context_eps: float, residual: str, impl: str) -> Tensor:
-    """The attention layer, for tensors in the order of the operator.
-
-    Tensors that the backward pass needs are kept if there will be a backward pass.
-    """
-    numbers = num_heads, scale, eps, context_eps
-    result: Tensor = _attention_layer_op(*tensors, *numbers, residual, is_differentiated(*tensors), impl)[0]
+def attention(inputs: AttentionLayer) -> Tensor:
+    """The attention layer. It keeps what the backward pass needs if there is one, or may be one of a recorded program."""
+    *tensors, num_heads, scale, eps, context_eps, residual, _, impl = inputs
+    keep = is_differentiated(*tensors) or is_recorded()
+    given: list[Any] = [*tensors, num_heads, scale, eps, context_eps, residual, keep, impl]
+    result: Tensor = _attention_op(AttentionLayer(*given))[0]
     return result

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.checks import autocasts, is_dense, kind_of, wrong
-from ..runtime.tracing import has_values, is_differentiated
+from ..runtime.tracing import has_values, is_differentiated, is_recorded
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
 ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"
@@ -127,12 +127,12 @@ def is_additive(mask: Tensor | None) -> bool:
 
 
 def for_part(features: Tensor) -> Tensor:
-    """Return features for the call of a submodule, detached if no gradient is recorded.
+    """Return features for the call of a submodule, detached if they say that they require a gradient and none is recorded.
 
-    With grad mode off, a parameter or a view of a leaf still says that it requires a gradient. torch's
-    `FlopCounterMode`, which puts hooks on all submodules, then fails.
+    With grad mode off, a parameter or a view of a leaf says so. torch's `FlopCounterMode`, which puts hooks on all
+    submodules, then fails. A program must not hold this detachment, because it may be differentiated.
     """
-    return features if is_differentiated(features) else features.detach()
+    return features if is_differentiated(features) or is_recorded() or not features.requires_grad else features.detach()
 
 
 def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from .autograd import differentiable, gradient_of_formula
 from .backends import kernel
 from .checks import as_they_are
 from .flops import flop_formula
-from .tracing import is_differentiated, is_plain, is_profiled
+from .tracing import is_differentiated, is_exporting, is_plain, is_profiled
 from .vmap import Rule, mapped_rule
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -88,7 +88,8 @@ class Operator(Generic[Inputs]):
 
     If `impl` is "reference", the definition in PyTorch runs, which autograd differentiates and tracers record. Any other
     implementation runs its kernel: through the autograd Function if an input requires a gradient or a transform is on,
-    directly if `is_plain`, and otherwise through torch's dispatcher.
+    directly if `is_plain`, and otherwise through torch's dispatcher. `torch.export` always goes through the dispatcher,
+    because it drops the gradient of an autograd Function.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Operator(Generic[Inputs]):
         if args[-1] == "reference":
             return self._by_definition(inputs)
         tensors = args[: self._tensors]
-        if is_differentiated(*tensors):
+        if is_differentiated(*tensors) and not is_exporting():
             return self._differentiable(*args)
         return self._by_kernel(inputs) if _is_direct(tensors) else self._overload(*args)
 

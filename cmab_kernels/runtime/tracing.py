@@ -78,7 +78,8 @@ def is_watched() -> bool:
     return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
 
 
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 lacks it
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 lacks it
+"""Whether `torch.export` records the call."""
 
 
 def is_recorded() -> bool:
@@ -88,7 +89,7 @@ def is_recorded() -> bool:
     `torch.compile` records too, but checks at every call whether its constants are still valid.
     """
     if _is_compiling():
-        return _is_exporting()
+        return is_exporting()
     return _is_tracing() or (_dispatch_modes() > 0 and _mode_of(_PROXY) is not None)
 
 

@@ -20,6 +20,7 @@ import torch
 
 import cmab_kernels as ck
 from cmab_kernels.layers import kernels as layer_kernels
+from cmab_kernels.layers.schema import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 from cmab_kernels.nystrom.continual import kernels
 from cmab_kernels.nystrom.continual import state as state_module
 from gpu_machine.driver import stub
@@ -67,17 +68,20 @@ def layers() -> Iterator[tuple[str, Callable[[], object]]]:
     x, context, matrix, vector = torch.randn(2, 16, 64), torch.randn(2, 4, 64), torch.randn(64, 64), torch.randn(64)
     weights = (matrix, None, matrix, None, matrix, None, matrix, vector)
     for name, other, norm in (("attention_layer", None, None), ("attention_layer, a context", context, vector)):
-        given = (x, other, None, vector, vector, norm, norm, *weights, 4, 0.25, 1e-5, 1e-5, "input")
-        _, *kept = layer_kernels.attention_layer(*given, True)
-        needs = tuple(t is not None for t in (x, other, *given[3:15]))
-        yield name, partial(layer_kernels.attention_layer, *given, True)
-        yield f"{name}: gradients", partial(layer_kernels.attention_layer_backward, x, *given, *kept, needs)
+        parameters, settings = (vector, vector, norm, norm, *weights), (4, 0.25, 1e-5, 1e-5, "input")
+        inputs = AttentionLayer(x, other, None, *parameters, *settings, True)
+        _, *kept = layer_kernels.attention_layer(inputs)
+        needs = tuple(t is not None for t in (x, other, *parameters))
+        yield name, partial(layer_kernels.attention_layer, inputs)
+        backward = AttentionLayerBackward(x, x, other, None, *parameters, *kept, *settings, needs)
+        yield f"{name}: gradients", partial(layer_kernels.attention_layer_backward, backward)
     rows, network = (
         x.view(32, 64),
         (vector, vector, torch.randn(512, 64), torch.randn(512), torch.randn(64, 256), vector, 1e-5, "geglu", "input"),
     )
-    yield "feed_forward_layer", partial(layer_kernels.feed_forward_layer, rows, *network)
-    yield "feed_forward_layer: gradients", partial(layer_kernels.feed_forward_layer_backward, rows, rows, *network, (True,) * 7)
+    yield "feed_forward_layer", partial(layer_kernels.feed_forward_layer, FeedForwardLayer(rows, *network))
+    back = FeedForwardLayerBackward(rows, rows, *network, (True,) * 7)
+    yield "feed_forward_layer: gradients", partial(layer_kernels.feed_forward_layer_backward, back)
 
 
 def positions_unread() -> Any:

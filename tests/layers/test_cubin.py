@@ -18,6 +18,7 @@ from cmab_kernels.layers import kernels
 from cmab_kernels.layers.kernels import launch as launches
 from cmab_kernels.layers.kernels.launch import Tiles
 from cmab_kernels.layers.reference import RESIDUALS
+from cmab_kernels.layers.schema import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 from tests.machine_code import wrong
 
@@ -43,8 +44,8 @@ def _feed_forward(dtype: torch.dtype, width: int, residual: str = "input") -> di
     x, *parameters = (torch.empty(shape, dtype=dtype) for shape in ((2048, width), *shapes))
 
     def call() -> None:
-        kernels.feed_forward_layer(x, *parameters, 1e-5, "geglu", residual)
-        kernels.feed_forward_layer_backward(x, x, *parameters, 1e-5, "geglu", residual, (True,) * 7)
+        kernels.feed_forward_layer(FeedForwardLayer(x, *parameters, 1e-5, "geglu", residual))
+        kernels.feed_forward_layer_backward(FeedForwardLayerBackward(x, x, *parameters, 1e-5, "geglu", residual, (True,) * 7))
 
     return {launch.kernel.__name__: launch for launch in record(call)}
 
@@ -53,11 +54,12 @@ def _attention(dtype: torch.dtype, width: int, residual: str = "input") -> dict[
     """Record a forward and a backward pass of cross-attention with a mask."""
     x, context = torch.empty(16, 128, width, dtype=dtype), torch.empty(16, 100, width, dtype=dtype)
     matrix, vector = torch.empty(width, width, dtype=dtype), torch.empty(width, dtype=dtype)
-    given = (x, context, torch.zeros(16, 100, dtype=torch.bool), *[vector] * 4, *(matrix, vector) * 4, 4, 0.5, 1e-5, 1e-5, residual)
+    tensors = x, context, torch.zeros(16, 100, dtype=torch.bool), *[vector] * 4, *(matrix, vector) * 4
+    settings = 4, 0.5, 1e-5, 1e-5, residual
 
     def call() -> None:
-        _, *kept = kernels.attention_layer(*given, True)
-        kernels.attention_layer_backward(x, *given, *kept, (True,) * 14)
+        _, *kept = kernels.attention_layer(AttentionLayer(*tensors, *settings, True))
+        kernels.attention_layer_backward(AttentionLayerBackward(x, *tensors, *kept, *settings, (True,) * 14))
 
     return {launch.kernel.__name__: launch for launch in record(call)}
 
@@ -109,16 +111,20 @@ def test_launches() -> None:
     The missing gradient of the log-sum-exps is not replaced by zeros: to fill them would be one more launch.
     """
     x, matrix = torch.empty(2, 9, 16), torch.empty(16, 16)
-    bare = (*[None] * 4, *(matrix, None) * 4, 2, 0.5, 0.0, 0.0, "input", False)
-    own, other = (record(lambda context=context: kernels.attention_layer(x, context, None, *bare)) for context in (None, x))
+    parameters, settings = (*[None] * 4, *(matrix, None) * 4), (2, 0.5, 0.0, 0.0, "input")
+    own, other = (
+        record(lambda context=context: kernels.attention_layer(AttentionLayer(x, context, None, *parameters, *settings)))
+        for context in (None, x)
+    )
     assert [launch.kernel.__name__ for launch in own] == ["_project", "_forward", "_join"]
     assert [launch.kernel.__name__ for launch in other] == ["_project", "_project", "_forward", "_join"]
-    given = (x, None, None, *bare[:-1])
     kept = (*[x] * 3, torch.empty(2, 2, 9, 8), torch.empty(2, 2, 9, dtype=torch.float64))
-    back = record(lambda: kernels.attention_layer_backward(x, *given, *kept, (True,) * 14))
+    back = record(
+        lambda: kernels.attention_layer_backward(AttentionLayerBackward(x, x, None, None, *parameters, *kept, *settings, (True,) * 14))
+    )
     passes = ["_part", "_row_terms", "_backward_in_parts", *["_matrix_gradient"] * 4, "_project_back", "_add_shares"]
     assert [launch.kernel.__name__ for launch in back] == passes and back[1].args[1] is None
-    one = record(lambda: kernels.feed_forward_layer(x[0], None, None, matrix, None, matrix, None, 0.0, "relu", "input"))
+    one = record(lambda: kernels.feed_forward_layer(FeedForwardLayer(x[0], None, None, matrix, None, matrix, None, 0.0, "relu", "input")))
     assert [launch.kernel.__name__ for launch in one] == ["_feed_forward"]
 
 

@@ -22,6 +22,7 @@ from cmab_kernels.layers import kernels
 from cmab_kernels.layers.kernels import launch
 from cmab_kernels.layers.kernels.shares import added
 from cmab_kernels.layers.reference import RESIDUALS, attention_layer_reference, feed_forward_reference
+from cmab_kernels.layers.schema import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 from cmab_kernels.runtime.triton_launch import Kernel
 from cmab_kernels.testing import between_margins, guarded_results, row_error
 
@@ -75,8 +76,8 @@ def feed_forward(
 def check_feed_forward(given: list[Any], activation: str, needs: Sequence[bool] = (True,) * 7, residual: str = "input") -> None:
     dy, *tensors = given
     settings = EPS, activation, residual
-    y = kernels.feed_forward_layer(*tensors, *settings)
-    grads = kernels.feed_forward_layer_backward(dy, *tensors, *settings, tuple(needs))
+    y = kernels.feed_forward_layer(FeedForwardLayer(*tensors, *settings))
+    grads = kernels.feed_forward_layer_backward(FeedForwardLayerBackward(dy, *tensors, *settings, tuple(needs)))
     check(y, grads, lambda *t: feed_forward_reference(*t, *settings), tensors, dy, needs)
 
 
@@ -123,12 +124,14 @@ def test_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_that_is_not_a_number_stays_alone(activation: str) -> None:
     """Neither NaN nor infinity leaves its row; a norm without eps meets a constant row, and rows that do not exist."""
     _, x, *parameters = feed_forward(rows=5, activation=activation)
-    clean = kernels.feed_forward_layer(x, *parameters, 0.0, activation, "input")
+    clean = kernels.feed_forward_layer(FeedForwardLayer(x, *parameters, 0.0, activation, "input"))
     x[1, 3], x[2, 0], x[4] = math.nan, math.inf, 2.0
-    spoilt = kernels.feed_forward_layer(x, *parameters, 0.0, activation, "input")
+    spoilt = kernels.feed_forward_layer(FeedForwardLayer(x, *parameters, 0.0, activation, "input"))
     assert torch.equal(spoilt[[0, 3]], clean[[0, 3]]) and spoilt[[1, 2]].isnan().any(1).all()
     x[[1, 2]], x[4] = 1.0 * torch.arange(12), torch.arange(12.0)
-    grads = kernels.feed_forward_layer_backward(torch.randn(5, 12), x, *parameters, 0.0, activation, "input", (True,) * 7)
+    grads = kernels.feed_forward_layer_backward(
+        FeedForwardLayerBackward(torch.randn(5, 12), x, *parameters, 0.0, activation, "input", (True,) * 7)
+    )
     assert all(grad.isfinite().all() for grad in grads)
 
 
@@ -136,7 +139,7 @@ def test_a_row_that_is_not_a_number_stays_alone(activation: str) -> None:
 def test_an_infinite_feature_sends_back_a_number(bias: float) -> None:
     dy, x, *parameters = feed_forward(activation="gelu")
     parameters[3][7] = bias
-    grads = kernels.feed_forward_layer_backward(dy, x, *parameters, EPS, "gelu", "input", (True,) * 7)
+    grads = kernels.feed_forward_layer_backward(FeedForwardLayerBackward(dy, x, *parameters, EPS, "gelu", "input", (True,) * 7))
     assert grads[0].isfinite().all() and grads[3].isfinite().all()
 
 
@@ -174,9 +177,9 @@ def attention(
 
 def check_attention(given: list[Any], mask: Any, settings: tuple[Any, ...], needs: Sequence[bool] = (True,) * 14) -> None:
     dy, x, context, *parameters = given
-    y, *kept = kernels.attention_layer(x, context, mask, *parameters, *settings, True)
-    assert all(t.shape == (0,) for t in kernels.attention_layer(x, context, mask, *parameters, *settings, False)[1:])
-    grads = kernels.attention_layer_backward(dy, x, context, mask, *parameters, *settings, *kept, tuple(needs))
+    y, *kept = kernels.attention_layer(AttentionLayer(x, context, mask, *parameters, *settings, True))
+    assert all(t.shape == (0,) for t in kernels.attention_layer(AttentionLayer(x, context, mask, *parameters, *settings, False))[1:])
+    grads = kernels.attention_layer_backward(AttentionLayerBackward(dy, x, context, mask, *parameters, *kept, *settings, tuple(needs)))
 
     def definition(x: Tensor, context: Any, *parameters: Any) -> Tensor:
         return attention_layer_reference(x, context, mask, *parameters, *settings, False)[0]
@@ -226,8 +229,10 @@ def test_ignored_rows_do_not_matter() -> None:
     found = []
     for ignored in (0.5, math.nan):
         seen = context.masked_fill(mask[..., None], ignored)
-        y, *kept = kernels.attention_layer(x, seen, mask, *parameters, *settings, True)
-        found.append((y, *kernels.attention_layer_backward(dy, x, seen, mask, *parameters, *settings, *kept, (True,) * 14)))
+        y, *kept = kernels.attention_layer(AttentionLayer(x, seen, mask, *parameters, *settings, True))
+        found.append(
+            (y, *kernels.attention_layer_backward(AttentionLayerBackward(dy, x, seen, mask, *parameters, *kept, *settings, (True,) * 14)))
+        )
     assert mask.any() and all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and not found[1][2][mask].any()
 
 
@@ -235,7 +240,7 @@ def test_an_ignored_row_is_a_query_of_its_own() -> None:
     """A NaN in an ignored row of x spoils its own result, and no other."""
     (_, x, _, *parameters), mask, settings = attention(rows=None, latents=9, mask=True)
     clean, spoilt = (
-        kernels.attention_layer(x.masked_fill(mask[..., None], ignored), None, mask, *parameters, *settings, False)[0]
+        kernels.attention_layer(AttentionLayer(x.masked_fill(mask[..., None], ignored), None, mask, *parameters, *settings, False))[0]
         for ignored in (0.5, math.nan)
     )
     assert mask.any() and torch.equal(clean[~mask], spoilt[~mask]) and spoilt[mask].isnan().all()
@@ -249,14 +254,14 @@ def test_same_bits_again_and_alone() -> None:
     """The bits are the same on every run, and for a batch element by itself."""
     given, mask, settings = attention(batch=2, rows=9, mask=True)
     dy, x, context, *parameters = given
-    whole = kernels.attention_layer(x, context, mask, *parameters, *settings, True)
-    grads = kernels.attention_layer_backward(dy, x, context, mask, *parameters, *settings, *whole[1:], (True,) * 14)
+    whole = kernels.attention_layer(AttentionLayer(x, context, mask, *parameters, *settings, True))
+    grads = kernels.attention_layer_backward(AttentionLayerBackward(dy, x, context, mask, *parameters, *whole[1:], *settings, (True,) * 14))
     for i in range(2):
         one = slice(i, i + 1)
-        alone = kernels.attention_layer(x[one], context[one], mask[one], *parameters, *settings, True)
+        alone = kernels.attention_layer(AttentionLayer(x[one], context[one], mask[one], *parameters, *settings, True))
         assert all(torch.equal(a, b[one]) for a, b in zip(alone, whole, strict=True))
         dx, dcontext, *_ = kernels.attention_layer_backward(
-            dy[one], x[one], context[one], mask[one], *parameters, *settings, *alone[1:], (True,) * 14
+            AttentionLayerBackward(dy[one], x[one], context[one], mask[one], *parameters, *alone[1:], *settings, (True,) * 14)
         )
         assert torch.equal(dx, grads[0][one]) and torch.equal(dcontext, grads[1][one])
 

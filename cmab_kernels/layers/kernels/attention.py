@@ -15,6 +15,7 @@ from torch import Tensor
 from ...attention.kernels import attention_backward, attention_forward
 from ...attention.schema import Attention, AttentionBackward
 from ...runtime.triton_launch import on_device
+from ..schema import AttentionLayer, AttentionLayerBackward, needed, needs_part, needs_query_key_value, needs_rows
 from .launch import aligned
 from .projections import Rows, join, matrix_gradient, part, plain_rows, project, project_back, rows_of
 from .shares import gradients
@@ -25,76 +26,74 @@ def _split(rows: Tensor, heads: int) -> Tensor:
     return rows.view(*rows.shape[:2], heads, rows.shape[2] // heads).transpose(1, 2)
 
 
-def _rows(x: Tensor, context: Any, mask: Any, parameters: Sequence[Any], eps: float, context_eps: float) -> tuple[Rows, Rows | None]:
+def _rows(inputs: AttentionLayer | AttentionLayerBackward) -> tuple[Rows, Rows | None]:
     """The rows from which queries are made, and the rows for keys and values, None if they are the same.
 
     They differ if rows of x are ignored, because an ignored row still is a query.
     """
-    norm, context_norm = parameters[:2], parameters[2:4]
-    own = rows_of(x, None, norm, eps)
+    x, context, mask, norm = inputs.x, inputs.context, inputs.key_padding_mask, (inputs.norm_weight, inputs.norm_bias)
+    own = rows_of(x, None, norm, inputs.eps)
     if context is not None:
-        return own, rows_of(context, mask, context_norm, context_eps)
-    return own, None if mask is None else rows_of(x, mask, norm, eps)
+        return own, rows_of(context, mask, (inputs.context_norm_weight, inputs.context_norm_bias), inputs.context_eps)
+    return own, None if mask is None else rows_of(x, mask, norm, inputs.eps)
 
 
-def attention_layer(x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+def attention_layer(inputs: AttentionLayer) -> tuple[Tensor, ...]:
     """Return (y, query, key, value, out, lse) for x (B, L, C); all but y are empty unless they are to be kept."""
-    *parameters, heads, scale, eps, context_eps, residual, keep = rest
-    *projections, output_weight, output_bias = parameters[4:]
-    pairs = list(zip(projections[::2], projections[1::2], strict=True))
+    x, heads = inputs.x, inputs.num_heads
+    of_query, of_key = (inputs.query_weight, inputs.query_bias), (inputs.key_weight, inputs.key_bias)
+    of_value = inputs.value_weight, inputs.value_bias
     with on_device(x):
-        own, other = _rows(x, context, mask, parameters, eps, context_eps)
-        query, key, value = project(own, pairs) if other is None else (*project(own, pairs[:1]), *project(other, pairs[1:]))
-        out, lse = attention_forward(Attention(_split(query, heads), _split(key, heads), _split(value, heads), mask, scale=scale))
-        y = join(out, output_weight, output_bias, own, residual)
+        own, other = _rows(inputs)
+        if other is None:
+            query, key, value = project(own, (of_query, of_key, of_value))
+        else:
+            query, key, value = *project(own, (of_query,)), *project(other, (of_key, of_value))
+        mask = inputs.key_padding_mask
+        out, lse = attention_forward(Attention(_split(query, heads), _split(key, heads), _split(value, heads), mask, scale=inputs.scale))
+        y = join(out, inputs.output_weight, inputs.output_bias, own, inputs.residual)
     kept = query, key, value, out, lse
-    return y, *(kept if keep else (x.new_empty(0, dtype=t.dtype) for t in kept))
+    return y, *(kept if inputs.keep else (x.new_empty(0, dtype=t.dtype) for t in kept))
 
 
-def attention_layer_backward(dy: Tensor, x: Tensor, context: Tensor | None, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+def attention_layer_backward(inputs: AttentionLayerBackward) -> tuple[Tensor, ...]:
     """Return the contiguous gradients of x, context and the parameters in order; empty tensors if not needed."""
-    *parameters, heads, scale, eps, context_eps, residual, query, key, value, out, lse, asked = rest
-    needs = [need and t is not None for need, t in zip(asked, (x, context, *parameters), strict=True)]
+    need, wanted = needed(inputs), needs_query_key_value(inputs)
+    x, heads = inputs.x, inputs.num_heads
     with on_device(x):
-        own, other = _rows(x, context, mask, parameters, eps, context_eps)
+        own, other = _rows(inputs)
         seen = own if other is None else other
-        (dy,) = aligned(dy)
-        wanted = _wanted(needs, context is None)
+        (dy,) = aligned(inputs.dy)
         dheads: tuple[Any, Any, Any] = (None, None, None)
         if any(wanted):
-            dout = part(dy, parameters[10], heads)
-            query, key, value = (_split(t, heads) for t in (query, key, value))
-            kept = out.contiguous(), lse.contiguous()
-            dheads = attention_backward(AttentionBackward(dout, None, query, key, value, mask, None, *kept, scale, wanted))
+            dout = part(dy, inputs.output_weight, heads)
+            query, key, value = (_split(t, heads) for t in (inputs.query, inputs.key, inputs.value))
+            kept = inputs.out.contiguous(), inputs.lse.contiguous()
+            dheads = attention_backward(
+                AttentionBackward(dout, None, query, key, value, inputs.key_padding_mask, None, *kept, inputs.scale, wanted)
+            )
         of_matrices = [
-            *matrix_gradient(dheads[0], own, needs[6:8]),
-            *matrix_gradient(dheads[1], seen, needs[8:10]),
-            *matrix_gradient(dheads[2], seen, needs[10:12]),
-            *matrix_gradient(dy, plain_rows(out.contiguous()), needs[12:14]),
+            *matrix_gradient(dheads[0], own, needs_part(need, "query")),
+            *matrix_gradient(dheads[1], seen, needs_part(need, "key")),
+            *matrix_gradient(dheads[2], seen, needs_part(need, "value")),
+            *matrix_gradient(dy, plain_rows(inputs.out.contiguous()), needs_part(need, "output")),
         ]
-        made = list(zip((parameters[4], parameters[6], parameters[8]), dheads, strict=True))
-        dx, dcontext, *norms = _of_rows(dy, own, other, context is None, made, needs, residual)
+        made = list(zip((inputs.query_weight, inputs.key_weight, inputs.value_weight), dheads, strict=True))
+        dx, dcontext, *norms = _of_rows(inputs, dy, own, other, made)
         return gradients([dx, dcontext], [*norms, *of_matrices], x)
 
 
-def _wanted(needs: Sequence[bool], is_own: bool) -> tuple[bool, bool, bool]:
-    """Whether the gradients of queries, keys and values are needed for those of x, the context and the parameters."""
-    above_query = any((needs[0], *needs[2:4]))
-    above_seen = above_query if is_own else any((needs[1], *needs[4:6]))
-    return above_query or any(needs[6:8]), above_seen or any(needs[8:10]), above_seen or any(needs[10:12])
-
-
-def _of_rows(
-    dy: Tensor, own: Rows, other: Rows | None, is_own: bool, made: Sequence[Any], needs: Sequence[bool], residual: str
-) -> list[Any]:
-    """The gradients of x and the context, and shares of those of their norms; `is_own` if x is its own context."""
+def _of_rows(inputs: AttentionLayerBackward, dy: Tensor, own: Rows, other: Rows | None, made: Sequence[Any]) -> list[Any]:
+    """The gradients of x and the context, and shares of those of their norms."""
+    need, (needs_own, needs_other) = needed(inputs), needs_rows(inputs)
+    of_own = "x" in need, *needs_part(need, "norm")
     dx = dcontext = None
     norms: list[Any] = [None] * 4
-    if any((needs[0], *needs[2:4])):
-        dx, *norms[:2] = project_back(own, made if other is None else made[:1], dy, (needs[0], *needs[2:4]), residual)
-    if other is not None and is_own and any((needs[0], *needs[2:4])):
-        dx, *dnorm = project_back(other, made[1:], dx, (needs[0], *needs[2:4]))
+    if needs_own:
+        dx, *norms[:2] = project_back(own, made if other is None else made[:1], dy, of_own, inputs.residual)
+    if other is not None and inputs.context is None and needs_own:  # x is its own context
+        dx, *dnorm = project_back(other, made[1:], dx, of_own)
         norms[:2] = [None if a is None or b is None else torch.cat((a, b)) for a, b in zip(norms, dnorm, strict=False)]
-    elif other is not None and any((needs[1], *needs[4:6])):
-        dcontext, *norms[2:] = project_back(other, made[1:], None, (needs[1], *needs[4:6]))
+    elif other is not None and needs_other:
+        dcontext, *norms[2:] = project_back(other, made[1:], None, ("context" in need, *needs_part(need, "context_norm")))
     return [dx, dcontext, *norms]

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...runtime.triton_launch import kernel, on_device
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import load_tile, rows_at, rows_from
+from ..schema import FeedForwardLayer, FeedForwardLayerBackward, needed, needs_part
 from .activation import activated, slopes
 from .launch import aligned, back, forward
 from .projections import is_normed, matrix_gradient, plain_rows, rows_of
@@ -146,44 +147,46 @@ def _feed_forward_back(
     )
 
 
-def _kind(activation: str, residual: str, norm_weight: Tensor | None) -> dict[str, bool]:
-    return {"GATED": activation == "geglu", "RELU": activation == "relu", "NORMED": is_normed(residual, norm_weight)}
+def _kind(inputs: FeedForwardLayer | FeedForwardLayerBackward) -> dict[str, bool]:
+    gated, normed = inputs.activation == "geglu", is_normed(inputs.residual, inputs.norm_weight)
+    return {"GATED": gated, "RELU": inputs.activation == "relu", "NORMED": normed}
 
 
-def feed_forward_layer(x: Tensor, *rest: Any) -> Tensor:
+def feed_forward_layer(inputs: FeedForwardLayer) -> Tensor:
     """Return y for rows x (R, C)."""
-    *parameters, eps, activation, residual = rest
-    (R, C), F = x.shape, parameters[4].shape[1]
+    *tensors, eps, _, _, _ = inputs
+    x, (R, C), F = inputs.x, inputs.x.shape, inputs.contract_weight.shape[1]
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run, tiles = forward(_feed_forward, x, C, F, F=F, **_kind(activation, residual, parameters[0]))
+    run, tiles = forward(_feed_forward, x, C, F, F=F, **_kind(inputs))
     with on_device(x):
-        run(-(-R // tiles.BLOCK_R), *aligned(x, *parameters), y, R, eps)
+        run(-(-R // tiles.BLOCK_R), *aligned(*tensors), y, R, eps)
     return y
 
 
-def feed_forward_layer_backward(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def feed_forward_layer_backward(inputs: FeedForwardLayerBackward) -> tuple[Tensor, ...]:
     """Return the contiguous gradients of x and of the parameters in order; empty tensors if not needed."""
-    *parameters, eps, activation, residual, needs = rest
-    needs = [need and t is not None for need, t in zip(needs, (x, *parameters), strict=True)]
-    with on_device(x):
-        dy, x, *parameters = aligned(dy, x, *parameters[:5])
-        dx, *norms, acts, dhidden = _back(dy, x, parameters, eps, _kind(activation, residual, parameters[0]), needs)
+    need, kind = needed(inputs), _kind(inputs)
+    with on_device(inputs.x):
+        *tensors, _, eps, _, _, _, _ = inputs  # the bias of `contract` has no effect on the gradients
+        dy, x, *parameters = aligned(*tensors)
+        dx, *norms, acts, dhidden = _back(dy, x, parameters, eps, kind, need)
         rows = rows_of(x, None, parameters[:2], eps)
-        of_matrices = matrix_gradient(dhidden, rows, needs[3:5]), matrix_gradient(dy, plain_rows(acts), needs[5:])
+        of_matrices = (
+            matrix_gradient(dhidden, rows, needs_part(need, "expand")),
+            matrix_gradient(dy, plain_rows(acts), needs_part(need, "contract")),
+        )
         return gradients([dx], [*norms, *of_matrices[0], *of_matrices[1]], x)
 
 
-def _back(
-    dy: Tensor, x: Tensor, parameters: Sequence[Any], eps: float, kind: dict[str, bool], needs: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
+def _back(dy: Tensor, x: Tensor, parameters: Sequence[Any], eps: float, kind: dict[str, bool], need: set[str]) -> tuple[Tensor | None, ...]:
     """Return (dx, shares of dnorm_weight and dnorm_bias, acts, dhidden); None for each that is not needed."""
     _, _, expand_weight, _, contract_weight = parameters
     (R, C), F = x.shape, contract_weight.shape[1]
     run, tiles = back(_feed_forward_back, x, C, F, F=F, **kind)
     programs = -(-R // tiles.BLOCK_R)
-    dx = torch.empty_like(x) if needs[0] else None
-    norms = [shares_of(x, programs, C) if need else None for need in needs[1:3]]
-    acts = x.new_empty(R, F) if needs[5] or needs[6] else None
-    dhidden = x.new_empty(R, expand_weight.shape[0]) if needs[3] or needs[4] else None
+    dx = torch.empty_like(x) if "x" in need else None
+    norms = [shares_of(x, programs, C) if needs else None for needs in needs_part(need, "norm")]
+    acts = x.new_empty(R, F) if any(needs_part(need, "contract")) else None
+    dhidden = x.new_empty(R, expand_weight.shape[0]) if any(needs_part(need, "expand")) else None
     run(programs, dy, x, *parameters, dx, *norms, acts, dhidden, R, eps)
     return dx, *norms, acts, dhidden

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import AttentionState, attention_state, latent_attention, projected_attention_state
-from ...layers import attention, check_residual, feed_forward
+from ...layers import AttentionLayer, FeedForwardLayer, attention, check_residual, feed_forward
 from ...runtime.checks import check_count, check_heads, check_mask, wrong
 from ..inputs import check_features, check_floating, for_part, hide_padding, join_heads, split_heads
 from ..parts import check_together, fused_impl, of_one_dtype, plain_parameters, projects_inside
@@ -72,8 +72,10 @@ class FeedForward(_Residual):
         check_features("latents", latents, "(..., L, dim)", (latents.dim(),), weight.shape[0], weight)
         check_together("latents", latents, norm=n, expand=e, contract=c)
         rows = latents.flatten(0, -2) if latents.dim() > 1 else latents.unsqueeze(0)
-        tensors = n["weight"], n["bias"], e["weight"], e["bias"], c["weight"], c["bias"]
-        return feed_forward(rows, *tensors, eps=norm.eps, activation="geglu", residual=self.residual, impl=impl).view_as(latents)
+        parameters = n["weight"], n["bias"], e["weight"], e["bias"], c["weight"], c["bias"]
+        given: list[Any] = [rows, *parameters, norm.eps, "geglu", self.residual, impl]
+        y: Tensor = feed_forward(FeedForwardLayer(*given))
+        return y.view_as(latents)
 
 
 class _Attention(_Residual):
@@ -124,16 +126,13 @@ class _Attention(_Residual):
             check_mask(mask, context, context.shape[:2])
             if context.shape[0] != latents.shape[0]:
                 raise ValueError(wrong("context", f"has batch {context.shape[0]}", f"latents have batch {latents.shape[0]}"))
-        return attention(
-            *(latents, context, mask, n["weight"], n["bias"], other.get("weight"), other.get("bias"), q["weight"], q["bias"]),
-            *(k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]),
-            num_heads=self.num_heads,
-            scale=(cast("Tensor", q["weight"]).shape[0] // self.num_heads) ** -0.5,  # the width of the heads that remain after pruning
-            eps=norm.eps,
-            context_eps=0.0 if context_norm is None else context_norm.eps,
-            residual=self.residual,
-            impl=impl,
-        )
+        norms = n["weight"], n["bias"], other.get("weight"), other.get("bias")
+        projections = q["weight"], q["bias"], k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]
+        scale = (cast("Tensor", q["weight"]).shape[0] // self.num_heads) ** -0.5  # the width of the heads that remain after pruning
+        context_eps = 0.0 if context_norm is None else context_norm.eps
+        numbers = self.num_heads, scale, norm.eps, context_eps
+        given: list[Any] = [latents, context, mask, *norms, *projections, *numbers, self.residual, False, impl]
+        return attention(AttentionLayer(*given))
 
 
 class SelfAttention(_Attention):

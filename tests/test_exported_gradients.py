@@ -1,0 +1,89 @@
+"""Programs of `torch.export` can be differentiated: the gradients of a program's inputs are those of its module."""
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cmab_kernels as ck
+from cmab_kernels import nn as modules
+
+STRICT = pytest.param(
+    True, marks=pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch does not tell that it exports")
+)
+
+
+class _Layer(nn.Module):
+    """A function of x (2, 5, 16), a context (2, 9, 16) and a parameter (16, 16)."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(16, 16) / 4), function
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        return self.function(x, context, self.weight)
+
+
+class _Network(nn.Module):
+    """`FeedForward` with a second argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = modules.FeedForward(16, 8)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        y: Tensor = self.network(x) + self.network(context).sum()
+        return y
+
+
+def _latent_attention(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
+    query, key = ((rows @ weight).unflatten(-1, (2, 8)).transpose(1, 2) for rows in (x, context))
+    return ck.latent_attention(query, key, key.sin())
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "latent_attention": lambda: _Layer(_latent_attention),
+    "attention_layer": lambda: _Layer(lambda x, context, weight: ck.attention_layer(x, *[weight] * 4, num_heads=2, context=context)),
+    "feed_forward_layer": lambda: _Layer(lambda x, context, weight: ck.feed_forward_layer(x, weight, weight[:, :8]) + context.sum()),
+    "FeedForward": _Network,
+    "LatentLayer": lambda: modules.LatentLayer(16, 2, 8),
+}
+
+
+def _gradients(module: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    return torch.autograd.grad(module(*leaves).sin().sum(), leaves)
+
+
+def _loaded(module: nn.Module, inputs: tuple[Tensor, ...], strict: bool) -> nn.Module:
+    """The program of a module, saved and loaded."""
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(module, inputs, strict=strict), file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+@pytest.mark.parametrize("strict", [False, STRICT])
+@pytest.mark.parametrize("name", CASES)
+def test_of_a_module_with_parameters(name: str, strict: bool) -> None:
+    module, inputs = CASES[name](), (torch.randn(2, 5, 16), torch.randn(2, 9, 16))
+    torch.testing.assert_close(_gradients(_loaded(module, inputs, strict), inputs), _gradients(module, inputs))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_a_program_that_was_recorded_without_a_gradient(name: str) -> None:
+    module, inputs = CASES[name](), (torch.randn(2, 5, 16), torch.randn(2, 9, 16))
+    with torch.no_grad():
+        program = _loaded(module, inputs, False)
+    torch.testing.assert_close(_gradients(program, inputs), _gradients(module, inputs))
+
+
+def test_of_an_attention_layer_that_kept_nothing() -> None:
+    """A program may have been recorded with `keep=False`."""
+    x, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(16, 16) / 4
+    parameters = *[None] * 4, *(weight, None) * 4
+    layer = torch.ops.cmab.attention_layer.default
+    found = [layer(x, None, None, *parameters, 2, 0.5, 0.0, 0.0, "input", keep, "native")[0] for keep in (False, True)]
+    assert torch.equal(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in found))
