@@ -25,15 +25,16 @@ SHARED = {"checks", "dtypes", "tracing"}
 """Shared modules that do not know the operators."""
 
 MAY = {
-    "api": {"api", "schema", "reference", "state", "dual", "backends", "setting", "public", *SHARED},
-    "dual": {"api", "schema", "reference", "autograd", "backends", *SHARED},
-    "block": {"schema", "reference", "autograd", "backends", "public", *SHARED},
-    "schema": {"schema", "reference", "state", "costs", "autograd", "backends", "flops", *SHARED},
+    "contract": {"contract", "operator"},
+    "api": {"api", "contract", "schema", "reference", "state", "dual", "backends", "setting", "public", *SHARED},
+    "dual": {"api", "contract", "schema", "reference", "autograd", "backends", *SHARED},
+    "block": {"contract", "schema", "reference", "autograd", "backends", "public", *SHARED},
+    "schema": {"contract", "schema", "reference", "state", "costs", "operator", "vmap", "backends", "flops", *SHARED},
     "reference": {"reference", "state", "constants", "dtypes", "tracing"},
     "state": {"backends", "checks", "dtypes"},
-    "native": {"native", "extension", "state", *SHARED},
-    "cuda": {"native", "extension", "cuda_launch", "state", *SHARED},
-    "kernels": {"kernels", "state", "triton_launch", "triton_rows", "triton_products", "tiles", "constants", "dtypes"},
+    "native": {"contract", "native", "extension", "state", *SHARED},
+    "cuda": {"contract", "native", "extension", "cuda_launch", "state", *SHARED},
+    "kernels": {"contract", "kernels", "state", "triton_launch", "triton_rows", "triton_products", "tiles", "constants", "dtypes"},
     "costs": {"reference", "checks", "constants"},
 }
 """The imports that each room may have from its own family; "public" stands for the public names of another family."""

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from cmab_kernels.attention.schema import Attention, AttentionBackward
-from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
-from cmab_kernels.nystrom.schema import Pinv, PinvBackward
+from cmab_kernels.attention.contract import Attention, AttentionBackward
+from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward
+from cmab_kernels.nystrom.contract import Pinv, PinvBackward
 from cmab_kernels.runtime import tiles
 from cmab_kernels.runtime.tiles import FIELDS, FILE, HOPPER, Key, as_entry, padded, read, tuned, using
 
@@ -218,9 +218,9 @@ import itertools, json
 import torch
 import cmab_kernels as ck
 from cmab_kernels.attention import kernels as attention
-from cmab_kernels.attention.schema import Attention, AttentionBackward
+from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
-from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
+from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.runtime.tiles import HOPPER, Key, using
 from tests.test_tiles import PLANTED

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.attention.kernels import launch as attention_launch
-from cmab_kernels.attention.schema import Attention, AttentionBackward
+from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward
 from cmab_kernels.intention.kernels import launch as ridge_launch
-from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
+from cmab_kernels.nystrom.contract import Pinv, PinvBackward
 from cmab_kernels.nystrom.kernels import launch as nystrom_launch
-from cmab_kernels.nystrom.schema import Pinv, PinvBackward
 from cmab_kernels.runtime.backends import implementation
 from cmab_kernels.runtime.tiles import FIELDS, Key, capability_of, using
 

@@ -19,22 +19,22 @@ from triton.backends.compiler import GPUTarget
 import cmab_kernels as ck
 from bench.provenance import ROOT
 from cmab_kernels.attention import kernels as attention
+from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.attention.kernels.runs import vetted
 from cmab_kernels.attention.prefix import kernels as prefix
-from cmab_kernels.attention.prefix.schema import PrefixAttention, PrefixAttentionBackward
+from cmab_kernels.attention.prefix.contract import PrefixAttention, PrefixAttentionBackward
 from cmab_kernels.attention.projected import kernels as projected
-from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
-from cmab_kernels.attention.schema import Attention, AttentionBackward
+from cmab_kernels.attention.projected.contract import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.intention import kernels as intention
-from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward
+from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward
 from cmab_kernels.intention.solve import kernels as solve
-from cmab_kernels.intention.solve.schema import RegularisedSolve
+from cmab_kernels.intention.solve.contract import RegularisedSolve
 from cmab_kernels.layers import kernels as layers
-from cmab_kernels.layers.schema import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
+from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 from cmab_kernels.nystrom import kernels as nystrom
 from cmab_kernels.nystrom.continual import kernels as continual
+from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.nystrom.kernels.blocks import multiply
-from cmab_kernels.nystrom.schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.testing.cubin import TENSOR_COLUMNS, Launch, as_if_on, machine_code, record
 
 PAGE = ROOT / "docs" / "gpu_occupancy.md"

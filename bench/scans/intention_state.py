@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cmab_kernels import RidgeState, merge_ridge, remove_ridge, ridge_state, ridge_step
+from cmab_kernels.intention.contract import Gram
 from cmab_kernels.intention.reference import gram_reference
-from cmab_kernels.intention.schema import Gram, gram_op
+from cmab_kernels.intention.schema import gram_op
 
 from ..devices import device, generator, normal
 from ..floors import ridge_work

@@ -11,7 +11,8 @@ from ..runtime.backends import choose, is_available, kernel
 from ..runtime.checks import as_autocast, check_dense, check_key_value, check_mask, check_operands, fixed, not_a_tensor, over_batch, wrong
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_differentiated, is_direct, is_plain
-from .schema import Attention, attention_op
+from .contract import Attention
+from .schema import attention_op
 from .state import AttentionState, Removal, check_fit, check_parts, check_state, merged, subtract_state
 
 

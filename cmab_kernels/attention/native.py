@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING, state_dtype
 from ..runtime.extension import load
-from .schema import Attention, AttentionBackward
+from .contract import Attention, AttentionBackward
 
 _C = load()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,42 +13,9 @@ from ..runtime.dtypes import state_dtype
 from ..runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
 from ..runtime.tracing import has_values
 from ..runtime.vmap import Rule
+from .contract import Attention, AttentionBackward
 from .reference import attention_backward_reference, attention_reference
 from .state import AttentionState, merged, share_gradient
-
-Needs = tuple[bool, bool, bool]
-"""Whether the gradients of query, key and value are needed."""
-
-
-class Attention(NamedTuple):
-    """The arguments of `cmab::attention`, whose results are the state (out, lse) of all keys."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_padding_mask: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    state_out: Tensor | None = None
-    state_lse: Tensor | None = None
-    scale: float = 1.0
-    impl: str = "auto"
-
-
-class AttentionBackward(NamedTuple):
-    """The arguments of `cmab::attention_backward`, whose results are the gradients of query, key and value."""
-
-    dout: Tensor
-    dlse: Tensor | None
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_padding_mask: Tensor | None
-    cu_seqlens: Tensor | None
-    out: Tensor
-    lse: Tensor
-    scale: float
-    needs: Needs
-    impl: str = "auto"
 
 
 def _definition(inputs: Attention) -> AttentionState:

@@ -23,21 +23,12 @@ from ..runtime.checks import (
     wrong,
 )
 from ..runtime.tracing import is_direct
+from .contract import ApplyRows, Gram, PrefixRidge, RidgeUpdate
 from .dual import Dual
-from .schema import (
-    SCANNED,
-    ApplyRows,
-    Gram,
-    PrefixRidge,
-    RidgeUpdate,
-    apply_rows_op,
-    check_weights,
-    gram_op,
-    prefix_ridge_op,
-    ridge_update_op,
-)
+from .schema import SCANNED, apply_rows_op, check_weights, gram_op, prefix_ridge_op, ridge_update_op
 from .solve.api import RidgeSolution, penalty_of, solve_heads
-from .solve.schema import FUSED, RidgeSolve, ridge_solve_op
+from .solve.contract import RidgeSolve
+from .solve.schema import FUSED, ridge_solve_op
 from .state import RidgeState, check_ridge, in_chunks, subtract_ridge
 
 FORMS = ("auto", "primal", "dual")

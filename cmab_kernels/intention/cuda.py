@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..runtime.cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
 from ..runtime.dtypes import FLOATING
-from .solve.schema import RidgeSolve
+from .solve.contract import RidgeSolve
 
 MOST_WORKSPACE = 2**25
 """The most float64 partial sums held at a time (256 MiB), unless a single matrix needs more."""

@@ -14,10 +14,12 @@ from ..runtime.autograd import differentiable
 from ..runtime.backends import choose
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import needs_definition
+from .contract import ApplyRows
 from .reference import rows_of
-from .schema import ApplyRows, apply_rows_op, row_products
+from .schema import apply_rows_op, row_products
 from .solve.api import solve_heads
-from .solve.schema import RegularisedSolve, regularised_solve_op
+from .solve.contract import RegularisedSolve
+from .solve.schema import regularised_solve_op
 
 
 class Dual:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING, state_dtype
 from ..runtime.extension import load
-from .schema import ApplyRows, Gram, GramBackward, RidgeUpdate
+from .contract import ApplyRows, Gram, GramBackward, RidgeUpdate
 
 _C = load()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,89 +11,12 @@ from ..runtime.backends import choose
 from ..runtime.checks import refuse_negative
 from ..runtime.dtypes import state_dtype
 from ..runtime.operator import Call, Gradients, Operator, derivatives_of
+from .contract import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward, RidgeUpdate
 from .reference import apply_rows_reference, gram_backward_reference, gram_reference, prefix_ridge_backward_reference
 from .state import count_keys
 
 SCANNED = ("cuda", "triton")
 """The implementations with kernels for the sums over all prefixes."""
-
-
-class Gram(NamedTuple):
-    """The arguments of `cmab::gram`, whose results are K'WK and K'WV in float64.
-
-    A part whose number in `parts` is 0 is empty. (They are ints because `torch.jit.trace` takes no list of bools.)
-    Products are formed in float64 if `exact`, else in the dtype of sums.
-    """
-
-    key: Tensor
-    value: Tensor
-    weights: Tensor | None = None
-    key_padding_mask: Tensor | None = None
-    parts: tuple[int, int] = (True, True)
-    exact: bool = False
-    impl: str = "auto"
-
-
-class RidgeUpdate(NamedTuple):
-    """The arguments of `cmab::ridge_update`, whose results are the sums and the number of keys, added to those given."""
-
-    key: Tensor
-    value: Tensor
-    weights: Tensor | None = None
-    key_padding_mask: Tensor | None = None
-    gram: Tensor | None = None
-    moment: Tensor | None = None
-    count: Tensor | None = None  # type: ignore[assignment]  # hides tuple.count
-    impl: str = "auto"
-
-
-class GramBackward(NamedTuple):
-    """The arguments of `cmab::gram_backward`, whose results are the gradients of key, value and weights."""
-
-    dgram: Tensor
-    dmoment: Tensor
-    key: Tensor
-    value: Tensor
-    weights: Tensor | None
-    key_padding_mask: Tensor | None
-    needs: tuple[bool, bool, bool]
-    exact: bool
-    impl: str = "auto"
-
-
-class PrefixRidge(NamedTuple):
-    """The arguments of `cmab::prefix_ridge`, whose results are K'WK and K'WV over all prefixes, added to those given."""
-
-    key: Tensor
-    value: Tensor
-    weights: Tensor | None = None
-    key_padding_mask: Tensor | None = None
-    gram: Tensor | None = None
-    moment: Tensor | None = None
-    every: int = 1
-    impl: str = "auto"
-
-
-class PrefixRidgeBackward(NamedTuple):
-    """The arguments of `cmab::prefix_ridge_backward`, whose results are the gradients of key, value, weights, gram and moment."""
-
-    dgram: Tensor
-    dmoment: Tensor
-    key: Tensor
-    value: Tensor
-    weights: Tensor | None
-    key_padding_mask: Tensor | None
-    every: int
-    needs: tuple[bool, bool, bool, bool, bool]
-    impl: str = "auto"
-
-
-class ApplyRows(NamedTuple):
-    """The arguments of `cmab::apply_rows`, whose result is query @ weight in the dtype of query."""
-
-    query: Tensor
-    weight: Tensor
-    impl: str = "auto"
 
 
 # ---- definitions, and checks of values

@@ -2,7 +2,8 @@
 
 from .api import attention_layer, check_residual, feed_forward_layer
 from .block import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
-from .schema import AttentionLayer, FeedForwardLayer, attention, feed_forward
+from .contract import AttentionLayer, FeedForwardLayer
+from .schema import attention, feed_forward
 
 __all__ = [
     "AttentionLayer",

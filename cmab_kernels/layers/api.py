@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..runtime.backends import choose
 from ..runtime.checks import as_autocast, as_float, check_count, check_mask, check_operands, fixed, kind_of, wrong
+from .contract import AttentionLayer, FeedForwardLayer
 from .reference import ACTIVATIONS, RESIDUALS
-from .schema import AttentionLayer, FeedForwardLayer, attention, feed_forward
+from .schema import attention, feed_forward
 
 Norm = tuple[Tensor, Tensor | None, float]
 """Weight (C,), bias (C,) or None, and eps of a LayerNorm."""

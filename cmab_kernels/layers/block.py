@@ -19,8 +19,9 @@ from ..runtime.autograd import gradient_of_formula
 from ..runtime.backends import kernel
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import as_row, has_memory, is_differentiated
+from .contract import AttentionLayer, FeedForwardLayer
 from .reference import in_dtype, layer_norm
-from .schema import AttentionLayer, FeedForwardLayer, attention, feed_forward
+from .schema import attention, feed_forward
 
 PARTS = (1, 9, 6, 7, 6, 9, 6, 7, 6)
 """The number of tensors in each part of a block. The first part is the latents (M, C). The other parts are in the order

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING, state_dtype
 from ..runtime.extension import load
-from .schema import NETWORK, PROJECTIONS, AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
+from .contract import NETWORK, PROJECTIONS, AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 
 _C = load()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,116 +12,22 @@ from ..runtime.dtypes import state_dtype
 from ..runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
 from ..runtime.tracing import is_differentiated, is_recorded
 from ..runtime.vmap import Rule
+from .contract import (
+    OF_ATTENTION,
+    OF_FEED_FORWARD,
+    AttentionLayer,
+    AttentionLayerBackward,
+    FeedForwardLayer,
+    FeedForwardLayerBackward,
+    needed,
+    needs_part,
+    needs_query_key_value,
+    needs_rows,
+)
 from .reference import attention_layer_reference, feed_forward_reference
 
-NETWORK = ("norm_weight", "norm_bias", "expand_weight", "expand_bias", "contract_weight", "contract_bias")
-"""The parameters of a feed-forward layer."""
-PROJECTIONS = (
-    *("norm_weight", "norm_bias", "context_norm_weight", "context_norm_bias", "query_weight", "query_bias"),
-    *("key_weight", "key_bias", "value_weight", "value_bias", "output_weight", "output_bias"),
-)
-"""The parameters of an attention layer."""
-_FEED_FORWARD = ("x", *NETWORK)
-_ATTENTION = ("x", "context", *PROJECTIONS)
 _KEPT = ("query", "key", "value", "out", "lse")
 """The results of an attention layer that its backward pass needs."""
-
-
-class FeedForwardLayer(NamedTuple):
-    """The arguments of `cmab::feed_forward_layer`, whose result is y for rows x (R, C)."""
-
-    x: Tensor
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    expand_weight: Tensor
-    expand_bias: Tensor | None
-    contract_weight: Tensor
-    contract_bias: Tensor | None
-    eps: float
-    activation: str
-    residual: str
-    impl: str = "auto"
-
-
-class FeedForwardLayerBackward(NamedTuple):
-    """The arguments of `cmab::feed_forward_layer_backward`, whose results are the gradients of x and `NETWORK`."""
-
-    dy: Tensor
-    x: Tensor
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    expand_weight: Tensor
-    expand_bias: Tensor | None
-    contract_weight: Tensor
-    contract_bias: Tensor | None
-    eps: float
-    activation: str
-    residual: str
-    needs: tuple[bool, bool, bool, bool, bool, bool, bool]
-    impl: str = "auto"
-
-
-class AttentionLayer(NamedTuple):
-    """The arguments of `cmab::attention_layer`, whose results are (y, query, key, value, out, lse) for x (B, L, C).
-
-    All but y are empty unless `keep`.
-    """
-
-    x: Tensor
-    context: Tensor | None
-    key_padding_mask: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    context_norm_weight: Tensor | None
-    context_norm_bias: Tensor | None
-    query_weight: Tensor
-    query_bias: Tensor | None
-    key_weight: Tensor
-    key_bias: Tensor | None
-    value_weight: Tensor
-    value_bias: Tensor | None
-    output_weight: Tensor
-    output_bias: Tensor | None
-    num_heads: int
-    scale: float
-    eps: float
-    context_eps: float
-    residual: str
-    keep: bool = False
-    impl: str = "auto"
-
-
-class AttentionLayerBackward(NamedTuple):
-    """The arguments of `cmab::attention_layer_backward`, whose results are the gradients of x, context and `PROJECTIONS`."""
-
-    dy: Tensor
-    x: Tensor
-    context: Tensor | None
-    key_padding_mask: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    context_norm_weight: Tensor | None
-    context_norm_bias: Tensor | None
-    query_weight: Tensor
-    query_bias: Tensor | None
-    key_weight: Tensor
-    key_bias: Tensor | None
-    value_weight: Tensor
-    value_bias: Tensor | None
-    output_weight: Tensor
-    output_bias: Tensor | None
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
-    num_heads: int
-    scale: float
-    eps: float
-    context_eps: float
-    residual: str
-    needs: tuple[bool, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool, bool]
-    impl: str = "auto"
 
 
 # ---- shapes
@@ -139,33 +45,6 @@ def _attention_shapes(inputs: AttentionLayer) -> tuple[Tensor, ...]:
 
 
 # ---- the gradients that are needed
-
-
-def needed(inputs: FeedForwardLayerBackward | AttentionLayerBackward) -> set[str]:
-    """The arguments whose gradients are needed."""
-    arguments = _FEED_FORWARD if isinstance(inputs, FeedForwardLayerBackward) else _ATTENTION
-    return {argument for argument, need in zip(arguments, inputs.needs, strict=True) if need and getattr(inputs, argument) is not None}
-
-
-def needs_part(need: set[str], part: str) -> tuple[bool, bool]:
-    """Whether the gradients of the weight and of the bias of a norm or projection are needed."""
-    return f"{part}_weight" in need, f"{part}_bias" in need
-
-
-def needs_query_key_value(inputs: AttentionLayerBackward) -> tuple[bool, bool, bool]:
-    """Whether the gradients of queries, keys and values are needed for those of the arguments."""
-    need, (above_query, above_context) = needed(inputs), needs_rows(inputs)
-    of_query, of_key, of_value = (any(needs_part(need, part)) for part in ("query", "key", "value"))
-    return above_query or of_query, above_context or of_key, above_context or of_value
-
-
-def needs_rows(inputs: AttentionLayerBackward) -> tuple[bool, bool]:
-    """Whether gradients are needed of the rows or the norm above queries, and of those above keys and values."""
-    need = needed(inputs)
-    above_query = "x" in need or any(needs_part(need, "norm"))
-    if inputs.context is None:
-        return above_query, above_query
-    return above_query, "context" in need or any(needs_part(need, "context_norm"))
 
 
 # ---- FLOPs, for contracts of shapes: two per multiply-add, as in torch's counts of matrix products; norms, activations,
@@ -236,16 +115,16 @@ def _attention_definition(inputs: AttentionLayer) -> tuple[Tensor, ...]:
 
 def _feed_forward_backward(call: Call[FeedForwardLayer], dy: Tensor) -> Gradients:
     *arguments, impl = call.inputs
-    given: list[Any] = [dy, *arguments, call.needs(*_FEED_FORWARD), impl]
-    return dict(zip(_FEED_FORWARD, _feed_forward_backward_op(FeedForwardLayerBackward(*given)), strict=True))
+    given: list[Any] = [dy, *arguments, call.needs(*OF_FEED_FORWARD), impl]
+    return dict(zip(OF_FEED_FORWARD, _feed_forward_backward_op(FeedForwardLayerBackward(*given)), strict=True))
 
 
 def _attention_backward(call: Call[AttentionLayer], dy: Tensor, *_: Any) -> Gradients:
     """The gradients. A program that was recorded without a gradient keeps nothing, and computes the layer again."""
     *tensors, num_heads, scale, eps, context_eps, residual, keep, impl = call.inputs
     kept = call.kept if keep else _attention_op(call.inputs._replace(keep=True))[1:]
-    given: list[Any] = [dy, *tensors, *kept, num_heads, scale, eps, context_eps, residual, call.needs(*_ATTENTION), impl]
-    return dict(zip(_ATTENTION, _attention_backward_op(AttentionLayerBackward(*given)), strict=True))
+    given: list[Any] = [dy, *tensors, *kept, num_heads, scale, eps, context_eps, residual, call.needs(*OF_ATTENTION), impl]
+    return dict(zip(OF_ATTENTION, _attention_backward_op(AttentionLayerBackward(*given)), strict=True))
 
 
 def _gradients_of(layer: Callable[[Any], Tensor], *arguments: str) -> Callable[[Any], Sequence[Tensor]]:
@@ -286,10 +165,10 @@ _feed_forward_backward_op = Operator(
     "layers",
     "feed_forward_layer_backward",
     FeedForwardLayerBackward,
-    tuple(f"d{argument}" for argument in _FEED_FORWARD),
-    shapes=gradient_shapes(*_FEED_FORWARD),
+    tuple(f"d{argument}" for argument in OF_FEED_FORWARD),
+    shapes=gradient_shapes(*OF_FEED_FORWARD),
     operations=_feed_forward_backward_operations,
-    backward=derivatives_of(_gradients_of(_feed_forward_again, *_FEED_FORWARD), "dy", *_FEED_FORWARD),
+    backward=derivatives_of(_gradients_of(_feed_forward_again, *OF_FEED_FORWARD), "dy", *OF_FEED_FORWARD),
     # Each mapped element has a separate gradient of the weights.
     vmap=Rule(batched=("dy", "x"), loops=lambda inputs: any(inputs.needs[1:])),
 )
@@ -310,11 +189,11 @@ _attention_backward_op = Operator(
     "layers",
     "attention_layer_backward",
     AttentionLayerBackward,
-    tuple(f"d{argument}" for argument in _ATTENTION),
-    shapes=gradient_shapes(*_ATTENTION),
+    tuple(f"d{argument}" for argument in OF_ATTENTION),
+    shapes=gradient_shapes(*OF_ATTENTION),
     operations=_attention_backward_operations,
-    backward=derivatives_of(_gradients_of(_attention_again, *_ATTENTION), "dy", *_ATTENTION),
-    keeps=("dy", "key_padding_mask", *_ATTENTION),
+    backward=derivatives_of(_gradients_of(_attention_again, *OF_ATTENTION), "dy", *OF_ATTENTION),
+    keeps=("dy", "key_padding_mask", *OF_ATTENTION),
     vmap=Rule(batched=("dy", "x", "context", "key_padding_mask", *_KEPT), loops=lambda inputs: any(inputs.needs[2:])),
 )
 

@@ -25,8 +25,9 @@ from ..runtime.checks import (
     wrong,
 )
 from ..runtime.dtypes import state_dtype
+from .contract import LandmarkValues, Pinv
 from .reference import absent_segments, segment_means
-from .schema import LandmarkValues, Pinv, iterative_pinv_op, landmark_values_op
+from .schema import iterative_pinv_op, landmark_values_op
 
 PINVS = ("iterative", "exact")
 """The values of `pinv`."""

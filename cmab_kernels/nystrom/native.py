@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING
 from ..runtime.extension import load
-from .schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
+from .contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 
 _C = load()
 

@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from cmab_kernels.attention import kernels, schema
+from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.attention.kernels import runs
 from cmab_kernels.attention.kernels.launch import backward_keys_tiles
 from cmab_kernels.attention.kernels.rows import sum_runs
-from cmab_kernels.attention.schema import Attention, AttentionBackward
 from cmab_kernels.attention.state import AttentionState, subtract_state
 from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from cmab_kernels.attention import kernels
-from cmab_kernels.attention.schema import Attention, AttentionBackward
+from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.testing.fused import fused_products
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"

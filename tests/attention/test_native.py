@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.attention.reference import attention_backward_reference, attention_reference, state_dtype
-from cmab_kernels.attention.schema import Attention, AttentionBackward
 
 native = pytest.importorskip("cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import cmab_kernels as ck
-from cmab_kernels.attention.schema import Attention
-from cmab_kernels.intention.schema import ApplyRows, Gram
-from cmab_kernels.nystrom.schema import LandmarkValues, Pinv, PinvBackward
+from cmab_kernels.attention.contract import Attention
+from cmab_kernels.intention.contract import ApplyRows, Gram
+from cmab_kernels.nystrom.contract import LandmarkValues, Pinv, PinvBackward
 from cmab_kernels.runtime.backends import implementation
 from cmab_kernels.runtime.extension import load_cuda
 

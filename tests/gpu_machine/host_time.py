@@ -20,7 +20,7 @@ import torch
 
 import cmab_kernels as ck
 from cmab_kernels.layers import kernels as layer_kernels
-from cmab_kernels.layers.schema import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
+from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 from cmab_kernels.nystrom.continual import kernels
 from cmab_kernels.nystrom.continual import state as state_module
 from gpu_machine.driver import stub

@@ -19,7 +19,7 @@ if cuda_launch.COMPILER is None or cuda_launch.nvcc() is None:
     pytest.skip("no nvcc, or no C++ compiler, to compile the CUDA kernels with", allow_module_level=True)
 pytest.importorskip("cmab_kernels.intention.cuda", exc_type=ImportError)
 
-from cmab_kernels.intention.solve.schema import RegularisedSolve
+from cmab_kernels.intention.solve.contract import RegularisedSolve
 
 from ..intention.solve import test_cuda as ridge
 from ..nystrom.continual import test_cuda as steps

@@ -21,7 +21,7 @@ TOO_FAR = """
 import torch
 from cmab_kernels.attention import native
 from tests.guards.walls import between_walls
-from cmab_kernels.attention.schema import Attention
+from cmab_kernels.attention.contract import Attention
 query, rows = torch.randn(1, 1, 3, 8), between_walls(torch.float32, 40 * 8, True, beyond={beyond} * 8)
 key = rows.as_strided((1, 1, 40 + {beyond}, 8), (0, 0, 8, 1))
 out, _ = native.attention_forward(Attention(query, key, key, scale=1.0))

@@ -14,7 +14,7 @@ from torch import Tensor
 import cmab_kernels as ck
 from cmab_kernels.intention import native
 from cmab_kernels.intention.api import solve_rows
-from cmab_kernels.intention.solve.schema import RidgeSolve
+from cmab_kernels.intention.solve.contract import RidgeSolve
 from cmab_kernels.runtime import backends
 
 MASK = torch.tensor([[False, False, False, False, True], [False] * 5])

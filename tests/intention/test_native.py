@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cmab_kernels.intention.schema import ApplyRows, Gram, GramBackward
+from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward
 from cmab_kernels.measure import peak_memory
 
 native = pytest.importorskip("cmab_kernels.intention.native", reason="the extension was not built", exc_type=ImportError)

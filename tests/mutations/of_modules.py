@@ -88,8 +88,8 @@ MODULES = {
     ),
     "landmarks of keys that are those of queries": Fault(
         "cmab_kernels/nn/multihead/nystrom.py",
-        "self._project(part, centres)[0] for part in range(2)",
-        "self._project(0, centres)[0] for part in range(2)",
+        "own._project(part, centres)[0] for part in range(2)",
+        "own._project(0, centres)[0] for part in range(2)",
         "tests/nn/test_nystrom_attention.py::test_one_clustering_of_the_tokens_of_self_attention",
     ),
     "query heads that meet another's keys": Fault(
@@ -99,7 +99,7 @@ MODULES = {
         "tests/integrations/test_transformers.py::test_calls",
     ),
     "a batch that is not mapped": Fault(
-        "cmab_kernels/runtime/autograd.py",
+        "cmab_kernels/runtime/vmap.py",
         "mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)",
         "mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor",
         "tests/attention/test_suite.py::TestAttentionState::test_vmap",

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_kernel, landmark_values_reference
-from cmab_kernels.nystrom.schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.testing import bound, oracles
 
 GRADIENTS = 4.0

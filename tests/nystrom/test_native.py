@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cmab_kernels.nystrom.schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
+from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.testing import LAWS
 
 from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_pinv, landmarks, with_gradient, with_gradients

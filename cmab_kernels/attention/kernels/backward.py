@@ -19,7 +19,7 @@ from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device, triton_dtype
 from ...runtime.triton_products import in_place, product, product_of_wide
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
-from ..schema import AttentionBackward
+from ..contract import AttentionBackward
 from .backward_in_parts import _backward_in_parts
 from .forward import IN_SHARED, LOG2_E
 from .launch import WIDEST_BLOCK, backward_keys_tiles, backward_products, backward_tiles, piece_of_columns

@@ -14,7 +14,7 @@ from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device
 from ...runtime.triton_products import in_place, product, product_of_wide
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
-from ..schema import Attention
+from ..contract import Attention
 from .launch import WIDEST_BLOCK, forward_constants, merge_constants
 from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
 

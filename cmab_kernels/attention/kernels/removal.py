@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...runtime.triton_launch import kernel, on_device
 from ...runtime.triton_rows import load_tile, rows_at
-from ..schema import Attention
+from ..contract import Attention
 from ..state import FAR_BELOW, SURE_ROUNDING
 from .forward import attention_forward
 

@@ -8,7 +8,8 @@ from ...runtime.backends import choose
 from ...runtime.checks import as_autocast, check_every, check_key_value, check_mask, check_operands, fixed, over_batch
 from ...runtime.dtypes import state_dtype
 from ..state import AttentionState, check_state
-from .schema import PrefixAttention, prefix_attention_op
+from .contract import PrefixAttention
+from .schema import prefix_attention_op
 
 
 def prefix_attention_states(

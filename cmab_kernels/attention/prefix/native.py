@@ -8,7 +8,7 @@ from torch import Tensor
 from ...runtime.dtypes import state_dtype
 from ...runtime.extension import load
 from ..native import unsupported as unsupported
-from .schema import PrefixAttention, PrefixAttentionBackward
+from .contract import PrefixAttention, PrefixAttentionBackward
 
 _C = load()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,43 +10,8 @@ from torch import Tensor
 from ...runtime.checks import wrong
 from ...runtime.dtypes import state_dtype
 from ...runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
+from .contract import PrefixAttention, PrefixAttentionBackward
 from .reference import prefix_attention_backward_reference, prefix_attention_reference
-
-Needs = tuple[bool, bool, bool, bool, bool]
-"""Whether the gradients of query, key, value, state_out and state_lse are needed. The last two must be equal."""
-
-
-class PrefixAttention(NamedTuple):
-    """The arguments of `cmab::prefix_attention`, whose results are the states (out, lse) of all prefixes."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_padding_mask: Tensor | None = None
-    state_out: Tensor | None = None
-    state_lse: Tensor | None = None
-    every: int = 1
-    scale: float = 1.0
-    impl: str = "auto"
-
-
-class PrefixAttentionBackward(NamedTuple):
-    """The arguments of `cmab::prefix_attention_backward`, whose results are the gradients of query, key, value and state."""
-
-    dout: Tensor
-    dlse: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_padding_mask: Tensor | None
-    state_out: Tensor | None
-    state_lse: Tensor | None
-    out: Tensor
-    lse: Tensor
-    every: int
-    scale: float
-    needs: Needs
-    impl: str = "auto"
 
 
 def _definition(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ from ...runtime.tracing import needs_definition, under_transform
 from ..api import check_offsets_shape
 from ..schema import state_gradient
 from ..state import AttentionState, check_state
-from .schema import ProjectedAttention, ProjectedAttentionBackward, projected_attention_op, projected_backward_op
+from .contract import ProjectedAttention, ProjectedAttentionBackward
+from .schema import projected_attention_op, projected_backward_op
 
 Norm = tuple[Tensor, Tensor, float]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import FLOATING
 from ...runtime.extension import load
-from .schema import ProjectedAttention, ProjectedAttentionBackward
+from .contract import ProjectedAttention, ProjectedAttentionBackward
 
 _C = load()
 

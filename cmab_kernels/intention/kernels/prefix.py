@@ -16,7 +16,7 @@ from torch import Tensor
 from ...runtime.dtypes import state_dtype
 from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, rows_from, tile_at
-from ..schema import GramBackward, PrefixRidge, PrefixRidgeBackward
+from ..contract import GramBackward, PrefixRidge, PrefixRidgeBackward
 from ..state import in_chunks
 from . import scan
 from .launch import Cut, row_strides

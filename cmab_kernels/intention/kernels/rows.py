@@ -17,7 +17,7 @@ from torch import Tensor
 from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, triton_dtype
 from ...runtime.triton_products import as_operand, product
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
-from ..schema import ApplyRows, GramBackward
+from ..contract import ApplyRows, GramBackward
 from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
 
 

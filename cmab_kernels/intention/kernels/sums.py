@@ -15,7 +15,7 @@ from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device, triton_dtype
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
-from ..schema import Gram, RidgeUpdate
+from ..contract import Gram, RidgeUpdate
 from ..state import count_keys
 from .launch import Cut, GramTiles, cut_keys, gram_products, gram_tiles, row_strides
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...runtime.backends import choose
 from ...runtime.checks import check_floats, check_number, check_operands, is_read, wrong
 from ...runtime.dtypes import state_dtype
-from .schema import RegularisedSolve, regularised_solve_op
+from .contract import RegularisedSolve
+from .schema import regularised_solve_op
 
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float64, torch.float32)}
 """The largest penalty in each dtype of sums."""

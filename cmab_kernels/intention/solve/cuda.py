@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
-from .schema import RegularisedSolve
+from .contract import RegularisedSolve
 
 
 def unsupported(gram: Tensor, rhs: Tensor) -> str | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.extension import load
-from .schema import RegularisedSolve
+from .contract import RegularisedSolve
 
 _C = load()
 

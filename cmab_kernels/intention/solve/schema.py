@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,27 +10,8 @@ from torch import Tensor
 from ...runtime.checks import refuse_negative
 from ...runtime.operator import Call, Gradients, Operator
 from ..schema import ROWS, check_weights, gradient_of_sums, gram_operations, row_products, sums_like
+from .contract import RegularisedSolve, RidgeSolve
 from .reference import regularised_solve_reference
-
-
-class RegularisedSolve(NamedTuple):
-    """The arguments of `cmab::regularised_solve`, whose results are (gram + alpha I)^-1 rhs and its info."""
-
-    gram: Tensor
-    rhs: Tensor
-    alpha: Tensor
-    impl: str = "auto"
-
-
-class RidgeSolve(NamedTuple):
-    """The arguments of `cmab::ridge_solve`, whose results are the solution, K'WK and the info of the solution."""
-
-    key: Tensor
-    value: Tensor
-    weights: Tensor | None
-    key_padding_mask: Tensor | None
-    alpha: Tensor
-    impl: str = "auto"
 
 
 def _ridge_shapes(inputs: RidgeSolve) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...attention.contract import Attention, AttentionBackward
 from ...attention.kernels import attention_backward, attention_forward
-from ...attention.schema import Attention, AttentionBackward
 from ...runtime.triton_launch import on_device
-from ..schema import AttentionLayer, AttentionLayerBackward, needed, needs_part, needs_query_key_value, needs_rows
+from ..contract import AttentionLayer, AttentionLayerBackward, needed, needs_part, needs_query_key_value, needs_rows
 from .launch import aligned
 from .projections import Rows, join, matrix_gradient, part, plain_rows, project, project_back, rows_of
 from .shares import gradients

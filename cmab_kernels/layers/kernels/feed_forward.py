@@ -21,7 +21,7 @@ from torch import Tensor
 from ...runtime.triton_launch import kernel, on_device
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import load_tile, rows_at, rows_from
-from ..schema import FeedForwardLayer, FeedForwardLayerBackward, needed, needs_part
+from ..contract import FeedForwardLayer, FeedForwardLayerBackward, needed, needs_part
 from .activation import activated, slopes
 from .launch import aligned, back, forward
 from .projections import is_normed, matrix_gradient, plain_rows, rows_of

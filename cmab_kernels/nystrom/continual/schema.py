@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,50 +17,12 @@ from torch import Tensor
 from ...runtime.backends import kernel
 from ...runtime.checks import autocasts, refuse_not_finite
 from ...runtime.flops import flop_formula
-from ...runtime.operator import LIB, Extent, schema_of
+from ...runtime.operator import LIB, schema_of
 from ...runtime.tracing import has_memory, is_differentiated, is_plain
 from ..costs import executed_attention_operations, mean_operations
+from .contract import AttentionStep, NystromStep
 from .reference import attention_step_reference, nystrom_step_reference
 from .state import ContinualAttentionState, ContinualNystromState, own_memory, remembered
-
-
-class NystromStep(NamedTuple):
-    """The arguments of `cmab::continual_nystrom_step`: the fields of a state without `spare`, then those of the step."""
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    sums: Tensor
-    landmark_queries: Tensor
-    landmark_keys: Tensor
-    inverse: Tensor
-    scale: Tensor
-    position: Tensor
-    window: Extent
-    iterations: int
-    fixed: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    retroactive: bool
-    impl: str = "auto"
-
-
-class AttentionStep(NamedTuple):
-    """The arguments of `cmab::continual_attention_step`, as in `NystromStep`."""
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    sums: Tensor
-    scale: Tensor
-    position: Tensor
-    window: Extent
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    retroactive: bool
-    impl: str = "auto"
 
 
 def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import load_tile, tile_at
-from ..schema import LandmarkValues, LandmarkValuesBackward
+from ..contract import LandmarkValues, LandmarkValuesBackward
 from . import large
 from .launch import in_one_program, options, scratch_squares, strides
 from .pinv import store_rows

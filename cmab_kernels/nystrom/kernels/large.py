@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..schema import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
+from ..contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from .blocks import multiply
 
 

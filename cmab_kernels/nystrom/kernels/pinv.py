@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...runtime.triton_launch import kernel, on_device
 from ...runtime.triton_rows import tile_at
-from ..schema import Pinv, PinvBackward
+from ..contract import Pinv, PinvBackward
 from . import large
 from .launch import in_one_program, options, scratch_squares, strides, whole_alignment
 from .squares import differentiate, iterate, iterate_in_scratch

@@ -17,9 +17,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from cmab_kernels.attention.projected import kernels
+from cmab_kernels.attention.projected.contract import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.attention.projected.kernels import launch as launches
 from cmab_kernels.attention.projected.kernels.launch import Tiles
-from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, record
 from tests.machine_code import wrong
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels.attention.projected import kernels
+from cmab_kernels.attention.projected.contract import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.attention.projected.kernels import launch
 from cmab_kernels.attention.projected.reference import projected_attention_reference
-from cmab_kernels.attention.projected.schema import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.runtime.tiles import forget
 from cmab_kernels.testing import between_margins, guarded_results, row_error
 

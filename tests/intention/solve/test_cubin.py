@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from cmab_kernels.intention.solve import kernels
-from cmab_kernels.intention.solve.schema import RegularisedSolve
+from cmab_kernels.intention.solve.contract import RegularisedSolve
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, record
 
 pytestmark = pytest.mark.thorough

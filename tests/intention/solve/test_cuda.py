@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cmab_kernels.intention.solve.schema import RegularisedSolve, RidgeSolve
+from cmab_kernels.intention.solve.contract import RegularisedSolve, RidgeSolve
 from cmab_kernels.runtime.dtypes import state_dtype
 from cmab_kernels.testing import lapack_ratio
 from tests import emulated_cuda

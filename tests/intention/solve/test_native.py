@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cmab_kernels.intention.solve.schema import RegularisedSolve
+from cmab_kernels.intention.solve.contract import RegularisedSolve
 
 native = pytest.importorskip("cmab_kernels.intention.solve.native", reason="the extension was not built", exc_type=ImportError)
 

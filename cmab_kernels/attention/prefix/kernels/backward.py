@@ -19,7 +19,7 @@ from ...kernels.forward import LOG2_E, state_strides
 from ...kernels.launch import WIDEST_BLOCK, backward_products, backward_tiles
 from ...kernels.rows import RESOLUTION, base_two, sum_runs
 from ...kernels.runs import MOST_RUNS as MOST_SHARES
-from ..schema import PrefixAttentionBackward
+from ..contract import PrefixAttentionBackward
 from .cut import KEYS, MOST_RUNS, PREFIXES, chunk_of, cut_runs, group_of, scan_constants, tile_of_keys
 from .forward import chunk_of_row, queries_of, row_of_query, weighted
 

@@ -25,7 +25,7 @@ from ...kernels.backward import product_over_queries, scores_of, weigh
 from ...kernels.forward import LOG2_E
 from ...kernels.rows import load_rows, row_terms, sum_runs
 from ...kernels.runs import Cut, cut_keys, locate, vetted
-from ..schema import ProjectedAttentionBackward
+from ..contract import ProjectedAttentionBackward
 from .launch import (
     MOST_PROGRAMS,
     SPLIT,

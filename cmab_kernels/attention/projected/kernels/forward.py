@@ -12,7 +12,7 @@ from ....runtime.triton_products import product_of_wide
 from ....runtime.triton_rows import kept_keys, load_tile, tile_at
 from ...kernels.forward import LOG2_E, absorb, merge_runs, state_of, state_strides, store_state, units
 from ...kernels.runs import cut_keys, locate, vetted
-from ..schema import ProjectedAttention
+from ..contract import ProjectedAttention
 from .launch import apart, chunks, forward_constants, joined, queries_at_once, row_strides
 from .tiles import columns_of_chunk, head_bias, projected, row_norms
 

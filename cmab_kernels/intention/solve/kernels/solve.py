@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....runtime.constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
 from ....runtime.triton_launch import kernel, on_device
-from ..schema import RegularisedSolve
+from ..contract import RegularisedSolve
 from .launch import options, scratch_for
 
 STEP = tl.constexpr(16)
