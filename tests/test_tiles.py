@@ -114,19 +114,19 @@ def test_what_is_no_tile_is_refused(entry: Any, says: str, tmp_path: Path) -> No
 def test_what_is_no_table_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"tiles\.json: not a .*reinstall"):
+    with pytest.raises(ValueError, match=r"tiles\.json: got .*, expected a table of tiles.*reinstall"):
         read(path)
-    with pytest.raises(ValueError, match="not a readable table"):
+    with pytest.raises(ValueError, match="got a file that cannot be read .*, expected a table of tiles; reinstall"):
         read(tmp_path / "missing.json")
 
 
 def test_two_entries_of_one_key_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="two entries"):
+    with pytest.raises(ValueError, match="got two entries with one key, expected one"):
         read(_file(tmp_path, ENTRY, ENTRY))
 
 
 def test_what_cannot_be_read_cannot_be_written() -> None:
-    with pytest.raises(ValueError, match="BLOCK_L is 8"):
+    with pytest.raises(ValueError, match="BLOCK_L: got 8, expected one of"):
         as_entry(KEY, (8, 32, 8, 2), {})
 
 

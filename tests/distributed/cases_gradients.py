@@ -162,5 +162,5 @@ def case_transforms_are_refused() -> None:
         lambda out: torch.func.jvp(merged, (out,), (out,)),
     ]
     for function in transformed:
-        with raises(RuntimeError, "`state` is under a transform of torch.func"):
+        with raises(RuntimeError, "state: got under a transform of torch.func"):
             function(state.out)
