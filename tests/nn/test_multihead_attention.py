@@ -185,7 +185,7 @@ def test_causal_without_a_mask_is_refused() -> None:
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_what_is_no_floating_tensor_is_named(name: str, need_weights: bool) -> None:
     given = dict(zip(("query", "key", "value"), inputs(pair()[1]), strict=True))
-    for bad, said in ((None, "None: a"), ([1.0], "a list: a"), (given[name].int(), r"torch\.int32: a floating")):
+    for bad, said in ((None, "None, expected a"), ([1.0], "a list, expected a"), (given[name].int(), r"torch\.int32, expected a floating")):
         with pytest.raises(TypeError, match=rf"^{name}: got {said} torch\.Tensor"):
             pair()[1](**{**given, name: bad}, need_weights=need_weights)
 

@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "feed-forward, columns": (layers.FeedForward(8, 4), (torch.zeros(2, 7),), "^latents: got shape"),
     "context, columns": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 7)), "^context: got shape"),
     "context, batch": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(2, 3, 8)), "^context: got batch 2"),
-    "mask": (layers.LatentLayer(8, 2, 4), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 8), torch.zeros(1, 3)), "^key_padding_mask: is"),
+    "mask": (layers.LatentLayer(8, 2, 4), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 8), torch.zeros(1, 3)), "^key_padding_mask: got"),
 }
 
 
