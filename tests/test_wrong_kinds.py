@@ -189,7 +189,7 @@ def test_a_wrong_kind_is_named(name: str, argument: str, kind: str) -> None:
         function(**{**arguments, argument: _changed(kind, arguments[argument])})
     message = str(raised.value)
     named = "states" if argument == "first" else argument
-    assert re.match(rf"[\w.\[\]]+: got .*, expected ", message) and re.search(rf"\b{named}\b", message), message
+    assert re.match(r"[\w.\[\]]+: got .*, expected ", message) and re.search(rf"\b{named}\b", message), message
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -312,7 +312,7 @@ def test_half_a_state_is_refused() -> None:
         token = tokens(1)[:, 0]
         expected = module.forward_step(token, update_state=False)
         halves = ((recent, None), (None, attention), (recent, other.get_state()[1]), (other.get_state()[0], attention))
-        for half, given in zip(halves, ("no state of the attention", "no tokens", "batch 2 and", "batch 1, and"), strict=True):
+        for half, given in zip(halves, ("no state of the attention", "no tokens", "batch 2 and", "batch 1 and"), strict=True):
             with pytest.raises(ValueError, match=rf"^state: got .*{given}"):
                 module.set_state(half)
             assert torch.equal(module.forward_step(token, update_state=False), expected)
