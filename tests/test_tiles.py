@@ -116,7 +116,7 @@ def test_what_is_no_table_is_refused(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match=r"tiles\.json: got .*, expected a table of tiles.*reinstall"):
         read(path)
-    with pytest.raises(ValueError, match="got a file that cannot be read .*, expected a table of tiles; reinstall"):
+    with pytest.raises(ValueError, match=r"got a file that cannot be read .*, expected a table of tiles; reinstall"):
         read(tmp_path / "missing.json")
 
 

@@ -398,7 +398,7 @@ def test_an_assigned_forward_is_refused() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="^model: got a MultiheadAttention itself, expected .*; put it into a container"):
+    with pytest.raises(ValueError, match=r"^model: got a MultiheadAttention itself, expected .*; put it into a container"):
         replace_modules(nn.MultiheadAttention(16, 2), MAPPING)
     for mapping in ({nn.Linear: MultiheadAttention}, {nn.MultiheadAttention: nn.Linear}, {nn.MultiheadAttention: cmab_kernels.nn.CMAB}):
         with pytest.raises(TypeError, match="mapping"):
@@ -557,5 +557,5 @@ def test_an_option_that_contradicts_the_weights_is_refused(option: dict[str, Any
 def test_what_was_added_to_a_layer_is_not_lost_in_an_informers() -> None:
     box = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32))
     box[0].register_parameter("prompt", nn.Parameter(torch.zeros(3)))
-    with pytest.raises(ValueError, match="^model: '0' has prompt added"):
+    with pytest.raises(ValueError, match=r"^model: '0' has prompt added"):
         replace_modules(box, {nn.TransformerEncoderLayer: InformerEncoderLayer}, verbose=False)
