@@ -119,7 +119,7 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
     of_task = {key: value for key, value in settings.items() if not key.startswith("model.")}
     task = TASKS[asked.task].for_system(asked.system).changed(of_task)
     if asked.system not in task.systems:
-        raise ValueError(mismatch("--system", asked.system, f"one of {', '.join(task.systems)} for {asked.task}"))
+        raise ValueError(mismatch("system", asked.system, f"one of {', '.join(task.systems)} for {asked.task}"))
     folder = asked.folder or Path("runs") / asked.task / f"{asked.system}-{asked.seed}"
     return Run(asked.system, task, folder, asked.seed, _device(asked.device), model)
 

@@ -111,7 +111,7 @@ def test_a_stream_goes_on_from_its_state_and_errors_leave_it(kind: str) -> None:
     nan, largest = next_token.clone(), max(model.embedding.weight, key=lambda row: float(row.abs().sum()))
     nan[0, 0] = torch.nan
     for wrong, said in (
-        (next_token[:1], "there are 2 streams"),
+        (next_token[:1], "^token: got batch 1, expected batch 2"),
         (nan, "finite"),
         (1.7e308 * largest.sign().expand(2, C), "finite"),  # embedded, it overflows
         (next_token[:, 1:], "^token: got shape"),
@@ -172,11 +172,11 @@ def test_parts_of_a_stream_are_refused(kind: str) -> None:
     assert state is not None
     expected = copy.deepcopy(model).forward_step(tokens[:, -1])
     del entries["stream.tokens"]
-    with pytest.raises(RuntimeError, match=r"stream\.tokens has 0 tokens of 0 streams, and the last layer has 2"):
+    with pytest.raises(RuntimeError, match=r"stream\.tokens: got 0 tokens of 0 streams and a last layer of 2"):
         model.load_state_dict(entries)
     for wrong, said in (
-        (state._replace(window=None), "state.window has 0 tokens"),
-        (state._replace(last=None), "the last layer has 0"),
+        (state._replace(window=None), "^state.window: got 0 tokens"),
+        (state._replace(last=None), "a last layer of 0"),
         (state._replace(place=99), "^state: got 99"),
         (state._replace(window=state.window.float()), "^state.tokens: got torch.float32"),
     ):
@@ -228,9 +228,9 @@ def test_landmarks_are_fitted_layer_by_layer() -> None:
     torch.testing.assert_close(second.landmark_keys, expected.landmark_keys)
     model(windows).sum().backward()
     assert first.landmark_queries.grad is not None
-    with pytest.raises(ValueError, match="layers 0 to 1"):
+    with pytest.raises(ValueError, match=r"^layer: got .*, expected an int from 0 to 1"):
         model.fit_landmarks(windows, layer=2)
-    with pytest.raises(ValueError, match="only fixed landmarks"):
+    with pytest.raises(ValueError, match=r"^landmarks: got 'continual', expected 'fixed'"):
         made("continual").fit_landmarks(windows)
     with pytest.raises(ValueError, match=r"^depth: got 0"):
         made("exact", depth=0)

@@ -114,7 +114,7 @@ def test_a_block_in_a_wrapper_is_called(wrapped: tuple[int, ...]) -> None:
     for i in wrapped:
         module.blocks[i] = Wrapper(module.blocks[i])
     close(module(inputs, latents), expected)
-    with pytest.raises(ValueError, match=r"^(inputs|latents): has"):
+    with pytest.raises(ValueError, match=r"^(inputs|latents): got shape"):
         module(inputs[..., :-1], latents)
     state = stack().init_state(BATCH)
     uses = {
@@ -199,14 +199,14 @@ def test_blocks_whose_states_differ_have_no_stream(options: dict[str, int]) -> N
     module, (inputs, latents) = stack(), points()
     replaced(module, **options)
     close(module(inputs, latents), one_by_one(module, inputs, latents))
-    with pytest.raises(ValueError, match=r"^blocks: have states of shapes .*: one state for all needs one shape"):
+    with pytest.raises(ValueError, match=r"^blocks: got states of shapes .*, expected one shape for the one state of all"):
         module.read(inputs)
 
 
 def test_a_stack_without_blocks_is_named() -> None:
     module = stack()
     del module.blocks[:]
-    with pytest.raises(ValueError, match=r"^blocks: got empty, expected at least one"):
+    with pytest.raises(ValueError, match=r"^blocks: got no block, expected at least one"):
         module(*points())
 
 
@@ -455,7 +455,7 @@ def test_chunks_that_do_not_fit_are_named() -> None:
     cases: dict[str, tuple[Any, type[Exception]]] = {
         r"^chunks: got an int, expected ": (3, TypeError),
         r"^chunks: got shape \(2, 2, 41, 12\), expected ": (inputs.expand(2, -1, -1, -1), ValueError),
-        r"^chunks: got a generator, which can be read once only, expected ": ((c for c in inputs.split(9, 1)), ValueError),
+        r"chunks: got a generator, which can be read only once, expected ": ((c for c in inputs.split(9, 1)), ValueError),
         r"^chunks: got no chunk, expected ": ([], ValueError),
         r"^chunks\[1\]: got shape \(2, 41, 3\), expected ": ([inputs, inputs[..., :3]], ValueError),
         r"^chunks\[1\]: got batch 1, expected ": ([inputs, inputs[:1]], ValueError),
@@ -472,14 +472,14 @@ def test_chunks_that_do_not_fit_are_named() -> None:
 
 ROWS = np.zeros((4, DIM))
 UNREADABLE: dict[str, tuple[Any, str]] = {
-    "objects": (ROWS.astype(object), "is an array of object: numbers"),
-    "text": (ROWS.astype(str), "is an array of <U"),
-    "times": (ROWS.astype("datetime64[s]"), "is an array of datetime64"),
-    "complex": (ROWS + 1j, "is an array of complex128"),
-    "long": (ROWS.astype(np.longdouble), "is an array of float"),
-    "masked": (np.ma.masked_array(ROWS, ROWS == 0), "is an array with masked entries"),
-    "sparse": (torch.tensor(ROWS).to_sparse(), "is torch.sparse_coo: a dense tensor"),
-    "nested": (torch.nested.nested_tensor([torch.tensor(ROWS)] * 2, layout=torch.jagged), "is a nested tensor: a dense tensor"),
+    "objects": (ROWS.astype(object), "got an array of object, expected real numbers"),
+    "text": (ROWS.astype(str), "got an array of <U"),
+    "times": (ROWS.astype("datetime64[s]"), "got an array of datetime64"),
+    "complex": (ROWS + 1j, "got an array of complex128"),
+    "long": (ROWS.astype(np.longdouble), "got an array of float"),
+    "masked": (np.ma.masked_array(ROWS, ROWS == 0), "got an array with masked entries, expected an array without"),
+    "sparse": (torch.tensor(ROWS).to_sparse(), "got torch.sparse_coo, expected a dense tensor"),
+    "nested": (torch.nested.nested_tensor([torch.tensor(ROWS)] * 2, layout=torch.jagged), "got a nested tensor, expected a dense tensor"),
 }
 
 
