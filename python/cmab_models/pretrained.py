@@ -41,10 +41,10 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
     Traceback (most recent call last):
-    ValueError: `depth` is 0: an int >= 1 is needed
+    ValueError: depth: got 0, expected an int >= 1
     >>> cmab_models.CNP(dim_x=1, dim_y=1, dims=16)
     Traceback (most recent call last):
-    TypeError: `dims` is not known to CNP: did you mean dim? It takes dim_x, dim_y, dim, depth, bound_std
+    TypeError: dims: got an unknown argument of CNP, expected one of dim_x, dim_y, dim, depth, bound_std; did you mean dim?
     """
 
     before: ClassVar[dict[str, Any]] = {}

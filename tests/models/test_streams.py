@@ -121,7 +121,7 @@ def test_a_stream_goes_on_from_its_state_and_errors_leave_it(kind: str) -> None:
             model.forward_step(wrong)
     torch.testing.assert_close(model.forward_step(next_token), expected, rtol=1e-12, atol=1e-12)
     model.clean_state()
-    with pytest.raises(TypeError, match=r"^token: got torch\.float32, expected the module is torch\.float64"):
+    with pytest.raises(TypeError, match=r"^token: got torch\.float32, expected torch\.float64 as the module has"):
         model.forward_step(torch.randn(3, C))
     assert model.get_state() is None
     assert model.forward_step(next_token[:1]) is None
