@@ -36,8 +36,8 @@ class _Group(NamedTuple):
     def __reduce__(self) -> Any:
         if self.group is None:
             return _Group, (None,)
-        allowed = "save the state_dict(), and load it into a module that each process makes with its own group"
-        raise TypeError(f"group: a process group belongs to its process and cannot be pickled; {allowed}")
+        allowed = "None; save the state_dict(), and load it into a module that each process makes with its own group"
+        raise TypeError(mismatch("group", "a process group, which cannot be pickled, as it belongs to its process", allowed))
 
 
 class ContextSharded(nn.Module, Generic[State]):

@@ -65,8 +65,8 @@ class Keeper(nn.Module, Generic[Value]):
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse an entry of the `state_dict`. `torch.func.functional_call` would set it, and no code would read it."""
         if isinstance(value, Tensor) and name in type(self).fields:
-            advice = "assign a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
-            raise TypeError(f"{name}: this entry of a stream cannot be set alone; {advice}")
+            allowed = "a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
+            raise TypeError(mismatch(name, "a tensor for this entry alone", allowed))
         super().__setattr__(name, value)
 
     @abstractmethod

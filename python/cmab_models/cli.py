@@ -187,7 +187,7 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     if run.checkpoint.exists() and not asked.resume:
-        raise ValueError(f"{run.checkpoint}: it exists already; add --resume to go on from it, or choose another --folder")
+        raise ValueError(mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to go on from it"))
     run.model(), run.task.batch(seeded(run.seed))  # if these calls raise, no folder is made
     losses = run.folder / "tensorboard"
     with _made_folder(run.folder), contextlib.ExitStack() as at_end, tqdm(total=run.task.steps, unit="step") as bar:

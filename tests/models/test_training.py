@@ -133,7 +133,7 @@ def test_the_checkpoint_is_written_whatever_comes(at: int, toy: type[Task], tmp_
 
 def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: Path) -> None:
     run = Run("cnp", toy(), tmp_path)
-    with pytest.raises(BadCheckpoint, match="nothing to resume"):
+    with pytest.raises(BadCheckpoint, match="got no such file, expected a checkpoint to resume"):
         train(run, resume=True)
     train(run)
     with pytest.raises(BadCheckpoint, match=r"^slope: got 2\.0, expected 1\.0, as .*checkpoint\.pt was trained with"):
@@ -320,7 +320,7 @@ def test_what_is_refused(
     ("asked", "message"),
     [
         (("--set", "slope=1e308"), "context_y: got a NaN or an infinity"),
-        (("--resume",), "nothing to resume"),
+        (("--resume",), "got no such file, expected a checkpoint to resume"),
         (
             ("--set", "learning_rate=1e30", "--set", "steps=9"),
             "loss: got nan in step 2, with a gradient of norm nan, expected finite numbers; try a smaller learning_rate",

@@ -386,14 +386,14 @@ def test_added_parts_are_refused() -> None:
     for add in (lambda m: m.register_buffer("seen", torch.zeros(1)), lambda m: m.add_module("lora", nn.Linear(2, 2))):
         model = nn.Sequential(nn.MultiheadAttention(16, 2))
         add(model[0])
-        with pytest.raises(ValueError, match=r"^model: '0' has (seen|lora) added"):
+        with pytest.raises(ValueError, match=r"^model: got '0' with (seen|lora) added"):
             replace_modules(model, MAPPING)
 
 
 def test_an_assigned_forward_is_refused() -> None:
     model = nn.Sequential(nn.MultiheadAttention(16, 2))
     model[0].forward = lambda *_: "patched"
-    with pytest.raises(ValueError, match=r"^model: '0' has a `forward` assigned"):
+    with pytest.raises(ValueError, match=r"^model: got '0' with a `forward` assigned"):
         replace_modules(model, MAPPING)
 
 
@@ -557,5 +557,5 @@ def test_an_option_that_contradicts_the_weights_is_refused(option: dict[str, Any
 def test_what_was_added_to_a_layer_is_not_lost_in_an_informers() -> None:
     box = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32))
     box[0].register_parameter("prompt", nn.Parameter(torch.zeros(3)))
-    with pytest.raises(ValueError, match=r"^model: '0' has prompt added"):
+    with pytest.raises(ValueError, match=r"^model: got '0' with prompt added"):
         replace_modules(box, {nn.TransformerEncoderLayer: InformerEncoderLayer}, verbose=False)

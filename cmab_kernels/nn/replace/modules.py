@@ -148,17 +148,22 @@ def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
     if _class_of(made)[0] is InformerEncoderLayer:
         lost[f"{path}.self_attn"] = module.get_submodule("self_attn")
         if added := [*module._parameters, *module._buffers]:
-            raise ValueError(f"model: {path!r} has {', '.join(added)} added, which would be lost; remove them, replace, add them again")
+            raise ValueError(_lost(path, f"{', '.join(added)} added", "remove them, replace, add them again"))
     for name, each in lost.items():
         added = [*each._buffers, *each._modules.keys() - {"out_proj"}] if isinstance(each, nn.MultiheadAttention) else []
         if added:
-            raise ValueError(f"model: {name!r} has {', '.join(added)} added, which would be lost; remove them, replace, add them again")
+            raise ValueError(_lost(name, f"{', '.join(added)} added", "remove them, replace, add them again"))
         if "forward" in each.__dict__:
-            raise ValueError(f"model: {name!r} has a `forward` assigned, which would be lost; delete it, replace, assign it again")
+            raise ValueError(_lost(name, "a `forward` assigned", "delete it, replace, assign it again"))
         for hooks in _HOOKS:
             if getattr(each, hooks):
                 kind = hooks.strip("_").replace("_", " ")
-                raise ValueError(f"model: {name!r} has {kind}, which would be lost; remove them, replace, register them again")
+                raise ValueError(_lost(name, kind, "remove them, replace, register them again"))
+
+
+def _lost(path: str, what: str, advice: str) -> str:
+    """Return the message for something on a module that its replacement would not have."""
+    return mismatch("model", f"{path!r} with {what}, which would be lost", f"a module without; {advice}")
 
 
 def _class_of(made: Any) -> tuple[Any, dict[str, Any]]:

@@ -47,7 +47,7 @@ def load(path: Path, run: dict[str, Any]) -> Checkpoint:
     """Return the checkpoint of this run; `BadCheckpoint` if there is none, it is broken, or it belongs to another
     run."""
     if not path.exists():
-        raise BadCheckpoint(f"{path}: there is no such file, and nothing to resume; leave out --resume")
+        raise BadCheckpoint(mismatch(str(path), "no such file", "a checkpoint to resume; leave out --resume"))
     try:
         entries = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # if bytes are not a pickle, the unpickler can raise anything, also without a message
