@@ -88,8 +88,8 @@ MODULES = {
     ),
     "landmarks of keys that are those of queries": Fault(
         "cmab_kernels/nn/multihead/nystrom.py",
-        "self._project(part, centres)[0] for part in range(2)",
-        "self._project(0, centres)[0] for part in range(2)",
+        "own._project(part, centres)[0] for part in range(2)",
+        "own._project(0, centres)[0] for part in range(2)",
         "tests/nn/test_nystrom_attention.py::test_one_clustering_of_the_tokens_of_self_attention",
     ),
     "query heads that meet another's keys": Fault(

@@ -126,7 +126,7 @@ def test_a_block_in_a_wrapper_is_called(wrapped: tuple[int, ...]) -> None:
         "retrieve": lambda: module.retrieve(latents, state),
     }
     for use in uses.values():
-        with pytest.raises(TypeError, match=rf"^blocks\[{wrapped[0]}\]: got a Wrapper, expected a CMAB for a state"):
+        with pytest.raises(TypeError, match=rf"^blocks\[{wrapped[0]}\]: got a Wrapper, expected a CMAB, as only these have states"):
             use()
 
 
@@ -583,7 +583,7 @@ def test_a_source_that_changes_is_refused() -> None:
     source = [inputs]
     state = module.encode(source)
     source.append(inputs)
-    with pytest.raises(RuntimeError, match=r"^chunks: gave 1 chunks, and 2 when it was read again"):
+    with pytest.raises(RuntimeError, match=r"^chunks: got 2 chunks when it was read again, expected the 1 of the first time"):
         state.out.sum().backward()
 
 

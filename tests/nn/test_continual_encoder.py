@@ -160,7 +160,7 @@ def test_the_window_of_a_retroactive_layer_is_kept_with_its_attention() -> None:
         with pytest.raises(ValueError, match=r"^src: got batch 2, expected batch 1, as the stream's window of tokens has"):
             module.forward_step(tokens(1)[:, 0])
         module.stream.state = None
-        with pytest.raises(ValueError, match="window of tokens has none"):
+        with pytest.raises(ValueError, match=r"^stream: got a state of attention without the window of tokens"):
             module.forward_step(tokens(1)[:, 0])
         module.set_state((recent, attention))
         with torch.inference_mode():

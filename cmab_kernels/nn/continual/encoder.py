@@ -268,9 +268,11 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         if self.self_attn.stream.held is None:
             return torch.cat([tokens.new_zeros(batch, *self.stream.shape), tokens], 1)
         held = self.stream.held
-        if held is None or held.tokens.shape[0] != batch:
-            wanted = "no tokens" if held is None else f"batch {held.tokens.shape[0]}"
-            raise ValueError(mismatch("src", f"batch {batch}", f"{wanted}, as the stream's window of tokens has; clean_state() ends it"))
+        if held is None:
+            raise ValueError(mismatch("stream", "a state of attention without the window of tokens", "both; clean_state() ends it"))
+        if held.tokens.shape[0] != batch:
+            wanted = f"batch {held.tokens.shape[0]}, as the stream's window of tokens has; clean_state() ends it"
+            raise ValueError(mismatch("src", f"batch {batch}", wanted))
         return torch.cat([held.tokens, tokens], 1)
 
     def _windows(self, tokens: Tensor, attended: Tensor) -> Tensor:
