@@ -1,4 +1,4 @@
-"""Checks of error messages: they name the argument, what was given and what is allowed."""
+"""Checks of error messages: they have the form «argument: got X, expected Y»."""
 
 from __future__ import annotations
 
