@@ -342,7 +342,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    assert re.search("^impl: got 'native', which cannot run here.*native extension is not there", _run(code))
+    assert re.search(r"^impl: 'native' cannot run here: .*native extension is not there", _run(code))
 
 
 def test_without_the_extension_the_choice_can_still_be_traced() -> None:
