@@ -19,6 +19,8 @@ from types import ModuleType
 
 import torch
 
+from .runtime.checks import mismatch
+
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {"cpuinfo": "py-cpuinfo", "matplotlib": "matplotlib"}
 """Module to import -> name of the package to install."""
@@ -58,7 +60,7 @@ def run(request: Request) -> int:
     with _unfinished(request) as folder:
         new = saved or session.measured(request.scans, request.quick, request.device or "cpu", request.threads)
         if not new.rows:
-            raise Refusal("nothing could be measured; nothing was written")
+            raise Refusal("bench: nothing could be measured, and nothing was written")
         file = folder / "run.json"
         runs.save(new, file)
         if saved:
@@ -85,11 +87,11 @@ def _module(name: str) -> ModuleType:
 def _check(request: Request) -> None:
     if not (ROOT / "bench" / "session.py").exists():
         raise Refusal(
-            f"the benchmarks are not part of an installed package, and there is no bench/ beside {ROOT / 'cmab_kernels'}: "
+            f"bench: the benchmarks are not part of an installed package, and there is no bench/ beside {ROOT / 'cmab_kernels'}; "
             'in a checkout of the repository, pip install -e ".[bench]" and run this again'
         )
     if missing := [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]:
-        raise Refusal(f'not installed: {", ".join(missing)}; pip install -e ".[bench]" in the checkout')
+        raise Refusal(f'{", ".join(missing)}: not installed; pip install -e ".[bench]" in the checkout')
     measuring = {
         "a scan": request.scans,
         "--quick": request.quick,
@@ -97,19 +99,21 @@ def _check(request: Request) -> None:
         "--threads": request.threads is not None,
     }
     if request.saved and (given := [name for name, value in measuring.items() if value]):
-        raise Refusal(f"--from shows a run that was saved, and {given[0]} says how to measure: leave one of them out")
+        raise Refusal(mismatch("--from", f"a saved run to show, and {given[0]}, which says how to measure", "one of the two"))
     known = sorted(_module("scans").scans())
     if unknown := [scan for scan in request.scans if scan not in known]:
-        raise Refusal(f"there is no scan {unknown[0]}: choose among {', '.join(known)}")
+        raise Refusal(mismatch("scan", unknown[0], f"one of {', '.join(known)}"))
     if request.threads is not None and request.threads < 1:
-        raise Refusal(f"--threads {request.threads}: give a number from 1 on")
+        raise Refusal(mismatch("--threads", request.threads, "an int >= 1"))
     if request.device == "cuda" and not torch.cuda.is_available():
-        raise Refusal("--device cuda: torch finds no GPU; leave it out to measure the CPU")
+        raise Refusal(mismatch("--device", "cuda", "cpu, as torch finds no GPU"))
     output = request.output
     if output.exists() and not output.is_dir():
-        raise Refusal(f"--output {output}: a file, and no folder; give another name")
+        raise Refusal(mismatch("--output", f"{output}, a file", "a folder; give another name"))
     if output.is_dir() and any(output.iterdir()) and not request.force:
-        raise Refusal(f"{output} has files in it: give another --output, or --force to replace those of the same names")
+        raise Refusal(
+            mismatch("--output", f"{output}, which has files in it", "an empty folder; or give --force to replace those of the same names")
+        )
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------------------------
@@ -125,7 +129,7 @@ def _unfinished(request: Request) -> Iterator[Path]:
         request.output.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=request.output)
     except OSError as error:
-        raise Refusal(f"--output {request.output}: cannot be written ({error.strerror}); give another folder") from None
+        raise Refusal(mismatch("--output", f"{request.output}, which cannot be written ({error.strerror})", "another folder")) from None
     try:
         with folder as name:
             yield Path(name).absolute()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .intention import RidgeState, empty_ridge, regularised_solve, remove_ridge, ridge_state
-from .runtime.checks import wrong
+from .runtime.checks import kind_of, mismatch
 from .runtime.constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
 from .runtime.dtypes import FLOATING, state_dtype
 
@@ -87,10 +87,10 @@ class OnlineRidge:
         held = self._fitted()
         self._check_parameters()
         if self.forgetting != 1:
-            raise ValueError(wrong("forgetting", f"is {self.forgetting}", "only with 1 do examples keep the weights to be subtracted"))
+            raise ValueError(mismatch("forgetting", self.forgetting, "1, as only then do examples keep the weights to subtract"))
         rows = _Rows(self, X, y, sample_weight, held)
         if len(rows.x) > self.n_samples_seen_:
-            raise ValueError(wrong("X", f"has {len(rows.x)} rows", f"only {self.n_samples_seen_} examples are held"))
+            raise ValueError(mismatch("X", f"{len(rows.x)} rows", f"at most {self.n_samples_seen_}, the examples held"))
         left = held.with_state(remove_ridge(held.state, *rows.operands(held), weights=rows.weights))
         self._sums = left if int(left.state.count) else None
         return self
@@ -111,7 +111,7 @@ class OnlineRidge:
         held = self._fitted()
         rows = _Rows(self, X, y, sample_weight, held)
         if rows.weights is not None and not rows.weights.any():
-            raise ValueError(wrong("sample_weight", "is 0 throughout", "a score needs an example that counts"))
+            raise ValueError(mismatch("sample_weight", "0 throughout", "a number above 0 for one example at least"))
         y_ = rows.y.double()
         weights = y_.new_ones(len(y_), 1) if rows.weights is None else rows.weights[0, :, None]
         errors = y_ - held.solved(self).at(rows.x).double()
@@ -165,11 +165,13 @@ class OnlineRidge:
         _penalties(self.alpha, rows.y.shape[1])
         if held is None:
             if rows.weights is not None and not rows.weights.any():
-                raise ValueError(wrong("sample_weight", "is zero for all examples", "the first examples need one that is not"))
+                raise ValueError(
+                    mismatch("sample_weight", "zero for all examples", "a number above 0 for one of the first examples at least")
+                )
             held = _Sums.of_none(rows, X, bool(self.fit_intercept))
         elif held.intercept != bool(self.fit_intercept):
-            allowed = "the examples so far were added with the other; change it before `fit`, which starts anew"
-            raise ValueError(wrong("fit_intercept", f"is {self.fit_intercept!r}", allowed))
+            allowed = f"{held.intercept}, as for the examples so far; change it before `fit`, which starts anew"
+            raise ValueError(mismatch("fit_intercept", repr(self.fit_intercept), allowed))
         weights, state, number = rows.weights, held.state, len(rows.x)
         forgetting = float(self.forgetting)  # powers of a small NumPy float would keep few digits
         faded = forgetting**number
@@ -185,9 +187,9 @@ class OnlineRidge:
     def _check_parameters(self) -> None:
         _penalties(self.alpha)
         if not isinstance(self.forgetting, Real) or not 0 < self.forgetting <= 1:
-            raise ValueError(wrong("forgetting", f"is {self.forgetting!r}", "a number above 0, at most 1, is needed"))
+            raise ValueError(mismatch("forgetting", repr(self.forgetting), "a number above 0 and at most 1"))
         if getattr(self.fit_intercept, "shape", ()) or self.fit_intercept not in (True, False):
-            raise ValueError(wrong("fit_intercept", f"is {self.fit_intercept!r}", "True or False is needed"))
+            raise ValueError(mismatch("fit_intercept", repr(self.fit_intercept), "True or False"))
 
     def _held(self) -> _Sums | None:
         held: _Sums | None = getattr(self, "_sums", None)
@@ -344,16 +346,18 @@ class _Sums:
                 self._solution = penalties, self._solve(penalties)
         solution = self._solution[1]
         if sound and solution.info == INFO_NOT_POSITIVE_DEFINITE:
-            allowed = "alpha > 0 is needed for these examples, which do not determine the coefficients"
+            allowed = "a number > 0 for these examples, which do not determine the coefficients"
             if min(penalties) > 0:
                 allowed = (
-                    "these examples have no solution: their numbers are too large, or some were forgotten that were not held, "
+                    "examples that have a solution; their numbers are too large, or some were forgotten that were not held, "
                     "or that were far from the others"
                 )
-            raise ValueError(wrong("alpha", f"is {model.alpha}", allowed))
+            raise ValueError(mismatch("alpha", model.alpha, allowed))
         if sound and solution.info == INFO_ILL_CONDITIONED:
             warnings.warn(
-                f"the regression is ill-conditioned with alpha = {model.alpha}; few digits may be right", RuntimeWarning, stacklevel=4
+                f"alpha: got {model.alpha}, with which the regression is ill-conditioned; few digits may be right",
+                RuntimeWarning,
+                stacklevel=4,
             )
         return solution
 
@@ -396,9 +400,9 @@ def _penalties(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
     except (TypeError, ValueError, OverflowError):
         given = []
     if not given or isinstance(alpha, (str, bytes)) or not all(0 <= each < math.inf for each in given):
-        raise ValueError(wrong("alpha", f"is {alpha!r}", "a number >= 0, or an array of one for each target, is needed"))
+        raise ValueError(mismatch("alpha", repr(alpha), "a number >= 0, or an array with one for each target"))
     if targets is not None and len(given) not in (1, targets):
-        raise ValueError(wrong("alpha", f"has {len(given)} penalties", f"one, or one for each target, is needed, and y has {targets}"))
+        raise ValueError(mismatch("alpha", f"{len(given)} penalties", f"one, or one for each target of y, {targets}"))
     return tuple(given) if len(set(given)) > 1 else (given[0],)
 
 
@@ -465,20 +469,24 @@ class _Rows:
         targets = _tensor("y", y, self.x.device)
         self.flat = targets.dim() == 1
         if targets.dim() not in (1, 2) or len(targets) != len(self.x) or targets.shape[-1] == 0 < len(targets):
-            raise ValueError(wrong("y", f"has shape {tuple(targets.shape)}", f"X has {len(self.x)} rows: as many are needed"))
+            raise ValueError(
+                mismatch(
+                    "y", f"shape {tuple(targets.shape)}", f"(N,) or (N, E) with N = {len(self.x)} and E >= 1, as X has {len(self.x)} rows"
+                )
+            )
         self.y = targets[:, None] if self.flat else targets
         if held is not None and (self.flat, self.y.shape[1]) != (held.flat, held.state.moment.shape[3]):
             wanted = "(N,)" if held.flat else f"(N, {held.state.moment.shape[3]})"
-            raise ValueError(wrong("y", f"has shape {tuple(targets.shape)}", f"{wanted} is needed, as in the examples before"))
+            raise ValueError(mismatch("y", f"shape {tuple(targets.shape)}", f"{wanted}, as in the examples before"))
         self.weights: Tensor | None = None
         if sample_weight is not None:
             if isinstance(sample_weight, Real):
                 sample_weight = torch.full((len(self.x),), float(sample_weight), dtype=torch.float64, device=self.x.device)
             weights = _tensor("sample_weight", sample_weight, self.x.device)
             if weights.shape != (len(self.x),):
-                raise ValueError(wrong("sample_weight", f"has shape {tuple(weights.shape)}", f"({len(self.x)},) is needed, one a row"))
+                raise ValueError(mismatch("sample_weight", f"shape {tuple(weights.shape)}", f"({len(self.x)},), one for each row"))
             if (weights < 0).any():
-                raise ValueError(wrong("sample_weight", "has a negative element", "every element must be >= 0"))
+                raise ValueError(mismatch("sample_weight", "a negative element", "numbers >= 0"))
             self.weights = weights[None].double()
 
     def operands(self, held: _Sums) -> tuple[Tensor, Tensor]:
@@ -499,10 +507,8 @@ def _points(model: OnlineRidge, X: Any, held: _Sums | None) -> Tensor:
     """
     points = _tensor("X", X, held.state.gram.device if held is not None else None)
     if points.dim() != 2:
-        shown = f"has shape {tuple(points.shape)}"
-        raise ValueError(
-            wrong("X", shown, "(N, D) is needed. Reshape your data: X.reshape(-1, 1) for one feature, X.reshape(1, -1) for one row")
-        )
+        shown = f"shape {tuple(points.shape)}"
+        raise ValueError(mismatch("X", shown, "(N, D); Reshape your data: X.reshape(-1, 1) for one feature, X.reshape(1, -1) for one row"))
     for axis, name in enumerate(("sample", "feature")):
         if points.shape[axis] == 0:
             raise ValueError(f"Found array X with 0 {name}(s) (shape={tuple(points.shape)}) while a minimum of 1 is required.")
@@ -521,10 +527,10 @@ def _tensor(name: str, given: Any, device: torch.device | None) -> Tensor:
     if not isinstance(given, Tensor):
         return _array(name, given).to(device)
     if device is not None and given.device != device:
-        raise ValueError(wrong(name, f"is on {given.device}", f"{device} is needed"))
+        raise ValueError(mismatch(name, f"device {given.device}", f"{device}, the device of the examples before or of X"))
     if given.is_nested or given.layout != torch.strided or given.is_meta:
         shown = "a nested tensor" if given.is_nested else given.layout
-        raise TypeError(wrong(name, f"is {shown} on {given.device}", "a dense tensor with values is needed"))
+        raise TypeError(mismatch(name, f"{shown} on {given.device}", "a dense tensor with values"))
     if given.is_complex():
         raise ValueError(f"Complex data not supported: {name} is {given.dtype}")
     tensor = given.to(state_dtype(given.dtype) if given.dtype in FLOATING else torch.float64)
@@ -542,19 +548,19 @@ def _array(name: str, given: Any) -> Tensor:
     import numpy as np
 
     if hasattr(given, "tocsr"):
-        raise TypeError(f"{name} is sparse, and sparse data are not supported; use toarray()")
+        raise TypeError(mismatch(name, "a sparse matrix", "a dense array; use toarray()"))
     if np.ma.is_masked(given):
-        raise ValueError(wrong(name, "is an array with masked entries", "fill them in, or leave out their rows"))
+        raise ValueError(mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows"))
     try:
         array = np.asarray(given)
         if array.dtype.kind in "mM":
-            raise TypeError(f"{array.dtype} is no number")
+            raise TypeError(f"{array.dtype} is not a number")
         if array.dtype.kind != "c":
             small = array.dtype.kind == "f" and array.dtype.itemsize in (2, 4)
             array = array.astype(np.float32 if small else np.float64, copy=False)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(wrong(name, "is no array of numbers", str(error))) from error
+        raise kind(mismatch(name, kind_of(given), f"an array of numbers; {error}")) from error
     if array.dtype.kind == "c":
         raise ValueError(f"Complex data not supported: {name} is {array.dtype}")
     if not np.isfinite(array).all():

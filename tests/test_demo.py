@@ -291,7 +291,7 @@ def test_bad_arguments_are_one_line_before_anything_is_printed(arguments):
 
 
 def test_a_folder_is_no_picture(tmp_path: Path):
-    with pytest.raises(SystemExit, match=r"--output is .*: it cannot be written \(Is a directory\)"):
+    with pytest.raises(SystemExit, match=r"^--output: got .*, which cannot be written \(Is a directory\)"):
         (folder := tmp_path / "demo.png").mkdir()
         checked_output(str(folder))
 

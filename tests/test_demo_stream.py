@@ -154,7 +154,7 @@ def test_a_missing_package_is_named(package, monkeypatch):
 
 @pytest.mark.parametrize(
     ("window", "landmarks", "said"),
-    [(0, None, "--window is 0"), (8481, None, "--window is 8481"), (None, 0, "--landmarks is 0"), (10, 11, "--landmarks is 11")],
+    [(0, None, "--window: got 0"), (8481, None, "--window: got 8481"), (None, 0, "--landmarks: got 0"), (10, 11, "--landmarks: got 11")],
 )
 def test_bad_options_are_one_line(window, landmarks, said, tmp_path: Path):
     with pytest.raises(SystemExit, match=said) as error:
@@ -189,4 +189,4 @@ def test_arguments_reach_the_demo(monkeypatch):
 
 def test_bad_arguments_end_the_process_with_one_line():
     done = run_demo("stream", "--window", "0")
-    assert done.returncode == 1 and done.stderr.startswith("--window is 0") and done.stderr.count("\n") == 1
+    assert done.returncode == 1 and done.stderr.startswith("--window: got 0") and done.stderr.count("\n") == 1

@@ -86,19 +86,19 @@ def _with_tiles(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "entry, says",
     [
-        (_with_tiles(BLOCK_N=48), "BLOCK_N is 48"),
-        (_with_tiles(BLOCK_N=256), "BLOCK_N is 256"),
-        (_with_tiles(num_warps=3), "num_warps is 3"),
-        (_with_tiles(num_stages=0), "num_stages is 0"),
-        (_with_tiles(num_stages=True), "num_stages is True"),
-        (_with_tiles(BLOCK_M=64), "BLOCK_M"),
-        (ENTRY | {"tiles": {"BLOCK_L": 64}}, "tiles are BLOCK_L"),
-        (ENTRY | {"kernel": "attention.sideways"}, "kernel is 'attention.sideways'"),
-        (ENTRY | {"kind": "fp8"}, "kind is 'fp8'"),
-        (ENTRY | {"width": 48}, "width is 48"),
-        (ENTRY | {"capability": "nine"}, "capability is 'nine'"),
-        ({name: value for name, value in ENTRY.items() if name != "evidence"}, "'evidence' is missing"),
-        ("an entry", "an object is needed"),
+        (_with_tiles(BLOCK_N=48), "BLOCK_N: got 48, expected one of "),
+        (_with_tiles(BLOCK_N=256), "BLOCK_N: got 256, expected one of "),
+        (_with_tiles(num_warps=3), "num_warps: got 3, expected one of "),
+        (_with_tiles(num_stages=0), "num_stages: got 0, expected one of "),
+        (_with_tiles(num_stages=True), "num_stages: got True, expected one of "),
+        (_with_tiles(BLOCK_M=64), "'BLOCK_M': 64"),
+        (ENTRY | {"tiles": {"BLOCK_L": 64}}, "tiles: got {'BLOCK_L': 64}, expected BLOCK_"),
+        (ENTRY | {"kernel": "attention.sideways"}, "kernel: got 'attention.sideways', expected "),
+        (ENTRY | {"kind": "fp8"}, "kind: got 'fp8', expected "),
+        (ENTRY | {"width": 48}, "width: got 48, expected one of "),
+        (ENTRY | {"capability": "nine"}, "capability: got 'nine', expected "),
+        ({name: value for name, value in ENTRY.items() if name != "evidence"}, "evidence: got nothing, expected a value"),
+        ("an entry", "entry: got 'an entry', expected a JSON object"),
     ],
 )
 def test_what_is_no_tile_is_refused(entry: Any, says: str, tmp_path: Path) -> None:
@@ -114,19 +114,19 @@ def test_what_is_no_tile_is_refused(entry: Any, says: str, tmp_path: Path) -> No
 def test_what_is_no_table_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"tiles\.json: not a .*reinstall"):
+    with pytest.raises(ValueError, match=r"tiles\.json: got .*, expected a table of tiles.*reinstall"):
         read(path)
-    with pytest.raises(ValueError, match="not a readable table"):
+    with pytest.raises(ValueError, match=r"got a file that cannot be read .*, expected a table of tiles; reinstall"):
         read(tmp_path / "missing.json")
 
 
 def test_two_entries_of_one_key_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="two entries"):
+    with pytest.raises(ValueError, match="got two entries with one key, expected one"):
         read(_file(tmp_path, ENTRY, ENTRY))
 
 
 def test_what_cannot_be_read_cannot_be_written() -> None:
-    with pytest.raises(ValueError, match="BLOCK_L is 8"):
+    with pytest.raises(ValueError, match="BLOCK_L: got 8, expected one of"):
         as_entry(KEY, (8, 32, 8, 2), {})
 
 

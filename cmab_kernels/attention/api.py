@@ -8,7 +8,17 @@ import torch
 from torch import Tensor
 
 from ..runtime.backends import choose, is_available, kernel
-from ..runtime.checks import as_autocast, check_dense, check_key_value, check_mask, check_operands, fixed, not_a_tensor, over_batch, wrong
+from ..runtime.checks import (
+    as_autocast,
+    check_dense,
+    check_key_value,
+    check_mask,
+    check_operands,
+    fixed,
+    mismatch,
+    not_a_tensor,
+    over_batch,
+)
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_differentiated, is_direct, is_plain
 from .contract import Attention
@@ -108,9 +118,9 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     for position, state in enumerate(states):
         check_parts(state, f"states[{position}]")
     if first.out.dim() == 0:
-        raise ValueError(wrong("states[0].out", "has shape ()", "(B, H, L, E) is needed"))
+        raise ValueError(mismatch("states[0].out", "shape ()", "(B, H, L, E)"))
     if first.out.dtype != state_dtype(first.out.dtype):
-        raise TypeError(wrong("states[0].out", f"is {first.out.dtype}", "float32 or float64 is needed; states are never half precision"))
+        raise TypeError(mismatch("states[0].out", first.out.dtype, "float32 or float64; states are never half precision"))
     for position, state in enumerate(states):
         check_fit(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
     return union(*states)
@@ -208,14 +218,14 @@ def _inputs(
 def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
     """The number of packed sets. Raise if `cu_seqlens`, or the batch of the argument called `name`, does not fit."""
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(not_a_tensor("cu_seqlens", cu_seqlens, "a torch.Tensor of int32 or int64 is needed"))
+        raise TypeError(not_a_tensor("cu_seqlens", cu_seqlens, "a torch.Tensor of int32 or int64"))
     check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(wrong("cu_seqlens", f"is {cu_seqlens.dtype}", "torch.int32 or torch.int64 is needed"))
+        raise TypeError(mismatch("cu_seqlens", cu_seqlens.dtype, "torch.int32 or torch.int64"))
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(wrong("cu_seqlens", f"has shape {tuple(cu_seqlens.shape)}", "(S + 1,) offsets of S sets are needed"))
+        raise ValueError(mismatch("cu_seqlens", f"shape {tuple(cu_seqlens.shape)}", "(S + 1,), the offsets of S sets"))
     if cu_seqlens.device != keys.device:
-        raise ValueError(wrong("cu_seqlens", f"is on {cu_seqlens.device}", f"{name} is on {keys.device}"))
+        raise ValueError(mismatch("cu_seqlens", f"device {cu_seqlens.device}", f"{keys.device}, the device of {name}"))
     if keys.shape[0] != 1:
-        raise ValueError(wrong(name, f"has batch {keys.shape[0]}", "cu_seqlens packs all sets into one row of keys, batch 1"))
+        raise ValueError(mismatch(name, f"batch {keys.shape[0]}", "batch 1, as cu_seqlens packs all sets into one row of keys"))
     return cu_seqlens.shape[0] - 1

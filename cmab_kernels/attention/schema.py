@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime.checks import wrong
+from ..runtime.checks import mismatch
 from ..runtime.dtypes import state_dtype
 from ..runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
 from ..runtime.tracing import has_values
@@ -43,7 +43,7 @@ def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
-        raise ValueError(wrong("cu_seqlens", f"is {shown}", f"it must rise from 0 to N = {length}, never falling"))
+        raise ValueError(mismatch("cu_seqlens", shown, f"offsets that rise from 0 to N = {length} and never fall"))
 
 
 def _shapes(inputs: Attention) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.backends import imported
-from ..runtime.checks import check_dense, check_extents, device_of, is_read, not_a_state, not_a_tensor, wrong
+from ..runtime.checks import check_dense, check_extents, device_of, is_read, mismatch, not_a_state, not_a_tensor
 
 SURE_ROUNDING = 2.0**-5
 """The share of the mass left by a removal is trusted if rounding changes logits by at most this part of the share."""
@@ -55,7 +55,7 @@ def empty_state(
     (torch.Size([1, 2, 3, 4]), -inf)
     """
     if dtype not in (torch.float32, torch.float64):
-        raise TypeError(wrong("dtype", f"is {dtype}", "a state is held in torch.float32 or torch.float64"))
+        raise TypeError(mismatch("dtype", dtype, "torch.float32 or torch.float64, which states are held in"))
     check_extents(batch=batch, heads=heads, latents=latents, width=width)
     device = None if device is None else device_of(device)
     return AttentionState(
@@ -111,7 +111,7 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     not reliable either, unless the lse of `part` is so far below that `part` had no weight.
     """
     if state.out.shape != part.out.shape:  # unequal shapes would broadcast
-        raise ValueError(wrong("state", f"has `out` of shape {tuple(state.out.shape)}", f"{tuple(part.out.shape)} is needed"))
+        raise ValueError(mismatch("state.out", f"shape {tuple(state.out.shape)}", f"{tuple(part.out.shape)}, the shape of part.out"))
     state, part = counted(state), counted(part)
     nothing_there, nothing_removed = state.lse == -math.inf, part.lse == -math.inf
     whole = state.lse.masked_fill(state.lse == math.inf, math.nan)
@@ -150,11 +150,11 @@ def check_fit(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, d
     """`check_state` for a state that has passed `check_parts`."""
     for part, tensor, wanted, wanted_dtype in (("out", state.out, shape, dtype), ("lse", state.lse, shape[:-1], torch.float64)):
         if tensor.shape != wanted:
-            raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{tuple(wanted)} is needed"))
+            raise ValueError(mismatch(f"{name}.{part}", f"shape {tuple(tensor.shape)}", tuple(wanted)))
         if tensor.dtype != wanted_dtype:
-            raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{wanted_dtype} is needed"))
+            raise TypeError(mismatch(f"{name}.{part}", tensor.dtype, wanted_dtype))
         if tensor.device != device:
-            raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"the other arguments are on {device}"))
+            raise ValueError(mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}, the device of the other arguments"))
     refuse_wrong_sums(state, name)
 
 
@@ -181,5 +181,5 @@ def refuse_wrong_sums(state: AttentionState, name: str) -> None:
     if found is None:
         found = lse.numel() > 0 and not lse.detach().max().item() < math.inf
     if found and ((lse == math.inf) | (lse.isnan() & ~state.out.isnan().all(-1))).any():
-        given = "holds +inf, or a NaN beside numbers in `out`"
-        raise ValueError(wrong(f"{name}.lse", given, "a number, or -inf where no key was seen, is needed"))
+        given = f"+inf, or a NaN where {name}.out holds numbers"
+        raise ValueError(mismatch(f"{name}.lse", given, "a number, or -inf where no key was seen"))

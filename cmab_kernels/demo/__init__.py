@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.checks import mismatch
+
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -23,7 +25,7 @@ def require(*packages: str) -> None:
     """Check that the packages are installed; raise `SystemExit` with one line that names the missing packages."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise SystemExit(f"the demo needs {', '.join(missing)}: pip install '.[demo]' in the checkout")
+        raise SystemExit(f"demo: it needs {', '.join(missing)}; pip install '.[demo]' in the checkout")
 
 
 def checked_output(output: str) -> Path:
@@ -33,13 +35,13 @@ def checked_output(output: str) -> Path:
     """
     target = Path(output)
     if target.suffix not in (".png", ".pdf", ".svg"):
-        raise SystemExit(f"--output is {output}: a name that ends in .png, .pdf or .svg is needed")
+        raise SystemExit(mismatch("--output", output, "a name that ends in .png, .pdf or .svg"))
     if not target.parent.is_dir():
-        raise SystemExit(f"--output is {output}: there is no folder {target.parent}")
+        raise SystemExit(mismatch("--output", output, f"a name in a folder that exists; there is no {target.parent}"))
     try:
         _refuse_unwritable(target)
     except OSError as error:
-        raise SystemExit(f"--output is {output}: it cannot be written ({error.strerror}); give another name") from None
+        raise SystemExit(mismatch("--output", f"{output}, which cannot be written ({error.strerror})", "another name")) from None
     return target
 
 

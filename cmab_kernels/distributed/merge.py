@@ -13,7 +13,7 @@ from ..attention import AttentionState
 from ..attention.api import union
 from ..attention.state import share_gradient
 from ..intention import RidgeState
-from ..runtime.checks import wrong
+from ..runtime.checks import mismatch
 from ..runtime.tracing import is_differentiated
 from .messages import WANTED, announced, check, gathered, header_of, members, packed_bytes, unpacked
 
@@ -68,8 +68,8 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
     group = members(group)
     with announced(group, state):
         if is_differentiated():
-            allowed = "a collective has only a backward mode"
-            raise RuntimeError(wrong("state", "is under a transform of torch.func, or in forward mode", allowed))
+            given = "tensors under a transform of torch.func or in forward mode"
+            raise RuntimeError(mismatch("state", given, "plain tensors, as a collective has only a backward mode"))
         check(state)
         header = header_of(state)
         fields = tuple(field.detach() for field in state)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..attention import AttentionState
 from ..attention.state import refuse_wrong_sums
 from ..intention import RidgeState
-from ..runtime.checks import check_dense, kind_of, not_a_tensor, wrong
+from ..runtime.checks import check_dense, kind_of, mismatch, not_a_tensor
 from ..runtime.dtypes import state_dtype
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ def members(group: ProcessGroup | None) -> ProcessGroup:
     it."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
-        raise RuntimeError(wrong("group", "is not there", "call torch.distributed.init_process_group first"))
+        raise RuntimeError("group: torch.distributed has no process group yet; call torch.distributed.init_process_group first")
     group = distributed.group.WORLD if group is None else group
     if not isinstance(group, distributed.ProcessGroup):
-        raise TypeError(wrong("group", f"is {group!r}", "a ProcessGroup that this process belongs to, or None, is needed"))
+        raise TypeError(mismatch("group", repr(group), "a ProcessGroup that this process belongs to, or None"))
     return group
 
 
@@ -147,18 +147,22 @@ def _compare(headers: list[list[int]], alike: bool) -> None:
     gradients, kinds, sizes, *_ = zip(*headers, strict=True)
     if _FAILED in kinds:
         ranks = _ranks(kind == _FAILED for kind in kinds)
-        raise RuntimeError(wrong("state", f"is missing from {ranks}, where an error was raised", "see the message there"))
+        raise RuntimeError(f"state: {ranks} raised an error and sent none; see the message there")
     if len({tuple(each[1:]) for each in headers}) > 1:
         brought = [_described(each) for each in headers]
         given = "; ".join(f"{_ranks(other == each for other in brought)}: {each}" for each in dict.fromkeys(brought))
         error = ValueError if len(set(kinds)) == len(set(sizes)) == 1 else TypeError
-        raise error(wrong("state", f"differs between ranks ({given})", "one type, shape and dtype is needed on all"))
-    wanting = f"requires a gradient on {_ranks(each == WANTED for each in gradients)}"
+        raise error(mismatch("state", given, "one type, shape and dtype on all ranks"))
+    wanting = f"one that requires a gradient on {_ranks(each == WANTED for each in gradients)}"
     if WANTED in gradients and _GRAD_MODE_OFF in gradients:
         off = _ranks(each == _GRAD_MODE_OFF for each in gradients)
-        raise RuntimeError(wrong("state", wanting, f"grad mode is off on {off}, and every rank takes part in the backward pass"))
+        raise RuntimeError(
+            mismatch(
+                "state", f"{wanting} while grad mode is off on {off}", "grad mode on every rank, as all take part in the backward pass"
+            )
+        )
     if alike and WANTED in gradients and _UNWANTED in gradients:
-        raise RuntimeError(wrong("state", wanting, "in compiled graphs that of all ranks must, or of none"))
+        raise RuntimeError(mismatch("state", wanting, "a gradient required on all ranks or on none, as the graph is compiled"))
 
 
 def _ranks(chosen: Iterable[bool]) -> str:
@@ -178,16 +182,16 @@ def _described(header: Sequence[int]) -> str:
 def check(state: AttentionState | RidgeState) -> None:
     """Raise unless `state` is a state of consistent shapes and dtypes, on one device."""
     if type(state) not in KINDS:
-        raise TypeError(wrong("state", f"is {kind_of(state)}", "an AttentionState or a RidgeState is needed"))
+        raise TypeError(mismatch("state", kind_of(state), "an AttentionState or a RidgeState"))
     for name, field in state._asdict().items():
         if not isinstance(field, Tensor):
             raise TypeError(not_a_tensor(f"state.{name}", field))
         check_dense(f"state.{name}", field)
     like = state[KINDS.index(type(state))]
     if not 2 <= like.dim() <= NUMBERS - 4:
-        raise ValueError(wrong("state", f"has tensors of {like.dim()} dimensions", f"2 to {NUMBERS - 4} are needed"))
+        raise ValueError(mismatch("state", f"tensors of {like.dim()} dimensions", f"2 to {NUMBERS - 4} dimensions"))
     if like.is_meta:
-        raise TypeError(wrong("state", f"is {like.layout} on {like.device}", "dense tensors with values are needed"))
+        raise TypeError(mismatch("state", "tensors on device meta", "dense tensors with values"))
     *leading, height, width = like.shape
     wanted: dict[str, tuple[list[int], torch.dtype]]
     if isinstance(state, AttentionState):
@@ -198,11 +202,11 @@ def check(state: AttentionState | RidgeState) -> None:
     for name, (shape, dtype) in wanted.items():
         field = getattr(state, name)
         if list(field.shape) != shape:
-            raise ValueError(wrong(f"state.{name}", f"has shape {tuple(field.shape)}", f"{tuple(shape)} is needed"))
+            raise ValueError(mismatch(f"state.{name}", f"shape {tuple(field.shape)}", tuple(shape)))
         if field.dtype != dtype:
-            raise TypeError(wrong(f"state.{name}", f"is {field.dtype}", f"{dtype} is needed"))
+            raise TypeError(mismatch(f"state.{name}", field.dtype, dtype))
         if field.device != like.device:
-            raise ValueError(wrong(f"state.{name}", f"is on {field.device}", f"the rest is on {like.device}"))
+            raise ValueError(mismatch(f"state.{name}", f"device {field.device}", f"{like.device}, the device of the rest"))
     if isinstance(state, AttentionState):
         refuse_wrong_sums(state, "state")
 

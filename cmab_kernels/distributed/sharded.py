@@ -13,7 +13,7 @@ from ..intention import RidgeState, check_ridge, merge_ridge, ridge_state
 from ..nn import CMAB, Attended, CMABStack, CMABUpdate, MultiheadAttention, MultiheadIntention
 from ..nn.inputs import split_heads
 from ..nn.parts import computed
-from ..runtime.checks import over_batch, wrong
+from ..runtime.checks import mismatch, over_batch
 from .merge import State, accepted, all_merge_state
 from .messages import announced, members
 
@@ -36,8 +36,8 @@ class _Group(NamedTuple):
     def __reduce__(self) -> Any:
         if self.group is None:
             return _Group, (None,)
-        allowed = "save the state_dict(), and load it into a module that each process makes with its own group"
-        raise TypeError(wrong("group", "is a process group, which belongs to its process and cannot be pickled", allowed))
+        allowed = "None; save the state_dict(), and load it into a module that each process makes with its own group"
+        raise TypeError(mismatch("group", "a process group, which cannot be pickled, as it belongs to its process", allowed))
 
 
 class ContextSharded(nn.Module, Generic[State]):
@@ -58,7 +58,7 @@ class ContextSharded(nn.Module, Generic[State]):
         super().__init__()
         if not isinstance(module, self.wraps):
             given, allowed = type(module), " or ".join(f"a cmab_kernels.nn.{each.__name__}" for each in self.wraps)
-            raise TypeError(wrong("module", f"is a {given.__module__}.{given.__name__}", f"{allowed} is needed"))
+            raise TypeError(mismatch("module", f"a {given.__module__}.{given.__name__}", allowed))
         self.module, self._group = module, _Group(group)
 
     @property

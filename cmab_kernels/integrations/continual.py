@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..nn import CircularPositionalEncoding, ContinualAttention, ContinualEncoder, ContinualEncoderLayer, ContinualNystromAttention
+from ..runtime.checks import mismatch
 
 try:
     import continual
 except ImportError as error:
     needed = "pip install continual-inference"
-    raise ImportError(f"cmab_kernels.integrations.continual works with the package continual-inference: {needed}") from error
+    raise ImportError(f"cmab_kernels.integrations.continual needs the package continual-inference: {needed}") from error
 
 
 class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the package has no types
@@ -32,8 +33,10 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
     def __init__(self, module: Any) -> None:
         super().__init__()
         last: Any = getattr(module, "self_attn", module.layers[-1].self_attn if isinstance(module, ContinualEncoder) else module)
-        if not last.batch_first or getattr(last, "output", "single") != "single":
-            raise ValueError("a module for containers of continual-inference needs batch_first=True and output='single'")
+        output = getattr(last, "output", "single")
+        if not last.batch_first or output != "single":
+            given = f"one with batch_first={last.batch_first} and output={output!r}"
+            raise ValueError(mismatch("module", given, "batch_first=True and output='single', as containers of continual-inference need"))
         self.module = module
         self.receptive_field = _receptive_field(module)
 
@@ -49,7 +52,7 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
         run = getattr(self.module, "forward_stream", self.module)
         out = run(input.mT)
         if out is None:
-            raise ValueError(f"input has {input.shape[2]} tokens; a window of {self.receptive_field} is needed")
+            raise ValueError(mismatch("input", f"{input.shape[2]} tokens", f"at least a window of {self.receptive_field}"))
         return out.mT
 
     def forward_step(self, input: Tensor, update_state: bool = True) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.calls import note
-from ..runtime.checks import wrong
+from ..runtime.checks import kind_of, mismatch
 from .functional import CAUSAL, DROPOUT, FASTER, fused_attention
 
 NAME = "cmab"
@@ -52,7 +52,7 @@ def register_transformers() -> None:
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
-        needed = "its AttentionInterface is needed, which has been in the package since version 4.53: pip install -U transformers"
+        needed = "its AttentionInterface, which has been in the package since version 4.53: pip install -U transformers"
         raise ImportError(f"cmab_kernels.integrations.register_transformers works with the package transformers; {needed}") from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
@@ -76,7 +76,9 @@ def attention(
     """
     for name in _SINKS:
         if kwargs.get(name) is not None:
-            raise ValueError(wrong(name, "is given", f"neither {NAME!r} nor 'sdpa' has attention sinks; use attn_implementation='eager'"))
+            raise ValueError(
+                mismatch(name, kind_of(kwargs[name]), f"None, as {NAME!r} has no attention sinks; use attn_implementation='eager'")
+            )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     sees_all = attention_mask is not None or query.shape[2] == 1 or not causal
     asked = [name for name in _NEVER_FUSED if kwargs.get(name, False) is not False and kwargs[name] is not None]

@@ -16,11 +16,11 @@ from ..runtime.checks import (
     check_key_value,
     check_mask,
     check_operands,
+    mismatch,
     not_a_tensor,
     over_batch,
     refuse_negative,
     weights_of_heads,
-    wrong,
 )
 from ..runtime.tracing import is_direct
 from .contract import ApplyRows, Gram, PrefixRidge, RidgeUpdate
@@ -90,7 +90,7 @@ def intention(
     '9.0000'
     """
     if form not in FORMS:
-        raise ValueError(wrong("form", f"is {form!r}", f"it must be one of {', '.join(FORMS)}"))
+        raise ValueError(mismatch("form", repr(form), f"one of {', '.join(FORMS)}"))
     if query is None:
         raise TypeError(not_a_tensor("query", query))
     inputs = _inputs(query, key, value, weights, key_padding_mask)

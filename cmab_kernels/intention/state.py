@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.checks import check_dense, check_extents, device_of, not_a_state, not_a_tensor, wrong
+from ..runtime.checks import check_dense, check_extents, device_of, mismatch, not_a_state, not_a_tensor
 
 
 class RidgeState(NamedTuple):
@@ -115,7 +115,7 @@ def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: t
             raise TypeError(not_a_tensor(f"{name}.{part}", tensor))
         check_dense(f"{name}.{part}", tensor)
     if state.moment.dim() != 4:
-        raise ValueError(wrong(f"{name}.moment", f"has shape {tuple(state.moment.shape)}", "(B, H, D, E) is needed"))
+        raise ValueError(mismatch(f"{name}.moment", f"shape {tuple(state.moment.shape)}", "(B, H, D, E)"))
     batch, heads, width, value_width = state.moment.shape if shape is None else shape
     device = state.gram.device if device is None else device
     wanted = {
@@ -125,8 +125,8 @@ def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: t
     }
     for part, (tensor, extents, dtype) in wanted.items():
         if tensor.shape != extents:
-            raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{extents} is needed"))
+            raise ValueError(mismatch(f"{name}.{part}", f"shape {tuple(tensor.shape)}", extents))
         if tensor.dtype != dtype:
-            raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{dtype} is needed"))
+            raise TypeError(mismatch(f"{name}.{part}", tensor.dtype, dtype))
         if tensor.device != device:
-            raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"the other arguments are on {device}"))
+            raise ValueError(mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}, the device of the other arguments"))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..runtime.backends import choose
-from ..runtime.checks import as_autocast, as_float, check_count, check_mask, check_operands, fixed, kind_of, wrong
+from ..runtime.checks import as_autocast, as_float, check_count, check_mask, check_operands, fixed, kind_of, mismatch
 from .contract import AttentionLayer, FeedForwardLayer
 from .reference import ACTIVATIONS, RESIDUALS
 from .schema import attention, feed_forward
@@ -70,16 +70,16 @@ def feed_forward_layer(
         **_given(expand_bias=expand_bias, contract_bias=contract_bias, **{"norm[0]": norm_weight, "norm[1]": norm_bias}),
     )
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(wrong("activation", f"is {activation!r}", f"it must be one of {', '.join(ACTIVATIONS)}"))
+        raise ValueError(mismatch("activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
     check_residual(residual)
     if x.dim() < 1 or x.shape[-1] == 0:
-        raise ValueError(wrong("x", f"has shape {tuple(x.shape)}", "(..., C) with C >= 1 is needed"))
+        raise ValueError(mismatch("x", f"shape {tuple(x.shape)}", "(..., C) with C >= 1"))
     width, halves = x.shape[-1], 2 if activation == "geglu" else 1
     hidden = expand_weight.shape[0] if expand_weight.dim() else 0
     if expand_weight.dim() != 2 or expand_weight.shape[1] != width or hidden == 0 or hidden % halves:
         rows = "(2 F, C)" if halves == 2 else "(F, C)"
-        allowed = f"{rows} with F >= 1 and C = {width} is needed, as x has shape {tuple(x.shape)} and activation is {activation!r}"
-        raise ValueError(wrong("expand_weight", f"has shape {tuple(expand_weight.shape)}", allowed))
+        allowed = f"{rows} with F >= 1 and C = {width}, as x has shape {tuple(x.shape)} and activation is {activation!r}"
+        raise ValueError(mismatch("expand_weight", f"shape {tuple(expand_weight.shape)}", allowed))
     _check_shape("contract_weight", contract_weight, "(C, F)", (width, hidden // halves))
     _check_shape("expand_bias", expand_bias, "one number for each row of expand_weight", (hidden,))
     _check_shape("contract_bias", contract_bias, "(C,)", (width,))
@@ -158,12 +158,12 @@ def attention_layer(
     )
     check_residual(residual)
     if x.dim() != 3 or x.shape[-1] == 0:
-        raise ValueError(wrong("x", f"has shape {tuple(x.shape)}", "(B, L, C) with C >= 1 is needed"))
+        raise ValueError(mismatch("x", f"shape {tuple(x.shape)}", "(B, L, C) with C >= 1"))
     if context is None and context_norm is not None:
-        raise ValueError(wrong("context_norm", "is given without a context", "`norm` is the norm of x, which then is its own context"))
+        raise ValueError(mismatch("context_norm", "a norm without a context", "None, as x then is its own context and norm its norm"))
     if context is not None and (context.dim() != 3 or context.shape[0] != x.shape[0] or context.shape[-1] == 0):
-        allowed = f"(B, N, C') with B = {x.shape[0]} and C' >= 1 is needed, as x has shape {tuple(x.shape)}"
-        raise ValueError(wrong("context", f"has shape {tuple(context.shape)}", allowed))
+        allowed = f"(B, N, C') with B = {x.shape[0]} and C' >= 1, as x has shape {tuple(x.shape)}"
+        raise ValueError(mismatch("context", f"shape {tuple(context.shape)}", allowed))
     seen = x if context is None else context
     width, depth, num_heads = x.shape[-1], seen.shape[-1], check_count("num_heads", num_heads)
     keys, values = _check_heads("query_weight", query_weight, num_heads), _check_heads("value_weight", value_weight, num_heads)
@@ -193,7 +193,7 @@ def attention_layer(
 def check_residual(residual: str) -> str:
     """Return the name of the tensor to which a layer adds its result; raise unless the name is one of `RESIDUALS`."""
     if not isinstance(residual, str) or residual not in RESIDUALS:
-        raise ValueError(wrong("residual", f"is {residual!r}", f"it must be one of {', '.join(RESIDUALS)}"))
+        raise ValueError(mismatch("residual", repr(residual), f"one of {', '.join(RESIDUALS)}"))
     return residual
 
 
@@ -202,12 +202,12 @@ def _parts(name: str, norm: Norm | None) -> tuple[Tensor | None, Tensor | None, 
     if norm is None:
         return None, None, 0.0
     if not isinstance(norm, tuple) or len(norm) != 3:
-        raise TypeError(wrong(name, f"is {kind_of(norm)}", "a tuple (weight, bias, eps), or None, is needed"))
+        raise TypeError(mismatch(name, kind_of(norm), "a tuple (weight, bias, eps), or None"))
     weight, bias, eps = norm
     if not isinstance(eps, (int, float)) or not eps >= 0:
-        raise ValueError(wrong(f"{name}[2]", f"is {eps!r}", "eps, a number >= 0, is needed"))
+        raise ValueError(mismatch(f"{name}[2]", repr(eps), "a number >= 0 for eps"))
     if weight is None:
-        raise TypeError(wrong(f"{name}[0]", "is None", "a torch.Tensor is needed; without any norm pass None for all of it"))
+        raise TypeError(mismatch(f"{name}[0]", None, f"a torch.Tensor; for no norm at all, pass {name}=None"))
     return weight, bias, as_float(f"{name}[2]", eps)
 
 
@@ -217,7 +217,7 @@ def _given(**tensors: Any) -> dict[str, Any]:
 
 def _check_shape(name: str, tensor: Tensor | None, meaning: str, shape: tuple[int, ...]) -> None:
     if tensor is not None and tensor.shape != shape:
-        raise ValueError(wrong(name, f"has shape {tuple(tensor.shape)}", f"{meaning} = {shape} is needed"))
+        raise ValueError(mismatch(name, f"shape {tuple(tensor.shape)}", f"{meaning} = {shape}"))
 
 
 def _check_norm(name: str, weight: Tensor | None, bias: Tensor | None, width: int) -> None:
@@ -228,14 +228,14 @@ def _check_norm(name: str, weight: Tensor | None, bias: Tensor | None, width: in
 def _check_norm_of_zeros(name: str, norm: Norm | None) -> None:
     """Raise if eps is 0: ignored rows become rows of zeros, which cannot be normalised without an eps."""
     if norm is not None and norm[2] == 0:
-        raise ValueError(wrong(f"{name}[2]", "is 0", "eps, a number > 0, is needed with a key_padding_mask, which makes rows of zeros"))
+        raise ValueError(mismatch(f"{name}[2]", 0, "a number > 0 for eps with a key_padding_mask, which makes rows of zeros"))
 
 
 def _check_heads(name: str, weight: Tensor, num_heads: int) -> int:
     """The number of rows of a projection to heads. Raise unless each head has equally many rows, and at least one."""
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[0] % num_heads:
-        allowed = f"a matrix with as many rows for each of {num_heads} heads, and at least one, is needed"
-        raise ValueError(wrong(name, f"has shape {tuple(weight.shape)}", allowed))
+        allowed = f"a matrix whose rows are a multiple >= 1 of num_heads = {num_heads}"
+        raise ValueError(mismatch(name, f"shape {tuple(weight.shape)}", allowed))
     return weight.shape[0]
 
 

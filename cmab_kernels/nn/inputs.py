@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.checks import autocasts, is_dense, kind_of, wrong
+from ..runtime.checks import autocasts, is_dense, kind_of, mismatch
 from ..runtime.tracing import has_values, is_differentiated, is_recorded
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
@@ -33,28 +33,28 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
     `allowed` is the layout for the error message.
     """
     if not isinstance(features, Tensor):
-        raise TypeError(wrong(name, f"is {kind_of(features)}", _needed(features)))
+        raise TypeError(mismatch(name, kind_of(features), _tensor_for(features)))
     if features.is_nested:
-        raise ValueError(wrong(name, "is a nested tensor", "pad it, and pass a mask"))
+        raise ValueError(mismatch(name, "a nested tensor", "a dense tensor; pad it, and pass a mask"))
     if features.layout is not torch.strided:
-        raise TypeError(wrong(name, f"is {features.layout}", "a dense tensor is needed"))
+        raise TypeError(mismatch(name, features.layout, "a dense tensor"))
     if features.dim() not in dims or features.dim() == 0 or features.shape[-1] != width:
-        allowed = f"{allowed} is needed, with {width} columns{_likely_layout(features.shape, width)}"
-        raise ValueError(wrong(name, f"has shape {tuple(features.shape)}", allowed))
+        allowed = f"{allowed}, with {width} columns{_likely_layout(features.shape, width)}"
+        raise ValueError(mismatch(name, f"shape {tuple(features.shape)}", allowed))
     if features.device != weight.device:
         remedy = "load its weights, or name its class in accelerate's preload_module_classes" if weight.is_meta else "move them together"
-        raise ValueError(wrong(name, f"is on {features.device}", f"the module is on {weight.device}; {remedy}"))
+        raise ValueError(mismatch(name, f"device {features.device}", f"{weight.device}, the device of the module; {remedy}"))
     if features.dtype != weight.dtype:
         double = torch.float64 in (features.dtype, weight.dtype)  # autocast does not cast float64
         if double or not (features.is_floating_point() and autocasts(features.device)):
             remedy = "cast them alike" + ("" if double else ", or use autocast")
-            raise TypeError(wrong(name, f"is {features.dtype}", f"the module is {weight.dtype}; {remedy}"))
+            raise TypeError(mismatch(name, features.dtype, f"{weight.dtype} as the module has; {remedy}"))
 
 
-def _needed(given: Any) -> str:
-    """Return, for an argument that is not a tensor, the text that a tensor is needed and how to make one."""
+def _tensor_for(given: Any) -> str:
+    """Return, for an argument that is not a tensor, the text that a tensor is expected and how to make one."""
     array, numbers = type(given).__module__ == "numpy", isinstance(given, list | tuple)
-    return "a torch.Tensor is needed" + ("; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else "")
+    return "a torch.Tensor" + ("; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else "")
 
 
 def _likely_layout(shape: tuple[int, ...], width: int) -> str:
@@ -62,7 +62,7 @@ def _likely_layout(shape: tuple[int, ...], width: int) -> str:
     if len(shape) > 1 and shape[-2] == width:
         return "; it seems to be transposed"
     if len(shape) > 2 and shape[-2] * shape[-1] == width:
-        return "; heads are split inside, flatten(-2) joins these"
+        return "; the module splits heads itself, flatten(-2) joins these"
     return ""
 
 
@@ -74,15 +74,15 @@ def check_floating(module: nn.Module, /, **features: Any) -> None:
     """
     for name, each in features.items():
         if not isinstance(each, Tensor):
-            raise TypeError(wrong(name, f"is {kind_of(each)}", _needed(each)))
+            raise TypeError(mismatch(name, kind_of(each), _tensor_for(each)))
         if not each.is_floating_point():
-            raise TypeError(wrong(name, f"is {each.dtype}", "a floating torch.Tensor is needed"))
+            raise TypeError(mismatch(name, each.dtype, "a floating torch.Tensor"))
         if not is_dense(each) and not each.is_nested:
-            raise TypeError(wrong(name, f"is {each.layout}", "a dense tensor is needed"))
+            raise TypeError(mismatch(name, each.layout, "a dense tensor"))
         if autocasts(each.device):
             dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), each.dtype)
             if each.dtype != dtype and torch.float64 in (each.dtype, dtype):
-                raise TypeError(wrong(name, f"is {each.dtype}", f"the module is {dtype}; cast them alike"))
+                raise TypeError(mismatch(name, each.dtype, f"{dtype} as the module has; cast them alike"))
 
 
 def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -99,7 +99,7 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     sound = (ignore | (key_padding_mask == 0)).all()
     if key_padding_mask.is_meta:
         return ignore, key
-    message = wrong("key_padding_mask", "is to be added to logits, which are not there", "a bool mask, or only 0 and -inf, is needed")
+    message = mismatch("key_padding_mask", "numbers to add to logits", "a bool mask, or only 0 and -inf, as there are no logits here")
     if torch.compiler.is_compiling() and not key_padding_mask.is_cuda:
         torch._assert_async(sound, message)
         return ignore, key

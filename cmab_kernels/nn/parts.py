@@ -13,7 +13,7 @@ from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre
 from torch.nn.utils import parametrize
 
 from ..runtime.backends import choose, explain
-from ..runtime.checks import autocasts, wrong
+from ..runtime.checks import autocasts, mismatch
 from ..runtime.tracing import needs_definition
 
 M = TypeVar("M", bound=nn.Module)
@@ -156,8 +156,8 @@ def check_together(name: str, features: Tensor, **parts: Mapping[str, Tensor | N
     for part, parameters in parts.items():
         for kind, each in parameters.items():
             if each is not None and each.device != features.device:
-                allowed = f"{name} is on {features.device}; move them together"
-                raise ValueError(wrong(f"{part}.{kind}", f"is on {each.device}", allowed))
+                allowed = f"{features.device}, the device of {name}; move them together"
+                raise ValueError(mismatch(f"{part}.{kind}", f"device {each.device}", allowed))
 
 
 TRAINED_COLUMNS = 128

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionState, check_state, empty_state
 from ..intention import RidgeState, check_ridge, empty_ridge
-from ..runtime.checks import check_count, wrong
+from ..runtime.checks import check_count, mismatch
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_recorded, is_transformed, is_watched
 
@@ -65,8 +65,8 @@ class Keeper(nn.Module, Generic[Value]):
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse an entry of the `state_dict`. `torch.func.functional_call` would set it, and no code would read it."""
         if isinstance(value, Tensor) and name in type(self).fields:
-            allowed = "assign a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
-            raise TypeError(wrong(name, "cannot be set", allowed))
+            allowed = "a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
+            raise TypeError(mismatch(name, "a tensor for this entry alone", allowed))
         super().__setattr__(name, value)
 
     @abstractmethod
@@ -167,8 +167,8 @@ class Stream(Keeper[State]):
         if state is not None:
             self._check(state)
             if any(isinstance(field, Tensor) and field.requires_grad for field in state):
-                allowed = "a module's own stream holds no graph; run it under torch.no_grad(), or pass and keep the states yourself"
-                raise RuntimeError(wrong("state", "requires a gradient", allowed))
+                what, advice = "it requires a gradient, and a module's own stream holds no graph", "or pass and keep the states yourself"
+                raise RuntimeError(f"state: {what}; run the module under torch.no_grad(), {advice}")
         self.hold(None if state is None else self._taken(state))
 
     def hold(self, value: State | None) -> None:
@@ -177,15 +177,15 @@ class Stream(Keeper[State]):
             is_real = not hasattr(self.weight_like, "fake_mode")
             for field in value:
                 if isinstance(field, Tensor) and (is_transformed(field) or (is_real and hasattr(field, "fake_mode"))):
-                    given = "would hold what a transform of torch.func, forward mode or FakeTensorMode made"
-                    raise RuntimeError(wrong("stream", given, "pass the states yourself, or call the module outside"))
+                    what = "it would hold what a transform of torch.func, forward mode or FakeTensorMode made"
+                    raise RuntimeError(f"stream: {what}; pass the states yourself, or call the module outside")
         super().hold(value)
 
     def started(self, state: State | None) -> State:
         """Return `state`, or the held state if `state` is None. Raise `RuntimeError` if both are None."""
         state = self.held if state is None else state
         if state is None:
-            raise RuntimeError(wrong("state", "is None, and the module's own stream has seen nothing", "update it first, or pass a state"))
+            raise RuntimeError("state: it is None, and the module's own stream has seen nothing; update it first, or pass a state")
         return state
 
     @property
@@ -221,13 +221,13 @@ class Stream(Keeper[State]):
         for name, (shape, dtype) in parts.items():
             entry = entries.get(name)
             if not isinstance(entry, Tensor) or entry.shape != shape or entry.dtype != dtype:
-                given = f"is {entry.dtype} {tuple(entry.shape)}" if isinstance(entry, Tensor) else f"is {entry!r}"
+                given = f"{entry.dtype} {tuple(entry.shape)}" if isinstance(entry, Tensor) else repr(entry)
                 lead = len(self.lead)
                 shown = (*shape[:lead], "B", *shape[lead + 1 :]) if shape else ()
-                allowed = f"{dtype} ({', '.join(map(str, shown))}) is needed, with one B for all entries"
-                return wrong(prefix + name, given, allowed)
+                allowed = f"{dtype} ({', '.join(map(str, shown))}), with one B for all entries"
+                return mismatch(prefix + name, given, allowed)
             if entry.is_meta:
-                return wrong(prefix + name, "is on meta", "a tensor with values is needed")
+                return mismatch(prefix + name, "device meta", "a tensor with values")
         return self._unlikely(prefix, entries)
 
     def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -252,8 +252,8 @@ class Stream(Keeper[State]):
 def refuse_to_record(method: str, instead: str) -> None:
     """Raise if a call that advances a module's own stream is recorded, as each run would start from the same state."""
     if is_recorded():
-        given = "is recorded by torch.export, torch.jit.trace or make_fx, which would freeze the stream that the module holds"
-        raise RuntimeError(wrong(method, given, f"record {instead}, with the state among its inputs and outputs"))
+        what = "torch.export, torch.jit.trace or make_fx records it, which would freeze the stream that the module holds"
+        raise RuntimeError(f"{method}: {what}; record {instead}, with the state among its inputs and outputs")
 
 
 def with_own_streams(module: M) -> M:
@@ -339,9 +339,9 @@ class AttentionStream(Stream[AttentionState]):
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
         out, lse = entries["out"], entries["lse"]
         if (lse.isnan() | (lse == torch.inf)).any():
-            return wrong(f"{prefix}lse", "holds a NaN or +inf", "every element must be finite, or -inf where no key was seen")
+            return mismatch(f"{prefix}lse", "a NaN or +inf", "finite numbers, or -inf where no key was seen")
         if not out[lse != -torch.inf].isfinite().all():
-            return wrong(f"{prefix}out", "holds a NaN or an infinity", "every element must be finite where a key was seen")
+            return mismatch(f"{prefix}out", "a NaN or an infinity", "finite numbers where a key was seen")
         return ""
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> AttentionState:
@@ -394,14 +394,14 @@ class RidgeStream(Stream[RidgeState]):
         gram, count = entries["gram"], entries["count"]
         for name in ("gram", "moment"):
             if not entries[name].isfinite().all():
-                return wrong(prefix + name, "holds a NaN or an infinity", "every element must be finite")
+                return mismatch(prefix + name, "a NaN or an infinity", "finite numbers")
             if entries[name][count == 0].any():
-                return wrong(prefix + name, f"is not 0 where {prefix}count is 0", "the sums of no keys are 0")
+                return mismatch(prefix + name, f"numbers other than 0 where {prefix}count is 0", "0, the sums of no keys")
         if (count < 0).any():
-            return wrong(f"{prefix}count", "has a negative element", "every element must be >= 0")
+            return mismatch(f"{prefix}count", "a negative element", "numbers >= 0")
         rounding = 1e-9 * gram.abs().amax((-2, -1), keepdim=True)
         if ((gram - gram.mT).abs() > rounding).any():
-            return wrong(f"{prefix}gram", "is not symmetric", "a sum of products k'k is")
+            return mismatch(f"{prefix}gram", "a matrix that is not symmetric", "a sum of products k'k")
         return ""  # after removals, rounding may make a gram indefinite; `solve_ridge` reports that in `info`
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> RidgeState:

@@ -20,9 +20,9 @@ from ..runtime.checks import (
     has_shape,
     is_count,
     kind_of,
+    mismatch,
     not_a_tensor,
     over_batch,
-    wrong,
 )
 from ..runtime.dtypes import state_dtype
 from .contract import LandmarkValues, Pinv
@@ -88,7 +88,7 @@ def nystrom_attention(
     """
     if is_causal:
         raise ValueError(
-            wrong("is_causal", "is True", "landmarks are means over past and future; use exact attention, or a continual step")
+            mismatch("is_causal", True, "False, as landmarks are means over past and future; use exact attention, or a continual step")
         )
     check_operands(query=query, key=key, value=value)
     check_key_value(key, value)
@@ -134,7 +134,7 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
         raise TypeError(not_a_tensor("matrix", matrix))
     check_floats("matrix", matrix)
     if matrix.dim() < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
-        raise ValueError(wrong("matrix", f"has shape {tuple(matrix.shape)}", "(..., m, m) with m >= 1 is needed"))
+        raise ValueError(mismatch("matrix", f"shape {tuple(matrix.shape)}", "(..., m, m) with m >= 1"))
     iterations = _check_iterations("iterations", iterations)
     # Skip casts and views that change nothing: each takes 1 us, and the whole call takes 10 us.
     dtype = state_dtype(matrix.dtype)
@@ -160,14 +160,14 @@ class Landmarks(NamedTuple):
 def check_pinv(pinv: str, iterations: int) -> int:
     """Check both options and return the number of iterations, 0 for the exact pseudo-inverse."""
     if pinv not in PINVS:
-        raise ValueError(wrong("pinv", f"is {pinv!r}", f"it must be one of {', '.join(PINVS)}"))
+        raise ValueError(mismatch("pinv", repr(pinv), f"one of {', '.join(PINVS)}"))
     iterations = _check_iterations("pinv_iterations", iterations)
     return iterations if pinv == "iterative" else 0
 
 
 def _check_iterations(name: str, iterations: int) -> int:
     if not is_count(iterations, MOST_ITERATIONS):
-        raise ValueError(wrong(name, f"is {iterations!r}", f"an int from 1 to {MOST_ITERATIONS} is needed"))
+        raise ValueError(mismatch(name, repr(iterations), f"an int from 1 to {MOST_ITERATIONS}"))
     return int(iterations)
 
 
@@ -175,15 +175,15 @@ def _check_number(num_landmarks: int, length: int, tokens: str) -> int:
     """Return `num_landmarks` as an int; raise unless it is an int from 1 to `length`. The message calls the tokens
     `tokens`, "queries" or "keys"."""
     if not is_count(num_landmarks, length):
-        allowed = f"an int between 1 and {length}, the number of {tokens}, is needed"
-        raise ValueError(wrong("num_landmarks", f"is {num_landmarks!r}", allowed))
+        allowed = f"an int between 1 and {length}, the number of {tokens}"
+        raise ValueError(mismatch("num_landmarks", repr(num_landmarks), allowed))
     return int(num_landmarks)
 
 
 def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks:
     """Check the caller's landmarks against the key, expand them to the batch, and cast them to `state_dtype`."""
     if not isinstance(landmarks, (tuple, list)) or len(landmarks) != 2:
-        raise TypeError(wrong("landmarks", f"is {kind_of(landmarks)}", "a pair (q~, k~) of tensors (H, m, D) or (B, H, m, D) is needed"))
+        raise TypeError(mismatch("landmarks", kind_of(landmarks), "a pair (q~, k~) of tensors (H, m, D) or (B, H, m, D)"))
     batch, heads, _, width = key.shape
     parts = []
     for i, part in enumerate(landmarks):
@@ -192,21 +192,22 @@ def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks
             raise TypeError(not_a_tensor(name, part))
         check_floats(name, part)
         if part.device != key.device:
-            raise ValueError(wrong(name, f"is on {part.device}", f"key is on {key.device}; move them together"))
+            raise ValueError(mismatch(name, f"device {part.device}", f"{key.device}, the device of key; move them together"))
         number = part.shape[-2] if part.dim() in (3, 4) else 0
         if number == 0 or not has_shape(part, (heads, number, width), (batch, heads, number, width)):
-            allowed = f"(H, m, D) = ({heads}, m, {width}) with m >= 1, or (B, H, m, D) with B = {batch}, is needed"
-            raise ValueError(wrong(name, f"has shape {tuple(part.shape)}", allowed))
+            allowed = f"(H, m, D) = ({heads}, m, {width}) with m >= 1, or (B, H, m, D) with B = {batch}"
+            raise ValueError(mismatch(name, f"shape {tuple(part.shape)}", allowed))
         parts.append(part.to(state_dtype(key.dtype)).expand(batch, heads, number, width))
     if parts[0].shape != parts[1].shape:
-        raise ValueError(wrong("landmarks", f"are {parts[0].shape[-2]} for queries, {parts[1].shape[-2]} for keys", "as many are needed"))
+        raise ValueError(mismatch("landmarks", f"{parts[0].shape[-2]} for queries and {parts[1].shape[-2]} for keys", "as many for both"))
     return Landmarks(*parts)
 
 
 def choose_landmarks(query: Tensor, key: Tensor, number: int | None, given: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Landmarks:
     """Return the landmarks: the means of `number` segments, or the landmarks that the caller has `given`."""
     if (number is None) == (given is None):
-        raise ValueError(wrong("num_landmarks", "is None" if given is None else "and landmarks are both given", "give one of the two"))
+        both = "None without landmarks" if given is None else f"{number} beside landmarks"
+        raise ValueError(mismatch("num_landmarks", both, "one of the two"))
     if given is not None:
         return _given_landmarks(given, key)
     assert number is not None
@@ -215,8 +216,8 @@ def choose_landmarks(query: Tensor, key: Tensor, number: int | None, given: tupl
     if mask is None:
         return Landmarks(segment_means(query, number), segment_means(key, number))
     if query.shape[2] != key.shape[2]:
-        allowed = f"with num_landmarks it marks tokens: as many queries as keys, {key.shape[2]}, are needed"
-        raise ValueError(wrong("key_padding_mask", f"is given for {query.shape[2]} queries", allowed))
+        allowed = f"as many queries as keys, {key.shape[2]}, as it marks the tokens of both with num_landmarks"
+        raise ValueError(mismatch("key_padding_mask", f"a mask for {query.shape[2]} queries", allowed))
     return Landmarks(segment_means(query, number, mask), segment_means(key, number, mask), absent_segments(mask, number))
 
 

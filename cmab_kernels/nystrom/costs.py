@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from ..runtime.checks import wrong
+from ..runtime.checks import mismatch
 from ..runtime.constants import SCHEDULE
 from .reference import segment_ends
 
@@ -108,7 +108,7 @@ def paper_memory(scheme: str, n: int, m: int, d: int) -> Memory:
 
 def _check_scheme(scheme: str, known: Collection[str]) -> None:
     if scheme not in known:
-        raise ValueError(wrong("scheme", f"is {scheme!r}", f"it must be one of {'; '.join(known)}"))
+        raise ValueError(mismatch("scheme", repr(scheme), f"one of {'; '.join(known)}"))
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 
 from . import setting
 from .calls import ModuleExplanation, explain_calls
-from .checks import kind_of, wrong
+from .checks import kind_of, mismatch
 from .tracing import needs_definition, traced_as_constant
 
 SETS = ("attention", "attention.prefix", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
@@ -145,7 +145,7 @@ def implementation(family: str, impl: str) -> ModuleType:
     compiled or exported elsewhere."""
     problem = _import_problem(FAMILIES[family][impl])
     if problem:
-        raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", problem))
+        raise RuntimeError(f"impl: {impl!r} cannot run here: {problem}")
     return _MODULES[FAMILIES[family][impl]][0]
 
 
@@ -188,7 +188,7 @@ class use_impl:
     def __init__(self, impl: str) -> None:
         known = sorted({"auto", *(name for family in FAMILIES for name in _names(family))})
         if not isinstance(impl, str) or impl not in known:
-            raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of {', '.join(known)}"))
+            raise ValueError(mismatch("impl", repr(impl), f"one of {', '.join(known)}"))
         self._impl, self._around = impl, setting.impl
         if is_compiling():
             setting.impl = impl
@@ -236,7 +236,7 @@ def choose(family: str, impl: str, *tensors: Tensor) -> str:
     check_name(family, impl)
     reason = _unsupported(family, impl, tensors)
     if reason is not None:
-        raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", reason))
+        raise RuntimeError(f"impl: {impl!r} cannot run here: {reason}")
     return impl
 
 
@@ -285,7 +285,7 @@ def is_free(family: str, impl: str) -> bool:
 def check_name(family: str, impl: str) -> None:
     """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
     if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in FAMILIES[family]):  # cheap: runs in every call
-        raise ValueError(wrong("impl", f"is {impl!r}", f"it must be one of auto, {', '.join(_names(family))}"))
+        raise ValueError(mismatch("impl", repr(impl), f"one of auto, {', '.join(_names(family))}"))
 
 
 def passed_on(impl: str, family: str, other: str) -> str:
@@ -328,20 +328,20 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     if isinstance(subject, nn.Module):
         return explain_calls(subject, *inputs, **options)
     if not isinstance(subject, str) or subject not in OPERATORS:
-        raise ValueError(wrong("operator", f"is {subject!r}", f"a module, or one of {', '.join(OPERATORS)} is needed"))
+        raise ValueError(mismatch("operator", repr(subject), f"a module, or one of {', '.join(OPERATORS)}"))
     if options:
-        raise TypeError(wrong(next(iter(options)), "is given", "an operator is explained by its inputs alone"))
+        raise TypeError(mismatch(next(iter(options)), "an option", "none, as an operator is explained by its inputs alone"))
     family = OPERATORS[subject]
     if not inputs or not all(isinstance(each, Tensor) for each in inputs):
-        given = f"are {', '.join(map(kind_of, inputs)) or 'missing'}"
-        raise TypeError(wrong("inputs", given, f"tensors are needed, the first arguments of {subject}"))
+        given = ", ".join(map(kind_of, inputs)) or "nothing"
+        raise TypeError(mismatch("inputs", given, f"tensors, the first arguments of {subject}"))
     kernels = (module for impl in FAMILIES[family] if (module := imported(family, impl)) is not None)
     read = inspect.signature(next((module.unsupported for module in kernels), lambda *_: None))
     try:
         read.bind(*inputs)
     except TypeError:
-        given = f"{'is' if len(inputs) == 1 else 'are'} {len(inputs)}"
-        raise TypeError(wrong("inputs", given, f"{', '.join(read.parameters)} are needed")) from None
+        given = f"{len(inputs)} tensor{'s' * (len(inputs) != 1)}"
+        raise TypeError(mismatch("inputs", given, ", ".join(read.parameters))) from None
     reasons = [(impl, _unsupported(family, impl, inputs)) for impl in FAMILIES[family]]
     rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
     rows.sort(key=lambda row: row.impl == "cuda" and row.usable and _is_slower(family, inputs))

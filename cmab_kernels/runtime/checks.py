@@ -27,10 +27,10 @@ _EXTENTS = (Integral, torch.SymInt, Tensor)
 """The types of an extent. In a traced call an extent is a symbol or a tensor."""
 
 
-def wrong(argument: str, given: str, allowed: str) -> str:
-    """Return an error message from the argument, what was given and what is allowed: «`key` has shape (2, 3): (B, H,
-    N, D) is needed»."""
-    return f"`{argument}` {given}: {allowed}"
+def mismatch(argument: str, got: object, expected: object) -> str:
+    """Return an error message from an argument, what it is and what it should be: «key: got shape (2, 3), expected (B,
+    H, N, D)». A hint follows what is expected, after a semicolon."""
+    return f"{argument}: got {got}, expected {expected}"
 
 
 def kind_of(value: object) -> str:
@@ -39,11 +39,11 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
-def not_a_tensor(name: str, given: object, needed: str = "a torch.Tensor is needed") -> str:
+def not_a_tensor(name: str, given: object, expected: str = "a torch.Tensor") -> str:
     """Return the message for an argument that should be a tensor. It says how to make a tensor of an array or a
     list."""
     hint = f"; torch.as_tensor({name}) makes one" if isinstance(given, (list, tuple)) or hasattr(given, "__array__") else ""
-    return wrong(name, f"is {kind_of(given)}", needed + hint)
+    return mismatch(name, kind_of(given), expected + hint)
 
 
 def not_a_state(name: str, given: object, kind: Any) -> str:
@@ -51,13 +51,13 @@ def not_a_state(name: str, given: object, kind: Any) -> str:
     its parts or from a list of states."""
     made, hint = kind.__name__, ""
     if isinstance(given, (list, tuple)) and any(isinstance(part, kind) for part in given):
-        hint = "; give each by itself, a list of them with *"
+        hint = "; pass each by itself, a list of them with *"
     elif isinstance(given, (list, tuple)) and len(given) == len(kind._fields):
         hint = f"; {made}(*{name}) makes one"
     elif isinstance(given, dict):
         hint = f"; {made}(**{name}) makes one"
     article = "an" if made[0] in "aeiouAEIO" else "a"
-    return wrong(name, f"is {kind_of(given)}", f"{article} {made}({', '.join(kind._fields)}) is needed{hint}")
+    return mismatch(name, kind_of(given), f"{article} {made}({', '.join(kind._fields)}){hint}")
 
 
 def check_operands(**operands: Tensor) -> None:
@@ -73,9 +73,9 @@ def check_operands(**operands: Tensor) -> None:
         if tensor.dtype not in FLOATING or not is_dense(tensor):
             check_floats(name, tensor)  # raises
         if tensor.device != device:
-            raise ValueError(wrong(name, f"is on {tensor.device}", f"{first_name} is on {device}; move them together"))
+            raise ValueError(mismatch(name, f"device {tensor.device}", f"{device}, the device of {first_name}; move them together"))
         if tensor.dtype != dtype and (dtype == torch.float64 or not autocasts(device)):
-            raise TypeError(wrong(name, f"is {tensor.dtype}", f"{first_name} is {dtype}; cast them alike"))
+            raise TypeError(mismatch(name, tensor.dtype, f"{dtype} as {first_name} has; cast them alike"))
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -86,26 +86,26 @@ def is_dense(tensor: Tensor) -> bool:
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raise if a tensor is sparse or nested."""
     if not is_dense(tensor):
-        raise TypeError(wrong(name, f"is {'a nested tensor' if tensor.is_nested else tensor.layout}", "a dense tensor is needed"))
+        raise TypeError(mismatch(name, "a nested tensor" if tensor.is_nested else tensor.layout, "a dense tensor"))
 
 
 def check_floats(name: str, tensor: Tensor) -> None:
     """Raise unless a tensor is dense and of a floating dtype that operators take."""
     check_dense(name, tensor)
     if tensor.dtype not in FLOATING:
-        raise TypeError(wrong(name, f"is {tensor.dtype}", "float64, float32, bfloat16 or float16 is needed"))
+        raise TypeError(mismatch(name, tensor.dtype, "float64, float32, bfloat16 or float16"))
 
 
 def check_key_value(key: Tensor, value: Tensor) -> None:
     """Raise unless key is (B, H, N, D) and value (B, H, N, E), with D, E >= 1."""
     keys, values = key.shape, value.shape
     if len(keys) != 4 or keys[3] == 0:
-        raise ValueError(wrong("key", f"has shape {tuple(keys)}", "(B, H, N, D) with D >= 1 is needed"))
+        raise ValueError(mismatch("key", f"shape {tuple(keys)}", "(B, H, N, D) with D >= 1"))
     if len(values) != 4 or values[0] != keys[0] or values[1] != keys[1] or values[2] != keys[2] or values[3] == 0:
-        allowed = f"(B, H, N, E) = ({', '.join(map(str, keys[:3]))}, E) with E >= 1 is needed, as key has shape {tuple(keys)}"
+        allowed = f"(B, H, N, E) = ({', '.join(map(str, keys[:3]))}, E) with E >= 1, as key has shape {tuple(keys)}"
         if len(values) == 4 and values[3] and (values[0], values[2], values[1]) == (keys[0], keys[1], keys[2]):
-            allowed += "; one of them seems to be (B, N, H, D): give its .transpose(1, 2)"
-        raise ValueError(wrong("value", f"has shape {tuple(values)}", allowed))
+            allowed += "; key or value seems to be (B, N, H, D), so pass its .transpose(1, 2)"
+        raise ValueError(mismatch("value", f"shape {tuple(values)}", allowed))
 
 
 def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
@@ -114,14 +114,14 @@ def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
     if len(given) == 4 and given[0] == batch and given[1] == keys[1] and given[3] == keys[3]:
         return query
     if len(given) not in (3, 4):
-        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch, is needed"))
+        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch"))
     shape = (batch, keys[1], given[-2], keys[-1])
     if len(given) == 4 and given[1] != keys[1]:
         _check_layout(query, key)
     if given != shape[4 - len(given) :]:
         fitting = f"({batch}, {shape[1]}, L, {shape[3]})"
-        allowed = f"with key of shape {tuple(key.shape)}, (B, H, L, D) = {fitting}, or without B, is needed"
-        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
+        allowed = f"(B, H, L, D) = {fitting}, or without B, as key has shape {tuple(key.shape)}"
+        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", allowed))
     return query.expand(shape)
 
 
@@ -135,9 +135,11 @@ def _check_layout(query: Tensor, key: Tensor) -> None:
     if len(swapped) == 1 and given[3] == keys[3]:
         name = swapped[0].split()[0]
         shape, other = (given, ("key", keys)) if name == "query" else (keys, ("query", given))
-        allowed = f"(B, H, {'L' if name == 'query' else 'N'}, D) is needed, and {other[0]} has shape {tuple(other[1])}"
-        seems = f"{swapped[0]} seem{'s' if ' ' not in swapped[0] else ''} to have the heads in the third dimension: give .transpose(1, 2)"
-        raise ValueError(wrong(name, f"has shape {tuple(shape)}", f"{allowed}; {seems}"))
+        allowed = f"(B, H, {'L' if name == 'query' else 'N'}, D), as {other[0]} has shape {tuple(other[1])}"
+        seems = (
+            f"{swapped[0]} seem{'s' if ' ' not in swapped[0] else ''} to have the heads in the third dimension, so pass .transpose(1, 2)"
+        )
+        raise ValueError(mismatch(name, f"shape {tuple(shape)}", f"{allowed}; {seems}"))
 
 
 def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None = None) -> None:
@@ -146,16 +148,16 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise TypeError(not_a_tensor("key_padding_mask", mask, "a torch.Tensor of bool is needed, True = ignore"))
+        raise TypeError(not_a_tensor("key_padding_mask", mask, "a torch.Tensor of bool with True = ignore"))
     check_dense("key_padding_mask", mask)
     if mask.dtype != torch.bool:
-        raise TypeError(wrong("key_padding_mask", f"is {mask.dtype}", "torch.bool is needed, True = ignore"))
+        raise TypeError(mismatch("key_padding_mask", mask.dtype, "torch.bool with True = ignore"))
     wanted = (key.shape[0], key.shape[2]) if shape is None else tuple(shape)
     if mask.shape != wanted:
-        allowed = f"(B, N) = {wanted} is needed, as key has shape {tuple(key.shape)}" if shape is None else f"{wanted} is needed"
-        raise ValueError(wrong("key_padding_mask", f"has shape {tuple(mask.shape)}", allowed))
+        allowed = f"(B, N) = {wanted}, as key has shape {tuple(key.shape)}" if shape is None else f"{wanted}"
+        raise ValueError(mismatch("key_padding_mask", f"shape {tuple(mask.shape)}", allowed))
     if mask.device != key.device:
-        raise ValueError(wrong("key_padding_mask", f"is on {mask.device}", f"key is on {key.device}"))
+        raise ValueError(mismatch("key_padding_mask", f"device {mask.device}", f"{key.device}, the device of key"))
 
 
 def fixed(scale: float) -> float:
@@ -171,9 +173,9 @@ def as_float(name: str, number: float) -> float:
     try:
         return float(number)
     except TypeError:
-        raise TypeError(wrong(name, f"is {kind_of(number)}", "a number is needed")) from None
+        raise TypeError(mismatch(name, kind_of(number), "a number")) from None
     except OverflowError:
-        raise ValueError(wrong(name, "is an int beyond all floats", "a number that a float can hold is needed")) from None
+        raise ValueError(mismatch(name, "an int beyond the range of floats", "a number that a float can hold")) from None
 
 
 def _check_constant(scale: Any) -> None:
@@ -182,28 +184,28 @@ def _check_constant(scale: Any) -> None:
     single = hasattr(scale, "__float__")
     if isinstance(scale, Tensor):
         if scale.requires_grad:
-            raise TypeError(wrong("scale", "requires a gradient", "a number is needed; multiply the query by what is learned"))
+            raise TypeError(mismatch("scale", "a tensor that requires a gradient", "a number; multiply the query by what is learned"))
         if is_transformed(scale):
-            given = "is under a transform of torch.func, or in forward mode"
-            raise TypeError(wrong("scale", given, "a number is needed; multiply the query by what is learned or mapped"))
+            given = "a tensor under a transform of torch.func or in forward mode"
+            raise TypeError(mismatch("scale", given, "a number; multiply the query by what is learned or mapped"))
         single = not (scale.is_nested or scale.is_complex() or scale.is_meta) and scale.numel() == 1
     if not single:
-        raise TypeError(wrong("scale", f"is {kind_of(scale)}", "a number is needed"))
+        raise TypeError(mismatch("scale", kind_of(scale), "a number"))
 
 
 def check_number(name: str, given: object) -> None:
     """Raise unless the value that was given in place of a tensor is a real number."""
     if not isinstance(given, Real):
-        raise TypeError(wrong(name, f"is {kind_of(given)}", "a number or a floating tensor is needed"))
+        raise TypeError(mismatch(name, kind_of(given), "a number or a floating tensor"))
 
 
 def check_count(name: str, count: int, least: int = 1) -> int:
     """Return a count in a module as an int; raise unless it is an int (also of NumPy) from `least` to the largest that
     torch can count."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
-        raise ValueError(wrong(name, f"is {count!r}", f"an int >= {least} is needed"))
+        raise ValueError(mismatch(name, repr(count), f"an int >= {least}"))
     if count > LARGEST:
-        raise ValueError(wrong(name, f"is {count!r}", f"an int from {least} to 2**63 - 1 is needed"))
+        raise ValueError(mismatch(name, repr(count), f"an int from {least} to 2**63 - 1"))
     return int(count)
 
 
@@ -216,11 +218,11 @@ def check_extents(**extents: Any) -> None:
     """Raise unless each is an int >= 0."""
     for name, extent in extents.items():
         if isinstance(extent, bool) or not isinstance(extent, _EXTENTS):
-            raise TypeError(wrong(name, f"is {extent!r}", "an int >= 0 is needed"))
+            raise TypeError(mismatch(name, repr(extent), "an int >= 0"))
         if extent < 0:
-            raise ValueError(wrong(name, f"is {extent}", "an int >= 0 is needed"))
+            raise ValueError(mismatch(name, extent, "an int >= 0"))
         if isinstance(extent, Integral) and int(extent) > LARGEST:
-            raise ValueError(wrong(name, f"is {extent}", "an int from 0 to 2**63 - 1 is needed"))
+            raise ValueError(mismatch(name, extent, "an int from 0 to 2**63 - 1"))
 
 
 def device_of(device: torch.device | str | int) -> torch.device:
@@ -228,11 +230,11 @@ def device_of(device: torch.device | str | int) -> torch.device:
     if isinstance(device, torch.device):
         return device
     if not isinstance(device, (str, int)):
-        raise TypeError(wrong("device", f"is {kind_of(device)}", "a torch.device or its name is needed"))
+        raise TypeError(mismatch("device", kind_of(device), "a torch.device or the name of one"))
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise ValueError(wrong("device", f"is {device!r}", "a torch.device or its name is needed")) from error
+        raise ValueError(mismatch("device", repr(device), "a torch.device or the name of one")) from error
 
 
 def check_heads(name: str, width: int, num_heads: int) -> tuple[int, int]:
@@ -240,7 +242,7 @@ def check_heads(name: str, width: int, num_heads: int) -> tuple[int, int]:
     divides the width."""
     width, num_heads = check_count(name, width), check_count("num_heads", num_heads)
     if width % num_heads:
-        raise ValueError(wrong("num_heads", f"is {num_heads}", f"a divisor of {name} = {width} is needed"))
+        raise ValueError(mismatch("num_heads", num_heads, f"a divisor of {name} = {width}"))
     return width, num_heads
 
 
@@ -248,9 +250,9 @@ def check_every(every: int) -> int:
     """Return the number of keys from one prefix to the next as an int; raise unless it is an int (also of NumPy) >=
     1."""
     if isinstance(every, bool) or not isinstance(every, Integral):
-        raise TypeError(wrong("every", f"is {kind_of(every)}", "an int >= 1 is needed"))
+        raise TypeError(mismatch("every", kind_of(every), "an int >= 1"))
     if every < 1:
-        raise ValueError(wrong("every", f"is {every}", "an int >= 1 is needed"))
+        raise ValueError(mismatch("every", every, "an int >= 1"))
     return int(every)
 
 
@@ -266,14 +268,14 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
     if weights is None:
         return None
     if not isinstance(weights, Tensor):
-        raise TypeError(not_a_tensor("weights", weights, "a floating torch.Tensor is needed"))
+        raise TypeError(not_a_tensor("weights", weights, "a floating torch.Tensor"))
     check_floats("weights", weights)
     batch, heads, length, _ = key.shape
     if not has_shape(weights, (batch, length), (batch, heads, length)):
-        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
-        raise ValueError(wrong("weights", f"has shape {tuple(weights.shape)}", allowed))
+        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)}, as key has shape {tuple(key.shape)}"
+        raise ValueError(mismatch("weights", f"shape {tuple(weights.shape)}", allowed))
     if weights.device != key.device:
-        raise ValueError(wrong("weights", f"is on {weights.device}", f"key is on {key.device}"))
+        raise ValueError(mismatch("weights", f"device {weights.device}", f"{key.device}, the device of key"))
     if weights.dtype == torch.float64 != state_dtype(key.dtype):
         _check_range(weights)
     weights = nan_if_refused(weights.to(state_dtype(key.dtype)))
@@ -287,10 +289,8 @@ def _check_range(weights: Tensor) -> None:
         return
     largest, single = weights.amax().item(), torch.finfo(torch.float32)
     if single.max < largest < math.inf or 0 < largest < single.tiny:
-        allowed = (
-            f"the weights of float32 keys are float32: scale them to between {single.tiny:.1e} and {single.max:.1e}, or give float64 keys"
-        )
-        raise ValueError(wrong("weights", f"has {largest:.1e} for its largest", allowed))
+        allowed = f"{single.tiny:.1e} to {single.max:.1e}, as float32 keys have float32 weights; scale the weights, or pass float64 keys"
+        raise ValueError(mismatch("weights", f"{largest:.1e} as the largest", allowed))
 
 
 def is_read(tensor: Tensor) -> bool:
@@ -316,7 +316,7 @@ def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> 
         return
     refused = tensor < 0  # all False if the least is a NaN and no other element is negative
     if (refused if absent is None else refused & ~absent).any():
-        raise ValueError(wrong(name, "has a negative element", "every element must be >= 0"))
+        raise ValueError(mismatch(name, "a negative element", "numbers >= 0"))
 
 
 def nan_if_refused(tensor: Tensor, largest: float = math.inf) -> Tensor:
@@ -333,7 +333,7 @@ def refuse_not_finite(**tensors: Tensor) -> None:
     the host would wait."""
     for name, tensor in tensors.items():
         if is_read(tensor) and not _all_finite(tensor):
-            raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
+            raise ValueError(mismatch(name, "a NaN or an infinity", "finite numbers"))
 
 
 def _all_finite(tensor: Tensor) -> bool:

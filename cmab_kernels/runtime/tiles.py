@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from .checks import mismatch
 from .tracing import traced_as_constant
 
 FILE = Path(__file__).with_name("tiles.json")
@@ -146,31 +147,31 @@ def entries(path: Path) -> list[tuple[Key, tuple[int, ...], Mapping[str, Any]]]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a readable table of tiles ({error}); reinstall the package") from None
+        raise ValueError(mismatch(str(path), f"a file that cannot be read ({error})", "a table of tiles; reinstall the package")) from None
     if not isinstance(content, dict) or content.get("cmab_kernels_tiles") != FORMAT or not isinstance(content.get("entries"), list):
-        raise ValueError(f"{path}: not a table of tiles of format {FORMAT}; reinstall the package")
+        raise ValueError(mismatch(str(path), "another file", f"a table of tiles of format {FORMAT}; reinstall the package"))
     found = []
     for number, entry in enumerate(content["entries"]):
         try:
             found.append(_entry(entry))
         except (KeyError, TypeError, ValueError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            what = mismatch(error.args[0], "nothing", "a value") if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{path}: entry {number}: {what}; remove the entry, or tune again") from None
     if len({key for key, _, _ in found}) < len(found):
-        raise ValueError(f"{path}: two entries have one key; remove one, or tune again")
+        raise ValueError(mismatch(str(path), "two entries with one key", "one; remove one, or tune again"))
     return found
 
 
 def _entry(entry: Any) -> tuple[Key, tuple[int, ...], Mapping[str, Any]]:
     if not isinstance(entry, dict):
-        raise TypeError(f"it is {entry!r}: an object is needed")
+        raise TypeError(mismatch("entry", repr(entry), "a JSON object"))
     kernel, kind, width, capability = (entry[name] for name in ("kernel", "kind", "width", "capability"))
     if not re.fullmatch(r"\d+\.\d+", str(capability)):
-        raise ValueError(f"capability is {capability!r}: it must be like '9.0'")
+        raise ValueError(mismatch("capability", repr(capability), "a version such as '9.0'"))
     major, minor = map(int, str(capability).split("."))
     for name, value, allowed in (("kernel", kernel, FIELDS), ("kind", kind, KINDS), ("width", width, WIDTHS)):
         if value not in allowed:
-            raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(map(str, allowed))}")
+            raise ValueError(mismatch(name, repr(value), f"one of {', '.join(map(str, allowed))}"))
     return Key(kernel, (major, minor), kind, width), _checked(kernel, entry["tiles"]), entry["evidence"]
 
 
@@ -178,10 +179,10 @@ def _checked(kernel: str, tiles: Any) -> tuple[int, ...]:
     """Return the tiles in the order of FIELDS; `ValueError` if they are not valid for this kernel."""
     fields = FIELDS[kernel]
     if not isinstance(tiles, dict) or tiles.keys() != fields.keys():
-        raise ValueError(f"tiles are {', '.join(map(str, tiles))}: {kernel} has {', '.join(fields)}")
+        raise ValueError(mismatch("tiles", tiles, f"{', '.join(fields)} for {kernel}"))
     for name, allowed in fields.items():
         if type(tiles[name]) is not int or tiles[name] not in allowed:
-            raise ValueError(f"{name} is {tiles[name]!r}: it must be one of {', '.join(map(str, allowed))}")
+            raise ValueError(mismatch(name, repr(tiles[name]), f"one of {', '.join(map(str, allowed))}"))
     return tuple(tiles[name] for name in fields)
 
 

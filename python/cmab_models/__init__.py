@@ -12,7 +12,7 @@ import torch
 
 if _missing := [package for package in ("huggingface_hub", "safetensors", "tqdm") if importlib.util.find_spec(package) is None]:
     # With this `name`, `python -m` prints the error in one line, without a traceback.
-    raise ImportError(f'cmab_models needs {", ".join(_missing)}: pip install "cmab-kernels[models]"', name=__name__)
+    raise ImportError(f'cmab_models: it needs {", ".join(_missing)}; pip install "cmab-kernels[models]"', name=__name__)
 
 from .neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP, NeuralProcess
 from .neural_processes.cnp import Total

@@ -17,6 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from cmab_kernels.runtime.checks import mismatch
+
 from .pretrained import Pretrained
 from .systems import SYSTEMS
 from .tasks import TASKS, seeded
@@ -117,7 +119,7 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
     of_task = {key: value for key, value in settings.items() if not key.startswith("model.")}
     task = TASKS[asked.task].for_system(asked.system).changed(of_task)
     if asked.system not in task.systems:
-        raise ValueError(f"{asked.system} cannot learn {asked.task}; {', '.join(task.systems)} can")
+        raise ValueError(mismatch("system", asked.system, f"one of {', '.join(task.systems)} for {asked.task}"))
     folder = asked.folder or Path("runs") / asked.task / f"{asked.system}-{asked.seed}"
     return Run(asked.system, task, folder, asked.seed, _device(asked.device), model)
 
@@ -136,13 +138,13 @@ def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
         try:
             settings = json.loads(config.read_text())
         except ValueError as error:
-            raise ValueError(f"--config: {config} is not a JSON object: {error}") from error
+            raise ValueError(mismatch("--config", f"{config}, which cannot be read ({error})", "a file with a JSON object")) from error
         if not isinstance(settings, dict):
-            raise ValueError(f"--config: {config} is not a JSON object")
+            raise ValueError(mismatch("--config", f"{config} without a JSON object", "a file with a JSON object"))
     for text in given:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"--set {text}: KEY=VALUE is needed")
+            raise ValueError(mismatch("--set", text, "KEY=VALUE"))
         settings[key] = _value(value)
     return settings
 
@@ -153,22 +155,22 @@ def _check_json(name: str, value: Any) -> None:
     try:
         json.dumps(value, allow_nan=False)
     except ValueError as error:
-        raise ValueError(f"{name} is {value!r}; numbers must be finite") from error
+        raise ValueError(mismatch(name, repr(value), "finite numbers")) from error
 
 
 def _seed(text: str) -> int:
     with contextlib.suppress(ValueError):
         if 0 <= (seed := int(text)) < 1 << 63:
             return seed
-    raise argparse.ArgumentTypeError(f"the seed is {text!r}; it must be a whole number from 0 to 2**63 - 1")
+    raise argparse.ArgumentTypeError(mismatch("seed", repr(text), "an int from 0 to 2**63 - 1"))
 
 
 def _device(text: str) -> str:
     kind, _, number = text.partition(":")
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
-        raise ValueError(f"--device is {text!r}; it must be cpu, cuda, or such as cuda:1")
+        raise ValueError(mismatch("--device", text, "cpu, cuda, or such as cuda:1"))
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device is {text!r}; GPUs that torch can use: {torch.cuda.device_count()}")
+        raise ValueError(mismatch("--device", text, f"cpu, or one of the {torch.cuda.device_count()} GPUs that torch finds"))
     return text
 
 
@@ -185,7 +187,7 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     if run.checkpoint.exists() and not asked.resume:
-        raise ValueError(f"{run.checkpoint} exists: add --resume to go on from it, or choose another --folder")
+        raise ValueError(mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to go on from it"))
     run.model(), run.task.batch(seeded(run.seed))  # if these calls raise, no folder is made
     losses = run.folder / "tensorboard"
     with _made_folder(run.folder), contextlib.ExitStack() as at_end, tqdm(total=run.task.steps, unit="step") as bar:
@@ -285,12 +287,14 @@ def kept(run: Run) -> nn.Module:
     """Return the trained model of a run."""
     folder = run.folder / "model"
     if not (folder / "model.safetensors").exists():
-        raise FileNotFoundError(f"there is no model in {folder}: train it first, with the same --task, --seed and --folder")
+        raise FileNotFoundError(f"{folder}: it holds no model; train one first, with the same --task, --seed and --folder")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints that it reads a folder
             model = SYSTEMS[run.system].from_pretrained(folder)
     except (RuntimeError, TypeError, SafetensorError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} is broken, or no {run.system}: {shorten(str(error), 300)}") from error
+        raise ValueError(
+            mismatch(str(folder), f"files that cannot be read ({shorten(str(error), 300)})", f"a {run.system} that a training wrote")
+        ) from error
     return model.to(run.device).eval()
 
 

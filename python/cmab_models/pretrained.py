@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import safe_open
 from torch import nn
 
-from cmab_kernels.runtime.checks import LARGEST, wrong
+from cmab_kernels.runtime.checks import LARGEST, mismatch
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,10 +41,10 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
     Traceback (most recent call last):
-    ValueError: `depth` is 0: an int >= 1 is needed
+    ValueError: depth: got 0, expected an int >= 1
     >>> cmab_models.CNP(dim_x=1, dim_y=1, dims=16)
     Traceback (most recent call last):
-    TypeError: `dims` is not known to CNP: did you mean dim? It takes dim_x, dim_y, dim, depth, bound_std
+    TypeError: dims: got an unknown argument of CNP, expected one of dim_x, dim_y, dim, depth, bound_std; did you mean dim?
     """
 
     before: ClassVar[dict[str, Any]] = {}
@@ -120,11 +120,11 @@ def _check_folder(kind: type[Pretrained], folder: Path, given: dict[str, Any]) -
     needed = {"model.safetensors": True, path.name: bool(_missing(kind, given))}
     lacks = [name for name, is_needed in needed.items() if is_needed and not (folder / name).is_file()]
     if lacks:
-        allowed = "a folder that save_pretrained wrote is needed"
-        raise FileNotFoundError(wrong(NAME, f"is {str(folder)!r}, a folder without {' and '.join(lacks)}", allowed))
+        allowed = "a folder that save_pretrained wrote"
+        raise FileNotFoundError(mismatch(NAME, f"{str(folder)!r}, a folder without {' and '.join(lacks)}", allowed))
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds {shorten(repr(config), 50)}; a JSON object, the arguments of the constructor, is needed")
+        raise ValueError(mismatch(str(path), shorten(repr(config), 50), "a JSON object, the arguments of the constructor"))
 
 
 def _repository(given: str | Path) -> str:
@@ -132,9 +132,9 @@ def _repository(given: str | Path) -> str:
     no such folder."""
     if isinstance(given, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", given):
         return given
-    what = "a file, not a folder" if Path(given).is_file() else "and there is no such folder"
-    allowed = "a folder that save_pretrained wrote, or owner/name of a repository on the Hub, is needed"
-    raise FileNotFoundError(wrong(NAME, f"is {str(given)!r}, {what}", allowed))
+    what = "a file, not a folder" if Path(given).is_file() else "which is no folder here"
+    allowed = "a folder that save_pretrained wrote, or owner/name of a repository on the Hub"
+    raise FileNotFoundError(mismatch(NAME, f"{str(given)!r}, {what}", allowed))
 
 
 def _on_hub(name: str, options: dict[str, Any]) -> bool:
@@ -145,8 +145,8 @@ def _on_hub(name: str, options: dict[str, Any]) -> bool:
     try:
         HfApi().model_info(name, revision=options.get("revision"), token=options.get("token"), timeout=10.0)
     except RepositoryNotFoundError as error:
-        allowed = "the Hub has no such repository that you may read, and there is no such folder here"
-        raise FileNotFoundError(wrong(NAME, f"is {name!r}", allowed)) from error
+        allowed = "a folder here, or a repository of the Hub that you may read; there is neither"
+        raise FileNotFoundError(mismatch(NAME, repr(name), allowed)) from error
     except HfHubHTTPError:
         return True  # the download then gives the error
     except Exception:  # without a network, each version of the HTTP library raises other exceptions
@@ -158,8 +158,8 @@ def _check_cached(name: str, options: dict[str, Any]) -> None:
     """Raise `FileNotFoundError` unless the cache of this machine has the repository."""
     found = try_to_load_from_cache(name, "config.json", options.get("cache_dir"), options.get("revision"))
     if not isinstance(found, str):
-        allowed = "the Hub does not answer or is not to be asked, its cache has no such repository, and there is no such folder here"
-        raise FileNotFoundError(wrong(NAME, f"is {name!r}", allowed))
+        allowed = "a folder here, or a repository in the cache, as the Hub does not answer or is not to be asked; there is neither"
+        raise FileNotFoundError(mismatch(NAME, repr(name), allowed))
 
 
 def _missing(kind: type[Pretrained], given: Container[str]) -> list[str]:
@@ -193,12 +193,12 @@ def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict
         value, kinds = values[each.name], set(each.annotation.split(" | "))
         if value is each.default or (value is None and "None" in kinds):
             continue
-        what = _needed(value, kinds)
+        what = _expected(value, kinds)
         if what:
-            raise ValueError(wrong(each.name, f"is {value!r}", f"{what} is needed"))
+            raise ValueError(mismatch(each.name, repr(value), what))
     heads = values.get("num_heads")
     if heads is not None and values["dim"] % heads:
-        raise ValueError(wrong("num_heads", f"is {heads}", f"a divisor of dim = {values['dim']} is needed"))
+        raise ValueError(mismatch("num_heads", heads, f"a divisor of dim = {values['dim']}"))
 
 
 def _check_names(kind: type[Pretrained], known: list[str], given: dict[str, Any]) -> None:
@@ -206,14 +206,14 @@ def _check_names(kind: type[Pretrained], known: list[str], given: dict[str, Any]
     for name in given:
         if name not in known:
             close = get_close_matches(name, known, 1)
-            meant = f"did you mean {close[0]}? It" if close else "it"
-            raise TypeError(wrong(name, f"is not known to {kind.__name__}", f"{meant} takes {', '.join(known)}"))
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise TypeError(mismatch(name, f"an unknown argument of {kind.__name__}", f"one of {', '.join(known)}{meant}"))
     for name in _missing(kind, given):
-        raise TypeError(wrong(name, "is missing", f"{kind.__name__} takes {', '.join(known)}"))
+        raise TypeError(mismatch(name, "nothing", f"a value, as {kind.__name__} takes {', '.join(known)}"))
 
 
-def _needed(value: Any, kinds: set[str]) -> str:
-    """Return what is needed in place of an argument's value, if the value is of the wrong kind; else ""."""
+def _expected(value: Any, kinds: set[str]) -> str:
+    """Return what is expected in place of an argument's value, if the value is of the wrong kind; else ""."""
     number = isinstance(value, (Integral, float)) and not isinstance(value, bool)
     if "int" in kinds and not (number and isinstance(value, Integral) and int(value) >= 1):
         return "an int >= 1"

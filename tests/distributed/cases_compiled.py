@@ -31,14 +31,14 @@ def case_compiled() -> None:
     results = [(value, *torch.autograd.grad(value, leaves)) for value in (losses(*leaves), compiled(*leaves))]
     close(*results, 1e-6)
     ragged = torch.randn(1, 2 + (rank == 0), 5, 4)
-    with torch.no_grad(), raises(ValueError, "`state` differs between ranks"):
+    with torch.no_grad(), raises(ValueError, "one type, shape and dtype on all ranks"):
         torch.compile(lambda own: all_merge_state(ck.ridge_state(own, own)), fullgraph=True, backend="aot_eager")(ragged)
 
 
 def case_compiled_on_ranks_of_which_one_wants_a_gradient() -> None:
     """A graph is compiled with a backward pass or without, so all ranks raise."""
     part = AttentionState(torch.randn(1, 2, 3, 4).requires_grad_(dist.get_rank() == 0), torch.randn(1, 2, 3).double())
-    with raises(RuntimeError, "`state` requires a gradient on rank 0", "compiled graphs"):
+    with raises(RuntimeError, "state: got one that requires a gradient on rank 0", "the graph is compiled"):
         torch.compile(all_merge_state, backend="aot_eager")(part)
 
 

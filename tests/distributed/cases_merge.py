@@ -109,29 +109,33 @@ def case_errors_are_raised_on_all_ranks() -> None:
         "a type": (ck.empty_ridge(1, 2, 3, 4), TypeError, "RidgeState"),
     }
     for other, error, word in different.values():
-        with raises(error, "`state` differs between ranks", f"rank {last}: ", word, "(1, 2, 3, 4) torch.float32"):
+        with raises(error, "state: got ", f"rank {last}: ", word, "(1, 2, 3, 4) torch.float32", "one type, shape and dtype on all ranks"):
             all_merge_state(other if rank == last else good)  # type: ignore[type-var]
         assert equal(all_merge_state(good), good)
     nested = torch.nested.nested_tensor([good.out[0], good.out[0, :1]], layout=torch.strided)
     unfit: list[tuple[object, type[Exception], str]] = [
-        ("a word", TypeError, "`state` is a str"),
-        ((good.out, good.lse), TypeError, "`state` is a tuple"),
-        (good._replace(lse=None), TypeError, "`state.lse` is None"),
-        (good._replace(lse=good.lse.float()), TypeError, "`state.lse` is torch.float32: torch.float64"),
-        (good._replace(lse=good.lse[:, :1]), ValueError, "`state.lse` has shape (1, 1, 3): (1, 2, 3)"),
-        (good._replace(lse=good.lse.to("meta")), ValueError, "`state.lse` is on meta"),
-        (AttentionState(*(part.to("meta") for part in good)), TypeError, "`state` is torch.strided on meta"),
-        (AttentionState(*(part.to_sparse() for part in good)), TypeError, "`state.out` is torch.sparse_coo: a dense tensor is needed"),
-        (good._replace(lse=good.lse.to_sparse()), TypeError, "`state.lse` is torch.sparse_coo: a dense tensor is needed"),
-        (good._replace(out=nested), TypeError, "`state.out` is a nested tensor: a dense tensor is needed"),
-        (OwnState(*good), TypeError, "`state` is an OwnState: an AttentionState or a RidgeState is needed"),
-        (good._replace(out=good.out.half()), TypeError, "`state.out` is torch.float16: torch.float32"),
-        (ck.empty_ridge(1, 2, 3, 4)._replace(gram=torch.zeros(3, 3).double()), ValueError, "`state.gram` has shape (3, 3): (1, 2, 3, 3)"),
-        (ck.empty_ridge(1, 2, 3, 4)._replace(count=torch.zeros(1, 2)), TypeError, "`state.count` is torch.float32"),
+        ("a word", TypeError, "state: got a str"),
+        ((good.out, good.lse), TypeError, "state: got a tuple"),
+        (good._replace(lse=None), TypeError, "state.lse: got None"),
+        (good._replace(lse=good.lse.float()), TypeError, "state.lse: got torch.float32, expected torch.float64"),
+        (good._replace(lse=good.lse[:, :1]), ValueError, "state.lse: got shape (1, 1, 3), expected (1, 2, 3)"),
+        (good._replace(lse=good.lse.to("meta")), ValueError, "state.lse: got device meta"),
+        (AttentionState(*(part.to("meta") for part in good)), TypeError, "state: got tensors on device meta"),
+        (AttentionState(*(part.to_sparse() for part in good)), TypeError, "state.out: got torch.sparse_coo, expected a dense tensor"),
+        (good._replace(lse=good.lse.to_sparse()), TypeError, "state.lse: got torch.sparse_coo, expected a dense tensor"),
+        (good._replace(out=nested), TypeError, "state.out: got a nested tensor, expected a dense tensor"),
+        (OwnState(*good), TypeError, "state: got an OwnState, expected an AttentionState or a RidgeState"),
+        (good._replace(out=good.out.half()), TypeError, "state.out: got torch.float16, expected torch.float32"),
+        (
+            ck.empty_ridge(1, 2, 3, 4)._replace(gram=torch.zeros(3, 3).double()),
+            ValueError,
+            "state.gram: got shape (3, 3), expected (1, 2, 3, 3)",
+        ),
+        (ck.empty_ridge(1, 2, 3, 4)._replace(count=torch.zeros(1, 2)), TypeError, "state.count: got torch.float32"),
         (ck.AttentionState(torch.zeros([1] * 13), torch.zeros([1] * 12).double()), ValueError, "13 dimensions"),
     ]
     for state, error, words in unfit:
-        with raises(error, words) if rank == 0 else raises(RuntimeError, "`state` is missing from rank 0"):
+        with raises(error, words) if rank == 0 else raises(RuntimeError, "state: rank 0 raised an error and sent none"):
             all_merge_state(state if rank == 0 else good)  # type: ignore[type-var]
         assert equal(all_merge_state(good), good)
 
@@ -150,7 +154,7 @@ def case_as_on_a_gpu() -> None:
                     for _ in range(2):
                         assert equal(all_merge_state(parts[rank], group), wanted)
                 if rank == last:
-                    with raises(ValueError, "differs between ranks"):
+                    with raises(ValueError, "one type, shape and dtype on all ranks"):
                         all_merge_state(states(kind, 7)[rank], group)
                 else:
                     assert all(field.isnan().all() for field in all_merge_state(parts[rank], group)[:2])
@@ -172,7 +176,11 @@ def case_an_error_of_packing_reaches_all_ranks() -> None:
 
     merge.packed_bytes = fail if dist.get_rank() == 0 else packed
     try:
-        with raises(MemoryError, "no memory") if dist.get_rank() == 0 else raises(RuntimeError, "`state` is missing from rank 0"):
+        with (
+            raises(MemoryError, "no memory")
+            if dist.get_rank() == 0
+            else raises(RuntimeError, "state: rank 0 raised an error and sent none")
+        ):
             all_merge_state(state)
     finally:
         merge.packed_bytes = packed
@@ -186,9 +194,9 @@ def case_groups() -> None:
     if rank in members:
         assert equal(all_merge_state(parts[rank], group), ck.merge_states(*(parts[member] for member in members)))
     else:
-        with raises(TypeError, "`group` is"):
+        with raises(TypeError, "expected a ProcessGroup that this process belongs to"):
             all_merge_state(parts[rank], group)
-    with raises(TypeError, "`group` is 'all'"):
+    with raises(TypeError, "group: got 'all'"):
         all_merge_state(parts[rank], "all")  # type: ignore[arg-type]
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     close(all_merge_state(all_merge_state(parts[rank], alone)), ck.merge_states(*parts))

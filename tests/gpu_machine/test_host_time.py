@@ -64,17 +64,17 @@ def test_steps_of_one_form_are_checked_once(kind: str, monkeypatch: pytest.Monke
 
 
 FAULTS: dict[str, Callable[[Any, list[torch.Tensor]], Any]] = {
-    "`value` has shape": lambda state, tokens: (state, [*tokens[:2], torch.randn(1, 4, 1, 17)]),
-    "`query` has shape": lambda state, tokens: (state, [tokens[0], torch.randn(1, 4, 2, 16), tokens[2]]),
-    "`key` is torch.float64": lambda state, tokens: (state, [t.double() for t in tokens]),
-    "`value` is on meta": lambda state, tokens: (state, [*tokens[:2], tokens[2].to("meta")]),
-    "`key` is a list": lambda state, tokens: (state, [tokens[0], [1.0], tokens[2]]),
-    "`state.window` is 64.0": lambda state, tokens: (state._replace(window=64.0), tokens),
-    "`state.spare` has shape": lambda state, tokens: (state._replace(spare=state.spare.mT), tokens),
-    "`state.keys` is torch.int32": lambda state, tokens: (state._replace(keys=state.keys.int()), tokens),
-    "`state.position` is torch.int32": lambda state, tokens: (state._replace(position=state.position.int()), tokens),
-    "`state.values` is on meta": lambda state, tokens: (state._replace(values=state.values.to("meta")), tokens),
-    "`output` is 'both'": lambda state, tokens: (state, tokens),
+    "value: got shape": lambda state, tokens: (state, [*tokens[:2], torch.randn(1, 4, 1, 17)]),
+    "query: got shape": lambda state, tokens: (state, [tokens[0], torch.randn(1, 4, 2, 16), tokens[2]]),
+    "key: got torch.float64": lambda state, tokens: (state, [t.double() for t in tokens]),
+    "value: got device meta": lambda state, tokens: (state, [*tokens[:2], tokens[2].to("meta")]),
+    "key: got a list": lambda state, tokens: (state, [tokens[0], [1.0], tokens[2]]),
+    "state.window: got 64.0": lambda state, tokens: (state._replace(window=64.0), tokens),
+    "state.spare: got shape": lambda state, tokens: (state._replace(spare=state.spare.mT), tokens),
+    "state.keys: got torch.int32": lambda state, tokens: (state._replace(keys=state.keys.int()), tokens),
+    "state.position: got torch.int32": lambda state, tokens: (state._replace(position=state.position.int()), tokens),
+    "state.values: got device meta": lambda state, tokens: (state._replace(values=state.values.to("meta")), tokens),
+    "output: got 'both'": lambda state, tokens: (state, tokens),
 }
 
 

@@ -255,7 +255,7 @@ def test_attention_sinks_are_refused(name: str) -> None:
     """GPT-OSS and others pass their own logits, which "sdpa" ignores:
     these models do not support it, but the name "cmab" passes."""
     rows = torch.randn(1, 2, 1, 4)
-    with pytest.raises(ValueError, match=f"`{name}` is given.*eager"):
+    with pytest.raises(ValueError, match=rf"^{name}: got a Tensor, expected None.*eager"):
         integration.attention(nn.Identity(), rows, rows, rows, None, **{name: torch.zeros(2)})
 
 

@@ -26,7 +26,7 @@ def test_an_example_without_a_class_is_refused(estimator: str) -> None:
     assert classes_of(classes).tolist() == 2 * [2 * [0, 1, 2]]
     assert model(examples, examples, classes).isfinite().all()
     classes[1, 2, 0] = math.nan
-    with pytest.raises(ValueError, match="holds a NaN"):
+    with pytest.raises(ValueError, match="got a NaN"):
         model(examples, examples, classes)
 
 

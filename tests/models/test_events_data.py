@@ -79,29 +79,29 @@ def test_sequences(arrays: type, tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b,c\n1,2,3\n")
-    with pytest.raises(ValueError, match="first line is 'a,b,c'"):
+    with pytest.raises(ValueError, match="got the first line 'a,b,c', expected one that starts with"):
         read_interactions(tmp_path / "other.csv")
     torch.save({"sequences": [{"times": [1.0]}]}, tmp_path / "other.pkl")
     with pytest.raises(ValueError, match="arrival_times"):
         read_sequences(tmp_path / "other.pkl")
     for given, said in (
-        ([{"arrival_times": [1.0, 2.0], "marks": [0], "t_end": 3.0}], r"sequence 0 has times \(2,\) and marks \(1,\)"),
-        ([{"arrival_times": [1.0], "t_end": 3.0}, {"arrival_times": [2.0, 1.0], "t_end": 3.0}], "sequence 1 has an event before"),
-        ([{"arrival_times": [1.0, 5.0], "t_end": 3.0}], "sequence 0 has an event .* after its end"),
-        ([{"arrival_times": [1.0], "marks": [0.7], "t_end": 3.0}], r"`marks\[0\]` is \[0.69.*\]: whole numbers"),
-        ([], "at least one sequence"),
+        ([{"arrival_times": [1.0, 2.0], "marks": [0], "t_end": 3.0}], r"times\[0\], marks\[0\]: got shapes \(2,\), \(1,\)"),
+        ([{"arrival_times": [1.0], "t_end": 3.0}, {"arrival_times": [2.0, 1.0], "t_end": 3.0}], r"times\[1\]: got a time before"),
+        ([{"arrival_times": [1.0, 5.0], "t_end": 3.0}], r"times\[0\]: got a time .* after the end"),
+        ([{"arrival_times": [1.0], "marks": [0.7], "t_end": 3.0}], r"marks\[0\]: got \[0.69.*\], expected whole numbers"),
+        ([], "times: got no sequence, expected at least one"),
     ):
         torch.save({"sequences": given}, tmp_path / "wrong.pkl")
         with pytest.raises(ValueError, match=said):
             read_sequences(tmp_path / "wrong.pkl")
     (tmp_path / "data").write_text(CSV.replace("0,7,", "0,7.7,"))
-    with pytest.raises(ValueError, match=r"`marks\[0\]` is \[5.0, 7.7, 5.0\]: whole numbers"):
+    with pytest.raises(ValueError, match=r"marks\[0\]: got \[5.0, 7.7, 5.0\], expected whole numbers"):
         read_interactions(tmp_path / "data", shortest=1)
     (tmp_path / "data").write_text(CSV)
-    with pytest.raises(ValueError, match="no stream has a run of 16 events"):
+    with pytest.raises(ValueError, match="shortest: got 16, expected a smaller number, as no stream has a run"):
         read_interactions(tmp_path / "data")
     (tmp_path / "data").write_text(CSV.splitlines()[0] + "\n")
-    with pytest.raises(ValueError, match="has no interactions"), pytest.warns(UserWarning, match="no data"):
+    with pytest.raises(ValueError, match="got no interactions"), pytest.warns(UserWarning, match="no data"):
         read_interactions(tmp_path / "data")
     torch.save({"sequences": Path("/")}, tmp_path / "runs.pkl")
     with pytest.raises(Exception, match=r"[Ww]eights"):

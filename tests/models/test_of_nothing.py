@@ -151,5 +151,5 @@ def test_exact_likelihoods_of_no_events() -> None:
     assert [part.shape for part in Hawkes().log_prob(some.take(torch.tensor([], dtype=torch.int64)))] == 3 * [(0, 0)] + [(0,), (0, 0)]
     alone, beside = Hawkes().log_prob(some.take(torch.tensor([0]))), Hawkes().log_prob(some)
     assert torch.equal(alone.survival, beside.survival[:1]) and alone.time.shape == (1, 0)
-    with pytest.raises(ValueError, match="`sequences` is 0: an int >= 1 is needed"):
+    with pytest.raises(ValueError, match="sequences: got 0, expected an int >= 1"):
         Hawkes().simulate(0, 1.0, torch.Generator())

@@ -47,13 +47,13 @@ def least(system: str) -> dict[str, Any]:
 def test_every_argument_is_checked(system: str) -> None:
     for name, each in arguments(system).items():
         for value in WRONG[each.annotation]:
-            with pytest.raises(ValueError, match=rf"^`{name}` is .* needed$"):
+            with pytest.raises(ValueError, match=rf"^{name}: got .*, expected (an? |True or False)"):
                 SYSTEMS[system](**(least(system) | {name: value}))
 
 
 @pytest.mark.parametrize("system", [each for each in SYSTEMS if "num_heads" in arguments(each)])
 def test_heads_divide_the_width(system: str) -> None:
-    with pytest.raises(ValueError, match=r"^`num_heads` is 3: a divisor of dim = 8 is needed"):
+    with pytest.raises(ValueError, match=r"^num_heads: got 3, expected a divisor of dim = 8"):
         SYSTEMS[system](**(least(system) | {"num_heads": 3}))
 
 
@@ -61,9 +61,9 @@ def test_heads_divide_the_width(system: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dim": 5, "num_heads": 1}, "dim is 5; an even number is needed"),
-        ({"period": 0.0}, "period is 0.0; a positive number is needed"),
-        ({"log_gap_std": -1.0}, "log_gap_std is -1.0; a positive number is needed"),
+        ({"dim": 5, "num_heads": 1}, "^dim: got 5, expected an even number"),
+        ({"period": 0.0}, "^period: got 0.0, expected a number > 0"),
+        ({"log_gap_std": -1.0}, "^log_gap_std: got -1.0, expected a number > 0"),
     ],
 )
 def test_numbers_of_a_point_process(system: str, changes: dict[str, Any], message: str) -> None:
@@ -72,7 +72,7 @@ def test_numbers_of_a_point_process(system: str, changes: dict[str, Any], messag
 
 
 def test_arguments_by_place_are_checked_too() -> None:
-    with pytest.raises(ValueError, match=r"^`dim` is 0: "):
+    with pytest.raises(ValueError, match=r"^dim: got 0, expected "):
         SYSTEMS["cnp"](1, 1, 0)
     with pytest.raises(TypeError, match="dim_y"):
         SYSTEMS["cnp"](1)
@@ -108,20 +108,21 @@ def test_a_folder_that_holds_another_model_or_a_part_of_one_is_refused(tmp_path:
 def test_a_configuration_that_is_no_object_is_named(text: str, tmp_path: Path) -> None:
     SYSTEMS["cnp"](**least("cnp")).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json holds .*; a JSON object, .* is needed"):
+    with pytest.raises(ValueError, match=r"config\.json: got .*, expected a JSON object"):
         SYSTEMS["cnp"].from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_an_option_that_is_missing_or_misspelt_is_named(system: str) -> None:
     given, kind = least(system), SYSTEMS[system]
-    first, takes = next(iter(given)), rf"takes {', '.join(arguments(system))}$"
-    with pytest.raises(TypeError, match=rf"^`{first}s` is not known to {kind.__name__}: did you mean {first}\? It {takes}"):
+    first, known = next(iter(given)), ", ".join(arguments(system))
+    unknown = f"got an unknown argument of {kind.__name__}, expected one of {known}"
+    with pytest.raises(TypeError, match=rf"^{first}s: {unknown}; did you mean {first}\?$"):
         kind(**{name: value for name, value in given.items() if name != first}, **{f"{first}s": given[first]})
-    with pytest.raises(TypeError, match=rf"^`xyz` is not known to {kind.__name__}: it {takes}"):
+    with pytest.raises(TypeError, match=f"^xyz: {unknown}$"):
         kind(**given, xyz=1)
     last = next(name for name, each in arguments(system).items() if each.default is inspect.Parameter.empty)
-    with pytest.raises(TypeError, match=rf"^`{last}` is missing: {kind.__name__} {takes}"):
+    with pytest.raises(TypeError, match=rf"^{last}: got nothing, expected a value, as {kind.__name__} takes {known}$"):
         kind(**{name: value for name, value in given.items() if name != last})
 
 
@@ -145,14 +146,14 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize("place", ["./no/such/folder", "no/such/folder", "/no/such", "cmanp", "~/cmanp", "../cmanp", Path("of/mine")])
 def test_a_folder_that_does_not_exist_is_named_at_once(place: str | Path, no_network: list[Any]) -> None:
-    with pytest.raises(FileNotFoundError, match=re.escape(f"is {str(place)!r}, and there is no such folder")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"got {str(place)!r}, which is no folder here, expected")):
         SYSTEMS["cmanp"].from_pretrained(place)
     assert not no_network
 
 
 @pytest.mark.parametrize("options", [{}, {"local_files_only": True}])
 def test_the_hub_is_asked_once(options: dict[str, Any], no_network: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is 'of/nobody': the Hub does not answer"):
+    with pytest.raises(FileNotFoundError, match=r"got 'of/nobody', expected"):
         SYSTEMS["cmanp"].from_pretrained("of/nobody", cache_dir=tmp_path, **options)
     assert len(no_network) == (0 if options else 1)
 

@@ -133,52 +133,52 @@ def test_the_checkpoint_is_written_whatever_comes(at: int, toy: type[Task], tmp_
 
 def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: Path) -> None:
     run = Run("cnp", toy(), tmp_path)
-    with pytest.raises(BadCheckpoint, match="nothing to resume"):
+    with pytest.raises(BadCheckpoint, match="got no such file, expected a checkpoint to resume"):
         train(run, resume=True)
     train(run)
-    with pytest.raises(BadCheckpoint, match=r"slope = 1\.0, not 2\.0"):
+    with pytest.raises(BadCheckpoint, match=r"^slope: got 2\.0, expected 1\.0, as .*checkpoint\.pt was trained with"):
         train(Run("cnp", toy(slope=2.0), tmp_path), resume=True)  # type: ignore[call-arg]
     written = run.checkpoint.read_bytes()
     (tmp_path / "whole.pt").write_bytes(written)
     run.checkpoint.write_bytes(written[: len(written) // 2])
-    with pytest.raises(BadCheckpoint, match=r"is cut short or damaged; the checkpoint\.pt of a training is needed"):
+    with pytest.raises(BadCheckpoint, match=r"got a file that is cut short or damaged, expected the checkpoint\.pt of a training"):
         train(run, resume=True)
     run.checkpoint.write_bytes(written[:-1])
-    with pytest.raises(BadCheckpoint, match="is cut short or damaged"):
+    with pytest.raises(BadCheckpoint, match="got a file that is cut short or damaged"):
         train(run, resume=True)
     torch.save({"weights": torch.zeros(3)}, run.checkpoint)
-    with pytest.raises(BadCheckpoint, match="is no cmab_models checkpoint"):
+    with pytest.raises(BadCheckpoint, match="got a file that is no cmab_models checkpoint"):
         train(run, resume=True)
     other = torch.load(run.checkpoint.parent / "whole.pt")
     torch.save(other | {"model": {}}, run.checkpoint)  # from a version whose models had other parameters
-    with pytest.raises(BadCheckpoint, match=r"of another version of cnp: .* Missing key"):
+    with pytest.raises(BadCheckpoint, match=r"got weights of another version .* Missing key"):
         train(run, resume=True)
     torch.save(other | {"run": 5}, run.checkpoint)
-    with pytest.raises(BadCheckpoint, match="has no settings or no number of steps"):
+    with pytest.raises(BadCheckpoint, match="got a file with no settings or no number of steps"):
         train(run, resume=True)
-    for broken, why in ((b"", "is empty"), (b"abc", "is a file of another kind"), (b'{"steps": 1}', "is a file of another kind")):
+    for broken, why in ((b"", "an empty file"), (b"abc", "a file of another kind"), (b'{"steps": 1}', "a file of another kind")):
         run.checkpoint.write_bytes(broken)
-        with pytest.raises(BadCheckpoint, match=rf"checkpoint.pt {why}; the checkpoint.pt of a training is needed.*$") as refused:
+        with pytest.raises(BadCheckpoint, match=rf"checkpoint.pt: got {why}, expected the checkpoint.pt of a training.*$") as refused:
             train(run, resume=True)
         assert "\n" not in str(refused.value)
     torch.save(Run, run.checkpoint)  # a class: to load it would be to execute something
-    with pytest.raises(BadCheckpoint, match="holds something that is not a checkpoint"):
+    with pytest.raises(BadCheckpoint, match="got a file that holds something else"):
         train(run, resume=True)
 
 
 def test_a_loss_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="the loss of step 2 is nan"):
+    with pytest.raises(Diverged, match=r"^loss: got nan in step 2"):
         train(Run("cnp", toy(steps=2, learning_rate=1e30), tmp_path))
 
 
 def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
     run = Run("thp", TASKS["hawkes"]().changed({"sequences": 20, "end": 5.0}), tmp_path, model_settings={"log_gap_std": 1e300})
-    with pytest.raises(Diverged, match=r"the loss of step 1 is nan, .*; the model has not learned yet: check its options and the data"):
+    with pytest.raises(Diverged, match=r"^loss: got nan in step 1, .*; the model has not learned yet: check its options and the data"):
         train(run)
 
 
 def test_data_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`context_y` holds a NaN or an infinity"):
+    with pytest.raises(ValueError, match=r"^context_y: got a NaN or an infinity"):
         train(Run("cnp", toy(slope=float("inf")), tmp_path))  # type: ignore[call-arg]
 
 
@@ -188,13 +188,13 @@ def test_a_last_step_that_diverges_is_named(toy: type[Task], tmp_path: Path, mon
     Weights may be finite, and the loss may be finite with weights that are not.
     """
     run = Run("cnp", toy(steps=1, learning_rate=1e30), tmp_path)
-    with pytest.raises(Diverged, match="after the last step the loss is nan"):
+    with pytest.raises(Diverged, match=r"^loss: got nan after the last step"):
         train(run)
     assert not run.checkpoint.exists()
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: optimizer.param_groups[0]["params"][0].data.fill_(torch.nan))
     monkeypatch.setattr(toy, "loss", lambda self, model, batch: sum(p.nan_to_num().sum() for p in model.parameters()))
     try:
-        with pytest.raises(Diverged, match=r"after the last step the loss is -?\d.*, the largest weight nan"):
+        with pytest.raises(Diverged, match=r"^loss: got -?\d.* after the last step, with a largest weight of nan"):
             train(Run("cnp", toy(steps=1), tmp_path))
     finally:
         hook.remove()
@@ -233,11 +233,11 @@ def test_the_command_line(toy: type[Task], tmp_path: Path, capsys: pytest.Captur
     config = (folder / "model" / "config.json").read_text()
     (folder / "model" / "config.json").write_text("[]")
     assert run_command("evaluate", *asked) == 2
-    assert "config.json holds []; a JSON object" in capsys.readouterr().err
+    assert "config.json: got [], expected a JSON object" in capsys.readouterr().err
     (folder / "model" / "config.json").write_text(config)
     (folder / "model" / "model.safetensors").write_bytes(b"nothing")
     assert run_command("evaluate", *asked) == 2
-    assert "is broken" in capsys.readouterr().err
+    assert "got files that cannot be read" in capsys.readouterr().err
 
 
 def test_an_evaluation_tells_what_was_trained(
@@ -262,9 +262,9 @@ def test_an_evaluation_tells_what_was_trained(
     capsys.readouterr()
     monkeypatch.setitem(TASKS, "others", type("Others", (toy,), {"name": "others"}))
     for arguments, message in (
-        (("--seed", "5"), "was trained with seed = 0, not 5"),
-        (("--set", "model.dim=8"), "was trained with model.dim = 4, not 8"),
-        (("--task", "others"), "was trained with task = 'lines', not 'others'"),
+        (("--seed", "5"), "seed: got 5, expected 0, as run/checkpoint.pt was trained with"),
+        (("--set", "model.dim=8"), "model.dim: got 8, expected 4, as"),
+        (("--task", "others"), "task: got 'others', expected 'lines', as"),
     ):
         assert run_command("evaluate", *asked, *arguments) == 2
         assert message in capsys.readouterr().err
@@ -273,36 +273,36 @@ def test_an_evaluation_tells_what_was_trained(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("train", "cnp", "--set", "slop=1"), "no setting 'slop'"),
-        (("train", "cnp", "--set", "slope"), "KEY=VALUE"),
-        (("train", "cnp", "--set", "steps=many"), "steps is 'many'; it must be of the kind of 6"),
-        (("train", "cnp", "--set", "steps=true"), "steps is True; it must be of the kind of 6"),
-        (("train", "cnp", "--set", "steps=0"), "steps is 0; it must be positive"),
-        (("train", "cnp", "--set", "learning_rate=NaN"), "learning_rate is nan; it must be positive, and finite"),
-        (("train", "cnp", "--set", "learning_rate=Infinity"), "learning_rate is inf; it must be positive, and finite"),
-        (("train", "cnp", "--set", "clip=1e999"), "clip is inf; it must be positive, and finite"),
-        (("train", "cnp", "--set", f"clip=1{'0' * 400}"), "it must be positive, and finite"),
-        (("train", "cnp", "--config", "infinite.json"), "slope is inf; it must be positive, and finite"),
-        (("train", "cnp", "--set", "model.dim=Infinity"), "model.dim is inf; numbers must be finite"),
-        (("evaluate", "cnp", "--set", "model.dim=[NaN]"), "model.dim is [nan]; numbers must be finite"),
-        (("train", "cnp", "--seed", str(1 << 63)), "the seed is '9223372036854775808'; it must be a whole number from 0 to 2**63 - 1"),
-        (("train", "cnp", "--seed", "-1"), "argument --seed: the seed is '-1'"),
-        (("train", "cnp", "--seed", "one"), "argument --seed: the seed is 'one'"),
-        (("train", "cnp", "--set", "model.latents=3"), "cnp has no argument 'latents'; it has dim_x, "),
-        (("train", "cnp", "--set", "model.dim=wide"), "`dim` is 'wide': an int >= 1 is needed"),
-        (("train", "cnp", "--set", "model.depth=1"), "depth is 1; a perceptron has at least two linear layers"),
-        (("train", "cnp", "--set", "model.dim_y=3"), "`dim_y` is 3: 1 is needed, a size of the data of lines"),
-        (("train", "cnp", "--set", "model.dim_x=true"), "`dim_x` is True: an int >= 1 is needed"),
-        (("train", "cnp", "--device", "meta"), "--device is 'meta'; it must be cpu, cuda"),
-        (("train", "cnp", "--device", "cuda:99"), "--device is 'cuda:99'; GPUs that torch can use: "),
+        (("train", "cnp", "--set", "slop=1"), "slop: got an unknown setting of lines, expected one of "),
+        (("train", "cnp", "--set", "slope"), "--set: got slope, expected KEY=VALUE"),
+        (("train", "cnp", "--set", "steps=many"), "steps: got 'many', expected an int, such as 6"),
+        (("train", "cnp", "--set", "steps=true"), "steps: got True, expected an int, such as 6"),
+        (("train", "cnp", "--set", "steps=0"), "steps: got 0, expected a finite number > 0"),
+        (("train", "cnp", "--set", "learning_rate=NaN"), "learning_rate: got nan, expected a finite number > 0"),
+        (("train", "cnp", "--set", "learning_rate=Infinity"), "learning_rate: got inf, expected a finite number > 0"),
+        (("train", "cnp", "--set", "clip=1e999"), "clip: got inf, expected a finite number > 0"),
+        (("train", "cnp", "--set", f"clip=1{'0' * 400}"), "expected a finite number > 0"),
+        (("train", "cnp", "--config", "infinite.json"), "slope: got inf, expected a finite number > 0"),
+        (("train", "cnp", "--set", "model.dim=Infinity"), "model.dim: got inf, expected finite numbers"),
+        (("evaluate", "cnp", "--set", "model.dim=[NaN]"), "model.dim: got [nan], expected finite numbers"),
+        (("train", "cnp", "--seed", str(1 << 63)), "seed: got '9223372036854775808', expected an int from 0 to 2**63 - 1"),
+        (("train", "cnp", "--seed", "-1"), "argument --seed: seed: got '-1'"),
+        (("train", "cnp", "--seed", "one"), "argument --seed: seed: got 'one'"),
+        (("train", "cnp", "--set", "model.latents=3"), "latents: got an unknown argument of cnp, expected one of dim_x, "),
+        (("train", "cnp", "--set", "model.dim=wide"), "dim: got 'wide', expected an int >= 1"),
+        (("train", "cnp", "--set", "model.depth=1"), "depth: got 1, expected an int >= 2"),
+        (("train", "cnp", "--set", "model.dim_y=3"), "dim_y: got 3, expected 1, a size of the data of lines"),
+        (("train", "cnp", "--set", "model.dim_x=true"), "dim_x: got True, expected an int >= 1"),
+        (("train", "cnp", "--device", "meta"), "--device: got meta, expected cpu, cuda"),
+        (("train", "cnp", "--device", "cuda:99"), "--device: got cuda:99, expected cpu, or one of the "),
         (("train", "cnp", "--folder", "a file"), "a file cannot be written: Not a directory"),
         (("train", "cnp", "--folder", "a file/run"), "a file/run cannot be written: Not a directory"),
         (("train", "cnp", "--config", "no.json"), "no.json"),
-        (("train", "cnp", "--config", "a file"), "is not a JSON object"),
-        (("train", "cnp", "--config", "pairs.json"), "is not a JSON object"),
+        (("train", "cnp", "--config", "a file"), "--config: got a file without a JSON object"),
+        (("train", "cnp", "--config", "pairs.json"), "--config: got pairs.json without a JSON object"),
         (("train", "cnp", "--config", "."), "Is a directory"),
-        (("train", "lbanp"), "lbanp cannot learn lines"),
-        (("evaluate", "cnp", "--seed", "5"), "train it first"),
+        (("train", "lbanp"), "system: got lbanp, expected one of "),
+        (("evaluate", "cnp", "--seed", "5"), "it holds no model; train one first"),
     ],
 )
 def test_what_is_refused(
@@ -319,11 +319,11 @@ def test_what_is_refused(
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (("--set", "slope=1e308"), "`context_y` holds a NaN or an infinity"),
-        (("--resume",), "there is nothing to resume"),
+        (("--set", "slope=1e308"), "context_y: got a NaN or an infinity"),
+        (("--resume",), "got no such file, expected a checkpoint to resume"),
         (
             ("--set", "learning_rate=1e30", "--set", "steps=9"),
-            "the loss of step 2 is nan, the norm of its gradient nan; try a smaller learning_rate",
+            "loss: got nan in step 2, with a gradient of norm nan, expected finite numbers; try a smaller learning_rate",
         ),
     ],
 )
@@ -345,7 +345,7 @@ def test_a_run_that_diverges_says_where_its_losses_are(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(toy, "before_step", lambda self, model, step: step < 12 or nn.init.constant_(model.decoder[0].weight, 1e38))
     assert run_command("train", "cnp", "--task", "lines", "--set", "steps=20") == 2
-    assert "the loss of step 13 is nan" in (said := capsys.readouterr().err)
+    assert "loss: got nan in step 13" in (said := capsys.readouterr().err)
     assert said.endswith("; the losses before it are in runs/lines/cnp-0/tensorboard\n")
     assert [each.name for each in Path("runs/lines/cnp-0").iterdir()] == ["tensorboard"]
     assert any(Path("runs/lines/cnp-0/tensorboard").iterdir())
@@ -383,7 +383,7 @@ def test_settings_by_system_are_of_systems_and_settings_that_there_are(task: typ
 def test_data_that_is_missing_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command("train", "cmanp", "--task", "celeba") == 2
-    assert f"folder is '': {tmp_path} has no " in capsys.readouterr().err and not any(tmp_path.iterdir())
+    assert f"folder: got '', which is {tmp_path}, expected " in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 def test_a_missing_package_is_said(
@@ -404,19 +404,19 @@ runpy._run_module_as_main("cmab_models")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert f'cmab_models needs {package}: pip install "cmab-kernels[models]"' in done.stderr
+    assert f'cmab_models: it needs {package}; pip install "cmab-kernels[models]"' in done.stderr
 
 
 @pytest.mark.parametrize(
     ("system", "task", "name", "value", "message"),
     [
-        ("nystromformer", "patches", "num_classes", 1, "`num_classes` is 1: 16 is needed, a size of the data of patches"),
-        ("continual-transformer", "patches", "sequence_len", 3, "`sequence_len` is 3: 64 is needed"),
-        ("intention", "few-shot", "dim_out", 3, "`dim_out` is 3: 4 is needed"),
-        ("mlp", "sine", "num_points", 3, "`num_points` is 3: 10 is needed"),
-        ("thp", "hawkes", "num_marks", 2, "`num_marks` is 2: 3 is needed"),
-        ("cmanp-and", "gp-rbf", "embedding_depth", 1, "embedding_depth is 1; a perceptron has at least two linear layers"),
-        ("tnp-nd", "gp-rbf", "projection_depth", 1, "projection_depth is 1; a perceptron"),
+        ("nystromformer", "patches", "num_classes", 1, "num_classes: got 1, expected 16, a size of the data of patches"),
+        ("continual-transformer", "patches", "sequence_len", 3, "sequence_len: got 3, expected 64"),
+        ("intention", "few-shot", "dim_out", 3, "dim_out: got 3, expected 4"),
+        ("mlp", "sine", "num_points", 3, "num_points: got 3, expected 10"),
+        ("thp", "hawkes", "num_marks", 2, "num_marks: got 2, expected 3"),
+        ("cmanp-and", "gp-rbf", "embedding_depth", 1, "embedding_depth: got 1, expected an int >= 2, the linear layers of a perceptron"),
+        ("tnp-nd", "gp-rbf", "projection_depth", 1, "projection_depth: got 1, expected an int >= 2"),
     ],
 )
 def test_options_of_a_model_that_no_data_fits(system: str, task: str, name: str, value: int, message: str) -> None:
@@ -427,12 +427,17 @@ def test_options_of_a_model_that_no_data_fits(system: str, task: str, name: str,
 @pytest.mark.parametrize(
     ("system", "task", "settings", "message"),
     [
-        ("cnp", "gp-rbf", {"most_points": 6}, "most_points is 6; at least 7"),
-        ("cnp", "digits", {"size": 2}, "pixels are asked for of images of 2 x 2"),
-        ("nystromformer", "patches", {"side": 100}, "no photograph has bands of 8 patches so large"),
-        ("few-shot", "few-shot", {"ways": 100}, "ways is 100; there are 48 classes"),
-        ("inctnp", "wheel", {"memory": 5}, "memory is 5; an inctnp cannot forget"),
-        ("thp", "hawkes", {"end": 1e-9}, "end is 1e-09; no event came before"),
+        ("cnp", "gp-rbf", {"most_points": 6}, "most_points: got 6, expected at least 7"),
+        ("cnp", "digits", {"size": 2}, "count: got .* pixels, expected at most 4, as images have 2 x 2"),
+        (
+            "nystromformer",
+            "patches",
+            {"side": 100},
+            "side: got 100, expected a smaller one, as no photograph has bands of 8 patches so large",
+        ),
+        ("few-shot", "few-shot", {"ways": 100}, "ways: got 100, expected at most 48"),
+        ("inctnp", "wheel", {"memory": 5}, "memory: got 5, expected 0, which remembers all, as an inctnp cannot forget"),
+        ("thp", "hawkes", {"end": 1e-9}, "end: got 1e-09, expected a time after the first event"),
     ],
 )
 def test_settings_that_no_data_fits(system: str, task: str, settings: dict[str, Any], message: str) -> None:

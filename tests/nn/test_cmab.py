@@ -303,14 +303,14 @@ def test_errors_name_the_argument() -> None:
     ]
     for name, error, arguments, options in bad:
         for grad in (False, True):
-            with torch.set_grad_enabled(grad), pytest.raises(error, match=f"`{name}`"):
+            with torch.set_grad_enabled(grad), pytest.raises(error, match=rf"^{name}: "):
                 module.update(*arguments, **options)
     with pytest.raises(RuntimeError, match="seen nothing"):
         module.remove(inputs, latents)
     sizes = {"dim": 12, "num_latents": 4, "num_heads": 3, "ff_dim": 8}
     for name, bad_size in {"dim": 0, "num_latents": -1, "num_heads": 5, "ff_dim": 0}.items():
         for size in (bad_size, float(sizes[name])):
-            with pytest.raises(ValueError, match=f"`{name}` is {size}"):
+            with pytest.raises(ValueError, match=rf"^{name}: got {size}"):
                 CMAB(**{**sizes, name: size})
 
 

@@ -89,13 +89,13 @@ def test_a_hook_on_any_layer_runs() -> None:
 
 
 WRONG: dict[str, tuple[Any, tuple[Any, ...], str]] = {
-    "a list": (CMAB(8, 2, 2), ([[0.0] * 8], torch.zeros(2, 8)), "`inputs` is a list"),
-    "self-attention, columns": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 7),), "`latents` has shape"),
-    "self-attention, dtype": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 8).double(),), "`latents` is torch.float64"),
-    "feed-forward, columns": (layers.FeedForward(8, 4), (torch.zeros(2, 7),), "`latents` has shape"),
-    "context, columns": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 7)), "`context` has shape"),
-    "context, batch": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(2, 3, 8)), "`context` has batch 2"),
-    "mask": (layers.LatentLayer(8, 2, 4), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 8), torch.zeros(1, 3)), "`key_padding_mask` is"),
+    "a list": (CMAB(8, 2, 2), ([[0.0] * 8], torch.zeros(2, 8)), "^inputs: got a list"),
+    "self-attention, columns": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 7),), "^latents: got shape"),
+    "self-attention, dtype": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 8).double(),), "^latents: got torch.float64"),
+    "feed-forward, columns": (layers.FeedForward(8, 4), (torch.zeros(2, 7),), "^latents: got shape"),
+    "context, columns": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 7)), "^context: got shape"),
+    "context, batch": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(2, 3, 8)), "^context: got batch 2"),
+    "mask": (layers.LatentLayer(8, 2, 4), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 8), torch.zeros(1, 3)), "^key_padding_mask: got"),
 }
 
 

@@ -134,7 +134,7 @@ def test_saved_at_any_place() -> None:
         assert torch.equal(module.forward_steps(x), other.forward_steps(x))
     before = other.get_state()
     for entry in (torch.tensor(PERIOD), torch.tensor(-1), torch.tensor(1.0), torch.tensor([1]), 1):
-        with pytest.raises(RuntimeError, match="`position`"):
+        with pytest.raises(RuntimeError, match=r"\tposition: "):
             other.load_state_dict({**module.state_dict(), "position": entry})
         assert other.get_state() == before
     with pytest.raises(RuntimeError, match=r"Missing.*encodings"):
@@ -168,7 +168,7 @@ def test_refusals() -> None:
         (ValueError, "embed_dim", lambda: CircularPositionalEncoding(0, 3)),
     ]
     for error, name, call in wrongs:
-        with pytest.raises(error, match=f"`{name}`"):
+        with pytest.raises(error, match=rf"^{name}: "):
             call()
     assert module.get_state() == 0
     module.set_state(4)

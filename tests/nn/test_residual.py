@@ -124,5 +124,5 @@ def test_a_module_that_was_pickled_before(kind: Any) -> None:
 @of_each
 @pytest.mark.parametrize("residual", ["post", None, True, ["normed"]])
 def test_other_residuals_are_refused(kind: Any, residual: Any) -> None:
-    with pytest.raises(ValueError, match=r"^`residual` is .*: it must be one of input, normed$"):
+    with pytest.raises(ValueError, match=r"^residual: got .*, expected one of input, normed$"):
         kind(**SIZES[kind], residual=residual)

@@ -147,7 +147,7 @@ def test_what_is_no_state_is_refused_and_the_old_one_stays(name: str, fault: Cal
     state = {part: entries.pop(f"stream.{part}") for part in ("out", "lse")}
     assert state["lse"][1].eq(-torch.inf).all()
     entries.update({f"stream.{part}": entry for part, entry in {**state, **fault(state)}.items() if entry is not None})
-    with pytest.raises(RuntimeError, match=f"`{name}`"):
+    with pytest.raises(RuntimeError, match=rf"\t{name}: "):
         module.load_state_dict(entries)
     assert same_bits(module.stream.state, before)
 
@@ -165,7 +165,7 @@ def test_entries_cannot_be_set_one_by_one() -> None:
     """`functional_call` would assign them: nothing would read them, and they would stay."""
     module = streaming()
     before = saved(module)
-    with pytest.raises(TypeError, match=r"`out` cannot be set: assign a whole state"), torch.no_grad():
+    with pytest.raises(TypeError, match=r"^out: got a tensor for this entry alone, expected a whole state"), torch.no_grad():
         torch.func.functional_call(module, module.state_dict(), (torch.randn(2, 5, 8), torch.randn(2, 8)))
     assert all(torch.equal(entry, before[name]) for name, entry in module.state_dict().items())
 

@@ -345,31 +345,31 @@ def test_wrong_shapes_are_named() -> None:
     _, ours = pair(nn.TransformerDecoderLayer)
     target, memory = inputs(ours)
     for name, given in {"tgt": (target[..., :3], memory), "memory": (target, memory[..., :3])}.items():
-        with pytest.raises(ValueError, match=f"`{name}` has shape"):
+        with pytest.raises(ValueError, match=rf"^{name}: got shape"):
             ours(*given)
-    with pytest.raises(TypeError, match=r"`memory` is torch\.float32"):
+    with pytest.raises(TypeError, match=r"^memory: got torch\.float32"):
         ours(target, memory.float())
-    with pytest.raises(ValueError, match=r"`memory` has shape .*: \(B, N, C\) with B = 2 is needed"):
+    with pytest.raises(ValueError, match=r"^memory: got shape .*, expected \(B, N, C\) with B = 2"):
         ours(target, memory[:1])
     for name in ("memory_key_padding_mask", "tgt_key_padding_mask"):
-        with pytest.raises(TypeError, match=rf"`{name}` is a list: a torch\.Tensor of bool is needed"):
+        with pytest.raises(TypeError, match=rf"^{name}: got a list, expected a torch\.Tensor of bool"):
             ours(target, memory, **{name: [True]})
-    with pytest.raises(TypeError, match=r"`tgt` is torch\.int32: a floating torch\.Tensor is needed"):
+    with pytest.raises(TypeError, match=r"^tgt: got torch\.int32, expected a floating torch\.Tensor"):
         ours(target.int(), memory)
     for name, mask in {"memory_key_padding_mask": PADDING, "tgt_key_padding_mask": PADDING[:, 1:]}.items():
-        with pytest.raises(ValueError, match=f"`{name}` has shape"):
+        with pytest.raises(ValueError, match=rf"^{name}: got shape"):
             ours(target, memory, **{name: mask})
-    with pytest.raises(TypeError, match=r"`tgt_key_padding_mask` is torch\.int64"):
+    with pytest.raises(TypeError, match=r"^tgt_key_padding_mask: got torch\.int64"):
         ours(target, memory, tgt_key_padding_mask=PADDING.long())
-    with pytest.raises(TypeError, match=r"`memory` is None: a torch\.Tensor is needed"):
+    with pytest.raises(TypeError, match=r"^memory: got None, expected a torch\.Tensor"):
         ours(target, None)
     _, encoder = pair(nn.TransformerEncoderLayer)
-    with pytest.raises(TypeError, match=r"`src` is a ndarray: a torch\.Tensor is needed"):
+    with pytest.raises(TypeError, match=r"^src: got a ndarray, expected a torch\.Tensor"):
         encoder(target.detach().numpy())
     for training in (True, False):
-        with torch.set_grad_enabled(training), pytest.raises(TypeError, match=r"`src` is torch\.int32: a floating"):
+        with torch.set_grad_enabled(training), pytest.raises(TypeError, match=r"^src: got torch\.int32, expected a floating"):
             encoder.train(training)(target.int())
-    with pytest.raises(TypeError, match=r"`src_key_padding_mask` is a list: a torch\.Tensor of bool is needed"):
+    with pytest.raises(TypeError, match=r"^src_key_padding_mask: got a list, expected a torch\.Tensor of bool"):
         encoder(target, src_key_padding_mask=[True])
-    with pytest.raises(ValueError, match="`src_key_padding_mask` has shape"):
+    with pytest.raises(ValueError, match=r"^src_key_padding_mask: got shape"):
         encoder(target, src_key_padding_mask=PADDING[:1])

@@ -98,11 +98,11 @@ def test_memory_at_120_tokens(scheme, memory):
 
 def test_unknown_schemes_are_refused():
     for scheme in ("fixed", "fixed double", "continual", "Full"):
-        with pytest.raises(ValueError, match=rf"`scheme` is '{scheme}'.*full; .*continual single, updated; .*fixed single$"):
+        with pytest.raises(ValueError, match=rf"^scheme: got '{scheme}'.*full; .*continual single, updated; .*fixed single$"):
             paper_operations(scheme, 120, 4, 192)
-        with pytest.raises(ValueError, match=rf"`scheme` is '{scheme}'.*full; .*fixed single$"):
+        with pytest.raises(ValueError, match=rf"^scheme: got '{scheme}'.*full; .*fixed single$"):
             executed_on_average(scheme, 120, 4, 192)
-    with pytest.raises(ValueError, match=r"`scheme` is 'full'.*retroactive; single; "):
+    with pytest.raises(ValueError, match=r"^scheme: got 'full'.*retroactive; single; "):
         paper_memory("full", 120, 4, 192)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.runtime.autograd import differentiable, gradient_of_formula
-from cmab_kernels.runtime.checks import check_operands, wrong
+from cmab_kernels.runtime.checks import check_operands, mismatch
 from cmab_kernels.runtime.tracing import needs_definition
 from cmab_kernels.testing import OperatorSuite, failures
 
@@ -115,11 +115,11 @@ _backward_op = differentiable(ops.pool_backward.default, _save, _double_backward
 def pool(rows: Tensor, weight: Tensor, *, mask: Tensor | None = None, impl: str = "sound", fault: str = "") -> Tensor:
     """Run the public function; `impl` is "sound", or "reference" for the formula in torch."""
     if impl not in ("sound", "reference") and fault != "an unknown implementation that runs something":
-        raise ValueError(wrong("impl", f"is {impl!r}", "it must be one of sound, reference"))
+        raise ValueError(mismatch("impl", repr(impl), "one of sound, reference"))
     try:
         check_operands(rows=rows, weight=weight)
         if rows.dim() != 3 or rows.shape[:2] != weight.shape:
-            raise ValueError(wrong("rows", f"has shape {tuple(rows.shape)}", f"(B, N, D) with (B, N) = {tuple(weight.shape)} is needed"))
+            raise ValueError(mismatch("rows", f"shape {tuple(rows.shape)}", f"(B, N, D) with (B, N) = {tuple(weight.shape)}"))
     except (TypeError, ValueError) as error:
         if fault == "an error that names nothing":
             raise ValueError("bad input") from error

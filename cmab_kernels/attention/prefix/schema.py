@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.checks import wrong
+from ...runtime.checks import mismatch
 from ...runtime.dtypes import state_dtype
 from ...runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
 from .contract import PrefixAttention, PrefixAttentionBackward
@@ -23,7 +23,7 @@ def _check_needs(inputs: PrefixAttentionBackward) -> None:
     """Raise if the gradient of one part of the state is needed without the other: kernels compute them together."""
     *_, needs_out, needs_lse = inputs.needs
     if needs_out != needs_lse:
-        raise ValueError(wrong("needs", f"is {tuple(inputs.needs)}", "the last two, those of the state, must be equal"))
+        raise ValueError(mismatch("needs", tuple(inputs.needs), "the last two equal, those of the state"))
 
 
 def _shapes(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.backends import choose
-from ...runtime.checks import as_autocast, as_float, as_they_are, check_mask, check_operands, fixed, kind_of, wrong
+from ...runtime.checks import as_autocast, as_float, as_they_are, check_mask, check_operands, fixed, kind_of, mismatch
 from ...runtime.dtypes import state_dtype
 from ...runtime.tracing import needs_definition, under_transform
 from ..api import check_offsets_shape
@@ -138,7 +138,7 @@ def attention_state_of_chunks(
     return AttentionState(*_OverChunksFunction.apply(call, *operands, *(state or (None, None))))
 
 
-NO_CHUNK = wrong("chunks", "holds no chunk", "at least one is needed, or a state")
+NO_CHUNK = mismatch("chunks", "no chunk", "at least one, or a state")
 
 
 class _OverChunks(NamedTuple):
@@ -199,7 +199,7 @@ class _OverChunksFunction(torch.autograd.Function):
             parts = (dquery.sum(1) if needs[0] else dquery, *rest)  # not in place: parts may be batched
             sums = [total + part if part.shape == total.shape else total for total, part in zip(sums, parts, strict=True)]
         if any(needs) and count != ctx.count:
-            raise RuntimeError(wrong("chunks", f"gave {ctx.count} chunks, and {count} when it was read again", "the same are needed"))
+            raise RuntimeError(mismatch("chunks", f"{count} chunks when it was read again", f"the {ctx.count} of the first time"))
         grads = [t.to(query.dtype) if need else None for t, need in zip(sums, (needs[0], *needs[2:]), strict=True)]
         dstate = state_gradient(dout, dlse, state_out, state_lse, out, lse) if any(ctx.needs_input_grad[4:]) else (None, None)
         return None, *grads, *dstate
@@ -215,10 +215,10 @@ class _Shape(NamedTuple):
 def _norm_tensors(context_norm: Norm) -> dict[str, Tensor]:
     """The tensors of the norm, by their names in error messages. Raise unless the norm is (weight, bias, eps)."""
     if not isinstance(context_norm, (tuple, list)) or len(context_norm) != 3:
-        raise TypeError(wrong("context_norm", f"is {kind_of(context_norm)}", "(weight, bias, eps) is needed"))
+        raise TypeError(mismatch("context_norm", kind_of(context_norm), "(weight, bias, eps)"))
     weight, bias, eps = context_norm
     if not isinstance(eps, (float, int)) or not eps > 0:
-        raise ValueError(wrong("context_norm[2]", f"is {eps!r}", "eps, a number > 0, is needed"))
+        raise ValueError(mismatch("context_norm[2]", repr(eps), "a number > 0 for eps"))
     return {"context_norm[0]": weight, "context_norm[1]": bias}
 
 
@@ -227,18 +227,18 @@ def _check_shapes(given: dict[str, Tensor], stacked: bool) -> _Shape:
     query, inputs, value_weight = (given[name] for name in ("query", "inputs", "value_weight"))
     lead = "K, " if stacked else ""
     if inputs.dim() != 3 or inputs.shape[2] == 0:
-        raise ValueError(wrong("inputs", f"has shape {tuple(inputs.shape)}", "(B, N, C) with C >= 1 is needed"))
+        raise ValueError(mismatch("inputs", f"shape {tuple(inputs.shape)}", "(B, N, C) with C >= 1"))
     if query.dim() not in (3 + stacked, 4 + stacked) or 0 in (query.shape[-3], query.shape[-1]):
-        allowed = f"({lead}B, H, L, D), or ({lead}H, L, D) shared over the batch, is needed, with H, D >= 1"
-        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", allowed))
+        allowed = f"({lead}B, H, L, D), or ({lead}H, L, D) shared over the batch, with H, D >= 1"
+        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", allowed))
     heads, width, columns = query.shape[-3], query.shape[-1], inputs.shape[2]
     blocks = query.shape[:1] if stacked else ()
     if blocks == (0,):
-        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", "K >= 1 blocks are needed"))
+        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", "(K, B, H, L, D) or (K, H, L, D) with K >= 1"))
     rows = value_weight.shape[-2] if value_weight.dim() > 1 else 0
     if rows == 0 or rows % heads:
-        allowed = f"({lead}H E, C) is needed, with H = {heads} heads and E >= 1"
-        raise ValueError(wrong("value_weight", f"has shape {tuple(value_weight.shape)}", allowed))
+        allowed = f"({lead}H E, C), with H = {heads} heads and E >= 1"
+        raise ValueError(mismatch("value_weight", f"shape {tuple(value_weight.shape)}", allowed))
     wanted = {
         "key_weight": (*blocks, heads * width, columns),
         "value_weight": (*blocks, rows, columns),
@@ -250,7 +250,7 @@ def _check_shapes(given: dict[str, Tensor], stacked: bool) -> _Shape:
     for name, tensor in given.items():
         if name in wanted and tensor.shape != wanted[name]:
             fitting = f"query {tuple(query.shape)} and inputs {tuple(inputs.shape)}"
-            raise ValueError(wrong(name, f"has shape {tuple(tensor.shape)}", f"{wanted[name]} is needed, with {fitting}"))
+            raise ValueError(mismatch(name, f"shape {tuple(tensor.shape)}", f"{wanted[name]}, with {fitting}"))
     return _Shape(width, rows // heads)
 
 
@@ -260,7 +260,7 @@ def _over_batch(query: Tensor, batch: int, stacked: bool) -> Tensor:
     if given.dim() == 4:
         given = given.unsqueeze(1).expand(-1, batch, -1, -1, -1)
     elif given.shape[1] != batch:
-        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", f"a batch of {batch} is needed, as inputs have, or none"))
+        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", f"batch {batch} as inputs have, or no batch"))
     return given
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...attention import attention_state, latent_attention
 from ...measure import Task, available_memory, interleave, peak_memory, readable, seconds
 from ...runtime.backends import Explanation, explain, use_impl
+from ...runtime.checks import mismatch
 from .. import checked_output, require, where
 from . import conditioning as c
 
@@ -101,7 +102,7 @@ def _checked_points(points: list[int] | None, default: tuple[int, ...], total: i
     """
     counts = sorted(set(default if points is None else points))
     if not counts or counts[0] < 1 or counts[-1] > total:
-        raise SystemExit(f"--points is {points}: numbers from 1 to {total}, the pixels that there are, are needed")
+        raise SystemExit(mismatch("--points", points, f"numbers from 1 to {total}, the number of pixels"))
     return counts
 
 

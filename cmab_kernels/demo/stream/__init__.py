@@ -19,6 +19,7 @@ from ...measure import readable, seconds
 from ...nystrom import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
 from ...nystrom.costs import cost_table, executed_on_average, paper_operations
 from ...runtime.backends import Explanation, explain, use_impl
+from ...runtime.checks import mismatch
 from .. import checked_output, require, where
 from . import tokens as t
 
@@ -132,9 +133,9 @@ def _checked(window: int, landmarks: int) -> tuple[int, int]:
     """Return the window and the number of landmarks. Raise `SystemExit` with one line if either is out of range."""
     most = t.stream().key.shape[2] // 2
     if not 1 <= window <= most:
-        raise SystemExit(f"--window is {window}: a number from 1 to {most}, half of the patches that there are, is needed")
+        raise SystemExit(mismatch("--window", window, f"an int from 1 to {most}, half of the patches"))
     if not 1 <= landmarks <= window:
-        raise SystemExit(f"--landmarks is {landmarks}: a number from 1 to {window}, the patches of the window, is needed")
+        raise SystemExit(mismatch("--landmarks", landmarks, f"an int from 1 to {window}, the patches of the window"))
     return window, landmarks
 
 

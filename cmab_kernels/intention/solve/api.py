@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.backends import choose
-from ...runtime.checks import check_floats, check_number, check_operands, is_read, wrong
+from ...runtime.checks import check_floats, check_number, check_operands, is_read, mismatch
 from ...runtime.dtypes import state_dtype
 from .contract import RegularisedSolve
 from .schema import regularised_solve_op
@@ -57,8 +57,8 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
     check_operands(gram=gram, rhs=rhs)
     _check_square(gram)
     if rhs.dim() != gram.dim() or rhs.shape[:-1] != gram.shape[:-1]:
-        allowed = f"({', '.join(map(str, gram.shape[:-1]))}, E) is needed, as gram has shape {tuple(gram.shape)}"
-        raise ValueError(wrong("rhs", f"has shape {tuple(rhs.shape)}", allowed))
+        allowed = f"({', '.join(map(str, gram.shape[:-1]))}, E), as gram has shape {tuple(gram.shape)}"
+        raise ValueError(mismatch("rhs", f"shape {tuple(rhs.shape)}", allowed))
     dtype = state_dtype(gram.dtype)
     penalty = penalty_of(alpha, gram.shape[:-2], gram.device, dtype)
     if gram.dtype == dtype:
@@ -85,7 +85,7 @@ def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "aut
 
 def _check_square(gram: Tensor) -> None:
     if gram.dim() < 2 or gram.shape[-1] != gram.shape[-2] or gram.shape[-1] == 0:
-        raise ValueError(wrong("gram", f"has shape {tuple(gram.shape)}", "(..., D, D) with D >= 1 is needed"))
+        raise ValueError(mismatch("gram", f"shape {tuple(gram.shape)}", "(..., D, D) with D >= 1"))
 
 
 def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -97,19 +97,17 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
         check_number("alpha", alpha)
         number = alpha if isinstance(alpha, float) else _float(alpha)
         if not 0 <= number <= _LARGEST[dtype]:
-            raise ValueError(wrong("alpha", f"is {alpha}", f"a number >= 0, finite in {dtype}, is needed"))
+            raise ValueError(mismatch("alpha", alpha, f"a number >= 0, finite in {dtype}"))
         return torch.full(shape, number, dtype=dtype, device=device)
     check_floats("alpha", alpha)
     if alpha.device != device and (alpha.dim() > 0 or alpha.is_meta):
-        raise ValueError(wrong("alpha", f"is on {alpha.device}", f"the other arguments are on {device}"))
+        raise ValueError(mismatch("alpha", f"device {alpha.device}", f"{device}, the device of the other arguments"))
     if alpha.dtype != dtype and is_read(alpha) and (alpha > _LARGEST[dtype]).any():
-        raise ValueError(wrong("alpha", "holds a number that is too large", f"every element must be finite in {dtype}"))
+        raise ValueError(mismatch("alpha", "a number that is too large", f"numbers >= 0, finite in {dtype}"))
     above = len(shape) - alpha.dim()
     # Not `in (1, wanted)`: the compiler of torch 2.6 cannot search a tuple that holds a symbolic size.
     if above < 0 or any(given != 1 and given != wanted for given, wanted in zip(alpha.shape, shape[above:], strict=True)):
-        raise ValueError(
-            wrong("alpha", f"has shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}, is needed")
-        )
+        raise ValueError(mismatch("alpha", f"shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}"))
     return alpha.to(device, dtype).expand(shape)
 
 

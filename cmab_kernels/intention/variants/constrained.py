@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.checks import check_operands, kind_of, wrong
+from ...runtime.checks import check_operands, kind_of, mismatch
 from ..api import ridge_state
 from ..solve import regularised_solve
 from .active_set import INFEASIBLE, SOUND, active_set, solve_active
@@ -114,11 +114,11 @@ def _pair(name: str, pair: Constraints | None, moment: Tensor) -> Constraints:
     if pair is None:
         return moment.new_zeros(batch, heads, width, 0), moment.new_zeros(batch, heads, 0, columns)
     if not isinstance(pair, tuple) or len(pair) != 2:
-        raise TypeError(wrong(name, f"is {kind_of(pair)}", "a pair of tensors (normals, bounds) is needed"))
+        raise TypeError(mismatch(name, kind_of(pair), "a pair of tensors (normals, bounds)"))
     normals, bounds = pair
     check_operands(**{f"{name}[0]": normals, f"{name}[1]": bounds})
     if normals.dim() < 2:
-        raise ValueError(wrong(f"{name}[0]", f"has shape {tuple(normals.shape)}", f"(..., D, P) with D = {width} is needed"))
+        raise ValueError(mismatch(f"{name}[0]", f"shape {tuple(normals.shape)}", f"(..., D, P) with D = {width}"))
     rows = normals.shape[-1]
     shapes = (batch, heads, width, rows), (batch, heads, rows, columns)
     normals, bounds = (expand_to(f"{name}[{i}]", t, shapes[i], moment.device) for i, t in enumerate(pair))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.autograd import differentiable
-from ...runtime.checks import check_count, check_floats, check_mask, check_number, check_operands, nan_if_refused, refuse_negative, wrong
+from ...runtime.checks import check_count, check_floats, check_mask, check_number, check_operands, mismatch, nan_if_refused, refuse_negative
 from .inputs import check_query, check_rows, expand_to
 from .inverse_root import inverse_root
 
@@ -87,7 +87,7 @@ def nystrom_features(
     check_operands(query=query, key=key)
     check_rows(key, None, key_padding_mask)
     if check_count("num_landmarks", num_landmarks) > key.shape[2]:
-        raise ValueError(wrong("num_landmarks", f"is {num_landmarks}", f"from 1 to N = {key.shape[2]} is needed"))
+        raise ValueError(mismatch("num_landmarks", num_landmarks, f"an int from 1 to N = {key.shape[2]}"))
     index, absent = _evenly_spaced(key, num_landmarks, key_padding_mask)
     landmarks = key.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1]))
     return kernel_features(query, landmarks, gamma, key_padding_mask=absent)
@@ -112,7 +112,7 @@ def _rate(gamma: float | Tensor, key: Tensor) -> Tensor:
     if not isinstance(gamma, Tensor):
         check_number("gamma", gamma)
         if not 0 <= gamma < math.inf:
-            raise ValueError(wrong("gamma", f"is {gamma}", "a finite number >= 0 is needed"))
+            raise ValueError(mismatch("gamma", gamma, "a finite number >= 0"))
         gamma = torch.tensor(float(gamma), dtype=torch.float64, device=key.device)
     check_floats("gamma", gamma)
     refuse_negative("gamma", gamma)

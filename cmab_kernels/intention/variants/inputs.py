@@ -17,11 +17,11 @@ from ...runtime.checks import (
     check_number,
     check_operands,
     has_shape,
+    mismatch,
     nan_if_refused,
     not_a_tensor,
     refuse_negative,
     weights_of_heads,
-    wrong,
 )
 
 
@@ -38,16 +38,16 @@ def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | N
     """`labels` as (B, H, N). Raise if type, shape or device is wrong, or an unmasked label is outside the classes."""
     check_count("num_classes", num_classes)
     if not isinstance(labels, Tensor):
-        raise TypeError(not_a_tensor("labels", labels, "a torch.Tensor of int64 is needed"))
+        raise TypeError(not_a_tensor("labels", labels, "a torch.Tensor of int64"))
     check_dense("labels", labels)
     if labels.dtype != torch.int64:
-        raise TypeError(wrong("labels", f"is {labels.dtype}", "a torch.Tensor of int64 is needed"))
+        raise TypeError(mismatch("labels", labels.dtype, "a torch.Tensor of int64"))
     batch, heads, length, _ = key.shape
     if not has_shape(labels, (batch, length), (batch, heads, length)):
-        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)} is needed, as key has shape {tuple(key.shape)}"
-        raise ValueError(wrong("labels", f"has shape {tuple(labels.shape)}", allowed))
+        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)}, as key has shape {tuple(key.shape)}"
+        raise ValueError(mismatch("labels", f"shape {tuple(labels.shape)}", allowed))
     if labels.device != key.device:
-        raise ValueError(wrong("labels", f"is on {labels.device}", f"key is on {key.device}"))
+        raise ValueError(mismatch("labels", f"device {labels.device}", f"{key.device}, the device of key"))
     labels = (labels if labels.dim() == 3 else labels.unsqueeze(1)).expand(batch, heads, length)
     counting = labels if mask is None else labels.masked_fill(mask[:, None], 0)
     refuse_negative("labels", counting)
@@ -74,7 +74,7 @@ def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
     if not isinstance(given, Tensor):
         check_number(name, given)
         if not 0 <= given <= 1:
-            raise ValueError(wrong(name, f"is {given}", "a number from 0 to 1 is needed"))
+            raise ValueError(mismatch(name, given, "a number from 0 to 1"))
         given = torch.full((), given, dtype=torch.float64, device=like.device)
     check_floats(name, given)
     refuse_negative(name, given)
@@ -101,17 +101,17 @@ def _as_tensor(name: str, given: Tensor | Sequence[float], device: torch.device)
         return torch.tensor(given, dtype=torch.float64, device=device)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(wrong(name, f"is {given!r}", "numbers, or a floating tensor, are needed")) from error
+        raise kind(mismatch(name, repr(given), "numbers, or a floating tensor")) from error
 
 
 def expand_to(name: str, given: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
     """`given` in float64, expanded to `shape`. Raise unless it broadcasts, is floating and is on `device`."""
     check_floats(name, given)
     if given.device != device:
-        raise ValueError(wrong(name, f"is on {given.device}", f"the other arguments are on {device}"))
+        raise ValueError(mismatch(name, f"device {given.device}", f"{device}, the device of the other arguments"))
     aligned = zip(reversed(given.shape), reversed(shape), strict=False)
     if given.dim() > len(shape) or any(has not in (1, wanted) for has, wanted in aligned):
-        raise ValueError(wrong(name, f"has shape {tuple(given.shape)}", f"what broadcasts to {tuple(shape)} is needed"))
+        raise ValueError(mismatch(name, f"shape {tuple(given.shape)}", f"a shape that broadcasts to {tuple(shape)}"))
     return given.double().expand(tuple(shape))
 
 
@@ -119,7 +119,7 @@ def check_query(query: Tensor, batch: int, heads: int, width: int) -> Tensor:
     """`query` in float64; raise unless it is (B, H, M, D)."""
     check_operands(query=query)
     if query.dim() != 4 or (*query.shape[:2], query.shape[-1]) != (batch, heads, width):
-        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", f"(B, H, M, D) = ({batch}, {heads}, M, {width}) is needed"))
+        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", f"(B, H, M, D) = ({batch}, {heads}, M, {width})"))
     return query.double()
 
 

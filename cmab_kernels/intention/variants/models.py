@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.checks import is_read, wrong
+from ...runtime.checks import is_read
 from ...runtime.constants import INFO_NOT_POSITIVE_DEFINITE
 from ..solve import RidgeSolution, regularised_solve
 from .inputs import check_query, solver_of
@@ -124,7 +124,7 @@ def warn_of_none(info: Tensor, of: str) -> None:
     """Warn of systems without a solution, if the values of `info` may be read."""
     if is_read(info) and bool((info == INFO_NOT_POSITIVE_DEFINITE).any()):
         allowed = "these are never chosen; give it more rows, leave out constant features, or use shrinkage, regularisation or alpha"
-        warnings.warn(wrong("info", f"is 1 for some {of}, which have no model", allowed), RuntimeWarning, stacklevel=3)
+        warnings.warn(f"info: some {of} have 1, as they have no model; {allowed}", RuntimeWarning, stacklevel=3)
 
 
 def class_probabilities(decision: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.checks import check_dense, not_a_state, not_a_tensor, wrong
+from ...runtime.checks import check_dense, mismatch, not_a_state, not_a_tensor
 from ...runtime.tracing import is_differentiated
 from ..api import ridge_state
 from ..reference import rows_of
@@ -131,7 +131,7 @@ def check_moments(
             raise TypeError(not_a_tensor(f"{name}.{part}", tensor))
         check_dense(f"{name}.{part}", tensor)
     if state.mean.dim() != 4:
-        raise ValueError(wrong(f"{name}.mean", f"has shape {tuple(state.mean.shape)}", "(B, H, C, D) is needed"))
+        raise ValueError(mismatch(f"{name}.mean", f"shape {tuple(state.mean.shape)}", "(B, H, C, D)"))
     batch, heads, classes, width = state.mean.shape if shape is None else shape
     if scatters is None:
         scatters = 1 if state.scatter.shape[2:3] == (1,) else classes
@@ -139,11 +139,13 @@ def check_moments(
     for part, extents in wanted.items():
         tensor = getattr(state, part)
         if tensor.shape != extents:
-            raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{extents} is needed"))
+            raise ValueError(mismatch(f"{name}.{part}", f"shape {tuple(tensor.shape)}", extents))
         if tensor.dtype != torch.float64:
-            raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", "torch.float64 is needed"))
+            raise TypeError(mismatch(f"{name}.{part}", tensor.dtype, "torch.float64"))
         if tensor.device != (device or state.mean.device):
-            raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"the other arguments are on {device or state.mean.device}"))
+            raise ValueError(
+                mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device or state.mean.device}, the device of the other arguments")
+            )
 
 
 def parted(moments: ClassMoments) -> tuple[Tensor, Tensor]:

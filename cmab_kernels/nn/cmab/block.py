@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import AttentionState
-from ...runtime.checks import check_count, check_heads, wrong
+from ...runtime.checks import check_count, check_heads, mismatch
 from ..inputs import for_part
 from ..parts import computed, plain_parameters
 from ..stream import AttentionStream
@@ -111,10 +111,10 @@ class CMAB(StreamingBlocks):
         official.check_weights(state_dict)
         for needed in ("latents", "cross_ff.fn.net.2.weight"):
             if needed not in state_dict:
-                raise ValueError(wrong("state_dict", f"lacks {needed!r}", f"the weights of a {cls.__name__} are needed"))
+                raise ValueError(mismatch("state_dict", f"no {needed!r}", f"the weights of a {cls.__name__}"))
         latents, ff_dim = state_dict["latents"], state_dict["cross_ff.fn.net.2.weight"].shape[-1]
         if latents.dim() != 2:
-            raise ValueError(wrong("state_dict", f"has 'latents' of shape {tuple(latents.shape)}", "(L_B, dim) is needed"))
+            raise ValueError(mismatch("state_dict['latents']", f"shape {tuple(latents.shape)}", "(L_B, dim)"))
         made = cls(latents.shape[1], len(latents), num_heads, ff_dim, latents.device, latents.dtype, residual="normed")
         official.load(made, state_dict, official.name_in_block)
         return made

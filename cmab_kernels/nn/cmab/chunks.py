@@ -13,27 +13,27 @@ from torch import Tensor
 
 from ...attention import AfterChunk
 from ...runtime.backends import current_impl, use_impl
-from ...runtime.checks import is_dense, kind_of, wrong
+from ...runtime.checks import is_dense, kind_of, mismatch
 from ...runtime.tracing import under_transform
 from ..inputs import check_features
 from .layers import CHUNK
 
 _END = object()
-_NUMBERS = "numbers of at most 64 bits, not complex, are needed"
+_NUMBERS = "real numbers of at most 64 bits"
 
 
 def check_source(source: Any, read_twice: bool) -> None:
     """Raise unless `source` can be cut into chunks or iterated. With `read_twice` that must be possible twice."""
     if not _is_array(source) and not _is_table(source) and not isinstance(source, Iterable):
-        allowed = "a tensor, an array, an Arrow table or file, or an iterable of such chunks is needed"
-        raise TypeError(wrong("chunks", f"is {kind_of(source)}", allowed))
+        allowed = "a tensor, an array, an Arrow table or file, or an iterable of such chunks"
+        raise TypeError(mismatch("chunks", kind_of(source), allowed))
     if _is_array(source):
         _check_array("chunks", source)
         if len(source.shape) not in (2, 3):
-            raise ValueError(wrong("chunks", f"has shape {tuple(source.shape)}", "(N, dim) or (B, N, dim) is needed"))
+            raise ValueError(mismatch("chunks", f"shape {tuple(source.shape)}", "(N, dim) or (B, N, dim)"))
     if read_twice and isinstance(source, Iterator):
-        allowed = "gradients read the chunks a second time; pass a list, an array or a DataLoader, or use torch.no_grad()"
-        raise ValueError(wrong("chunks", f"is {kind_of(source)}, which can be read once only", allowed))
+        allowed = "a source that gradients can read again, as a list, an array or a DataLoader; or use torch.no_grad()"
+        raise ValueError(mismatch("chunks", f"{kind_of(source)}, which can be read only once", allowed))
 
 
 def callers_modes(device: torch.device) -> Callable[[], AbstractContextManager]:
@@ -69,11 +69,11 @@ def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContext
     named = ((f"chunks[{i}]", chunk) for i, chunk in enumerate(_cut(source)))
     for name, chunk in _prefetched(((name, _rows(name, chunk, weight, refilled)) for name, chunk in named), modes):
         if not isinstance(chunk, Tensor):
-            raise TypeError(wrong(name, f"is {kind_of(chunk)}", "a tensor, an array or a batch of an Arrow table is needed"))
+            raise TypeError(mismatch(name, kind_of(chunk), "a tensor, an array or a batch of an Arrow table"))
         check_features(name, chunk, "(n, dim) or (B, n, dim)", (2, 3), weight.shape[-1], weight)
         chunk = chunk if chunk.dim() == 3 else chunk.unsqueeze(0)
         if batch not in (None, chunk.shape[0]):
-            raise ValueError(wrong(name, f"has batch {chunk.shape[0]}", f"the state or the chunks before have batch {batch}"))
+            raise ValueError(mismatch(name, f"batch {chunk.shape[0]}", f"batch {batch}, that of the state or the chunks before"))
         batch = chunk.shape[0]
         yield chunk
 
@@ -87,11 +87,11 @@ def _check_array(name: str, array: Any) -> None:
     """Raise unless the array is a dense tensor, or a NumPy array of real numbers without masked entries."""
     if isinstance(array, Tensor):
         if not is_dense(array):
-            raise ValueError(wrong(name, f"is {'a nested tensor' if array.is_nested else array.layout}", "a dense tensor is needed"))
+            raise ValueError(mismatch(name, "a nested tensor" if array.is_nested else array.layout, "a dense tensor"))
     elif array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        raise TypeError(wrong(name, f"is an array of {array.dtype}", _NUMBERS))
+        raise TypeError(mismatch(name, f"an array of {array.dtype}", _NUMBERS))
     elif hasattr(array, "mask") and array.mask.any():
-        raise ValueError(wrong(name, "is an array with masked entries", "fill them in, or leave out their rows"))
+        raise ValueError(mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows"))
 
 
 def _is_table(source: Any) -> bool:
@@ -136,7 +136,7 @@ def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
             chunk = chunk.astype(chunk.dtype.newbyteorder("="), order="C", copy=min(chunk.strides, default=0) < 0)
             chunk = torch.tensor(chunk, dtype=weight.dtype)
         elif chunk.is_meta and not weight.is_meta:
-            raise ValueError(wrong(name, "is on meta", f"the module is on {weight.device}, and needs values"))
+            raise ValueError(mismatch(name, "device meta", f"a tensor with values, as the module is on {weight.device}"))
     return chunk.to(weight.device, non_blocking=not refilled, copy=refilled) if isinstance(chunk, Tensor) else chunk
 
 
@@ -144,10 +144,10 @@ def _columns(name: str, table: Any) -> Iterator[Any]:
     """Yield the columns of an Arrow table, or of a batch of a table, as arrays of numbers."""
     for title, column in zip(table.column_names, table.columns, strict=True):
         if column.null_count:
-            raise ValueError(wrong(name, f"has nulls in its column {title!r}", "fill them in, or leave out their rows"))
+            raise ValueError(mismatch(name, f"nulls in the column {title!r}", "numbers; fill them in, or leave out their rows"))
         values = column.to_numpy(zero_copy_only=False)
         if values.dtype.kind not in "biuf":
-            raise TypeError(wrong(name, f"has a column {title!r} of {column.type}", _NUMBERS))
+            raise TypeError(mismatch(name, f"a column {title!r} of {column.type}", _NUMBERS))
         yield values
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...attention import AttentionState, attention_state, latent_attention, projected_attention_state
 from ...layers import AttentionLayer, FeedForwardLayer, attention, check_residual, feed_forward
-from ...runtime.checks import check_count, check_heads, check_mask, wrong
+from ...runtime.checks import check_count, check_heads, check_mask, mismatch
 from ..inputs import check_features, check_floating, for_part, hide_padding, join_heads, split_heads
 from ..parts import check_together, fused_impl, of_one_dtype, plain_parameters, projects_inside
 
@@ -125,7 +125,7 @@ class _Attention(_Residual):
             check_features("context", context, "(B, N, dim)", (3,), weight.shape[0], weight)
             check_mask(mask, context, context.shape[:2])
             if context.shape[0] != latents.shape[0]:
-                raise ValueError(wrong("context", f"has batch {context.shape[0]}", f"latents have batch {latents.shape[0]}"))
+                raise ValueError(mismatch("context", f"batch {context.shape[0]}", f"batch {latents.shape[0]}, that of latents"))
         norms = n["weight"], n["bias"], other.get("weight"), other.get("bias")
         projections = q["weight"], q["bias"], k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]
         scale = (cast("Tensor", q["weight"]).shape[0] // self.num_heads) ** -0.5  # the width of the heads that remain after pruning

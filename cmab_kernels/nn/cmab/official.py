@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...runtime.checks import kind_of, wrong
+from ...runtime.checks import kind_of, mismatch
 
 LAYERS = {
     "compress.cross_attention": "layer_cross_attn",
@@ -48,10 +48,10 @@ def name_in_block(name: str) -> str:
 def check_weights(state_dict: Any) -> None:
     """Raise unless `state_dict` maps names to tensors."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(wrong("state_dict", f"is {kind_of(state_dict)}", "a dict of names and tensors is needed"))
+        raise TypeError(mismatch("state_dict", kind_of(state_dict), "a dict of names and tensors"))
     others = [name for name, tensor in state_dict.items() if not isinstance(tensor, Tensor)]
     if others:
-        raise ValueError(wrong("state_dict", f"has no tensor at {listed(others)}", "pass what the authors' module saves, without more"))
+        raise ValueError(mismatch("state_dict", f"no tensor at {listed(others)}", "only tensors, as the authors' module saves them"))
 
 
 def load(module: nn.Module, state_dict: Mapping[str, Tensor], name: Callable[[str], str], unused: Collection[str] = ()) -> None:
@@ -66,14 +66,14 @@ def load(module: nn.Module, state_dict: Mapping[str, Tensor], name: Callable[[st
     missing = names.values() - state_dict.keys()
     foreign = state_dict.keys() - names.values() - set(unused)
     if missing or foreign:
-        faults = [f"{what} {listed(each)}" for what, each in (("lacks", missing), ("has", foreign)) if each]
-        raise ValueError(wrong("state_dict", " and ".join(faults), f"the weights of a {type(module).__name__} are needed"))
+        faults = [f"{what} {listed(each)}" for what, each in (("no", missing), ("also", foreign)) if each]
+        raise ValueError(mismatch("state_dict", " and ".join(faults), f"the weights of a {type(module).__name__}"))
     for ours, parameter in parameters.items():
         pair = names[ours].endswith(f"{PARTS['key']}.weight")
         shape = (2 * parameter.shape[0], *parameter.shape[1:]) if pair else tuple(parameter.shape)
         if state_dict[names[ours]].shape != shape:
             found = tuple(state_dict[names[ours]].shape)
-            raise ValueError(wrong("state_dict", f"has {names[ours]!r} of shape {found}", f"{shape} is needed"))
+            raise ValueError(mismatch(f"state_dict[{names[ours]!r}]", f"shape {found}", shape))
     module.load_state_dict({ours: _part(ours, state_dict[theirs]) for ours, theirs in names.items()}, strict=False)
 
 

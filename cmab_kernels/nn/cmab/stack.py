@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import NO_CHUNK, AttentionState, Removal, attention_state_of_chunks, projected_attention_state, subtract_state
-from ...runtime.checks import check_count, kind_of, wrong
+from ...runtime.checks import check_count, kind_of, mismatch
 from ..parts import computed, plain_parameters, projects_inside
 from ..stream import AttentionStream
 from . import one_call
@@ -129,7 +129,7 @@ class CMABStack(StreamingBlocks):
         self = self._computed()
         self._check_streamed()
         self.stream._check(state)
-        check_latents(latents, state.lse.shape[1], "the state has", self._blocks[0].latents)
+        check_latents(latents, state.lse.shape[1], "state", self._blocks[0].latents)
         return self._retrieve(latents, state, all_blocks)
 
     def encode(
@@ -176,7 +176,7 @@ class CMABStack(StreamingBlocks):
         self._check_streamed()
         weight = self._blocks[0].latents
         if not isinstance(progress, bool) and not callable(progress):
-            raise TypeError(wrong("progress", f"is {kind_of(progress)}", "True, False or a function is needed"))
+            raise TypeError(mismatch("progress", kind_of(progress), "True, False or a function"))
         check_source(chunks, torch.is_grad_enabled() and (state is not None or any(p.requires_grad for p in self.parameters())))
         if state is not None:
             self.stream._check(state)
@@ -208,7 +208,7 @@ class CMABStack(StreamingBlocks):
         The stream then fits the current number of blocks, because callers may change the list `blocks`.
         """
         if not len(self.blocks):
-            raise ValueError(wrong("blocks", "is empty", "at least one is needed"))
+            raise ValueError(mismatch("blocks", "no block", "at least one"))
         self._follow_blocks()
         if not any("parametrizations" in block._modules for block in self.blocks):
             return self
@@ -265,8 +265,8 @@ class CMABStack(StreamingBlocks):
         before = [None] * len(self._blocks) if state is None else [AttentionState(*part) for part in zip(*state, strict=True)]
         states = [block._read(inputs, one, key_padding_mask) for block, one in zip(self._blocks, before, strict=True)]
         if len({each.out.shape for each in states}) > 1:
-            given = f"have states of shapes {', '.join(str(tuple(each.out.shape)) for each in states)}"
-            raise ValueError(wrong("blocks", given, "one state for all needs one shape; let each block keep its own, by its `update`"))
+            given = f"states of shapes {', '.join(str(tuple(each.out.shape)) for each in states)}"
+            raise ValueError(mismatch("blocks", given, "one shape for the one state of all; let each block keep its own, by its `update`"))
         return AttentionState(*(torch.stack(parts) for parts in zip(*states, strict=True)))
 
     def _read_at_once(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState | None:

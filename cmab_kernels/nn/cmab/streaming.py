@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from ...attention import AttentionState, subtract_state
-from ...runtime.checks import check_mask, kind_of, wrong
+from ...runtime.checks import check_mask, kind_of, mismatch
 from ..inputs import check_features
 from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
 from . import one_call
@@ -131,21 +131,21 @@ class StreamingBlocks(nn.Module):
         """Raise if a block has no state, as some wrappers have none."""
         for i, block in enumerate(self._blocks):
             if not hasattr(block, "_read"):
-                raise TypeError(wrong(f"blocks[{i}]", f"is {kind_of(block)}", "a CMAB is needed for a state; `forward` calls any block"))
+                raise TypeError(mismatch(f"blocks[{i}]", kind_of(block), "a CMAB, as only these have states; `forward` calls any block"))
 
 
 def check_inputs(inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, weight: Tensor) -> None:
     """Raise unless the arguments of a block or a stack fit each other and the module's parameter `weight` (..., dim)."""
     check_features("inputs", inputs, "(B, N, dim)", (3,), weight.shape[-1], weight)
-    check_latents(latents, inputs.shape[0], "inputs have", weight)
+    check_latents(latents, inputs.shape[0], "inputs", weight)
     check_mask(key_padding_mask, inputs, inputs.shape[:2])
 
 
 def check_latents(latents: Tensor, batch: int, whose: str, weight: Tensor) -> None:
     """Raise unless the latents fit the module's parameter `weight` (..., dim) and `batch`.
 
-    `whose` begins the error message: it names the argument that has this batch size.
+    `whose` names, in the error message, the argument that has this batch size.
     """
     check_features("latents", latents, "(B, L_I, dim) or (L_I, dim)", (2, 3), weight.shape[-1], weight)
     if latents.dim() == 3 and latents.shape[0] != batch:
-        raise ValueError(wrong("latents", f"has batch {latents.shape[0]}", f"{whose} batch {batch}"))
+        raise ValueError(mismatch("latents", f"batch {latents.shape[0]}", f"batch {batch}, that of {whose}"))

@@ -21,7 +21,7 @@ from ...nystrom import (
     continual_nystrom_init,
     continual_nystrom_step,
 )
-from ...runtime.checks import as_they_are, check_count, wrong
+from ...runtime.checks import as_they_are, check_count, mismatch
 from ...runtime.tracing import has_values
 from ..inputs import check_features
 from ..multihead.attention import MultiheadAttention
@@ -173,7 +173,7 @@ class Continual(MultiheadProjections):
         """Check and store the arguments that all constructors share, and make the stream."""
         self.sequence_len, self.output = check_count("sequence_len", sequence_len), output
         if output not in OUTPUTS:
-            raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
+            raise ValueError(mismatch("output", repr(output), f"one of {', '.join(OUTPUTS)}"))
         self._start(self._like)
 
     def _stepped(self, query: Tensor, key: Tensor | None, value: Tensor | None, update_state: bool) -> Tensor | None:
@@ -190,8 +190,8 @@ class Continual(MultiheadProjections):
         stream: Any = self._modules["stream"]  # read directly, for speed: torch's attribute lookup is slow Python code
         held = stream.held
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
-            allowed = "a stream holds no graph; use torch.no_grad(), or train with forward_stream, which takes a stream as a whole"
-            raise RuntimeError(wrong("query", "or a weight that it meets requires a gradient", allowed))
+            given, advice = "query: it, or a weight, requires a gradient, and a stream holds no graph", "train with forward_stream"
+            raise RuntimeError(f"{given}; use torch.no_grad(), or {advice}, which takes a stream as a whole")
         self._check_heads(heads, held)
         tokens = heads[0].shape[2]
         if tokens == 0:
@@ -264,7 +264,7 @@ class Continual(MultiheadProjections):
         dims: tuple[int, ...] = (1, 2)
         weight = self._like
         for name, features in token.items():
-            check_features(name, features, "(B, C), or (C) for all,", dims, widths[name], weight)
+            check_features(name, features, "(B, C), or (C) for all", dims, widths[name], weight)
             dims = (features.dim(),)
 
     def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
@@ -274,12 +274,12 @@ class Continual(MultiheadProjections):
         for name, head in zip(("query", "key", "value"), heads, strict=True):
             if head.shape != shape:
                 given, wanted = ((each[0], each[2]) for each in (head.shape, shape))
-                raise ValueError(wrong(name, f"has batch and tokens {given}", f"query has {wanted}"))
+                raise ValueError(mismatch(name, f"batch and tokens {given}", f"{wanted}, those of query"))
             if batch is not None and shape[0] != batch:
-                raise ValueError(wrong(name, f"has batch {shape[0]}", f"the stream has batch {batch}; clean_state() ends it"))
+                raise ValueError(mismatch(name, f"batch {shape[0]}", f"batch {batch}, that of the stream; clean_state() ends it"))
             # Once the window is full, the operators make this check. On a GPU there is none: it would synchronise.
             if fills and head.device.type == "cpu" and has_values(head) and not head.isfinite().all():
-                raise ValueError(wrong(name, "holds a NaN or an infinity, or leads to one", "every token must be finite"))
+                raise ValueError(mismatch(name, "tokens with a NaN or an infinity, or that lead to one", "finite tokens"))
 
     def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:
         """Return the state after T >= 1 tokens, and the list of the outputs (B, H, *, E) of each operator call."""
@@ -438,7 +438,7 @@ class ContinualNystromAttention(Continual, NystromAttention):
         super().__init__(*args, landmarks=landmarks, **kwargs)
         self._stream_over(sequence_len, output)
         if self.num_landmarks > sequence_len:
-            raise ValueError(wrong("num_landmarks", f"is {self.num_landmarks}", f"at most sequence_len = {sequence_len} is needed"))
+            raise ValueError(mismatch("num_landmarks", self.num_landmarks, f"at most sequence_len = {sequence_len}"))
 
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
         """Make the fixed landmarks as `NystromAttention` does, and end the stream.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...runtime.checks import check_count, kind_of, wrong
+from ...runtime.checks import check_count, kind_of, mismatch
 from ..multihead.projections import extending
 from ..parts import called, computed
 from ..stream import Stream, extent, follow_weights, with_own_streams
@@ -125,7 +125,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         self.self_attn._check(None, src=src)  # before a norm reads it
         attended = self.self_attn.forward_stream(self._asking(src))
         if attended is None:
-            raise ValueError(wrong("src", f"has shape {tuple(src.shape)}", f"at least {self.sequence_len} tokens, a window, are needed"))
+            raise ValueError(mismatch("src", f"shape {tuple(src.shape)}", f"at least a window of {self.sequence_len} tokens"))
         return attended
 
     def _asking(self, src: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     def _refuse_to_drop(self) -> None:
         if self.training and any(part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
-            raise RuntimeError(wrong("dropout", "is on and the module in training", "a stream has none; use eval() or dropout=0"))
+            raise RuntimeError("dropout: it is on in training, and a stream has none; use eval() or dropout=0")
 
 
 class RetroactiveEncoderLayer(ContinualEncoderLayer):
@@ -251,14 +251,14 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         name = f"{prefix}stream.tokens"
         batch, attended = (extent(state_dict, entry, 0) for entry in (name, f"{prefix}self_attn.stream.queries"))
         if batch != attended:
-            args[-1].append(wrong(name, f"has batch {batch}", f"the stream of its attention has {attended}"))
+            args[-1].append(mismatch(name, f"batch {batch}", f"batch {attended}, that of the stream of its attention"))
 
     def _refuse_two_batches(self) -> None:
         """Raise if the tokens of the window have another batch than the attention's state over them."""
         recent, attention = self.stream.held, self.self_attn.stream.held
         if recent is not None and attention is not None and recent.tokens.shape[0] != attention.queries.shape[0]:
-            given = f"has tokens of batch {recent.tokens.shape[0]}, and an attention of batch {attention.queries.shape[0]}"
-            raise ValueError(wrong("state", given, "one batch for both is needed"))
+            given = f"tokens of batch {recent.tokens.shape[0]} and an attention of batch {attention.queries.shape[0]}"
+            raise ValueError(mismatch("state", given, "one batch for both"))
 
     def _recent(self, src: Tensor) -> Tensor:
         """Return the tokens of the window (B, n, C), with zeros before the first token, followed by those of `src`."""
@@ -268,9 +268,11 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         if self.self_attn.stream.held is None:
             return torch.cat([tokens.new_zeros(batch, *self.stream.shape), tokens], 1)
         held = self.stream.held
-        if held is None or held.tokens.shape[0] != batch:
-            given = "none" if held is None else f"batch {held.tokens.shape[0]}"
-            raise ValueError(wrong("src", f"has batch {batch}", f"the stream's window of tokens has {given}; clean_state() ends it"))
+        if held is None:
+            raise ValueError(mismatch("stream", "a state of attention without the window of tokens", "both; clean_state() ends it"))
+        if held.tokens.shape[0] != batch:
+            wanted = f"batch {held.tokens.shape[0]}, as the stream's window of tokens has; clean_state() ends it"
+            raise ValueError(mismatch("src", f"batch {batch}", wanted))
         return torch.cat([held.tokens, tokens], 1)
 
     def _windows(self, tokens: Tensor, attended: Tensor) -> Tensor:
@@ -286,14 +288,14 @@ def _pair(state: Any) -> tuple[Any, Any]:
     """Return (tokens, state of the attention), or (None, None). Raise for a state that has only one of the two."""
     if state is None:
         return None, None
-    allowed = "(RecentTokens, state of the attention), from `get_state`, or None is needed"
+    allowed = "(RecentTokens, state of the attention), from `get_state`, or None"
     if not isinstance(state, tuple | list):
-        raise TypeError(wrong("state", f"is {kind_of(state)}", allowed))
+        raise TypeError(mismatch("state", kind_of(state), allowed))
     if len(state) != 2:
-        raise ValueError(wrong("state", f"has {len(state)} parts", allowed))
+        raise ValueError(mismatch("state", f"{len(state)} parts", allowed))
     recent, attention = state
     if (recent is None) != (attention is None):
-        raise ValueError(wrong("state", f"has no {'tokens' if recent is None else 'state of the attention'}", allowed))
+        raise ValueError(mismatch("state", f"no {'tokens' if recent is None else 'state of the attention'}", allowed))
     return recent, attention
 
 
@@ -336,14 +338,14 @@ class ContinualEncoder(nn.Module):
     def __init__(self, layer: ContinualEncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
         if not isinstance(layer, ContinualEncoderLayer):
-            raise TypeError(wrong("layer", f"is {kind_of(layer)}", "a ContinualEncoderLayer or RetroactiveEncoderLayer is needed"))
+            raise TypeError(mismatch("layer", kind_of(layer), "a ContinualEncoderLayer or a RetroactiveEncoderLayer"))
         if not isinstance(norm, nn.Module | None):
-            raise TypeError(wrong("norm", f"is {kind_of(norm)}", "a torch.nn.Module or None is needed"))
+            raise TypeError(mismatch("norm", kind_of(norm), "a torch.nn.Module or None"))
         num_layers = check_count("num_layers", num_layers)
         self.retroactive = isinstance(layer, RetroactiveEncoderLayer)
         if self.retroactive and num_layers < 2:
             raise ValueError(
-                wrong("num_layers", "is 1", "at least 2 are needed: the first layer is retroactive, and the last reads what it gives")
+                mismatch("num_layers", num_layers, "at least 2, as the first layer is retroactive, and the last reads what it gives")
             )
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
         self.norm = norm
@@ -390,9 +392,9 @@ class ContinualEncoder(nn.Module):
         """Continue from a state that `get_state` returned. None acts as `clean_state`."""
         parts = (None,) * len(self.layers) if state is None else state
         if not isinstance(parts, Sequence):
-            raise TypeError(wrong("state", f"is {kind_of(state)}", "a tuple of the states of the layers, from `get_state`, is needed"))
+            raise TypeError(mismatch("state", kind_of(state), "a tuple of the states of the layers, from `get_state`"))
         if len(parts) != len(self.layers):
-            raise ValueError(wrong("state", f"has {len(parts)} parts", f"one for each of {len(self.layers)} layers is needed"))
+            raise ValueError(mismatch("state", f"{len(parts)} parts", f"one for each of {len(self.layers)} layers"))
         before = self._held()
         try:
             for layer, part in zip(self._each(), parts, strict=True):

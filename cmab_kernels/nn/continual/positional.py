@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime.checks import check_count, wrong
+from ...runtime.checks import check_count, mismatch
 from ..inputs import check_features
 from ..stream import Keeper, refuse_to_record
 
@@ -76,7 +76,7 @@ class CircularPositionalEncoding(Keeper[int]):
         encodings = self._checked("tokens", tokens, (2, 3))
         length = tokens.shape[self._along(tokens)]
         if length > self.sequence_len:
-            raise ValueError(wrong("tokens", f"has {length} tokens", f"at most the window's {self.sequence_len} are needed"))
+            raise ValueError(mismatch("tokens", f"{length} tokens", f"at most {self.sequence_len}, the window"))
         return self._added(tokens, encodings, self._start(tokens))
 
     def forward_stream(self, tokens: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class CircularPositionalEncoding(Keeper[int]):
     def set_state(self, state: int | None) -> None:
         """Continue from a place. None acts as `clean_state`."""
         if state is not None and (isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)):
-            raise ValueError(wrong("state", f"is {state!r}", f"an int from 0 to {self.period - 1} is needed"))
+            raise ValueError(mismatch("state", repr(state), f"an int from 0 to {self.period - 1}"))
         self.hold(state)
 
     @property
@@ -164,7 +164,7 @@ class CircularPositionalEncoding(Keeper[int]):
         entry = entries["position"]
         if isinstance(entry, Tensor) and entry.shape == () and entry.dtype == torch.int64 and 0 <= int(entry) < self.period:
             return ""
-        return wrong(f"{prefix}position", f"is {entry!r}", f"an int64 tensor () from 0 to {self.period - 1} is needed")
+        return mismatch(f"{prefix}position", repr(entry), f"an int64 tensor () from 0 to {self.period - 1}")
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> int:
         return int(entries["position"])

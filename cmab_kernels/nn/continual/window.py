@@ -18,7 +18,7 @@ from ...nystrom import (
     state_to_tensors,
     unlikely_totals,
 )
-from ...runtime.checks import kind_of, wrong
+from ...runtime.checks import kind_of, mismatch
 from ...runtime.dtypes import state_dtype
 from ..stream import Part, Stream, copied, extent
 
@@ -102,7 +102,7 @@ class ContinualStream(Stream[WindowState]):
             return
         for name, tokens in state._asdict().items():
             if not isinstance(tokens, Tensor):
-                raise TypeError(wrong(f"state.{name}", f"is {kind_of(tokens)}", "a torch.Tensor is needed"))
+                raise TypeError(mismatch(f"state.{name}", kind_of(tokens), "a torch.Tensor"))
 
     def _taken(self, state: WindowState) -> WindowState:
         entries = self._entries(state)
@@ -140,24 +140,24 @@ class ContinualStream(Stream[WindowState]):
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
         for name, entry in entries.items():
             if name not in self._parts(entries):
-                return wrong(prefix + name, "is given", f"a {self.kind.__name__} has none")
+                return mismatch(prefix + name, "a tensor", f"no such entry, as a {self.kind.__name__} has none")
             if not entry.isfinite().all():
-                return wrong(prefix + name, "holds a NaN or an infinity", "every element must be finite")
+                return mismatch(prefix + name, "a NaN or an infinity", "finite numbers")
         if "sums" in entries:
             return self._unlikely_sums(prefix, entries)
         tokens = entries["queries"].shape[2]
-        return "" if 0 < tokens < self.window else wrong(f"{prefix}queries", f"has {tokens} tokens", f"1 to {self.window - 1} fit")
+        return "" if 0 < tokens < self.window else mismatch(f"{prefix}queries", f"{tokens} tokens", f"1 to {self.window - 1}")
 
     def _unlikely_sums(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
         """Return why these entries of a full window cannot come from a stream of this module, or "" if they can."""
         for name, count in self.counts.items():
             if entries[name] != count:
-                return wrong(prefix + name, f"is {int(entries[name])}", f"it is {count} in this module")
+                return mismatch(prefix + name, int(entries[name]), f"{count}, as in this module")
         for extreme in map(int, entries["position"].aminmax() if entries["position"].numel() else ()):
             if not self.window <= extreme <= LAST_POSITION:
-                return wrong(prefix + "position", f"is {extreme}", f"the window's {self.window} to {LAST_POSITION} are needed")
+                return mismatch(prefix + "position", extreme, f"a position from {self.window}, the window, to {LAST_POSITION}")
         if entries["scale"] != self.width**-0.5:
-            return wrong(prefix + "scale", f"is {float(entries['scale'])}", f"it is {self.width**-0.5} in this module")
+            return mismatch(prefix + "scale", float(entries["scale"]), f"{self.width**-0.5}, as in this module")
         return unlikely_totals(prefix + "sums", entries["sums"])
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> WindowState:
@@ -197,7 +197,7 @@ class RecentStream(Stream[RecentTokens]):
 
     def _check(self, state: RecentTokens) -> None:
         if not isinstance(state, RecentTokens):
-            raise TypeError(wrong("state", f"is {kind_of(state)}", "a RecentTokens is needed"))
+            raise TypeError(mismatch("state", kind_of(state), "a RecentTokens"))
         problem = self._problem("state.", state._asdict())
         if problem:
             raise ValueError(problem)
@@ -214,7 +214,7 @@ class RecentStream(Stream[RecentTokens]):
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
         if entries["tokens"].isfinite().all():
             return ""
-        return wrong(f"{prefix}tokens", "holds a NaN or an infinity", "every element must be finite")
+        return mismatch(f"{prefix}tokens", "a NaN or an infinity", "finite numbers")
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> RecentTokens:
         return RecentTokens(**copied(entries, device))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...attention import AttentionState, attention_state
 from ...runtime.backends import has_kernel
-from ...runtime.checks import wrong
+from ...runtime.checks import mismatch
 from ..inputs import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_floating, is_additive, split_heads
 from ..parts import computed
 from . import torchs_attention
@@ -75,7 +75,9 @@ class MultiheadAttention(MultiheadProjections):
         self = computed(self)
         check_floating(self, query=query, key=key, value=value)
         if is_causal and attn_mask is None:
-            raise ValueError(wrong("is_causal", "is True without an attn_mask", "it is only a hint about the mask; pass the mask as well"))
+            raise ValueError(
+                mismatch("is_causal", "True without an attn_mask", "False, as it is only a hint about the mask; or pass the mask as well")
+            )
         if self.why_torch(query, key, value, key_padding_mask, need_weights, attn_mask) is not None:
             theirs = partial(MultiheadProjections.forward if torchs_attention.is_as_made(self) else torchs_attention.forward, self)
             return theirs(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
@@ -129,7 +131,9 @@ class MultiheadAttention(MultiheadProjections):
         """
         self = computed(self)
         if self.kdim != self.vdim:
-            raise ValueError(wrong("inputs", "are keys and values in one", f"kdim = {self.kdim} and vdim = {self.vdim} must be equal"))
+            raise ValueError(
+                mismatch("inputs", f"keys and values in one with kdim = {self.kdim} and vdim = {self.vdim}", "a module with kdim = vdim")
+            )
         self._refuse_to_drop()
         self._check(key_padding_mask, query=query, inputs=inputs)
         return self._attend(query, inputs, inputs, state, key_padding_mask)

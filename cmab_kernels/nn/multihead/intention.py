@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...intention import RidgeState, check_ridge, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
-from ...runtime.checks import wrong
+from ...runtime.checks import mismatch
 from ...runtime.dtypes import state_dtype
 from ..inputs import bool_mask
 from ..parts import computed
@@ -33,9 +33,9 @@ class LearnedRidge(MatrixFreeAttention):
     @extending(MatrixFreeAttention)
     def __init__(self, *args: Any, alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
         if alpha is not None and not (isinstance(alpha, Real) and 0 <= alpha < math.inf):
-            raise ValueError(wrong("alpha", f"is {alpha!r}", "None, to learn it, or a finite number >= 0 is needed"))
+            raise ValueError(mismatch("alpha", repr(alpha), "None, to learn it, or a finite number >= 0"))
         if not (isinstance(scale, Real) and math.isfinite(scale)):
-            raise ValueError(wrong("scale", f"is {scale!r}", "a finite number is needed"))
+            raise ValueError(mismatch("scale", repr(scale), "a finite number"))
         super().__init__(*args, **kwargs)
         self.fixed_alpha = alpha
         self.scale = scale

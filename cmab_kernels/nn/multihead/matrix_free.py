@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...runtime.checks import wrong
+from ...runtime.checks import kind_of, mismatch
 from ..inputs import bool_mask
 from ..parts import computed
 from .projections import MultiheadProjections, extending
 
-NO_DROPOUT = {"dropout": "0 is needed: it acts on attention weights, which are never formed here"}
+NO_DROPOUT = {"dropout": "0, as dropout acts on attention weights, which are never formed here"}
 
 
 class MatrixFreeAttention(MultiheadProjections):
@@ -59,9 +59,10 @@ class MatrixFreeAttention(MultiheadProjections):
 
     def _refuse_masks(self, name: str, mask: Tensor | None, is_causal: bool) -> None:
         """Raise if the caller gives a mask that hides different keys from different queries."""
-        for argument, given in ((name, mask is not None), ("is_causal", is_causal)):
-            if given:
-                raise ValueError(wrong(argument, "is given", self.why_no_masks))
+        if mask is not None:
+            raise ValueError(mismatch(name, kind_of(mask), f"None; {self.why_no_masks}"))
+        if is_causal:
+            raise ValueError(mismatch("is_causal", is_causal, f"False; {self.why_no_masks}"))
 
     def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         """Return the heads (B, H, L, D) of the query."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...nystrom import Landmarks, check_pinv, choose_landmarks, landmark_values_reference, logits, nystrom_attention
-from ...runtime.checks import as_autocast, as_they_are, check_count, wrong
+from ...runtime.checks import as_autocast, as_they_are, check_count, mismatch
 from ..inputs import check_features
 from ..parts import computed
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
@@ -19,7 +19,7 @@ from .projections import extending, no_extra_keys
 LANDMARKS = ("landmark_queries", "landmark_keys")
 
 
-ONLY_TOKENS = "a window consists of tokens, and extra keys are none"
+ONLY_TOKENS = "a window consists of tokens only, without extra keys"
 """The reason, in an error message, why the module has no extra keys."""
 
 
@@ -81,7 +81,7 @@ class NystromAttention(MatrixFreeAttention):
     ) -> None:
         num_landmarks = check_count("num_landmarks", num_landmarks)
         if landmarks not in self.schemes:
-            raise ValueError(wrong("landmarks", f"is {landmarks!r}", f"it must be one of {', '.join(self.schemes)}"))
+            raise ValueError(mismatch("landmarks", repr(landmarks), f"one of {', '.join(self.schemes)}"))
         check_pinv(pinv, pinv_iterations)
         super().__init__(*args, **kwargs)
         self.num_landmarks = num_landmarks
@@ -109,11 +109,15 @@ class NystromAttention(MatrixFreeAttention):
         another shape or with a NaN or infinity, and unless the seed is an int from 0 to 2**32 - 1.
         """
         if self.landmarks != "fixed":
-            raise ValueError(wrong("landmarks", f"is {self.landmarks!r}", "only fixed landmarks are fitted"))
+            raise ValueError(mismatch("landmarks", repr(self.landmarks), "'fixed', as only these are fitted"))
         if keys is None and self.kdim != self.embed_dim:
-            raise ValueError(wrong("keys", "is None", f"kdim is {self.kdim} and embed_dim {self.embed_dim}: queries are no keys"))
+            raise ValueError(
+                mismatch(
+                    "keys", None, f"a torch.Tensor, as queries cannot be keys with kdim = {self.kdim} and embed_dim = {self.embed_dim}"
+                )
+            )
         if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**32:
-            raise ValueError(wrong("seed", f"is {seed!r}", "an int from 0 to 2**32 - 1 is needed"))
+            raise ValueError(mismatch("seed", repr(seed), "an int from 0 to 2**32 - 1"))
         for name, each, width in (("tokens", tokens, self.embed_dim), ("keys", keys, self.kdim)):
             if each is not None:
                 check_features(name, each, "(B, N, C), (N, B, C) or (N, C)", (2, 3), width, self._like)
@@ -154,9 +158,7 @@ class NystromAttention(MatrixFreeAttention):
         if self.landmarks != "fixed":
             return {"num_landmarks": self.num_landmarks, **options}
         if self.landmark_queries is None or self.landmark_keys is None:
-            raise RuntimeError(
-                wrong("landmarks", "are fixed, and not made yet", "call fit_landmarks(tokens), or load a state_dict with them")
-            )
+            raise RuntimeError("landmarks: they are fixed and not made yet; call fit_landmarks(tokens), or load a state_dict that has them")
         return {"landmarks": (self.landmark_queries, self.landmark_keys), **options}
 
     def _load_from_state_dict(
@@ -183,7 +185,7 @@ class NystromAttention(MatrixFreeAttention):
         if not saved:
             missing_keys[:] = [key for key in missing_keys if key not in {prefix + name for name in names}]
         elif len(saved) < len(names):
-            error_msgs.append(wrong(prefix + saved[0], "is alone", f"both of {', '.join(names)} are needed"))
+            error_msgs.append(mismatch(prefix + saved[0], "this entry alone", f"both of {', '.join(names)}"))
         if len(error_msgs) > errors:
             for name in made:
                 setattr(self, name, None)
@@ -222,8 +224,8 @@ def _centres(name: str, rows: Tensor, number: int, seed: int) -> Tensor:
     except ImportError as error:
         raise ImportError("fit_landmarks clusters tokens with scikit-learn, which is not installed: pip install scikit-learn") from error
     if rows.shape[0] < number:
-        raise ValueError(wrong(name, f"has {rows.shape[0]} tokens", f"at least {number}, one for each landmark, are needed"))
+        raise ValueError(mismatch(name, f"{rows.shape[0]} tokens", f"at least {number}, one for each landmark"))
     if not rows.isfinite().all():
-        raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
+        raise ValueError(mismatch(name, "a NaN or an infinity", "finite numbers"))
     clusters = MiniBatchKMeans(number, random_state=seed, n_init=3).fit(rows.double().cpu().numpy())
     return torch.from_numpy(clusters.cluster_centers_).to(rows)

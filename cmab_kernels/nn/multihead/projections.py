@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.checks import check_count, check_heads, check_mask, wrong
+from ...runtime.checks import check_count, check_heads, check_mask, mismatch
 from ..inputs import check_features, hide_padding, split_heads
 from ..parts import called, is_own, one_like
 
@@ -59,16 +59,16 @@ def check_options(name: str, signature: inspect.Signature, options: Mapping[str,
     for option in options:
         if option not in signature.parameters:
             close = difflib.get_close_matches(option, signature.parameters, 1)
-            meant = f"did you mean {close[0]}? " if close else "an argument of forward? " if option in _OF_FORWARD else ""
+            meant = f"; did you mean {close[0]}?" if close else "; did you mean the argument of forward?" if option in _OF_FORWARD else ""
             known = ", ".join(each for each in signature.parameters if each != "self")
-            raise TypeError(wrong(option, f"is no option of {name}", f"{meant}it has {known}"))
+            raise TypeError(mismatch(option, f"an unknown option of {name}", f"one of {known}{meant}"))
     try:
         signature.bind(*args, **options)
     except TypeError as error:
         text = str(error)
         missing = re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", text)
         if missing:
-            raise TypeError(wrong(missing[1], f"is missing in {name}", "it has no default")) from None
+            raise TypeError(mismatch(missing[1], "nothing", f"a value, as {name} has no default for it")) from None
         raise TypeError(f"{name}: {text}") from None
 
 
@@ -77,14 +77,14 @@ _OF_FORWARD = inspect.signature(torch.nn.MultiheadAttention.forward).parameters
 
 def no_extra_keys(why: str) -> dict[str, str]:
     """Return the entries of `MultiheadProjections.lacks` for a module without torch's extra keys, and the reason."""
-    return dict.fromkeys(("add_bias_kv", "add_zero_attn"), f"{why}; False is needed")
+    return dict.fromkeys(("add_bias_kv", "add_zero_attn"), f"False, as {why}")
 
 
 class MultiheadProjections(torch.nn.MultiheadAttention):
     """Base class: torch's constructor, checks of the inputs, the projections to heads and back, and the sharing of weights."""
 
     lacks: ClassVar[Mapping[str, str]] = {}
-    """The arguments of torch's constructor that must be 0 or False here, with the reasons."""
+    """The arguments of torch's constructor that must be 0 or False here, with this value and the reason."""
 
     @naming_options
     def __init__(
@@ -103,7 +103,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
     ) -> None:
         for name, given in {"dropout": dropout, "add_bias_kv": add_bias_kv, "add_zero_attn": add_zero_attn}.items():
             if given and name in self.lacks:
-                raise ValueError(wrong(name, f"is {given}", self.lacks[name]))
+                raise ValueError(mismatch(name, given, self.lacks[name]))
         embed_dim, num_heads = check_heads("embed_dim", embed_dim, num_heads)
         kdim, vdim = (None if given is None else check_count(name, given) for name, given in (("kdim", kdim), ("vdim", vdim)))
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
@@ -116,7 +116,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         """
         for name in ("embed_dim", "num_heads", "bias", "add_bias_kv", "kdim", "vdim", "device", "dtype"):
             if name in options:
-                raise ValueError(wrong(name, f"is given as {options[name]!r}", "it is that of the parameters, which are shared"))
+                raise ValueError(mismatch(name, repr(options[name]), "no such option, as it is that of the parameters, which are shared"))
         configuration: dict[str, Any] = {
             "dropout": module.dropout,
             "bias": module.in_proj_bias is not None,
@@ -188,9 +188,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
     def _refuse_to_drop(self) -> None:
         """Raise if dropout would apply, because a stream keeps no attention weights to drop."""
         if self._drops:
-            raise RuntimeError(
-                wrong("dropout", f"is {self.dropout} and the module in training", "a stream has none; use eval() or dropout=0")
-            )
+            raise RuntimeError(f"dropout: it is {self.dropout} in training, and a stream has none; use eval() or dropout=0")
 
     @staticmethod
     def _shown(weights: Tensor, query: Tensor, average: bool) -> Tensor:
@@ -225,7 +223,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (2, 3)
         for name, features in arguments.items():
-            check_features(name, features, f"{layout}, or (N, C) for all,", dims, widths[name], self._like)
+            check_features(name, features, f"{layout}, or (N, C) for all", dims, widths[name], self._like)
             dims = (features.dim(),)
         shape = features.shape[:-1]
         check_mask(key_padding_mask, features, shape if self.batch_first else shape[::-1])

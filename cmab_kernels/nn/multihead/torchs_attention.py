@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ...runtime.checks import wrong
+from ...runtime.checks import mismatch
 from ..parts import computed, is_own, own_parameters
 
 
@@ -73,7 +73,9 @@ def forward(
     """Return what `torch.nn.MultiheadAttention.forward` returns, but call `out_proj` instead of reading its weight."""
     attention = computed(attention)
     if query.is_nested:
-        raise RuntimeError(wrong("query", "is a nested tensor, and `out_proj` does more than its kind", "pad it, and pass a mask"))
+        raise RuntimeError(
+            mismatch("query", "a nested tensor", "a dense tensor, as out_proj is more than a torch.nn.Linear; pad it, and pass a mask")
+        )
     swap = attention.batch_first and query.dim() == 3
     # Equal inputs must stay the same object: torch then projects them in one product.
     turned = {id(each): each.transpose(0, 1) if swap else each for each in (query, key, value)}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...runtime.checks import kind_of, wrong
+from ...runtime.checks import kind_of, mismatch
 from ..multihead.projections import MultiheadProjections, check_options
 from ..transformer.informer import InformerEncoderLayer
 from ..transformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
@@ -87,20 +87,20 @@ def replace_modules(
     6
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(wrong("model", f"is {model!r}", "a torch.nn.Module is needed"))
+        raise TypeError(mismatch("model", repr(model), "a torch.nn.Module"))
     if not isinstance(mapping, Mapping):
-        allowed = "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}, is needed"
-        raise TypeError(wrong("mapping", f"is {mapping!r}", allowed))
+        allowed = "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}"
+        raise TypeError(mismatch("mapping", repr(mapping), allowed))
     for old, made in mapping.items():
         new, options = _class_of(made)
         if not (isinstance(new, type) and issubclass(new, _REPLACEABLE.get(old, ()))):
             names = "MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer"
             allowed = f"only {names} of torch.nn, by their counterparts in cmab_kernels.nn"
-            raise TypeError(wrong("mapping", f"asks to replace {old!r} by {made!r}", allowed))
+            raise TypeError(mismatch("mapping", f"{old!r} to be replaced by {made!r}", allowed))
         _check_options(new, options)
     if type(model) in mapping:
-        allowed = "put it into a container, or make the new module and load its state_dict"
-        raise ValueError(wrong("model", f"is itself {kind_of(model)}", allowed))
+        allowed = "a model that contains it; put it into a container, or make the new module and load its state_dict"
+        raise ValueError(mismatch("model", f"{kind_of(model)} itself", allowed))
     places = list(_places(model, "", mapping, set()))
     replacements: dict[nn.Module, nn.Module] = {}
     for path, _, _, old_module in places:
@@ -148,18 +148,22 @@ def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
     if _class_of(made)[0] is InformerEncoderLayer:
         lost[f"{path}.self_attn"] = module.get_submodule("self_attn")
         if added := [*module._parameters, *module._buffers]:
-            raise ValueError(wrong("model", f"has {', '.join(added)} added to {path!r}", "remove them, replace, add them again"))
+            raise ValueError(_lost(path, f"{', '.join(added)} added", "remove them, replace, add them again"))
     for name, each in lost.items():
         added = [*each._buffers, *each._modules.keys() - {"out_proj"}] if isinstance(each, nn.MultiheadAttention) else []
         if added:
-            raise ValueError(wrong("model", f"has {', '.join(added)} added to {name!r}", "remove them, replace, add them again"))
+            raise ValueError(_lost(name, f"{', '.join(added)} added", "remove them, replace, add them again"))
         if "forward" in each.__dict__:
-            raise ValueError(wrong("model", f"has a `forward` assigned to {name!r}", "delete it, replace, assign it again"))
+            raise ValueError(_lost(name, "a `forward` assigned", "delete it, replace, assign it again"))
         for hooks in _HOOKS:
             if getattr(each, hooks):
-                raise ValueError(
-                    wrong("model", f"has {hooks.strip('_').replace('_', ' ')} on {name!r}", "remove them, replace, register them again")
-                )
+                kind = hooks.strip("_").replace("_", " ")
+                raise ValueError(_lost(name, kind, "remove them, replace, register them again"))
+
+
+def _lost(path: str, what: str, advice: str) -> str:
+    """Return the message for something on a module that its replacement would not have."""
+    return mismatch("model", f"{path!r} with {what}, which would be lost", f"a module without; {advice}")
 
 
 def _class_of(made: Any) -> tuple[Any, dict[str, Any]]:
@@ -174,7 +178,9 @@ def _check_options(new: Any, options: Mapping[str, Any]) -> None:
     """
     if not issubclass(new, MultiheadProjections):
         for option in options:
-            raise TypeError(wrong(option, f"is given for {new.__name__}", "it takes all that it has from the layer it replaces"))
+            raise TypeError(
+                mismatch(option, f"an option of {new.__name__}", "none, as it takes all that it has from the layer it replaces")
+            )
         return
     signature = inspect.signature(new.__init__)
     check_options(new.__name__, signature, {"embed_dim": None, "num_heads": None, **options}, None)
@@ -186,4 +192,4 @@ def _sharing(path: str, module: nn.Module, made: Any) -> nn.Module:
     try:
         return new.sharing(module, **options)
     except ValueError as error:
-        raise ValueError(wrong("model", f"has {kind_of(module)} {path!r} with what {new.__name__} lacks", str(error))) from error
+        raise ValueError(f"model: {path!r} cannot be replaced by a {new.__name__}: {error}") from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...runtime.checks import wrong
+from ...runtime.checks import mismatch
 from ..inputs import bool_mask
 from ..multihead.intention import LearnedRidge, MultiheadIntention, MultiheadSigmaIntention
 from ..multihead.projections import extending
@@ -52,7 +52,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     @extending(torch.nn.TransformerEncoderLayer)
     def __init__(self, *args: Any, kind: str = "intention", alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
         if not isinstance(kind, str) or kind not in KINDS:
-            raise ValueError(wrong("kind", f"is {kind!r}", f"it must be one of {', '.join(KINDS)}"))
+            raise ValueError(mismatch("kind", repr(kind), f"one of {', '.join(KINDS)}"))
         super().__init__(*args, **kwargs)
         self.self_attn = KINDS[kind].sharing(self.self_attn, dropout=0.0, alpha=alpha, scale=scale)
 
@@ -64,8 +64,10 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         """
         attention = layer.self_attn
         if isinstance(attention, LearnedRidge):
-            given = f"is a {type(attention).__name__}, whose penalty and scale a new layer would not have"
-            raise ValueError(wrong("self_attn", given, "replace the layer before its attention, or make an InformerEncoderLayer"))
+            given = f"a {type(attention).__name__}, whose penalty and scale a new layer would not have"
+            raise ValueError(
+                mismatch("self_attn", given, "torch's attention; replace the layer before its attention, or make an InformerEncoderLayer")
+            )
         shared = cls(
             attention.embed_dim,
             attention.num_heads,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...layers import attention_layer, feed_forward_layer
-from ...runtime.checks import kind_of, wrong
+from ...runtime.checks import kind_of, mismatch
 from ..inputs import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, check_floating, is_additive
 from ..multihead import torchs_attention
 from ..parts import fused_impl, of_one_dtype, one_like, own_parameters, plain_parameters
@@ -174,12 +174,12 @@ class _FusedLayer(nn.Module):
         dims: tuple[int, ...] = (2, 3)
         batch, weight = None, one_like(self.linear1, "weight", "bias")
         for name, each in features.items():
-            check_features(name, each, f"{layout}, or (N, C) for all,", dims, self.self_attn.embed_dim, weight)
+            check_features(name, each, f"{layout}, or (N, C) for all", dims, self.self_attn.embed_dim, weight)
             dims = (each.dim(),)
             if each.dim() == 3:
                 batch = each.shape[sets] if batch is None else batch
                 if each.shape[sets] != batch:
-                    raise ValueError(wrong(name, f"has shape {tuple(each.shape)}", f"{layout} with B = {batch} is needed"))
+                    raise ValueError(mismatch(name, f"shape {tuple(each.shape)}", f"{layout} with B = {batch}"))
 
     def _check_padding(self, name: str, mask: Tensor | None, features: Tensor, attention: nn.MultiheadAttention) -> None:
         """Raise unless the mask fits `features`, the keys of the operator that replaces `attention`."""
@@ -187,11 +187,11 @@ class _FusedLayer(nn.Module):
         if mask is None:
             return
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            given = f"is {mask.dtype}" if isinstance(mask, Tensor) else f"is {kind_of(mask)}"
-            raise TypeError(wrong(name, given, "a torch.Tensor of bool is needed, True = ignore"))
+            given = mask.dtype if isinstance(mask, Tensor) else kind_of(mask)
+            raise TypeError(mismatch(name, given, "a torch.Tensor of bool with True = ignore"))
         if mask.shape != shape:
             meaning = "(N,)" if len(shape) == 1 else "(B, N)"
-            raise ValueError(wrong(name, f"has shape {tuple(mask.shape)}", f"{meaning} = {tuple(shape)} is needed"))
+            raise ValueError(mismatch(name, f"shape {tuple(mask.shape)}", f"{meaning} = {tuple(shape)}"))
 
 
 class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.backends import check_name, choose, imported
-from ...runtime.checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, fixed, refuse_not_finite, wrong
+from ...runtime.checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, fixed, mismatch, refuse_not_finite
 from ...runtime.dtypes import state_dtype
 from ...runtime.setting import now
 from ...runtime.tracing import as_row, extent, is_profiled, is_watched
@@ -68,8 +68,8 @@ def continual_nystrom_init(
         chosen = choose_landmarks(query, key, num_landmarks, landmarks, None)
         if landmarks is not None:
             if chosen.queries.shape[2] > key.shape[2]:
-                allowed = f"at most {key.shape[2]}, the tokens of the window, are needed"
-                raise ValueError(wrong("landmarks[0]", f"has {chosen.queries.shape[2]} landmarks", allowed))
+                allowed = f"at most {key.shape[2]}, the tokens of the window"
+                raise ValueError(mismatch("landmarks[0]", f"{chosen.queries.shape[2]} landmarks", allowed))
             refuse_not_finite(**{"landmarks[0]": chosen.queries, "landmarks[1]": chosen.keys})
         factor = _scale(scale, key)
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
@@ -214,8 +214,8 @@ def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
         landmarks = (state.landmark_keys,) if isinstance(state, ContinualNystromState) else ()
         return choose("nystrom.continual", impl, *tokens, *landmarks)
     if impl not in ("auto", "reference"):
-        allowed = 'continual landmarks with pinv="exact" are stepped by "reference"; take pinv="iterative", or fixed landmarks'
-        raise RuntimeError(wrong("impl", f"is {impl!r}, which cannot run here", allowed))
+        why = 'continual landmarks with pinv="exact" have only "reference"; take pinv="iterative", or fixed landmarks'
+        raise RuntimeError(f"impl: {impl!r} cannot run here: {why}")
     return "reference"
 
 
@@ -227,30 +227,31 @@ def _window(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     check_operands(query=query, key=key, value=value)
     check_key_value(key, value)
     if query.shape != key.shape:
-        raise ValueError(wrong("query", f"has shape {tuple(query.shape)}", f"that of key, {tuple(key.shape)}, is needed"))
+        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", f"{tuple(key.shape)}, the shape of key"))
     if key.shape[2] == 0:
-        raise ValueError(wrong("key", "has no token", "a first window of n >= 1 tokens is needed"))
+        raise ValueError(mismatch("key", "no token", "a first window of n >= 1 tokens"))
     refuse_not_finite(query=query, key=key, value=value)
     return as_autocast(query, key, value)
 
 
 def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str) -> None:
     if output not in OUTPUTS:
-        raise ValueError(wrong("output", f"is {output!r}", f"it must be one of {', '.join(OUTPUTS)}"))
+        raise ValueError(mismatch("output", repr(output), f"one of {', '.join(OUTPUTS)}"))
     check_state(state, kind)
     check_operands(query=query, key=key, value=value)
     batch, heads, _, width = state.keys.shape
     for name, tensor, last in (("key", key, width), ("query", query, width), ("value", value, state.values.shape[-1])):
         tokens = key.shape[2] if key.dim() == 4 else 0
         if tokens == 0 or tensor.shape != (batch, heads, tokens, last):
-            allowed = (
-                f"(B, H, t, {'E' if name == 'value' else 'D'}) = ({batch}, {heads}, t, {last}) with t >= 1 is needed, as the state has it"
-            )
-            raise ValueError(wrong(name, f"has shape {tuple(tensor.shape)}", allowed))
+            letter = "E" if name == "value" else "D"
+            allowed = f"(B, H, t, {letter}) = ({batch}, {heads}, t, {last}) with t >= 1, as the state has it"
+            raise ValueError(mismatch(name, f"shape {tuple(tensor.shape)}", allowed))
         if tensor.device != state.keys.device:
-            raise ValueError(wrong(name, f"is on {tensor.device}", f"the state is on {state.keys.device}; `move_state` moves it"))
+            raise ValueError(
+                mismatch(name, f"device {tensor.device}", f"{state.keys.device}, the device of the state; `move_state` moves it")
+            )
         if tensor.dtype != state.keys.dtype and not autocasts(tensor.device):
-            raise TypeError(wrong(name, f"is {tensor.dtype}", f"the state's window is {state.keys.dtype}; cast them alike"))
+            raise TypeError(mismatch(name, tensor.dtype, f"{state.keys.dtype} as the state's window has; cast them alike"))
 
 
 # ---- parts of a new state

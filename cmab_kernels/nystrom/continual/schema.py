@@ -33,7 +33,7 @@ def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value
     result = kernel("nystrom.continual", impl, name)(state, query, key, value, retroactive)
     if result is None:
         refuse_not_finite(query=query, key=key, value=value)
-        raise RuntimeError(f"{impl} refused a step of {name} that passes every check")
+        raise RuntimeError(f'{name}: {impl!r} refused a step that passes every check; report this as a bug, and take impl="reference"')
     return result
 
 

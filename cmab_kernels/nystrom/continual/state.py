@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.backends import imported
-from ...runtime.checks import MOST_ITERATIONS, check_dense, check_floats, device_of, is_dense, is_read, kind_of, wrong
+from ...runtime.checks import MOST_ITERATIONS, check_dense, check_floats, device_of, is_dense, is_read, kind_of, mismatch
 from ...runtime.dtypes import state_dtype
 
 
@@ -195,14 +195,14 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
     tensor([[64, 64, 64, 64]])
     """
     if kind not in KINDS:
-        raise TypeError(wrong("kind", f"is {kind!r}", "ContinualNystromState or ContinualAttentionState is needed"))
+        raise TypeError(mismatch("kind", repr(kind), "ContinualNystromState or ContinualAttentionState"))
     if not isinstance(tensors, Mapping):
-        raise TypeError(wrong(name, f"is {kind_of(tensors)}", "a mapping from names to tensors is needed"))
+        raise TypeError(mismatch(name, kind_of(tensors), "a mapping from names to tensors"))
     names: list[str] = [field for field in kind._fields if field != "spare"]
     if tensors.keys() != set(names):
         other = next(entry for entry in (*names, *tensors) if (entry in tensors) != (entry in names))
-        given = "is given" if other in tensors else "is missing"
-        raise ValueError(wrong(f"{name}[{other!r}]", given, f"a {kind.__name__} has {', '.join(names)}"))
+        given, wanted = ("a value", "no such entry") if other in tensors else ("nothing", "a tensor")
+        raise ValueError(mismatch(f"{name}[{other!r}]", given, f"{wanted}, as a {kind.__name__} has {', '.join(names)}"))
     counts = {entry: _loaded_count(f"{name}[{entry!r}]", tensors[entry]) for entry in names if entry in COUNTS}
     fields: dict[str, Any] = {e: _loaded_numbers(f"{name}[{e!r}]", tensors[e]) for e in names if e not in (*COUNTS, "position")}
     for entry in ("keys", "queries", "values"):
@@ -221,14 +221,14 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
 def unlikely_totals(name: str, sums: Tensor) -> str:
     """Return why no stream can have these sums, or "" if a stream can."""
     if (sums[..., -EXTRA_SUMS] <= 0).any():
-        return wrong(name, "holds a total that is not positive", "a sum of exponentials is")
+        return mismatch(name, "a total that is not positive", "a sum of exponentials")
     return ""
 
 
 def _loaded_count(name: str, count: Tensor) -> int:
     fits = isinstance(count, Tensor) and is_dense(count) and count.shape == () and count.dtype == torch.int64 and not count.is_meta
     if not fits or not 0 <= int(count) <= LAST_POSITION:
-        raise ValueError(wrong(name, f"is {count!r}", f"an int64 tensor () from 0 to {LAST_POSITION} is needed"))
+        raise ValueError(mismatch(name, repr(count), f"an int64 tensor () from 0 to {LAST_POSITION}"))
     return int(count)
 
 
@@ -236,20 +236,20 @@ def _check_window(name: str, tokens: Tensor, keys: Tensor, window: int) -> None:
     """Raise unless `tokens` is a window (B, H, n, *) with the batch, heads and device of the keys."""
     streams = tuple(keys.shape[:2]) if keys.dim() == 4 else ("B", "H")
     if tokens.dim() != 4 or tokens.shape[:3] != (*keys.shape[:2], window):
-        needed = f"({streams[0]}, {streams[1]}, {window}, *), a window for the streams of keys, is needed"
-        raise ValueError(wrong(name, f"has shape {tuple(tokens.shape)}", needed))
+        needed = f"({streams[0]}, {streams[1]}, {window}, *), a window for the streams of keys"
+        raise ValueError(mismatch(name, f"shape {tuple(tokens.shape)}", needed))
     if tokens.device != keys.device:
-        raise ValueError(wrong(name, f"is on {tokens.device}", f"{keys.device}, the device of keys, is needed"))
+        raise ValueError(mismatch(name, f"device {tokens.device}", f"{keys.device}, the device of keys"))
 
 
 def _loaded_position(name: str, position: Tensor, keys: Tensor) -> Tensor:
     """Return the position of each stream (B, H), on the device of keys (B, H, n, D), from a tensor (B, H) or ()."""
     _check_loaded(name, position)
     if position.is_meta and not keys.is_meta:
-        raise ValueError(wrong(name, "is on meta", "a tensor with a value is needed"))
+        raise ValueError(mismatch(name, "device meta", "a tensor with a value"))
     if position.dtype != torch.int64 or position.shape not in ((), keys.shape[:2]):
-        given = f"is {position.dtype} {tuple(position.shape)}"
-        raise ValueError(wrong(name, given, f"an int64 tensor (B, H) = {tuple(keys.shape[:2])}, or (), is needed"))
+        given = f"{position.dtype} {tuple(position.shape)}"
+        raise ValueError(mismatch(name, given, f"an int64 tensor (B, H) = {tuple(keys.shape[:2])}, or ()"))
     return position.to(keys.device).expand(keys.shape[:2]).clone(memory_format=torch.contiguous_format)
 
 
@@ -258,19 +258,19 @@ def _loaded_numbers(name: str, tensor: Tensor) -> Tensor:
     _check_loaded(name, tensor)
     check_floats(name, tensor)
     if not tensor.is_meta and not tensor.isfinite().all():
-        raise ValueError(wrong(name, "holds a NaN or an infinity", "every element must be finite"))
+        raise ValueError(mismatch(name, "a NaN or an infinity", "finite numbers"))
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _check_loaded(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
-        raise TypeError(wrong(name, f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+        raise TypeError(mismatch(name, kind_of(tensor), "a torch.Tensor"))
     check_dense(name, tensor)
 
 
 def _on_host(name: str, tensor: Tensor) -> Tensor:
     if tensor.is_meta:
-        raise ValueError(wrong(name, "is on meta", "a tensor with a value is needed"))
+        raise ValueError(mismatch(name, "device meta", "a tensor with a value"))
     return tensor.cpu()
 
 
@@ -365,8 +365,8 @@ def refuse_other_output(state: State, retroactive: bool) -> None:
     known = state.sums.shape[-2] > 0
     if isinstance(state, ContinualAttentionState) and known != retroactive:
         kinds = ("single", "retroactive")
-        allowed = "a captured step keeps the state's memory; take a step of this kind before the capture"
-        raise RuntimeError(wrong("output", f"is {kinds[retroactive]!r}, and the state is that of {kinds[known]} steps", allowed))
+        allowed = f"{kinds[known]!r} as in the steps before, as a captured step keeps the state's memory"
+        raise RuntimeError(mismatch("output", repr(kinds[retroactive]), f"{allowed}; take a step of this kind before the capture"))
 
 
 _HOST = torch.device("cpu")
@@ -376,21 +376,21 @@ def check_state(state: State, kind: type[State], name: str = "state") -> None:
     """Raise unless `state` is a `kind` and its parts fit together."""
     if not isinstance(state, kind):
         made_by = "continual_nystrom_init" if kind is ContinualNystromState else "continual_attention_init"
-        raise TypeError(wrong(name, f"is {kind_of(state)}", f"a {kind.__name__}, from {made_by} or a step, is needed"))
+        raise TypeError(mismatch(name, kind_of(state), f"a {kind.__name__}, from {made_by} or a step"))
     _check_counts(state, name)
     parts, home = _parts(state, name), state.keys.device
     for part, (shape, dtype) in parts.items():
         tensor = getattr(state, part)
         if not isinstance(tensor, Tensor):
-            raise TypeError(wrong(f"{name}.{part}", f"is {kind_of(tensor)}", "a torch.Tensor is needed"))
+            raise TypeError(mismatch(f"{name}.{part}", kind_of(tensor), "a torch.Tensor"))
         check_dense(f"{name}.{part}", tensor)
         if tensor.shape != shape:
-            raise ValueError(wrong(f"{name}.{part}", f"has shape {tuple(tensor.shape)}", f"{shape} is needed"))
+            raise ValueError(mismatch(f"{name}.{part}", f"shape {tuple(tensor.shape)}", shape))
         if tensor.dtype != dtype:
-            raise TypeError(wrong(f"{name}.{part}", f"is {tensor.dtype}", f"{dtype} is needed"))
+            raise TypeError(mismatch(f"{name}.{part}", tensor.dtype, dtype))
         device = _HOST if part == "scale" else home
         if tensor.device != device:
-            raise ValueError(wrong(f"{name}.{part}", f"is on {tensor.device}", f"{device} is needed; `move_state` moves a state"))
+            raise ValueError(mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}; `move_state` moves a state"))
     _check_positions(state, name)
 
 
@@ -398,7 +398,7 @@ def _check_any(state: Any) -> None:
     """Raise unless `state` is one of `KINDS` and its parts fit together."""
     kind = type(state)
     if kind not in KINDS:
-        raise TypeError(wrong("state", f"is {kind_of(state)}", "a ContinualNystromState or a ContinualAttentionState is needed"))
+        raise TypeError(mismatch("state", kind_of(state), "a ContinualNystromState or a ContinualAttentionState"))
     check_state(state, kind)
 
 
@@ -410,7 +410,7 @@ def _check_counts(state: ContinualState, name: str) -> None:
     for field, (least, most) in _BOUNDS.items():
         count = getattr(state, field, least)
         if not isinstance(count, int) or isinstance(count, bool) or not least <= count <= most:
-            raise ValueError(wrong(f"{name}.{field}", f"is {count!r}", f"an int from {least} to {most} is needed"))
+            raise ValueError(mismatch(f"{name}.{field}", repr(count), f"an int from {least} to {most}"))
 
 
 def _check_positions(state: ContinualState, name: str) -> None:
@@ -420,8 +420,8 @@ def _check_positions(state: ContinualState, name: str) -> None:
         return
     for extreme in map(int, state.position.aminmax()):
         if not state.window <= extreme <= LAST_POSITION:
-            allowed = f"the window's {state.window} to {LAST_POSITION} are needed; continual_*_init takes the first window at once"
-            raise ValueError(wrong(f"{name}.position", f"is {extreme}", allowed))
+            allowed = f"a position from {state.window}, the window, to {LAST_POSITION}; continual_*_init takes the first window at once"
+            raise ValueError(mismatch(f"{name}.position", extreme, allowed))
 
 
 def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -432,18 +432,18 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
         if isinstance(ring, Tensor):
             check_floats(f"{name}.{part}", ring)
         if not isinstance(ring, Tensor) or ring.dim() != 4:
-            shown = f"has shape {tuple(ring.shape)}" if isinstance(ring, Tensor) else f"is {kind_of(ring)}"
-            raise ValueError(wrong(f"{name}.{part}", shown, "a tensor of 4 dimensions is needed"))
+            shown = f"shape {tuple(ring.shape)}" if isinstance(ring, Tensor) else kind_of(ring)
+            raise ValueError(mismatch(f"{name}.{part}", shown, "a tensor of 4 dimensions"))
     given = queries.dtype if queries.dtype == values.dtype else keys.dtype
     batch, heads, capacity, width = keys.shape
     value_width, dtype = values.shape[-1], state_dtype(given)
     if capacity <= state.window:
-        raise ValueError(wrong(f"{name}.keys", f"has a ring of {capacity} rows", f"more than the window's {state.window} are needed"))
+        raise ValueError(mismatch(f"{name}.keys", f"a ring of {capacity} rows", f"more than {state.window}, the window"))
     rows = sums.shape[-2]
     if isinstance(state, ContinualAttentionState) and rows:
         rows = state.window
     elif isinstance(state, ContinualNystromState) and not 1 <= rows <= state.window:
-        raise ValueError(wrong(f"{name}.sums", f"has {rows} landmarks", f"1 to {state.window} are needed"))
+        raise ValueError(mismatch(f"{name}.sums", f"{rows} landmarks", f"1 to {state.window}, the window"))
     parts = {
         "queries": ((batch, heads, capacity, width), given),
         "keys": ((batch, heads, capacity, width), given),

@@ -33,7 +33,7 @@ class OperatorSuite(OnGpu, Gradients, Errors):
     - P3: the same bits on every run, for any number of threads, and for a batch element by itself;
     - P5: strides, offsets, expanded and lazily negated arguments;
     - P8: gradcheck and gradgradcheck, third order, torch.library.opcheck, torch.compile, vmap, autocast, checkpointing;
-    - errors that name the argument, what was given and what is allowed;
+    - errors of the form `argument: got X, expected Y`;
     - on a GPU (`gpu`): streams, CUDA graphs, and calls that do not wait for the device.
 
     Every check runs on one thread, with uninitialised memory that holds NaN. A check that has no parameters in this

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from .packages import imported
 
 PIECES = 10
@@ -52,12 +54,12 @@ def gtzan(path: str | Path) -> Tracks:
     missing = [column for column in NOT_FEATURES if column not in table]
     parts = table["filename"].str.extract(r"^(?P<name>\w+\.\d+)\.(?P<piece>\d+)\.wav$") if "filename" in table else None
     if missing or parts is None or parts["name"].isna().any():
-        reason = f"no column {missing[0]}" if missing else "a filename that is not such as blues.00000.0.wav"
-        raise ValueError(f"{path} has {reason}; features_3_sec.csv has the columns filename, length, features, label")
+        reason = f"no column {missing[0]}" if missing else "another filename than such as blues.00000.0.wav"
+        raise ValueError(mismatch(str(path), reason, "the columns of features_3_sec.csv: filename, length, features, label"))
     table = table.assign(name=parts["name"], piece=parts["piece"].astype(int)).sort_values(["name", "piece"], kind="stable")
     whole = [(name, rows) for name, rows in table.groupby("name") if rows["piece"].tolist() == list(range(PIECES))]
     if not whole:
-        raise ValueError(f"{path} has no track with all of {PIECES} pieces")
+        raise ValueError(mismatch(str(path), f"no track with all of {PIECES} pieces", "at least one"))
     features = [rows.drop(columns=[*NOT_FEATURES, "name", "piece"]).to_numpy("float32") for _, rows in whole]
     genres = sorted(table["label"].unique())
     labels = torch.tensor([genres.index(rows["label"].iloc[0]) for _, rows in whole])
@@ -74,11 +76,11 @@ def thumos(
     features of a frame are joined into one row. A video whose arrays have different lengths is a `ValueError`.
     """
     if part not in ("train", "test"):
-        raise ValueError(f"part is {part!r}; it must be train or test")
+        raise ValueError(mismatch("part", repr(part), "'train' or 'test'"))
     root = Path(folder)
     sessions = json.loads(_existing(root / "data_info.json").read_text())
     if f"{part}_session_set" not in sessions.get("THUMOS", {}):
-        raise ValueError(f"{root / 'data_info.json'} has no THUMOS with a {part}_session_set")
+        raise ValueError(mismatch(str(root / "data_info.json"), f"no {part}_session_set of THUMOS", "a JSON object with one"))
     return {name: _video(root, name, features) for name in sessions["THUMOS"][f"{part}_session_set"]}
 
 
@@ -87,12 +89,14 @@ def _video(root: Path, name: str, features: tuple[str, ...]) -> Video:
     arrays = {kind: numpy.load(_existing(root / kind / f"{name}.npy"), allow_pickle=False) for kind in (*features, "target_perframe")}
     lengths = {kind: len(array) for kind, array in arrays.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"{name} has arrays of different lengths: {', '.join(f'{kind} {length}' for kind, length in lengths.items())}")
+        raise ValueError(
+            mismatch(name, f"arrays of lengths {', '.join(f'{kind} {length}' for kind, length in lengths.items())}", "one length for all")
+        )
     labels = torch.tensor(arrays.pop("target_perframe"), dtype=torch.float32)
     return Video(torch.cat([torch.tensor(array, dtype=torch.float32) for array in arrays.values()], 1), labels)
 
 
 def _existing(path: Path) -> Path:
     if not path.exists():
-        raise FileNotFoundError(f"there is no {path}; download it as {__name__} says")
+        raise FileNotFoundError(f"{path}: there is no such file; download it as {__name__} says")
     return path

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from .packages import imported
 
 NOTO = "/usr/share/fonts/truetype/noto"
@@ -83,7 +85,9 @@ def letters(folder: str = NOTO, faces: tuple[str, ...] = tuple(f"{face}-{style}.
     truetype = imported("PIL.ImageFont", "pillow").truetype
     found = [str(Path(folder) / face) for face in faces if (Path(folder) / face).exists()]
     if len(found) < 6:
-        raise ImportError(f"{folder} has {len(found)} of the fonts that letters are drawn with: apt-get install fonts-noto-core")
+        raise ImportError(
+            mismatch(str(folder), f"{len(found)} of the fonts that letters are drawn with", "at least 6; apt-get install fonts-noto-core")
+        )
     text = "".join(ALPHABETS)
     fonts = [truetype(face, 3 * SIDE) for face in found]
     drawn = torch.stack([_drawn(letter, font) for letter in text for font in fonts])

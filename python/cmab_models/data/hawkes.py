@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cmab_kernels.runtime.checks import check_count
+from cmab_kernels.runtime.checks import check_count, mismatch
 
 from ..point_processes import Events
 
@@ -71,7 +71,7 @@ class Hawkes:
         lengths = there.sum(1)
         longest = int(lengths.max())
         if not longest:
-            raise ValueError(f"end is {end}; no event came before")
+            raise ValueError(mismatch("end", end, "a time after the first event; give a larger one"))
         all_times, all_marks = (torch.stack(each, 1).where(there, 0)[:, :longest] for each in (times, marks))
         return Events(all_times, all_marks, lengths, torch.full((sequences,), end, dtype=torch.float64))
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from .packages import imported
 
 EMOJI_FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
@@ -55,7 +57,7 @@ def emoji(size: int) -> tuple[Tensor, list[str]]:
     follow.
     """
     if not EMOJI_FONT.exists():
-        raise FileNotFoundError(f"{EMOJI_FONT} is not there: apt-get install fonts-noto-color-emoji")
+        raise FileNotFoundError(f"{EMOJI_FONT}: there is no such file; apt-get install fonts-noto-color-emoji")
     font = imported("fontTools.ttLib", "fonttools").TTFont(EMOJI_FONT, lazy=True)
     (strike,) = font["CBDT"].strikeData
     return torch.stack([on_white(glyph.imageData, size) for glyph in strike.values()]), list(strike)
@@ -83,7 +85,9 @@ def crops(images: Tensor | list[Tensor], size: int, count: int, generator: torch
     for i in torch.randint(len(images), (count,), generator=generator).tolist():
         image = images[i]
         if min(image.shape[:2]) < size:
-            raise ValueError(f"size is {size}; an image has {image.shape[0]} x {image.shape[1]} pixels")
+            raise ValueError(
+                mismatch("size", size, f"at most {min(image.shape[:2])}, as an image has {image.shape[0]} x {image.shape[1]} pixels")
+            )
         row, column = (int(torch.randint(side - size + 1, (), generator=generator)) for side in image.shape[:2])
         result.append(image[row : row + size, column : column + size])
     return torch.stack(result)
@@ -104,5 +108,5 @@ def some_pixels(images: Tensor, count: int, generator: torch.Generator) -> Tenso
     """Return the indices (B, count) of different random pixels of images (B, H, W, C), counted row by row."""
     batch, height, width, _ = images.shape
     if count > height * width:
-        raise ValueError(f"{count} pixels are asked for of images of {height} x {width}")
+        raise ValueError(mismatch("count", f"{count} pixels", f"at most {height * width}, as images have {height} x {width}"))
     return torch.rand(batch, height * width, generator=generator).topk(count).indices

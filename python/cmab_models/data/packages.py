@@ -11,4 +11,6 @@ def imported(module: str, package: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ImportError(f'this data comes with {package}: pip install {package}, or pip install "cmab-kernels[models]"') from error
+        raise ImportError(
+            f'{package}: the package is not installed; pip install {package}, or pip install "cmab-kernels[models]"'
+        ) from error

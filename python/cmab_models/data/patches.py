@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from .packages import imported
 
 LARGEST = 512
@@ -58,7 +60,7 @@ def bands(side: int, columns: int, *, held_out: bool) -> tuple[list[Tensor], Ten
                 streams.append(rows.flatten(0, 1).flatten(1))
                 labels.append(label)
     if not streams:
-        raise ValueError(f"side is {side}; no photograph has bands of {columns} patches so large")
+        raise ValueError(mismatch("side", side, f"a smaller one, as no photograph has bands of {columns} patches so large"))
     return streams, torch.tensor(labels)
 
 

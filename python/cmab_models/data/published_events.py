@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..point_processes import Events
 from .windows import windows
 
@@ -36,11 +38,13 @@ def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -
         first = file.readline().strip()
     form = next((form for start, form in _HEADERS.items() if first.startswith(start)), None)
     if form is None:
-        raise ValueError(f"{path}: the first line is {first[:60]!r}; it must start with one of {', '.join(map(repr, _HEADERS))}")
+        raise ValueError(
+            mismatch(str(path), f"the first line {first[:60]!r}", f"one that starts with one of {', '.join(map(repr, _HEADERS))}")
+        )
     separator, columns = form
     users, items, times = np.loadtxt(path, delimiter=separator, skiprows=1, usecols=columns, unpack=True, ndmin=2)
     if not len(times):
-        raise ValueError(f"{path} has no interactions below its first line")
+        raise ValueError(mismatch(str(path), "no interactions below its first line", "at least one"))
     order = np.lexsort((times, users))
     _, lengths = np.unique(users, return_counts=True)
     by_user = (torch.from_numpy(part[order]).split(lengths.tolist()) for part in (times, items))
@@ -64,7 +68,7 @@ def read_sequences(path: str | Path) -> Events:
         marks = [_marks(each, len(time)) for each, time in zip(sequences, times, strict=True)]
         ends = [float(each["t_end"]) - start for each, start in zip(sequences, starts, strict=True)]
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{path}: no sequences with arrival_times and t_end ({error!r})") from error
+        raise ValueError(mismatch(str(path), f"other contents ({error!r})", "sequences with arrival_times and t_end")) from error
     return Events.pad(times, marks, ends)
 
 

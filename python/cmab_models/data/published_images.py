@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from .images import resized
 from .packages import imported
 
@@ -29,7 +31,9 @@ def emnist(folder: str, part: str, split: str = "balanced") -> tuple[Tensor, Ten
     """
     images, labels = (idx(_found(folder, f"emnist-{split}-{part}-{kind}-ubyte")) for kind in ("images-idx3", "labels-idx1"))
     if len(images) != len(labels):
-        raise ValueError(f"{folder} has {len(images)} images of emnist-{split}-{part} and {len(labels)} labels")
+        raise ValueError(
+            mismatch(str(folder), f"{len(images)} images of emnist-{split}-{part} and {len(labels)} labels", "one label for each image")
+        )
     return images.mT.contiguous().unsqueeze(-1), labels.long()
 
 
@@ -37,11 +41,15 @@ def idx(path: Path) -> Tensor:
     """Return the array of unsigned bytes in an IDX file, which may be compressed by gzip."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if len(content) < 4 or content[:3] != b"\0\0\x08":
-        raise ValueError(f"{path} is no IDX file of unsigned bytes: it begins with {content[:4].hex(' ')}, not 00 00 08")
+        raise ValueError(
+            mismatch(
+                str(path), f"a file that begins with {content[:4].hex(' ')}", "an IDX file of unsigned bytes, which begins with 00 00 08"
+            )
+        )
     start = 4 + 4 * content[3]
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
     if len(content) != start + math.prod(shape):
-        raise ValueError(f"{path} has {len(content) - start} bytes of data; its header says {shape}")
+        raise ValueError(mismatch(str(path), f"{len(content) - start} bytes of data", f"{math.prod(shape)}, as its header says {shape}"))
     return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(shape)
 
 
@@ -56,10 +64,10 @@ def celeba(folder: str, part: int, size: int) -> Tensor:
     lines = [line.split() for line in _found(folder, "list_eval_partition.txt").read_text().splitlines() if line.strip()]
     for line in lines:
         if len(line) != 2 or line[1] not in "012":
-            raise ValueError(f"list_eval_partition.txt has a line {' '.join(line)!r}; a file and 0, 1 or 2 are needed")
+            raise ValueError(mismatch("list_eval_partition.txt", f"a line {' '.join(line)!r}", "a file and 0, 1 or 2"))
     faces = [resized(image.open(_found(folder, f"img_align_celeba/{name}")), size) for name, which in lines if int(which) == part]
     if not faces:
-        raise ValueError(f"list_eval_partition.txt has no file of part {part}")
+        raise ValueError(mismatch("list_eval_partition.txt", f"no file of part {part}", "at least one"))
     return torch.stack(faces)
 
 
@@ -67,5 +75,5 @@ def _found(folder: str, name: str) -> Path:
     for path in (Path(folder, name), Path(folder, f"{name}.gz")):
         if path.exists():
             return path
-    where = f"folder is {folder!r}: {Path(folder).absolute()} has no {name}"
-    raise FileNotFoundError(f"{where}; this data is downloaded by hand, see {__name__}")
+    expected = f"a folder with {name}; this data is downloaded by hand, see {__name__}"
+    raise FileNotFoundError(mismatch("folder", f"{folder!r}, which is {Path(folder).absolute()}", expected))

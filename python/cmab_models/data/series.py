@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from .packages import imported
 
 LOADERS = {
@@ -35,7 +37,7 @@ def series(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     longest.
     """
     if name not in LOADERS:
-        raise ValueError(f"there are no series {name!r}; there are {', '.join(LOADERS)}")
+        raise ValueError(mismatch("name", repr(name), f"one of {', '.join(LOADERS)}"))
     load = getattr(imported("sktime.datasets", "sktime"), LOADERS[name])
     (train, train_labels), (test, test_labels) = (
         load(split=part, return_X_y=True, return_type="nested_univ") for part in ("train", "test")

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..point_processes import Events
 
 
@@ -33,5 +35,5 @@ def windows(streams: list[tuple[Tensor, Tensor]], end: float, day: float, window
             marks.append(mark)
             ends.append((end if number == len(runs) else float(time[-1])) - midnight)
     if not times:
-        raise ValueError(f"no stream has a run of {shortest} events, the shortest that is asked for")
+        raise ValueError(mismatch("shortest", shortest, "a smaller number, as no stream has a run of so many events"))
     return Events.pad(times, marks, torch.tensor(ends, dtype=torch.float64))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 
 from cmab_kernels.nn.inputs import check_features
-from cmab_kernels.runtime.checks import check_count, check_dense, kind_of, refuse_not_finite, wrong
+from cmab_kernels.runtime.checks import check_count, check_dense, kind_of, mismatch, refuse_not_finite
 
 from ..precision import in_single, weight_of
 from ..pretrained import Pretrained
@@ -149,7 +149,7 @@ class NeuralProcess(Pretrained):
     def _known(self, state: Any) -> Any:
         """Return the state; raise `TypeError` if `condition` cannot have returned it."""
         if not isinstance(state, self.state_type):
-            raise TypeError(wrong("state", f"is {kind_of(state)}", f"what `condition` returns is needed, of {self.state_type.__name__}"))
+            raise TypeError(mismatch("state", kind_of(state), f"what `condition` returns, a {self.state_type.__name__}"))
         return state
 
     def _check(
@@ -172,23 +172,23 @@ class NeuralProcess(Pretrained):
         for y in values_of_x:
             check_features(f"{of}y", y, "(batch, points, dim_y)", (3,), self.dim_y, weight)
             if y.shape[:2] != x.shape[:2]:
-                allowed = f"{(*x.shape[:2], self.dim_y)} is needed, as {of}x has shape {tuple(x.shape)}"
-                raise ValueError(wrong(f"{of}y", f"has shape {tuple(y.shape)}", allowed))
+                allowed = f"{(*x.shape[:2], self.dim_y)}, as {of}x has shape {tuple(x.shape)}"
+                raise ValueError(mismatch(f"{of}y", f"shape {tuple(y.shape)}", allowed))
         if mask is not None:
             _check_mask(mask, x)
         if batch not in (None, len(x)):
-            raise ValueError(wrong(f"{of}x", f"has shape {tuple(x.shape)}", f"what it goes with has batch {batch}"))
+            raise ValueError(mismatch(f"{of}x", f"shape {tuple(x.shape)}", f"batch {batch}, that of the points it goes with"))
         if values:
             refuse_not_finite(**given)
 
 
 def _check_mask(mask: Tensor, x: Tensor) -> None:
     if not isinstance(mask, Tensor):
-        raise TypeError(wrong("mask", f"is {kind_of(mask)}", "a torch.Tensor of bool is needed, True = ignore"))
+        raise TypeError(mismatch("mask", kind_of(mask), "a torch.Tensor of bool with True = ignore"))
     check_dense("mask", mask)
     if mask.dtype != torch.bool or mask.shape != x.shape[:2] or mask.device != x.device:
-        given = f"is {mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
-        raise ValueError(wrong("mask", given, f"torch.bool of {tuple(x.shape[:2])} on {x.device}, as x, is needed"))
+        given = f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
+        raise ValueError(mismatch("mask", given, f"torch.bool of shape {tuple(x.shape[:2])} on {x.device}, as x has"))
 
 
 def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -125,7 +125,11 @@ class CMANP(NeuralProcess):
         left = self.blocks.unread(self._embedded(x, y), state)
         if not left.reliable.all():
             lost = int((~left.reliable).sum())
-            warnings.warn(f"{lost} of {left.reliable.numel()} rows of the state lost half of their digits", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"state: {lost} of its {left.reliable.numel()} rows lost half of their digits; condition anew on the points that are left",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return left.state
 
     def predict(self, state: AttentionState, target_x: Tensor) -> Distribution:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from cmab_kernels.runtime.checks import mismatch
 from cmab_kernels.runtime.tracing import has_values
 
 from .base import NeuralProcess, without_masked
@@ -112,12 +113,14 @@ class IncTNP(NeuralProcess):
 
     def forget(self, state: Cache, x: Tensor, y: Tensor) -> Cache:
         """Raise `RuntimeError`, because later points have seen the earlier ones."""
-        raise RuntimeError("points of an IncTNP cannot be forgotten: later points have seen them; condition anew on those that are left")
+        raise RuntimeError(
+            "state: points of an IncTNP cannot be forgotten, as later points have seen them; condition anew on those that are left"
+        )
 
     def predict(self, state: Cache, target_x: Tensor) -> Distribution:
         self._check(target_x, batch=len(self._known(state).ignored), of="target_")
         if has_values(state.ignored) and state.ignored.all(1).any():
-            raise ValueError("state holds no points; this model needs at least one")
+            raise ValueError(mismatch("state", "no points", "at least one"))
         return self._answered(state, target_x, ~state.ignored[:, None, None, :])
 
     def prefix_log_prob(self, x: Tensor, y: Tensor) -> Tensor:

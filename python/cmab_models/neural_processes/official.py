@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.nn.cmab.official import check_weights, name_in_block
 from cmab_kernels.nn.cmab.official import load as load_weights
+from cmab_kernels.runtime.checks import mismatch
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -36,11 +37,11 @@ def load(kind: type[Model], state_dict: Mapping[str, Tensor], *, num_heads: int,
     check_weights(state_dict)
     low_rank = [name for name in state_dict if name.startswith("diag_net.")]
     if low_rank:
-        raise ValueError(f"state_dict has {low_rank[0]!r}, of the low-rank form of a covariance; the Cholesky form is needed")
+        raise ValueError(mismatch("state_dict", f"{low_rank[0]!r}, of the low-rank form of a covariance", "the Cholesky form"))
     try:
         sizes = _sizes(state_dict)
     except (KeyError, ValueError, IndexError) as error:
-        raise ValueError(f"state_dict is not what the authors' code saves: {error}") from error
+        raise ValueError(mismatch("state_dict", str(error), "what the authors' code saves")) from error
     known = inspect.signature(kind).parameters  # an LBANP has no block latents
     made = kind(num_heads=num_heads, bound_std=bound_std, residual="normed", **{name: sizes[name] for name in sizes if name in known})
     model = made.to(state_dict["latents"].dtype)
@@ -55,7 +56,7 @@ def _sizes(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
 
     def shape(name: str) -> tuple[int, ...]:
         if name not in state_dict:
-            raise ValueError(f"it lacks {name!r}")
+            raise ValueError(f"no {name!r}")
         return tuple(state_dict[name].shape)
 
     def layers(pattern: str) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, Normal
 
 from cmab_kernels.nn import CrossAttention, FeedForward
-from cmab_kernels.runtime.checks import as_they_are
+from cmab_kernels.runtime.checks import as_they_are, mismatch
 
 from ..encoder import EncoderLayer
 from ..precision import in_single
@@ -18,7 +18,7 @@ def perceptron(inputs: int, hidden: int, outputs: int, depth: int, called: str =
     """Return `depth` linear layers with ReLU between them; `ValueError` for fewer than 2, with the name of the model's
     argument."""
     if depth < 2:
-        raise ValueError(f"{called} is {depth}; a perceptron has at least two linear layers")
+        raise ValueError(mismatch(called, depth, "an int >= 2, the linear layers of a perceptron"))
     layers: list[nn.Module] = [nn.Linear(inputs, hidden), nn.ReLU()]
     for _ in range(depth - 2):
         layers += [nn.Linear(hidden, hidden), nn.ReLU()]

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from .base import NeuralProcess, without_masked
 
 
@@ -41,6 +43,6 @@ class KeepsPoints(NeuralProcess):
         for i in range(x.shape[1]):
             same = (state.x == x[:, i : i + 1]).all(-1) & (state.y == y[:, i : i + 1]).all(-1) & ~ignored
             if not same.any(1).all():
-                raise ValueError(f"x, y: point {i} is not part of the state")
+                raise ValueError(mismatch("x, y", f"point {i}, which is not part of the state", "points of the state"))
             ignored |= same & (same.cumsum(1) == 1)
         return state._replace(ignored=ignored)

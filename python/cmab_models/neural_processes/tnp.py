@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from cmab_kernels.runtime.checks import mismatch
 from cmab_kernels.runtime.tracing import has_values
 
 from ..encoder import EncoderLayer
@@ -51,7 +52,7 @@ class TNPD(KeepsPoints):
         self._check(target_x, batch=len(self._known(state).ignored), of="target_")
         points, targets = state.x.shape[1], target_x.shape[1]
         if has_values(state.ignored) and state.ignored.all(1).any():
-            raise ValueError("state holds no points; this model needs at least one")
+            raise ValueError(mismatch("state", "no points", "at least one"))
         asked = torch.cat([target_x, target_x.new_zeros(*target_x.shape[:2], self.dim_y)], -1)
         tokens = self.embedding(torch.cat([torch.cat([state.x, state.y], -1), asked], 1))
         hidden = torch.cat([state.ignored, state.ignored.new_ones(len(asked), targets)], 1)

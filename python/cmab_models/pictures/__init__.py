@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..tasks import Task
 
 if TYPE_CHECKING:
@@ -52,9 +54,9 @@ def draw(task: Task, models: Mapping[str, nn.Module], output: Path) -> None:
     `ValueError` if the task has no picture, or the file has another ending.
     """
     if task.name not in PICTURES:
-        raise ValueError(f"{task.name} has no picture; {', '.join(PICTURES)} have")
+        raise ValueError(mismatch("--task", task.name, f"one that has a picture: {', '.join(PICTURES)}"))
     if output.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--output: {output} ends in {output.suffix!r}; .png, .pdf or .svg is needed")
+        raise ValueError(mismatch("--output", output, "a name that ends in .png, .pdf or .svg"))
     save(lambda: importlib.import_module(f"{__name__}.{PICTURES[task.name]}").figure(task, models), output)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cmab_kernels.runtime.checks import check_dense, kind_of, wrong
+from cmab_kernels.runtime.checks import check_dense, kind_of, mismatch
 from cmab_kernels.runtime.dtypes import state_dtype
 from cmab_kernels.runtime.tracing import has_values
 
@@ -87,9 +87,9 @@ class PointProcess(Pretrained):
         mark (B,) int64."""
         self._check(time=time, mark=mark)
         if time.dim() != 1 or mark.shape != time.shape:
-            raise ValueError(f"time, mark have shapes {tuple(time.shape)}, {tuple(mark.shape)}; both must be (batch,)")
+            raise ValueError(mismatch("time, mark", f"shapes {tuple(time.shape)}, {tuple(mark.shape)}", "(batch,) for both"))
         if state is not None and self._known(state).time.shape != time.shape:
-            raise ValueError(wrong("time", f"has batch {len(time)}", f"the state has {len(state.time)}"))
+            raise ValueError(mismatch("time", f"batch {len(time)}", f"batch {len(state.time)}, that of the state"))
         time = time.to(torch.float64, copy=True)  # a copy, because a clock may change the caller's tensor in place
         gap = _checked("time", time if state is None else time - state.time)
         self._check_marks("mark", mark)
@@ -110,12 +110,12 @@ class PointProcess(Pretrained):
         """
         self._check(times=times, marks=marks, **({} if end is None else {"end": end}))
         if times.dim() != 2 or marks.shape != times.shape:
-            raise ValueError(f"times, marks have shapes {tuple(times.shape)}, {tuple(marks.shape)}; both must be (batch, events)")
+            raise ValueError(mismatch("times, marks", f"shapes {tuple(times.shape)}, {tuple(marks.shape)}", "(batch, events) for both"))
         batch, longest = times.shape
         lengths = torch.full((batch,), longest, device=times.device) if lengths is None else lengths
         _check_lengths(lengths, batch, longest)
         if end is not None and end.shape != (batch,):
-            raise ValueError(wrong("end", f"has shape {tuple(end.shape)}", f"(batch,) = ({batch},) is needed"))
+            raise ValueError(mismatch("end", f"shape {tuple(end.shape)}", f"(batch,) = ({batch},)"))
         there = torch.arange(longest, device=times.device) < lengths.unsqueeze(1)
         times, marks = times.double().where(there, 0.0), marks.where(there, 0)
         gaps = _checked("times", times.diff(dim=1, prepend=torch.zeros_like(times[:, :1])).where(there, 1.0))
@@ -143,7 +143,7 @@ class PointProcess(Pretrained):
         self._check(times=times, marks=marks, at=at)
         if times.dim() != 1 or marks.shape != times.shape or at.dim() != 1:
             shapes = ", ".join(str(tuple(each.shape)) for each in (times, marks, at))
-            raise ValueError(f"times, marks, at have shapes {shapes}; (events,), (events,) and (any,) are needed")
+            raise ValueError(mismatch("times, marks, at", f"shapes {shapes}", "(events,), (events,) and (any,)"))
         times, at = times.double(), at.double()
         starts = torch.cat([times.new_zeros(1), times])
         gaps = _checked("times", starts.diff()).unsqueeze(0)
@@ -156,9 +156,7 @@ class PointProcess(Pretrained):
     def _known(self, state: Any) -> Any:
         """Return the state; raise `TypeError` if `observe` cannot have returned it."""
         if not isinstance(state, self.state_type):
-            raise TypeError(
-                wrong("state", f"is {kind_of(state)}", f"None, or what `observe` returns, is needed, {self.state_type.__name__}")
-            )
+            raise TypeError(mismatch("state", kind_of(state), f"None, or what `observe` returns, a {self.state_type.__name__}"))
         return state
 
     def _check(self, **given: Tensor) -> None:
@@ -166,12 +164,12 @@ class PointProcess(Pretrained):
         device = self.embedding.mark.weight.device
         for name, each in given.items():
             if not isinstance(each, Tensor):
-                raise TypeError(wrong(name, f"is {kind_of(each)}", "a torch.Tensor is needed"))
+                raise TypeError(mismatch(name, kind_of(each), "a torch.Tensor"))
             check_dense(name, each)
             if each.is_complex() or each.dtype == torch.bool:
-                raise TypeError(wrong(name, f"is {each.dtype}", "a torch.Tensor of real numbers is needed"))
+                raise TypeError(mismatch(name, each.dtype, "a torch.Tensor of real numbers"))
             if each.device != device:
-                raise ValueError(wrong(name, f"is on {each.device}", f"the model is on {device}; move them together"))
+                raise ValueError(mismatch(name, f"device {each.device}", f"{device}, the device of the model; move them together"))
 
     def _check_marks(self, name: str, marks: Tensor) -> None:
         inside = marks.dtype == torch.int64
@@ -180,23 +178,23 @@ class PointProcess(Pretrained):
             least, most = marks.min().item(), marks.max().item()
             inside, values = inside and 0 <= least <= most < self.num_marks, f" from {least} to {most}"
         if not inside:
-            raise ValueError(wrong(name, f"is {marks.dtype}{values}", f"int64 from 0 to {self.num_marks - 1} is needed"))
+            raise ValueError(mismatch(name, f"{marks.dtype}{values}", f"torch.int64 from 0 to {self.num_marks - 1}"))
 
 
 def _check_lengths(lengths: Tensor, batch: int, longest: int) -> None:
     if not isinstance(lengths, Tensor):
-        raise TypeError(wrong("lengths", f"is {kind_of(lengths)}", "a torch.Tensor of int64 is needed"))
+        raise TypeError(mismatch("lengths", kind_of(lengths), "a torch.Tensor of int64"))
     check_dense("lengths", lengths)
     fits = lengths.shape == (batch,) and lengths.dtype in (torch.int32, torch.int64)
     if not fits or (batch and has_values(lengths) and not 0 <= lengths.min() <= lengths.max() <= longest):
         values = f" from {lengths.min()} to {lengths.max()}" if fits else ""
-        given = f"is {lengths.dtype} {tuple(lengths.shape)}{values}"
-        raise ValueError(wrong("lengths", given, f"int64 ({batch},) from 0 to {longest}, the events, is needed"))
+        given = f"{lengths.dtype} {tuple(lengths.shape)}{values}"
+        raise ValueError(mismatch("lengths", given, f"torch.int64 ({batch},) from 0 to {longest}, the number of events"))
 
 
 def _checked(name: str, gaps: Tensor) -> Tensor:
     """Return times between events, each at least `SHORTEST`; raise unless all are finite and not negative."""
     if gaps.numel() and has_values(gaps) and not 0 <= gaps.min() <= gaps.max() < math.inf:
-        given = "is before 0 or before an event before it, or is infinite or NaN"
-        raise ValueError(wrong(name, given, "finite times from 0 on, in order, are needed"))
+        given = "a time that is negative, before the one before it, infinite or NaN"
+        raise ValueError(mismatch(name, given, "finite times >= 0 in order"))
     return gaps.clamp(min=SHORTEST)

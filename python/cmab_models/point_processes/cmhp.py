@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cmab_kernels import AttentionState
 from cmab_kernels.nn import CMABStack
+from cmab_kernels.runtime.checks import mismatch
 
 from ..prefixes import prefix_states
 from .base import PointProcess
@@ -88,7 +89,7 @@ class CMHP(PointProcess):
     ) -> None:
         super().__init__()
         if queries not in QUERIES:
-            raise ValueError(f"queries is {queries!r}; it must be one of {', '.join(QUERIES)}")
+            raise ValueError(mismatch("queries", repr(queries), f"one of {', '.join(QUERIES)}"))
         log_gaps = LogGaps(log_gap_mean, log_gap_std)
         self.num_marks, self.queries = num_marks, queries
         self.embedding = EventEmbedding(num_marks, dim, log_gaps, period)

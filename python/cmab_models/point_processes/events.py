@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cmab_kernels.runtime.checks import wrong
+from cmab_kernels.runtime.checks import mismatch
 
 
 class Events(NamedTuple):
@@ -36,29 +36,32 @@ class Events(NamedTuple):
         sequence, which it names.
         """
         if not len(times):
-            raise ValueError("times is empty; at least one sequence is needed")
+            raise ValueError(mismatch("times", "no sequence", "at least one"))
         if len(marks) != len(times):
-            raise ValueError(wrong("marks", f"has {len(marks)} sequences", f"times has {len(times)}"))
+            raise ValueError(mismatch("marks", f"{len(marks)} sequences", f"{len(times)}, as many as times has"))
         end = _as_tensor("end", end, torch.float64)
         if end.shape != (len(times),):
-            raise ValueError(wrong("end", f"has shape {tuple(end.shape)}", f"({len(times)},), a number for each sequence, is needed"))
+            raise ValueError(mismatch("end", f"shape {tuple(end.shape)}", f"({len(times)},), a number for each sequence"))
         if not end.isfinite().all():
-            raise ValueError(wrong("end", f"has {float(end[~end.isfinite()][0])}", "every end must be finite"))
+            raise ValueError(mismatch("end", float(end[~end.isfinite()][0]), "finite numbers"))
         times = [_as_tensor(f"times[{i}]", each, torch.float64) for i, each in enumerate(times)]
         marks = [_as_tensor(f"marks[{i}]", each) for i, each in enumerate(marks)]
         for i, (time, mark) in enumerate(zip(times, marks, strict=True)):
             if time.dim() != 1 or mark.shape != time.shape:
-                raise ValueError(f"sequence {i} has times {tuple(time.shape)} and marks {tuple(mark.shape)}; both must be (events,)")
+                raise ValueError(
+                    mismatch(f"times[{i}], marks[{i}]", f"shapes {tuple(time.shape)}, {tuple(mark.shape)}", "(events,) for both")
+                )
             if not time.isfinite().all():
-                raise ValueError(wrong(f"times[{i}]", "holds a NaN or an infinity", "every time must be finite"))
+                raise ValueError(mismatch(f"times[{i}]", "a NaN or an infinity", "finite numbers"))
             if not ((mark >= 0) & (mark == mark.long())).all():
-                raise ValueError(wrong(f"marks[{i}]", f"is {shorten(str(mark.tolist()), 60)}", "whole numbers from 0 on are needed"))
+                raise ValueError(mismatch(f"marks[{i}]", shorten(str(mark.tolist()), 60), "whole numbers from 0 on"))
         lengths = torch.tensor([len(each) for each in times])
         padded = pad_sequence(times, batch_first=True)
         events = Events(padded, pad_sequence([each.long() for each in marks], batch_first=True), lengths, end)
         sound = (events.gaps() >= 0).all(1) & (events.times <= events.end.unsqueeze(1)).all(1)
         if not sound.all():
-            raise ValueError(f"sequence {int(sound.long().argmin())} has an event before the one before it, before time 0 or after its end")
+            given = "a time before the one before it, before 0 or after the end"
+            raise ValueError(mismatch(f"times[{int(sound.long().argmin())}]", given, "times from 0 to the end in order"))
         return events
 
     def take(self, rows: Tensor) -> Events:
@@ -83,4 +86,4 @@ def _as_tensor(name: str, given: Any, dtype: torch.dtype | None = None) -> Tenso
     try:
         return torch.as_tensor(given, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(wrong(name, f"is {shorten(repr(given), 60)}", "numbers are needed")) from error
+        raise ValueError(mismatch(name, shorten(repr(given), 60), "numbers")) from error

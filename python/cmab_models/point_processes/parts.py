@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..precision import in_single
 from .mixture import LogNormalMixture
 
@@ -55,10 +57,10 @@ class EventEmbedding(nn.Module):
     def __init__(self, num_marks: int, dim: int, log_gaps: LogGaps, period: float) -> None:
         super().__init__()
         if dim % 2:
-            raise ValueError(f"dim is {dim}; an even number is needed, a sine and a cosine for each period")
+            raise ValueError(mismatch("dim", dim, "an even number, as each period has a sine and a cosine"))
         for name, value in (("log_gap_std", log_gaps.std), ("period", period)):
             if not value > 0:
-                raise ValueError(f"{name} is {value}; a positive number is needed")
+                raise ValueError(mismatch(name, value, "a number > 0"))
         self.mark = nn.Embedding(num_marks, dim)
         self.gap = nn.Linear(1, dim)
         self.log_gaps = log_gaps

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from cmab_kernels.nn.inputs import check_features
-from cmab_kernels.runtime.checks import refuse_not_finite, wrong
+from cmab_kernels.runtime.checks import mismatch, refuse_not_finite
 
 from ..precision import weight_of
 from ..pretrained import Pretrained
@@ -32,8 +32,8 @@ class Regressor(Pretrained):
         check_features("value", value, "(B, N, dim_value)", (3,), self.dim_value, weight)
         for name, given, extents in (("query", query, 1), ("value", value, 2)):
             if given.shape[:extents] != key.shape[:extents]:
-                allowed = f"{tuple(key.shape[:extents])} is needed first, as key has shape {tuple(key.shape)}"
-                raise ValueError(wrong(name, f"has shape {tuple(given.shape)}", allowed))
+                allowed = f"a shape that begins with {tuple(key.shape[:extents])}, as key has shape {tuple(key.shape)}"
+                raise ValueError(mismatch(name, f"shape {tuple(given.shape)}", allowed))
         refuse_not_finite(query=query, key=key, value=value)
         return self._answer(query, key, value)
 

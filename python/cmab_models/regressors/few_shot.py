@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cmab_kernels.intention.variants import kernel_features, lssvm, pooled_class_scatter
+from cmab_kernels.runtime.checks import mismatch
 
 from ..choices import classes_of
 from ..neural_processes.parts import perceptron
@@ -38,7 +39,7 @@ class FewShot(Regressor):
     def __init__(self, dim_key: int, dim_value: int, estimator: str = "lssvm", dim: int = 32) -> None:
         super().__init__()
         if estimator not in ESTIMATORS:
-            raise ValueError(f"estimator is {estimator!r}; it must be one of {', '.join(ESTIMATORS)}")
+            raise ValueError(mismatch("estimator", repr(estimator), f"one of {', '.join(ESTIMATORS)}"))
         self.dim_key, self.dim_value, self.estimator = dim_key, dim_value, estimator
         self.embedding = nn.Sequential(perceptron(dim_key, 4 * dim, dim, 3), nn.LayerNorm(dim))
         self.log_alpha = nn.Parameter(torch.zeros(()))

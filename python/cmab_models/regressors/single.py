@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cmab_kernels.nn import MultiheadIntention
+from cmab_kernels.runtime.checks import mismatch
 
 from ..encoder import attended
 from ..neural_processes.parts import perceptron
@@ -88,7 +89,7 @@ class MLP(Regressor):
 
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.shape[1] != self.num_points:
-            raise ValueError(f"there are {key.shape[1]} keys; this model takes {self.num_points}")
+            raise ValueError(mismatch("key", f"{key.shape[1]} keys", f"{self.num_points}, the num_points of this model"))
         points = torch.cat([key, value], -1).flatten(1).unsqueeze(1).expand(-1, query.shape[1], -1)
         answer: Tensor = self.layers(torch.cat([query, points], -1))
         return answer

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer, RecentTokens
 from cmab_kernels.nn.inputs import check_features
 from cmab_kernels.nn.stream import extent, follow_weights
-from cmab_kernels.runtime.checks import kind_of, refuse_not_finite, wrong
+from cmab_kernels.runtime.checks import kind_of, mismatch, refuse_not_finite
 
 from ..precision import weight_of
 from ..pretrained import Pretrained
@@ -90,7 +90,7 @@ class StreamClassifier(Pretrained):
         """
         self._check("tokens", tokens, f"(batch, T >= {self.sequence_len}, dim_in)", 3)
         if tokens.shape[1] < self.sequence_len:
-            raise ValueError(wrong("tokens", f"has {tokens.shape[1]} tokens", f"at least a window, {self.sequence_len}, is needed"))
+            raise ValueError(mismatch("tokens", f"{tokens.shape[1]} tokens", f"at least {self.sequence_len}, a window"))
         features = self.positions.forward_stream(self.embedding(tokens))
         if self._over_window:
             windows = features.unfold(1, self.sequence_len, 1).mT
@@ -113,10 +113,12 @@ class StreamClassifier(Pretrained):
         """
         self._check("token", token, "(batch, dim_in)", 2)
         if self._batch not in (None, token.shape[0]):
-            raise ValueError(wrong("token", f"has batch {token.shape[0]}", f"there are {self._batch} streams, which clean_state() ends"))
+            raise ValueError(
+                mismatch("token", f"batch {token.shape[0]}", f"batch {self._batch}, the number of streams; clean_state() ends them")
+            )
         embedded = self.positions.forward_step(self.embedding(token), update_state=False).unsqueeze(1)
         if embedded.device.type == "cpu" and not embedded.isfinite().all():
-            raise ValueError(wrong("token", "has a NaN or an infinity when it is embedded", "every feature must be finite"))
+            raise ValueError(mismatch("token", "features whose embedding has a NaN or an infinity", "finite features"))
         window = self._window_with(embedded) if self._over_window else None
         newest = embedded if window is None else self._read(window)
         if newest is not None and self._is_continual:
@@ -141,7 +143,7 @@ class StreamClassifier(Pretrained):
         """Continue from a state that `get_state` returned. The state is checked and copied. None has the effect of
         `clean_state`."""
         if state is not None and not isinstance(state, StreamState):
-            raise TypeError(wrong("state", f"is {kind_of(state)}", "None, or what `get_state` returns, is needed, a StreamState"))
+            raise TypeError(mismatch("state", kind_of(state), "None, or what `get_state` returns, a StreamState"))
         place, window, last, _ = (None,) * 4 if state is None else state
         misfit = self._misfit({"state.window": window, "state.last": getattr(last, "queries", None)}, "state.window", "state.last")
         if misfit:
@@ -180,7 +182,7 @@ class StreamClassifier(Pretrained):
         begun = batch if tokens == self.sequence_len else 0
         if not self._is_continual or (streams == begun if self._over_window else batch == 0):
             return ""
-        return f"{window} has {tokens} tokens of {batch} streams, and the last layer has {streams}: they are of no state of this model"
+        return mismatch(window, f"{tokens} tokens of {batch} streams and a last layer of {streams}", "parts of one state of this model")
 
     @property
     def _batch(self) -> int | None:
@@ -224,7 +226,7 @@ class StreamClassifier(Pretrained):
         allowed = f"(batch, {self.sequence_len}, dim_in)"
         self._check("tokens", tokens, allowed, 3)
         if tokens.shape[1] != self.sequence_len:
-            raise ValueError(wrong("tokens", f"has shape {tuple(tokens.shape)}", f"{allowed} is needed"))
+            raise ValueError(mismatch("tokens", f"shape {tuple(tokens.shape)}", allowed))
 
     def _check(self, name: str, tokens: Tensor, allowed: str, dims: int) -> None:
         check_features(name, tokens, allowed, (dims,), self.dim_in, weight_of(self))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cmab_kernels.nn import ContinualEncoderLayer, MultiheadAttention, NystromAttention, replace_modules
+from cmab_kernels.runtime.checks import mismatch
 
 from .base import StreamClassifier
 
@@ -80,9 +81,9 @@ class ContinualNystromformer(StreamClassifier):
         """
         self._check_window(tokens)
         if not self.fixed:
-            raise ValueError("landmarks are 'continual'; only fixed landmarks are fitted")
+            raise ValueError(mismatch("landmarks", "'continual'", "'fixed', as only these are fitted"))
         if layer is not None and not 0 <= layer < len(self.layers):
-            raise ValueError(f"layer is {layer}; the model has layers 0 to {len(self.layers) - 1}")
+            raise ValueError(mismatch("layer", layer, f"an int from 0 to {len(self.layers) - 1}, the layers of the model"))
         self.clean_state()
         features = self.positions(self.embedding(tokens))
         for index, each in enumerate(self.layers):

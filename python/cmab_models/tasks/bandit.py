@@ -10,6 +10,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..choices import largest
 from ..data import wheel
 from ..neural_processes.base import Batch, NeuralProcess
@@ -49,7 +51,7 @@ class WheelBandit(Task):
 
     def sizes(self, system: str) -> dict[str, Any]:
         if system == "inctnp" and self.memory:
-            raise ValueError(f"memory is {self.memory}; an inctnp cannot forget: memory=0 remembers all")
+            raise ValueError(mismatch("memory", self.memory, "0, which remembers all, as an inctnp cannot forget"))
         if system == "cnp":
             return {"dim_x": 2, "dim_y": wheel.ARMS}
         sizes = {"dim_x": 2, "dim_y": wheel.ARMS, "dim": 16, "num_heads": 1, "depth": 4}

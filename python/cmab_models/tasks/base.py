@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.runtime.checks import wrong
+from cmab_kernels.runtime.checks import kind_of, mismatch
 
 from ..systems import SYSTEMS
 
@@ -82,7 +82,7 @@ class Task(ABC):
 
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
         """Yield what is known, such as scores, after each new point, event or token of one held-out stream."""
-        raise NotImplementedError(f"{self.name} has no stream")
+        raise NotImplementedError(f"task: {self.name} has no stream; choose another task")
 
     def model(self, system: str, **changes: Any) -> nn.Module:
         """Return a new model of the size that suits this task, with `changes` to the arguments of its constructor.
@@ -91,20 +91,22 @@ class Task(ABC):
         of an argument without a default: those are the sizes of the task's data.
         """
         if system not in self.systems:
-            raise ValueError(f"{system} cannot learn {self.name}; {', '.join(self.systems)} can")
+            raise ValueError(mismatch("system", system, f"one of {', '.join(self.systems)} for {self.name}"))
         kind, sizes = SYSTEMS[system], self.sizes(system)
         known = dict(list(inspect.signature(kind.__init__).parameters.items())[1:])
         for name, value in changes.items():
             if name not in known:
-                raise ValueError(f"{system} has no argument {name!r}; it has {', '.join(known)}")
+                raise ValueError(mismatch(name, f"an unknown argument of {system}", f"one of {', '.join(known)}"))
             if known[name].default is inspect.Parameter.empty and value != sizes.get(name, value):
-                raise ValueError(wrong(name, f"is {value!r}", f"{sizes[name]} is needed, a size of the data of {self.name}"))
+                raise ValueError(mismatch(name, repr(value), f"{sizes[name]}, a size of the data of {self.name}"))
         try:
             return kind(**(sizes | changes))
         except RuntimeError as error:  # the model does not fit into memory
             if not changes:
                 raise
-            raise ValueError(f"{system} cannot be made with {changes}: {error}") from error
+            raise ValueError(
+                mismatch(system, f"{changes}, with which it cannot be made ({error})", "sizes that fit into memory")
+            ) from error
 
     def changed(self, settings: Mapping[str, Any]) -> Task:
         """Return the task with other settings.
@@ -115,13 +117,13 @@ class Task(ABC):
         known = {field.name: field.default for field in fields(self)}
         for name, value in settings.items():
             if name not in known:
-                raise ValueError(f"{self.name} has no setting {name!r}; it has {', '.join(known)}")
+                raise ValueError(mismatch(name, f"an unknown setting of {self.name}", f"one of {', '.join(known)}"))
             default = known[name]
             kinds = (float, int) if type(default) is float else (type(default),)
             if type(value) not in kinds:
-                raise ValueError(f"{name} is {value!r}; it must be of the kind of {default!r}")
+                raise ValueError(mismatch(name, repr(value), f"{kind_of(default)}, such as {default!r}"))
             if type(value) in (int, float) and not (0 < value <= sys.float_info.max or value == default):
-                raise ValueError(f"{name} is {value!r}; it must be positive{'' if default else ', or 0'}, and finite")
+                raise ValueError(mismatch(name, repr(value), f"a finite number {'> 0' if default else '>= 0'}"))
         return replace(self, **settings)
 
 

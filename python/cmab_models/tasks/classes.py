@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..choices import largest
 from ..data.glyphs import Glyphs, dejavu, digits, letters, turned
 from .base import BySystem, Task, reduction, seeded
@@ -124,11 +126,11 @@ class FewShotTask(ImageTask):
     def drawn(self, generator: torch.Generator, count: int, held_out: bool) -> Question:
         """Return questions with one query of each class. Each question has a random order of classes."""
         if self.shots > self.most_shots():
-            raise ValueError(f"shots is {self.shots}; there are {self.most_shots()} examples of a class beside the query")
+            raise ValueError(mismatch("shots", self.shots, f"at most {self.most_shots()}, the examples of a class beside the query"))
         images, labels = self._classes(held_out)
         classes = labels.unique()
         if self.ways > len(classes):
-            raise ValueError(f"ways is {self.ways}; there are {len(classes)} classes")
+            raise ValueError(mismatch("ways", self.ways, f"at most {len(classes)}, the number of classes"))
         chosen = torch.stack([classes[torch.randperm(len(classes), generator=generator)[: self.ways]] for _ in range(count)])
         examples = [torch.stack([_some(labels == label, self.shots + 1, generator) for label in row]) for row in chosen.tolist()]
         sets = images[torch.stack(examples)]
@@ -153,7 +155,7 @@ class FewShotTask(ImageTask):
 
     def _classes(self, held_out: bool) -> tuple[Tensor, Tensor]:
         if self.glyphs not in GLYPHS:
-            raise ValueError(f"glyphs is {self.glyphs!r}; it must be one of {', '.join(GLYPHS)}")
+            raise ValueError(mismatch("glyphs", repr(self.glyphs), f"one of {', '.join(GLYPHS)}"))
         return _of_classes(self.glyphs, held_out)
 
 

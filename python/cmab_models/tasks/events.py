@@ -11,6 +11,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..data.departures import DAY, departures
 from ..data.hawkes import Hawkes
 from ..point_processes import Events, PointProcess
@@ -38,7 +40,7 @@ class EventTask(Task):
     def __post_init__(self) -> None:
         """Refuse an unknown word here, because thp never reads it."""
         if self.queries not in QUERIES:
-            raise ValueError(f"queries is {self.queries!r}; it must be one of {', '.join(QUERIES)}")
+            raise ValueError(mismatch("queries", repr(self.queries), f"one of {', '.join(QUERIES)}"))
 
     @property
     @abstractmethod

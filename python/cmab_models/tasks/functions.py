@@ -12,6 +12,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..neural_processes.base import Batch, NeuralProcess, joint_log_prob
 from .base import Task
 
@@ -76,7 +78,7 @@ class FunctionTask(Task):
 def sizes_of_sets(most: int, generator: torch.Generator) -> tuple[int, int]:
     """Return N ~ U[3, most - 3) and M ~ U[3, most - N), the numbers of points and targets of a batch."""
     if most < 7:
-        raise ValueError(f"most_points is {most}; at least 7 are needed, 3 of them targets")
+        raise ValueError(mismatch("most_points", most, "at least 7, as 3 of them are targets"))
     context = int(torch.randint(3, most - 3, (), generator=generator))
     return context, int(torch.randint(3, most - context, (), generator=generator))
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..data import images as data
 from ..data.published_images import celeba, emnist
 from ..neural_processes.base import Batch, NeuralProcess
@@ -195,7 +197,7 @@ class Completed(NamedTuple):
 def complete(model: nn.Module, image: Tensor, share: float, seed: int = 0) -> Completed:
     """Return the model's prediction from a random share of the pixels of an image (H, W, C) uint8."""
     if not 0 <= share <= 1:
-        raise ValueError(f"share is {share}; a share of the pixels is between 0 and 1")
+        raise ValueError(mismatch("share", share, "a number from 0 to 1"))
     model, device = cast("NeuralProcess", model), next(model.parameters()).device
     x, y = data.coordinates(*image.shape[:2]).to(device), data.values(image).to(device)
     places = torch.randperm(len(x), generator=seeded(seed))[: round(share * len(x))]

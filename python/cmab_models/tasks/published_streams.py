@@ -12,6 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..data.features import PIECES, Video, gtzan, thumos
 from .streaming import EVERY, Streams, StreamTask
 
@@ -63,7 +65,13 @@ def _tracks(folder: str) -> Streams:
     tracks = gtzan(Path(folder) / "features_3_sec.csv")
     several = tracks.labels.bincount()[tracks.labels] > 1  # a genre's only track would be held out, so no model could learn it
     if not several.any():
-        raise ValueError(f"{folder} has no genre of two tracks with all of {PIECES} pieces: one to learn from, and one that is held out")
+        raise ValueError(
+            mismatch(
+                "folder",
+                f"{folder!r}, without a genre of two tracks with all of {PIECES} pieces",
+                "one track to learn from, and one to hold out",
+            )
+        )
     tokens, labels = tracks.tokens[several], tracks.labels[several].unique(return_inverse=True)[1]
     number = (labels.unsqueeze(1) == labels).tril().sum(1) - 1  # the number of the track within its genre
     held_out = number % 5 == 0
@@ -77,7 +85,7 @@ def _actions(folder: str, window: int) -> Streams:
     train, test = (list(_runs(thumos(folder, part))) for part in ("train", "test"))
     seen = [(tokens, action) for tokens, action in train if len(tokens) >= window]
     if not seen:
-        raise ValueError(f"{folder} has no run of {window} frames of one action in its training part")
+        raise ValueError(mismatch("folder", f"{folder!r}, whose training part has no run of {window} frames of one action", "at least one"))
     actions = sorted({action for _, action in seen})
     pieces = [
         (piece, actions.index(action))
@@ -86,7 +94,9 @@ def _actions(folder: str, window: int) -> Streams:
         if len(piece) == window + EVERY and action in actions
     ]
     if not pieces:
-        raise ValueError(f"{folder} has no run of {window + EVERY} frames of one of these actions in its test part")
+        raise ValueError(
+            mismatch("folder", f"{folder!r}, whose test part has no run of {window + EVERY} frames of one of these actions", "at least one")
+        )
     held_out, labels = zip(*pieces, strict=True)
     return Streams(
         [tokens for tokens, _ in seen],

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cmab_kernels.intention.variants import lda
+from cmab_kernels.runtime.checks import mismatch
 
 from ..choices import largest
 from ..streams import ContinualNystromformer, Nystromformer, StreamClassifier
@@ -58,7 +59,7 @@ class StreamTask(Task):
     def __post_init__(self) -> None:
         """Refuse an unknown word here, because other systems never read it."""
         if self.landmarks not in LANDMARKS:
-            raise ValueError(f"landmarks is {self.landmarks!r}; it must be one of {', '.join(LANDMARKS)}")
+            raise ValueError(mismatch("landmarks", repr(self.landmarks), f"one of {', '.join(LANDMARKS)}"))
 
     @abstractmethod
     def data(self) -> Streams:

@@ -11,8 +11,10 @@ from zipfile import is_zipfile
 import torch
 from torch import nn
 
+from cmab_kernels.runtime.checks import mismatch
+
 FORMAT = "cmab_models checkpoint, version 1"
-NEEDED = "the checkpoint.pt of a training is needed; without it, train again in another --folder"
+NEEDED = "the checkpoint.pt of a training; without it, train again in another --folder"
 
 
 class BadCheckpoint(ValueError):
@@ -45,32 +47,32 @@ def load(path: Path, run: dict[str, Any]) -> Checkpoint:
     """Return the checkpoint of this run; `BadCheckpoint` if there is none, it is broken, or it belongs to another
     run."""
     if not path.exists():
-        raise BadCheckpoint(f"{path} does not exist: there is nothing to resume; leave out --resume")
+        raise BadCheckpoint(mismatch(str(path), "no such file", "a checkpoint to resume; leave out --resume"))
     try:
         entries = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # if bytes are not a pickle, the unpickler can raise anything, also without a message
-        raise BadCheckpoint(f"{path} {_unreadable(path)}; {NEEDED}") from error
+        raise BadCheckpoint(mismatch(str(path), _unreadable(path), NEEDED)) from error
     if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT or entries.keys() != set(Checkpoint._fields):
-        raise BadCheckpoint(f"{path} is no {FORMAT}; {NEEDED}")
+        raise BadCheckpoint(mismatch(str(path), f"a file that is no {FORMAT}", NEEDED))
     checkpoint = Checkpoint(**entries)
     if not isinstance(checkpoint.run, dict) or not isinstance(checkpoint.step, int):
-        raise BadCheckpoint(f"{path} has no settings or no number of steps; {NEEDED}")
+        raise BadCheckpoint(mismatch(str(path), "a file with no settings or no number of steps", NEEDED))
     for name in run:
         if checkpoint.run.get(name) != run[name]:
-            raise BadCheckpoint(f"{path} was trained with {name} = {checkpoint.run.get(name)!r}, not {run[name]!r}")
+            raise BadCheckpoint(mismatch(name, repr(run[name]), f"{checkpoint.run.get(name)!r}, as {path} was trained with"))
     return checkpoint
 
 
 def _unreadable(path: Path) -> str:
     """Say why torch cannot read a file. Its own messages tell to read the file with code, which nobody should."""
     if path.is_dir():
-        return "is a folder"
+        return "a folder"
     start = path.read_bytes()[:2]
     if not start:
-        return "is empty"
+        return "an empty file"
     if start != b"PK":
-        return "is a file of another kind"
-    return "holds something that is not a checkpoint" if is_zipfile(path) else "is cut short or damaged"
+        return "a file of another kind"
+    return "a file that holds something else" if is_zipfile(path) else "a file that is cut short or damaged"
 
 
 def resumed(path: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
@@ -81,5 +83,7 @@ def resumed(path: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.
         model.load_state_dict(checkpoint.model)
         optimizer.load_state_dict(checkpoint.optimizer)
     except (RuntimeError, ValueError, KeyError) as error:
-        raise BadCheckpoint(f"{path} is of another version of {run['system']}: {shorten(str(error), 300)}") from error
+        raise BadCheckpoint(
+            mismatch(str(path), f"weights of another version ({shorten(str(error), 300)})", f"those of {run['system']}")
+        ) from error
     return checkpoint

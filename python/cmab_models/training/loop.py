@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from cmab_kernels.runtime.checks import mismatch
+
 from ..systems import SYSTEMS
 from ..tasks import Task, seeded
 from . import checkpoint
@@ -101,7 +103,7 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt), _uninterrupted():
             save()
-        raise Interrupted(f"stopped after {done} of {task.steps} steps; go on with --resume from {run.checkpoint}") from None
+        raise Interrupted(f"training: it stopped after {done} of {task.steps} steps; go on with --resume from {run.checkpoint}") from None
     model.eval()
     return model, seconds()
 
@@ -145,7 +147,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: in
     value = float(loss.detach())
     if not math.isfinite(value) or not math.isfinite(float(norm)):
         hint = "try a smaller learning_rate" if done else "the model has not learned yet: check its options and the data"
-        raise Diverged(f"the loss of step {done + 1} is {value}, the norm of its gradient {float(norm)}; {hint}")
+        given = f"{value} in step {done + 1}, with a gradient of norm {float(norm)}"
+        raise Diverged(mismatch("loss", given, f"finite numbers; {hint}"))
     optimizer.step()
     return value
 
@@ -161,7 +164,11 @@ def _check_last(model: nn.Module, run: Run) -> None:
     loss = float(_loss(model, run, _generator(run, run.task.steps)))
     largest = float(nn.utils.parameters_to_vector(model.parameters()).abs().max())
     if not math.isfinite(loss) or not math.isfinite(largest):
-        raise Diverged(f"after the last step the loss is {loss}, the largest weight {largest}; try a smaller learning_rate")
+        raise Diverged(
+            mismatch(
+                "loss", f"{loss} after the last step, with a largest weight of {largest}", "finite numbers; try a smaller learning_rate"
+            )
+        )
 
 
 def _generator(run: Run, done: int) -> torch.Generator:

@@ -128,7 +128,7 @@ def test_states_out_of_the_ordinary(name: str) -> None:
 @pytest.mark.parametrize("field", ["fixed", "pinv_iterations", "window"])
 def test_a_count_that_is_a_bool_is_named(field: str) -> None:
     state, tokens = _ordinary()
-    with pytest.raises(ValueError, match=f"`state.{field}` is True: an int from"):
+    with pytest.raises(ValueError, match=rf"^state.{field}: got True, expected an int from"):
         continual_nystrom_step(state._replace(**{field: True}), *tokens)
 
 
