@@ -195,8 +195,8 @@ class _OverChunksFunction(torch.autograd.Function):
         for stacked, inputs, chosen in call.read(query) if any(needs) else ():
             count += 1
             given = (dout, dlse, stacked, inputs, weight, bias, None, None, out, lse, call.scale, call.eps, needs, chosen)
-            dquery, _, *rest = projected_backward_op(ProjectedAttentionBackward(*given))
-            parts = (dquery.sum(1) if needs[0] else dquery, *rest)  # not in place: parts may be batched
+            dquery, _, dweight, dbias = projected_backward_op(ProjectedAttentionBackward(*given))
+            parts = (dquery.sum(1) if needs[0] else dquery, dweight, dbias)  # not in place: parts may be batched
             sums = [total + part if part.shape == total.shape else total for total, part in zip(sums, parts, strict=True)]
         if any(needs) and count != ctx.count:
             raise RuntimeError(mismatch("chunks", f"{count} chunks when it was read again", f"the {ctx.count} of the first time"))
