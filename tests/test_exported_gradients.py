@@ -49,6 +49,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "feed_forward_layer": lambda: _Layer(lambda x, context, weight: ck.feed_forward_layer(x, weight, weight[:, :8]) + context.sum()),
     "FeedForward": _Network,
     "LatentLayer": lambda: modules.LatentLayer(16, 2, 8),
+    "CMAB": lambda: modules.CMAB(16, 4, 2, 8),
 }
 
 
