@@ -222,6 +222,7 @@ from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.intention import kernels as intention
 from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward
 from cmab_kernels.nystrom import kernels as nystrom
+from cmab_kernels.nystrom.contract import Pinv, PinvBackward
 from cmab_kernels.runtime.tiles import HOPPER, Key, using
 from tests.test_tiles import PLANTED
 
