@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import FLOATING, state_dtype
-from .tracing import has_values, is_transformed
+from .tracing import has_values, is_traced_by_jit, is_transformed
 
 _autocasts_anywhere = torch._C._is_any_autocast_enabled
 """Whether autocast is enabled for any device. This is asked first, because naming the type of a device takes three
@@ -217,8 +217,8 @@ def is_count(given: object, most: int) -> bool:
 def check_extents(**extents: Any) -> None:
     """Raise unless each is an int >= 0."""
     for name, extent in extents.items():
-        if isinstance(extent, bool) or not isinstance(extent, _EXTENTS):
-            raise TypeError(mismatch(name, repr(extent), "an int >= 0"))
+        if isinstance(extent, bool) or not isinstance(extent, _EXTENTS) or (isinstance(extent, Tensor) and not is_traced_by_jit()):
+            raise TypeError(mismatch(name, kind_of(extent) if isinstance(extent, Tensor) else repr(extent), "an int >= 0"))
         if extent < 0:
             raise ValueError(mismatch(name, extent, "an int >= 0"))
         if isinstance(extent, Integral) and int(extent) > LARGEST:

@@ -15,7 +15,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Functions of torch are bound once here: looking one up takes as long as calling it, which matters in a streaming step
 # of a few us.
 _is_compiling = torch.compiler.is_compiling
-_is_tracing = torch._C._is_tracing
+is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
+"""Whether `torch.jit.trace` records. An extent is then a tensor."""
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _mode_of = torch._C._get_dispatch_mode
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
@@ -75,7 +76,7 @@ def is_transformed(tensor: Tensor) -> bool:
 
 def is_watched() -> bool:
     """Whether all calls are observed: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode autograd."""
-    return _is_compiling() or _is_tracing() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
+    return _is_compiling() or is_traced_by_jit() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
 
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 lacks it
@@ -90,7 +91,7 @@ def is_recorded() -> bool:
     """
     if _is_compiling():
         return is_exporting()
-    return _is_tracing() or (_dispatch_modes() > 0 and _mode_of(_PROXY) is not None)
+    return is_traced_by_jit() or (_dispatch_modes() > 0 and _mode_of(_PROXY) is not None)
 
 
 def is_profiled() -> bool:
@@ -125,7 +126,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     that `is_grads_batched` passes to a backward. It unwraps the tensors that a pull-back of `torch.func.vjp` has kept
     after the end of the transform that made them.
     """
-    if _is_compiling() or _is_tracing() or _dispatch_modes() > 0:
+    if _is_compiling() or is_traced_by_jit() or _dispatch_modes() > 0:
         return False
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or not has_memory(tensor)):
@@ -142,7 +143,7 @@ def is_direct(chosen: str, *tensors: Tensor | None) -> bool:
 def has_values(tensor: Tensor) -> bool:
     """Whether Python may read the values. Meta and fake tensors have none, and a trace or transform must not depend on
     values."""
-    if _is_compiling() or _is_tracing() or _under_transform() or _mode_of(_PROXY) is not None:
+    if _is_compiling() or is_traced_by_jit() or _under_transform() or _mode_of(_PROXY) is not None:
         return False
     return not tensor.is_meta and not hasattr(tensor, "fake_mode")  # torch's fake tensors have this attribute
 

@@ -182,3 +182,11 @@ def test_dtypes(dtype: torch.dtype) -> None:
         for module in (made(learned=learned, dtype=dtype), made(learned=learned).to(dtype)):
             x = tokens(3).to(dtype)
             assert module(x).dtype == module.forward_step(x[:, 0]).dtype == dtype
+
+
+def test_the_place_is_saved_under_any_default_device() -> None:
+    encoding = CircularPositionalEncoding(4, 3, batch_first=True).eval()
+    encoding.forward_step(torch.zeros(1, 4))
+    with torch.device("meta"):
+        saved = encoding.state_dict()
+    assert int(saved["position"]) == 1

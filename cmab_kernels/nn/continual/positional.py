@@ -158,7 +158,7 @@ class CircularPositionalEncoding(Keeper[int]):
         self.hold((self.position + places) % self.period)
 
     def _entries(self, value: int) -> dict[str, Tensor]:
-        return {"position": torch.tensor(value)} if value else {}
+        return {"position": torch.tensor(value, device="cpu")} if value else {}
 
     def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
         entry = entries["position"]
