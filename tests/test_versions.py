@@ -33,6 +33,7 @@ UNPROMISED = {
     "torch._C._are_functorch_transforms_active",
     "torch._C._cuda_getCurrentRawStream",
     "torch._C._distributed_c10d._resolve_process_group",
+    "torch._C._AutoDispatchBelowAutograd",
     "torch._C._TorchDispatchModeKey.PROXY",
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._get_dispatch_mode",

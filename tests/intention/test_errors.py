@@ -150,7 +150,7 @@ def test_an_empty_state_of_no_width(width: Any) -> None:
 @pytest.mark.parametrize("width", [torch.tensor(2), torch.tensor([2, 3]), torch.tensor(2.5)])
 def test_an_empty_state_of_a_tensor(width: torch.Tensor) -> None:
     for make in (ck.empty_ridge, ck.empty_state):
-        with pytest.raises(TypeError, match="^width: got a Tensor, expected an int >= 0"):
+        with pytest.raises(TypeError, match=r"^width: got a Tensor, expected an int >= 0"):
             make(1, 1, 2, width) if make is ck.empty_state else make(1, 1, width, 2)
 
 
