@@ -99,7 +99,7 @@ def _check(request: Request) -> None:
         "--threads": request.threads is not None,
     }
     if request.saved and (given := [name for name, value in measuring.items() if value]):
-        raise Refusal(mismatch("--from", f"a saved run to show, and {given[0]}, which says how to measure", "one of the two"))
+        raise Refusal(mismatch("--from", f"a saved run together with {given[0]}", "a saved run alone; nothing is measured with --from"))
     known = sorted(_module("scans").scans())
     if unknown := [scan for scan in request.scans if scan not in known]:
         raise Refusal(mismatch("scan", unknown[0], f"one of {', '.join(known)}"))

@@ -117,20 +117,20 @@ def test_a_run_in_its_own_folder_can_be_shown_again(undrawn, saved: Path, output
 # ---- what it refuses -------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "an unknown scan": (["latent_attention", "latent_atention"], "there is no scan latent_atention: choose among .*, latent_attention, "),
+    "an unknown scan": (["latent_attention", "latent_atention"], "scan: got latent_atention, expected one of .*, latent_attention, "),
     "a saved run that is not there": (["--from", "absent.json"], "absent.json: cannot be read"),
     "a foreign run": (["--from", "foreign.json"], "foreign.json: no run of these benchmarks"),
     "a foreign run to compare with": (["--compare", "foreign.json"], "foreign.json: no run of these benchmarks"),
     "a run that is cut short": (["--compare", "short.json"], "short.json: no JSON, or cut short"),
-    "a saved run that should be measured": (["--from", "saved.json", "--quick"], "--from shows a run that was saved, and --quick"),
-    "a scan of a saved run": (["latent_attention", "--from", "saved.json"], "--from shows a run that was saved, and a scan"),
-    "a device for a saved run": (["--from", "saved.json", "--device", "cpu"], "and --device says how"),
-    "threads for a saved run": (["--from", "saved.json", "--threads", "0"], "and --threads says how"),
-    "no threads": (["--threads", "0"], "--threads 0: give a number from 1 on"),
-    "a GPU that is not there": (["--device", "cuda"], "--device cuda: torch finds no GPU"),
-    "no folder": (["--output", "saved.json"], "--output saved.json: a file, and no folder"),
-    "a folder with files": (["--output", "full"], "full has files in it: give another --output, or --force"),
-    "a folder that cannot be": (["--output", "saved.json/in"], "--output saved.json/in: cannot be written"),
+    "a saved run that should be measured": (["--from", "saved.json", "--quick"], "--from: got a saved run together with --quick, expected a saved run alone"),
+    "a scan of a saved run": (["latent_attention", "--from", "saved.json"], "--from: got a saved run together with a scan"),
+    "a device for a saved run": (["--from", "saved.json", "--device", "cpu"], "together with --device"),
+    "threads for a saved run": (["--from", "saved.json", "--threads", "0"], "together with --threads"),
+    "no threads": (["--threads", "0"], "--threads: got 0, expected an int >= 1"),
+    "a GPU that is not there": (["--device", "cuda"], "--device: got cuda, expected cpu, as torch finds no GPU"),
+    "no folder": (["--output", "saved.json"], "--output: got saved.json, a file, expected a folder"),
+    "a folder with files": (["--output", "full"], "--output: got full, which has files in it, expected an empty folder; or give --force"),
+    "a folder that cannot be": (["--output", "saved.json/in"], "--output: got saved.json/in, which cannot be written"),
 }
 
 
@@ -162,7 +162,7 @@ def test_a_missing_package_is_named(module: str, output: Path, monkeypatch, caps
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
     assert status_of(monkeypatch) == 2
-    assert f"not installed: {bench.NEEDED[module]}; pip install" in capsys.readouterr().err
+    assert f"{bench.NEEDED[module]}: not installed; pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ends", "status"), [(KeyboardInterrupt, 130), (lambda: synthetic.run(rows=()), 2)], ids=["interrupted", "empty"])
