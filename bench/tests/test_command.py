@@ -122,7 +122,7 @@ REFUSED = {
     "a foreign run": (["--from", "foreign.json"], "foreign.json: no run of these benchmarks"),
     "a foreign run to compare with": (["--compare", "foreign.json"], "foreign.json: no run of these benchmarks"),
     "a run that is cut short": (["--compare", "short.json"], "short.json: no JSON, or cut short"),
-    "a saved run that should be measured": (["--from", "saved.json", "--quick"], "--from: got a saved run together with --quick, expected a saved run alone"),
+    "a saved run that should be measured": (["--from", "saved.json", "--quick"], "--from: got a saved run together with --quick"),
     "a scan of a saved run": (["latent_attention", "--from", "saved.json"], "--from: got a saved run together with a scan"),
     "a device for a saved run": (["--from", "saved.json", "--device", "cpu"], "together with --device"),
     "threads for a saved run": (["--from", "saved.json", "--threads", "0"], "together with --threads"),
