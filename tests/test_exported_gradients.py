@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
 from cmab_kernels import nn as modules
@@ -88,3 +89,28 @@ def test_of_an_attention_layer_that_kept_nothing() -> None:
     layer = torch.ops.cmab.attention_layer.default
     found = [layer(x, None, None, *parameters, 2, 0.5, 0.0, 0.0, "input", keep, "native")[0] for keep in (False, True)]
     assert torch.equal(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in found))
+
+
+def _program(requires_grad: bool = True) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    module, x = modules.FeedForward(8, 16).requires_grad_(requires_grad), torch.randn(2, 5, 8)
+    return torch.export.export(module, (x,)).module(), x
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("how", ["jacrev", "jvp"])
+def test_a_transform_of_a_program_is_refused_and_gives_no_zeros(how: str, requires_grad: bool) -> None:
+    program, x = _program(requires_grad)
+    with pytest.raises(RuntimeError, match="^feed_forward_layer: got a call of a recorded program under a transform"):
+        torch.func.jacrev(program)(x) if how == "jacrev" else torch.func.jvp(program, (x,), (x,))
+
+
+def test_a_program_may_be_a_constant_of_a_transform_and_run_in_forward_mode() -> None:
+    program, x = _program()
+    right = program(x)
+    torch.testing.assert_close(torch.func.grad(lambda w: (program(x).detach() * w).sum())(torch.ones(8)), right.sum((0, 1)).detach())
+    with torch.autograd.forward_ad.dual_level(), FlopCounterMode(display=False):
+        assert torch.equal(program(x), right)
+    with torch.profiler.profile():
+        assert torch.equal(program(x), right)
+    assert torch.equal(torch.vmap(program)(x[None]), right[None])

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .autograd import differentiable, gradient_of_formula
 from .backends import kernel
-from .checks import as_they_are
+from .checks import as_they_are, mismatch
 from .flops import flop_formula
-from .tracing import is_differentiated, is_exporting, is_plain, is_profiled
+from .tracing import has_tangent, is_differentiated, is_exporting, is_plain, is_profiled, under_transform
 from .vmap import Rule, mapped_rule
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -65,17 +65,21 @@ class Call(Generic[Inputs]):
     `inputs` are the arguments; tensors that were not kept are None. `kept` are the results that were kept.
     """
 
-    def __init__(self, inputs: Inputs, kept: tuple[Tensor, ...], needs: tuple[bool, ...]) -> None:
-        self.inputs, self.kept, self._needs = inputs, kept, needs
+    def __init__(self, inputs: Inputs, kept: tuple[Tensor, ...], wanted: dict[str, bool]) -> None:
+        self.inputs, self.kept, self._wanted = inputs, kept, wanted
 
     def needs(self, *arguments: str) -> Any:
         """Return whether the gradients of these arguments are needed."""
-        fields: tuple[str, ...] = self.inputs._fields  # type: ignore[attr-defined]  # of a NamedTuple
-        return tuple([self._needs[fields.index(argument)] for argument in arguments])
+        return tuple([self._wanted[argument] for argument in arguments])
 
 
 def _accept(inputs: Any) -> None:
     """The default `check` of an `Operator`: accept all values."""
+
+
+_OPERATORS: dict[str, Operator[Any]] = {}
+"""Name -> operator. The passes of an autograd Function look their operator up here, because the compiler of torch 2.6
+reads neither methods nor objects from the cells of a function."""
 
 
 def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -141,8 +145,12 @@ class Operator(Generic[Inputs]):
 
         LIB.define(schema_of(name, contract, results))
         self._overload = getattr(torch.ops.cmab, name).default
-        # A function, because Dynamo does not trace a method as the backward pass of an autograd Function.
-        self._differentiable = differentiable(self._computed, self._save, lambda *args: self._backward(*args))
+        _OPERATORS[name] = self
+        self._differentiable = differentiable(
+            lambda *args: _OPERATORS[name]._computed(*args),
+            lambda *args: _OPERATORS[name]._save(*args),
+            lambda *args: _OPERATORS[name]._backward(*args),
+        )
         LIB.impl(name, self._dispatched, "CompositeExplicitAutograd")
         LIB.impl(name, self._recorded, "Autograd")
         torch.library.register_fake(f"cmab::{name}", lambda *args: shapes(contract(*args)), lib=LIB)
@@ -170,8 +178,17 @@ class Operator(Generic[Inputs]):
         return kernel(self._set, inputs[-1], self._function)(inputs)
 
     def _recorded(self, *args: Any) -> Any:
-        """Run a call that did not come from `__call__`, but from a program of `torch.export`: it has its gradient too."""
-        if is_differentiated(*args[: self._tensors]):
+        """Run a call that did not come from `__call__`, but from a program of `torch.export`: it has its gradient too.
+
+        The transforms of `torch.func` and forward mode cannot differentiate such a program. They get an error, because
+        without it the gradient would be 0.
+        """
+        tensors = [tensor for tensor in args[: self._tensors] if tensor is not None]
+        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if (differentiated and under_transform()) or has_tangent(*tensors):
+            got = "a call of a recorded program under a transform of torch.func or in forward mode"
+            raise RuntimeError(mismatch(self.name, got, "a call of the module itself, or gradients by autograd"))
+        if differentiated:
             return self._differentiable(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return self._overload(*args)
@@ -199,10 +216,11 @@ class Operator(Generic[Inputs]):
     def _backward(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if self._only is not None and grads[self._only] is None:
             return (None,) * len(self._fields)
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-        call = Call(self._contract(*saved[: self._tensors], *ctx.settings), saved[self._tensors :], needs)
+        saved = ctx.saved_tensors
+        wanted = dict(zip(self._fields, ctx.needs_input_grad, strict=True))
+        call = Call(self._contract(*saved[: self._tensors], *ctx.settings), saved[self._tensors :], wanted)
         gradients = self._gradients(call, *grads)
-        return tuple([gradients.get(field) if need else None for field, need in zip(self._fields, needs, strict=True)])
+        return tuple([gradients.get(field) if need else None for field, need in wanted.items()])
 
 
 def gradient_shapes(*arguments: str) -> Callable[[Any], tuple[Tensor, ...]]:

@@ -66,12 +66,15 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
     return _under_transform() or forward_ad._current_level >= 0
 
 
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether a tensor carries a tangent of forward mode."""
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor may carry more than its value: a tangent of forward mode, or a wrapper of a transform of
     `torch.func`."""
-    if _under_transform() and _is_wrapped(tensor):
-        return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return (_under_transform() and _is_wrapped(tensor)) or has_tangent(tensor)
 
 
 def is_watched() -> bool:
