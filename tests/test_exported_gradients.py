@@ -101,7 +101,7 @@ def _program(requires_grad: bool = True) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("how", ["jacrev", "jvp"])
 def test_a_transform_of_a_program_is_refused_and_gives_no_zeros(how: str, requires_grad: bool) -> None:
     program, x = _program(requires_grad)
-    with pytest.raises(RuntimeError, match="^feed_forward_layer: got a call of a recorded program under a transform"):
+    with pytest.raises(RuntimeError, match=r"^feed_forward_layer: got a call of a recorded program under a transform"):
         torch.func.jacrev(program)(x) if how == "jacrev" else torch.func.jvp(program, (x,), (x,))
 
 
