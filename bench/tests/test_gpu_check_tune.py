@@ -111,7 +111,7 @@ def test_without_candidates_nothing_is_tuned(clock: Callable[..., None], table: 
 def test_a_malformed_table_is_not_overwritten(clock: Callable[..., None], table: Path) -> None:
     clock(lambda chosen, times, i: 80e-6 if chosen == SECOND else 100e-6)
     table.write_text("{}")
-    with pytest.raises(ValueError, match="not a table of tiles"):
+    with pytest.raises(ValueError, match="got another file, expected a table of tiles"):
         tune.tune(TARGET, _sound(SECOND), "cpu", table)
     assert table.read_text() == "{}"
 
