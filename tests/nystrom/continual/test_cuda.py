@@ -450,14 +450,14 @@ def test_a_wrong_call_ends_in_an_error(played: Player) -> None:
     }
     played.kernels.nystrom_step(**right)
     for name, wrong, error in (
-        ("query", query.double(), "key: got float32, not float64"),
-        ("value", value[:, :1], "value: got 1 in dimension 1"),
-        ("key", key[0], "key: got not a dense tensor of 4 dimensions"),
-        ("out", value[:, :, 1:], "out: got not contiguous"),
-        ("out", value[:, :, 1:].contiguous(), "out: got a wrong number of rows"),
-        ("out", None, "out: got a NoneType, not a torch.Tensor"),
-        ("state", tuple(state), "state: got not of this kind of step"),
-        ("state", state._replace(sums=state.sums[..., :-1].contiguous()), "after.sums: got 8 in dimension 3"),
+        ("query", query.double(), "`key` is float32, not float64"),
+        ("value", value[:, :1], "`value` has 1 in dimension 1"),
+        ("key", key[0], "`key` is not a dense tensor of 4 dimensions"),
+        ("out", value[:, :, 1:], "`out` is not contiguous"),
+        ("out", value[:, :, 1:].contiguous(), "`out` has a wrong number of rows"),
+        ("out", None, "`out` is a NoneType, not a torch.Tensor"),
+        ("state", tuple(state), "`state` is not of this kind of step"),
+        ("state", state._replace(sums=state.sums[..., :-1].contiguous()), "`after.sums` has 8 in dimension 3"),
         ("after", after._replace(inverse=after.inverse.double()), "`state.inverse` is float64, not float32"),
         ("state", state._replace(scale=torch.tensor(1.0)), "`state.scale` is not a float64 number"),
         ("after", after._replace(position=torch.zeros(1, 2)), "`state.position` is float32, not int64"),
