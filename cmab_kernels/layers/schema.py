@@ -44,9 +44,6 @@ def _attention_shapes(inputs: AttentionLayer) -> tuple[Tensor, ...]:
     return x.new_empty(x.shape), *kept
 
 
-# ---- the gradients that are needed
-
-
 # ---- FLOPs, for contracts of shapes: two per multiply-add, as in torch's counts of matrix products; norms, activations,
 # exponentials do not count
 

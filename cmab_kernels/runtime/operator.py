@@ -133,7 +133,7 @@ class Operator(Generic[Inputs]):
         """
         kinds = get_type_hints(contract)
         self.name, self._set, self._function, self._contract = name, operator_set, function or name, contract
-        self._fields, self._results = tuple(kinds), results
+        self._fields = tuple(kinds)
         self._tensors = sum(map(_is_tensor, kinds.values()))
         self._reference, self._check, self._gradients = reference, check, backward
         kept = set(self._fields if keeps is None else keeps)

@@ -25,7 +25,7 @@ def mapped_rule(operator: Callable, contract: type, tensors: int, rule: Rule | N
 
     A result that was not requested is an empty vector, and is not mapped.
     """
-    fields = contract._fields  # type: ignore[attr-defined]
+    fields = contract._fields  # type: ignore[attr-defined]  # of a NamedTuple
     batched, loops = rule or Rule()
     foldable = [i for i in range(tensors) if batched is None or fields[i] in batched]
 
