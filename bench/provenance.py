@@ -70,7 +70,7 @@ FOLDERS = ("bench", "cmab_kernels", "csrc", "tests")
 SOURCE = re.compile(r"csrc/.+|.+\.py")
 """The sources that are measured, measure or test; tiles.json, which tuning writes, is not one."""
 _FOR_CUDA = r"csrc/(.+\.cuh?|common/(dtype|host_device|stream)\.h|continual/schedule\.h|solve/info\.h)"
-_IN_PYTHON = r"cmab_kernels/(.+/kernels/.+|.+/cuda|runtime/(triton_.+|cuda_launch))\.py"
+_IN_PYTHON = r"cmab_kernels/(.+/(?:triton|kernels)/.+|.+/cuda|runtime/(triton_.+|cuda_launch))\.py"
 KERNEL = re.compile(f"{_FOR_CUDA}|{_IN_PYTHON}")
 """The sources of the kernels for a GPU, what they include, and their launches."""
 

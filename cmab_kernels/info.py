@@ -106,30 +106,32 @@ def _gpu() -> Iterator[str]:
 def _implementations() -> Iterator[str]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     notes: dict[str, int] = {}
-    yield from _columns([_choice(operator, family, device, notes) for operator, family in OPERATORS.items() for device in devices])
+    yield from _columns(
+        [_choice(operator, operator_set, device, notes) for operator, operator_set in OPERATORS.items() for device in devices]
+    )
     yield from (f"[{number}] {reason}" for reason, number in notes.items())
 
 
-def _choice(operator: str, family: str, device: str, notes: dict[str, int]) -> tuple[str, str, str, str]:
+def _choice(operator: str, operator_set: str, device: str, notes: dict[str, int]) -> tuple[str, str, str, str]:
     """Return a row: operator, device, the implementation that "auto" takes there, and those that cannot run.
 
     Each implementation that cannot run has the number of its reason. A new reason enters `notes` with the next number.
     """
-    rows = explain(operator, *_sample(family, device))
+    rows = explain(operator, *_sample(operator_set, device))
     taken = next(row.impl for row in rows if row.usable)
     others = ", ".join(f"{row.impl} [{notes.setdefault(row.reason, len(notes) + 1)}]" for row in rows if not row.usable)
     return operator, device, f"auto = {taken}", f"not {others}" if others else ""
 
 
-def _sample(family: str, device: str) -> tuple[torch.Tensor, ...]:
+def _sample(operator_set: str, device: str) -> tuple[torch.Tensor, ...]:
     """Return small float32 inputs for the operators of a set.
 
     Solves get a system and its right-hand sides. Projected attention gets a query, inputs and two weights. All other
     operators get a query, a key and a value.
     """
-    if family == "intention.solve":
+    if operator_set == "intention.solve":
         return torch.zeros(1, 16, 16, device=device), torch.zeros(1, 16, 16, device=device)
-    if family == "attention.projected":
+    if operator_set == "attention.projected":
         square = torch.zeros(16, 16, device=device)
         return square[None], square[None], square, square
     rows = torch.zeros(1, 1, 1, 16, device=device)

@@ -16,7 +16,7 @@ MAP = re.compile(r"(?<=<!-- map: begin -->\n).*?(?=\n<!-- map: end -->)", flags=
 
 TOPS = ("csrc", "cmab_kernels", "python", "bench", "gpu_machine", "tests")
 SOURCES = {".py", ".h", ".cpp", ".cu"}
-ROOMS = {"kernels", "__pycache__"}
+ROOMS = {"triton", "__pycache__"}
 """Folders that the map leaves out: the Triton kernels of each operator set are a room of it."""
 
 TOLD = {

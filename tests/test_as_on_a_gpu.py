@@ -39,21 +39,27 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
-    "family, impl", [(family, impl) for family in backends.SETS for impl in ("auto", *backends.FAMILIES[family]) if impl != "native"]
+    "operator_set, impl",
+    [
+        (operator_set, impl)
+        for operator_set in backends.SETS
+        for impl in ("auto", *backends.IMPLEMENTATIONS[operator_set])
+        if impl != "native"
+    ],
 )
-def test_a_compiler_traces_the_choice(family: str, impl: str, dynamic: bool, gpu: None) -> None:
+def test_a_compiler_traces_the_choice(operator_set: str, impl: str, dynamic: bool, gpu: None) -> None:
     """There is one graph for all sizes: a compiler traces no function of an extension."""
     torch._dynamo.reset()
     chosen = []
 
     def choose(*tensors: Tensor) -> Tensor:
-        chosen.append(backends.choose(family, impl, *tensors))
+        chosen.append(backends.choose(operator_set, impl, *tensors))
         return tensors[0] + 1
 
     with FakeTensorMode():
-        tensors = [torch.empty(shape, device="cuda") for shape in SHAPES[family]]
+        tensors = [torch.empty(shape, device="cuda") for shape in SHAPES[operator_set]]
         assert torch.compile(choose, fullgraph=True, dynamic=dynamic, backend="eager")(*tensors).device.type == "cuda"
-    assert chosen[0] in backends.FAMILIES[family] and chosen[0] != "native"
+    assert chosen[0] in backends.IMPLEMENTATIONS[operator_set] and chosen[0] != "native"
 
 
 @pytest.mark.parametrize("declaration", declarations(), ids=lambda each: each.__qualname__)

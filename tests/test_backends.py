@@ -365,9 +365,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
     """Pretend that there is a GPU that can run Triton's kernels, and that the package was built without nvcc."""
     triton_launch = pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
     monkeypatch.setattr(triton_launch, "_gpu_problem", lambda index: None)
-    for family in backends.FAMILIES.values():
-        if "cuda" in family:
-            monkeypatch.setitem(backends._PROBLEMS, family["cuda"], "the CUDA kernels were not built")
+    for operator_set in backends.IMPLEMENTATIONS.values():
+        if "cuda" in operator_set:
+            monkeypatch.setitem(backends._PROBLEMS, operator_set["cuda"], "the CUDA kernels were not built")
     return "cuda"
 
 

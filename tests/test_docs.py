@@ -27,7 +27,7 @@ SECONDS = {"use_it_in.md": 15.0, "add_an_operator.md": 10.0}  # the first import
 @pytest.fixture
 def restored_tables() -> Iterator[None]:
     """Remove the entries that a page's program has added to the tables of `backends`."""
-    before = [(table, dict(table)) for table in (backends.FAMILIES, backends.OPERATORS, backends._MODULES, backends._PROBLEMS)]
+    before = [(table, dict(table)) for table in (backends.IMPLEMENTATIONS, backends.OPERATORS, backends._MODULES, backends._PROBLEMS)]
     yield
     for table, entries in before:
         table.clear()

@@ -74,7 +74,7 @@ def test_an_unknown_implementation_is_an_error(name: str) -> None:
 @pytest.mark.parametrize("impl", ["triton", "cuda"])
 def test_what_the_set_does_not_have_is_an_error_and_what_cannot_run_says_why(name: str, impl: str) -> None:
     """On a CPU without Triton's interpreter a named GPU implementation raises; nothing else runs in its place."""
-    has = impl in backends.FAMILIES[backends.OPERATORS[name]]
+    has = impl in backends.IMPLEMENTATIONS[backends.OPERATORS[name]]
     with pytest.raises(RuntimeError if has else ValueError, match=rf"^impl: (got )?'{impl}'(, expected one of| cannot run here: )"):
         CALLS[name](impl)
 
@@ -93,9 +93,9 @@ def test_an_estimator_that_triton_sums_is_solved_by_triton(monkeypatch: pytest.M
     asked: list[tuple[str, str]] = []
     choose = backends.choose
 
-    def noted(family: str, impl: str, *tensors: torch.Tensor) -> str:
-        asked.append((family, impl))
-        return choose(family, "auto", *tensors)
+    def noted(operator_set: str, impl: str, *tensors: torch.Tensor) -> str:
+        asked.append((operator_set, impl))
+        return choose(operator_set, "auto", *tensors)
 
     for module in ("cmab_kernels.intention.api", "cmab_kernels.intention.solve.api"):
         monkeypatch.setattr(importlib.import_module(module), "choose", noted)

@@ -10,7 +10,7 @@ import pytest
 
 import cmab_kernels
 from cmab_kernels import info
-from cmab_kernels.runtime.backends import FAMILIES, OPERATORS
+from cmab_kernels.runtime.backends import IMPLEMENTATIONS, OPERATORS
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_every_operator_has_a_line_whose_words_are_apart(printed: str) -> None:
     lines = [line.split() for line in printed.partition("Implementations\n")[2].splitlines() if not line.startswith("  [")]
     assert {line[0] for line in lines} == set(OPERATORS)
     for operator, device, *rest in lines:
-        assert device in ("cpu", "cuda") and rest[:2] == ["auto", "="] and rest[2] in {*FAMILIES[OPERATORS[operator]], "reference"}
+        assert device in ("cpu", "cuda") and rest[:2] == ["auto", "="] and rest[2] in {*IMPLEMENTATIONS[OPERATORS[operator]], "reference"}
 
 
 def test_one_reason_stands_once(printed: str) -> None:

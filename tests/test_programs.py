@@ -28,20 +28,20 @@ import triton.language as tl
 
 import cmab_kernels
 from cmab_kernels import attention_state, continual_attention_init, continual_nystrom_init, use_impl
-from cmab_kernels.attention import kernels as attention
+from cmab_kernels.attention import triton as attention
 from cmab_kernels.attention.contract import Attention, AttentionBackward
-from cmab_kernels.attention.prefix import kernels as prefix
+from cmab_kernels.attention.prefix import triton as prefix
 from cmab_kernels.attention.prefix.contract import PrefixAttention, PrefixAttentionBackward
-from cmab_kernels.attention.projected import kernels as projected
+from cmab_kernels.attention.projected import triton as projected
 from cmab_kernels.attention.projected.contract import ProjectedAttention, ProjectedAttentionBackward
-from cmab_kernels.intention import kernels as intention
+from cmab_kernels.intention import triton as intention
 from cmab_kernels.intention.contract import ApplyRows, GramBackward, PrefixRidge, PrefixRidgeBackward, RidgeUpdate
-from cmab_kernels.intention.solve import kernels as solve
+from cmab_kernels.intention.solve import triton as solve
 from cmab_kernels.intention.solve.contract import RegularisedSolve
-from cmab_kernels.layers import kernels as layers
+from cmab_kernels.layers import triton as layers
 from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
-from cmab_kernels.nystrom import kernels as nystrom
-from cmab_kernels.nystrom.continual import kernels as continual
+from cmab_kernels.nystrom import triton as nystrom
+from cmab_kernels.nystrom.continual import triton as continual
 from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.runtime.triton_launch import Kernel, alignment, kernel
 from gpu_machine.driver import Launched, stub
@@ -284,7 +284,7 @@ def test_every_kernel_is_counted(programs: list[Program]) -> None:
     for _, call in CALLS.values():
         for _ in range(10):
             call()
-    modules = [m.name for m in pkgutil.walk_packages(cmab_kernels.__path__, "cmab_kernels.") if ".kernels." in m.name]
+    modules = [m.name for m in pkgutil.walk_packages(cmab_kernels.__path__, "cmab_kernels.") if ".triton." in m.name]
     there = {name for module in modules for name, found in vars(importlib.import_module(module)).items() if isinstance(found, Kernel)}
     assert len(there) > 15 and {program.kernel for program in programs} == there
 

@@ -16,7 +16,7 @@ import torch
 
 import cmab_kernels
 from cmab_kernels import nn
-from cmab_kernels.runtime.backends import FAMILIES, SETS
+from cmab_kernels.runtime.backends import IMPLEMENTATIONS, SETS
 
 from . import folders
 
@@ -34,12 +34,12 @@ MAY = {
     "state": {"backends", "checks", "dtypes"},
     "native": {"contract", "native", "extension", "state", *SHARED},
     "cuda": {"contract", "native", "extension", "cuda_launch", "state", *SHARED},
-    "kernels": {"contract", "kernels", "state", "triton_launch", "triton_rows", "triton_products", "tiles", "constants", "dtypes"},
+    "triton": {"contract", "triton", "state", "triton_launch", "triton_rows", "triton_products", "tiles", "constants", "dtypes"},
     "costs": {"reference", "checks", "constants"},
 }
 """The imports that each room may have from its own family; "public" stands for the public names of another family."""
 
-BUILT_ON = {("layers", "kernels"): {"the insides of attention"}}
+BUILT_ON = {("layers", "triton"): {"the insides of attention"}}
 """(Family, room) -> its further imports:
 the Triton attention layers run attention kernels between their projections."""
 
@@ -95,7 +95,7 @@ def test_no_room_is_missing(name: str) -> None:
     folder = HOUSE.joinpath(*name.split("."))
     for room in ("__init__", "api", "schema", "reference"):
         assert (folder / f"{room}.py").exists(), f"{name} has no {room}.py"
-    assert FAMILIES[name].keys() >= {"native"}
+    assert IMPLEMENTATIONS[name].keys() >= {"native"}
     inner = ("variants", "solve", "continual", "prefix", "projected")
     known = {*MAY, "__init__"} | {path.name for path in folder.iterdir() if path.name in inner}
     strangers = [path.name for path in folder.iterdir() if path.stem not in known and path.name != "__pycache__"]

@@ -159,9 +159,9 @@ LAUNCHED = {
 
 def _everything(dtype: torch.dtype) -> None:
     """Launch each kernel that has a table."""
-    from cmab_kernels.attention import kernels as attention
-    from cmab_kernels.intention import kernels as intention
-    from cmab_kernels.nystrom import kernels as nystrom
+    from cmab_kernels.attention import triton as attention
+    from cmab_kernels.intention import triton as intention
+    from cmab_kernels.nystrom import triton as nystrom
 
     q, k = torch.empty(1, 2, 300, 32, dtype=dtype), torch.empty(1, 2, 5003, 32, dtype=dtype)
     out, lse = torch.empty(1, 2, 300, 32, dtype=torch.promote_types(dtype, torch.float32)), torch.empty(1, 2, 300).double()
@@ -206,7 +206,7 @@ def test_the_launchers_take_planted_tiles(dtype: torch.dtype) -> None:
 
 
 def test_blocks_are_no_larger_than_the_queries_need() -> None:
-    from cmab_kernels.attention.kernels.launch import forward_tiles
+    from cmab_kernels.attention.triton.launch import forward_tiles
     from cmab_kernels.runtime.triton_launch import Products
 
     with using({KEY: (256, 32, 8, 2)}):
@@ -217,11 +217,11 @@ INTERPRETED = """
 import itertools, json
 import torch
 import cmab_kernels as ck
-from cmab_kernels.attention import kernels as attention
+from cmab_kernels.attention import triton as attention
 from cmab_kernels.attention.contract import Attention, AttentionBackward
-from cmab_kernels.intention import kernels as intention
+from cmab_kernels.intention import triton as intention
 from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward
-from cmab_kernels.nystrom import kernels as nystrom
+from cmab_kernels.nystrom import triton as nystrom
 from cmab_kernels.nystrom.contract import Pinv, PinvBackward
 from cmab_kernels.runtime.tiles import HOPPER, Key, using
 from tests.test_tiles import PLANTED

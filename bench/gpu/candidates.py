@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.attention.contract import Attention, AttentionBackward
-from cmab_kernels.attention.kernels import launch as attention_launch
+from cmab_kernels.attention.triton import launch as attention_launch
 from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward
-from cmab_kernels.intention.kernels import launch as ridge_launch
+from cmab_kernels.intention.triton import launch as ridge_launch
 from cmab_kernels.nystrom.contract import Pinv, PinvBackward
-from cmab_kernels.nystrom.kernels import launch as nystrom_launch
+from cmab_kernels.nystrom.triton import launch as nystrom_launch
 from cmab_kernels.runtime.backends import implementation
 from cmab_kernels.runtime.tiles import FIELDS, Key, capability_of, using
 

@@ -18,23 +18,23 @@ from triton.backends.compiler import GPUTarget
 
 import cmab_kernels as ck
 from bench.provenance import ROOT
-from cmab_kernels.attention import kernels as attention
+from cmab_kernels.attention import triton as attention
 from cmab_kernels.attention.contract import Attention, AttentionBackward
-from cmab_kernels.attention.kernels.runs import vetted
-from cmab_kernels.attention.prefix import kernels as prefix
+from cmab_kernels.attention.prefix import triton as prefix
 from cmab_kernels.attention.prefix.contract import PrefixAttention, PrefixAttentionBackward
-from cmab_kernels.attention.projected import kernels as projected
+from cmab_kernels.attention.projected import triton as projected
 from cmab_kernels.attention.projected.contract import ProjectedAttention, ProjectedAttentionBackward
-from cmab_kernels.intention import kernels as intention
+from cmab_kernels.attention.triton.runs import checked_offsets
+from cmab_kernels.intention import triton as intention
 from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward
-from cmab_kernels.intention.solve import kernels as solve
+from cmab_kernels.intention.solve import triton as solve
 from cmab_kernels.intention.solve.contract import RegularisedSolve
-from cmab_kernels.layers import kernels as layers
+from cmab_kernels.layers import triton as layers
 from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
-from cmab_kernels.nystrom import kernels as nystrom
-from cmab_kernels.nystrom.continual import kernels as continual
+from cmab_kernels.nystrom import triton as nystrom
+from cmab_kernels.nystrom.continual import triton as continual
 from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
-from cmab_kernels.nystrom.kernels.blocks import multiply
+from cmab_kernels.nystrom.triton.blocks import multiply
 from cmab_kernels.testing.cubin import TENSOR_COLUMNS, Launch, as_if_on, machine_code, record
 
 PAGE = ROOT / "docs" / "gpu_occupancy.md"
@@ -103,7 +103,7 @@ def _attention(dtype: torch.dtype, heads: int, latents: int, width: int) -> Call
 def _removal() -> None:
     q, k = torch.empty(1, 4, 128, 16), torch.empty(1, 4, 1000, 16)
     attention.attention_removal(Attention(q, k, k, None, None, q, torch.empty(1, 4, 128, dtype=F64), 1.0))
-    vetted(torch.empty(65, dtype=torch.int32), 1000)
+    checked_offsets(torch.empty(65, dtype=torch.int32), 1000)
 
 
 def _prefixes() -> None:

@@ -76,6 +76,7 @@ class Changed:
     """The kernel sources that have changed, by their digests then and now."""
 
     def __init__(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
+        then = {name.replace("/kernels/", "/triton/"): value for name, value in then.items()}  # what the folders were called before
         self.total = len(now)
         self.files = sorted(name for name in now if now[name] != then.get(name))
         self.gone = sorted(then.keys() - now.keys())

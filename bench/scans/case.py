@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import cmab_kernels
-from cmab_kernels.runtime.backends import FAMILIES, OPERATORS
+from cmab_kernels.runtime.backends import IMPLEMENTATIONS, OPERATORS
 
 from ..devices import device, generator, lacking_memory, normal
 from ..floors import Passes, Work
@@ -145,7 +145,7 @@ def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callabl
 def kernels(operator: str, definition: bool = True) -> tuple[str, ...]:
     """Implementations of a public operator for the device that is measured, and its definition;
     "auto" first where it has a choice."""
-    found = tuple(name for name in KERNELS[device()] if name in FAMILIES[OPERATORS[operator]])
+    found = tuple(name for name in KERNELS[device()] if name in IMPLEMENTATIONS[OPERATORS[operator]])
     found = (AUTO, *found) if len(found) > 1 else found
     return (*found, "reference") if definition else found
 

@@ -15,7 +15,7 @@ from triton.runtime import cache
 
 from bench.gpu.cached import pack, same_keys, unpack
 from cmab_kernels.nystrom.contract import Pinv
-from cmab_kernels.nystrom.kernels import iterative_pinv
+from cmab_kernels.nystrom.triton import iterative_pinv
 from cmab_kernels.runtime.triton_launch import compiled_kernel
 from cmab_kernels.testing.cubin import as_if_on, record
 

@@ -123,7 +123,7 @@ def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with one commit, whose sources are the project's for `provenance`."""
-    for name in ("cmab_kernels/attention/kernels/forward.py", "csrc/solve/solve.cu", "bench/a.py", "tests/test_a.py"):
+    for name in ("cmab_kernels/attention/triton/forward.py", "csrc/solve/solve.cu", "bench/a.py", "tests/test_a.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1\n")
     (tmp_path / "cmab_kernels" / "tiles.json").write_text("{}")

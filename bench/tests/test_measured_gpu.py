@@ -130,7 +130,7 @@ def test_calls_from_python_are_not_shown(key: str, shown: bool) -> None:
 # ---- the run
 
 
-KERNELS = {"csrc/solve/solve.cu": b"1", "cmab_kernels/attention/kernels/forward.py": b"1", "cmab_kernels/attention/kernels/gone.py": b"1"}
+KERNELS = {"csrc/solve/solve.cu": b"1", "cmab_kernels/attention/triton/forward.py": b"1", "cmab_kernels/attention/triton/gone.py": b"1"}
 
 
 def _facts(monkeypatch: pytest.MonkeyPatch, now: dict[str, bytes], **machine: Any) -> dict[str, str]:
@@ -154,12 +154,14 @@ def test_coverage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The digests are those that the run recorded, or those of its commit. Files that are not kernels do not count."""
     now = KERNELS | {"csrc/solve/solve.cu": b"2", "csrc/solve/new.cuh": b"1", "cmab_kernels/api.py": b"2"}
-    del now["cmab_kernels/attention/kernels/gone.py"]
+    del now["cmab_kernels/attention/triton/gone.py"]
     expected = "2 of the 3 files of kernels for GPUs have changed since that commit or are new, and 1 are gone"
     told = _facts(monkeypatch, now)
     assert told["changed"] == expected
-    assert told["changed files"] == "\n- `csrc/solve`: new.cuh, solve.cu\n- gone: `cmab_kernels/attention/kernels/gone.py`"
-    assert _facts(monkeypatch, now, kernels=provenance.kernel_digests(now))["changed"].startswith("0 of the 3 files")
+    assert told["changed files"] == "\n- `csrc/solve`: new.cuh, solve.cu\n- gone: `cmab_kernels/attention/triton/gone.py`"
+    before = {name.replace("/triton/", "/kernels/"): value for name, value in provenance.kernel_digests(now).items()}
+    for same in (provenance.kernel_digests(now), before):
+        assert _facts(monkeypatch, now, kernels=same)["changed"].startswith("0 of the 3 files")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ..runtime.checks import (
     over_batch,
 )
 from ..runtime.dtypes import state_dtype
-from ..runtime.tracing import is_differentiated, is_direct, is_plain
+from ..runtime.tracing import is_differentiated, may_bypass_dispatcher, may_call_native
 from .contract import Attention
 from .schema import attention_op
 from .state import AttentionState, Removal, check_fit, check_parts, check_state, merged, subtract_state
@@ -130,7 +130,7 @@ def union(first: AttentionState, *others: AttentionState) -> AttentionState:
     """`merge_states` for states that are already checked."""
     states = (first, *others)
     chosen = "native" if first.out.device.type == "cpu" and is_available("attention", "native") else "reference"
-    if not others or not is_direct(chosen, *(part for state in states for part in state)):
+    if not others or not may_call_native(chosen, *(part for state in states for part in state)):
         return merged(*states)  # a single state, too: its empty rows may hold any numbers
     merge = kernel("attention", "native", "merge_states")
     for other in others:
@@ -166,7 +166,7 @@ def remove_from_state(
     _check_incoming(state, inputs)
     chosen = choose("attention", impl, inputs.query, inputs.key, inputs.value)
     tensors = *state, inputs.query, inputs.key, inputs.value, inputs.key_padding_mask
-    if chosen != "reference" and not is_differentiated(*tensors) and is_plain(*tensors):
+    if chosen != "reference" and not is_differentiated(*tensors) and may_bypass_dispatcher(*tensors):
         out, lse, reliable = kernel("attention", chosen, "attention_removal")(_contract(inputs, state, chosen))
         return Removal(AttentionState(out, lse), reliable)
     return subtract_state(state, _state(inputs, None, impl))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention import latent_attention
-from ..runtime.backends import choose, kernel, passed_on
+from ..runtime.backends import choose, impl_for, kernel
 from ..runtime.checks import (
     as_autocast,
     as_they_are,
@@ -22,7 +22,7 @@ from ..runtime.checks import (
     refuse_negative,
     weights_of_heads,
 )
-from ..runtime.tracing import is_direct
+from ..runtime.tracing import may_call_native
 from .contract import ApplyRows, Gram, PrefixRidge, RidgeUpdate
 from .dual import Dual
 from .schema import SCANNED, apply_rows_op, check_weights, gram_op, prefix_ridge_op, ridge_update_op
@@ -95,7 +95,7 @@ def intention(
         raise TypeError(not_a_tensor("query", query))
     inputs = _inputs(query, key, value, weights, key_padding_mask)
     penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
-    solver = passed_on(impl, "intention", "intention.solve")
+    solver = impl_for(impl, "intention", "intention.solve")
     *_, length, width = inputs.key.shape
     with as_they_are(inputs.key.device):
         if form == "dual" or (form == "auto" and length < width):
@@ -133,7 +133,7 @@ def sigma_intention(
         raise TypeError(not_a_tensor("query", query))
     inputs = _inputs(query, key, value, weights, key_padding_mask)
     penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
-    solver, attend = (passed_on(impl, "intention", other) for other in ("intention.solve", "attention"))
+    solver, attend = (impl_for(impl, "intention", other) for other in ("intention.solve", "attention"))
     *_, length, width = inputs.key.shape
     with as_they_are(inputs.key.device):
         if inputs.weights is None and 0 < length < width:
@@ -301,14 +301,14 @@ def ridge_step(
     penalty = penalty_of(alpha, (batch, heads), inputs.key.device)
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
     update = RidgeUpdate(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, *state, chosen)
-    if is_direct(chosen, *inputs, *state, penalty):
+    if may_call_native(chosen, *inputs, *state, penalty):
         check_weights(inputs)
         if isinstance(alpha, Tensor):
             refuse_negative("alpha", penalty)
         weight, info, gram, moment, count = kernel("intention", chosen, "ridge_step")(update, penalty)
         return RidgeStep(RidgeSolution(weight, info), RidgeState(gram, moment, count))
     new = RidgeState(*ridge_update_op(update))
-    return RidgeStep(solve_heads(new.gram, new.moment, penalty, passed_on(impl, "intention", "intention.solve")), new)
+    return RidgeStep(solve_heads(new.gram, new.moment, penalty, impl_for(impl, "intention", "intention.solve")), new)
 
 
 class _Inputs(NamedTuple):

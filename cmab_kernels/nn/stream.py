@@ -15,7 +15,7 @@ from ..attention import AttentionState, check_state, empty_state
 from ..intention import RidgeState, check_ridge, empty_ridge
 from ..runtime.checks import check_count, mismatch
 from ..runtime.dtypes import state_dtype
-from ..runtime.tracing import is_recorded, is_transformed, is_watched
+from ..runtime.tracing import is_observed, is_recorded, is_transformed
 
 M = TypeVar("M", bound=nn.Module)
 Value = TypeVar("Value")
@@ -173,7 +173,7 @@ class Stream(Keeper[State]):
 
     def hold(self, value: State | None) -> None:
         """Replace the value. Raise for tensors that belong to a transform or a mode, because they would outlive it."""
-        if value is not None and is_watched() and not torch.compiler.is_compiling():
+        if value is not None and is_observed() and not torch.compiler.is_compiling():
             is_real = not hasattr(self.weight_like, "fake_mode")
             for field in value:
                 if isinstance(field, Tensor) and (is_transformed(field) or (is_real and hasattr(field, "fake_mode"))):

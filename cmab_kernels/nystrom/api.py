@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..attention import attention_state, latent_attention
-from ..runtime.backends import check_name, choose, passed_on
+from ..runtime.backends import check_name, choose, impl_for
 from ..runtime.checks import (
     MOST_ITERATIONS,
     as_autocast,
@@ -225,7 +225,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, landmarks: Landmarks, mask: Tensor | None, scale: float, iterations: int, impl: str
 ) -> Tensor:
     """Attend from the landmarks to the keys, multiply by the pseudo-inverse, and attend from the queries to the landmarks."""
-    attend = passed_on(impl, "nystrom", "attention")
+    attend = impl_for(impl, "nystrom", "attention")
     near = landmarks.queries.to(key.dtype)
     averaged = attention_state(near, key, value, key_padding_mask=mask, scale=scale, impl=attend).out
     values = _landmark_values(landmarks, averaged, scale, iterations, impl)

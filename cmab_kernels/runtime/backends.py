@@ -1,7 +1,7 @@
 """The choice of the implementation that an operator runs.
 
 Each operator set has several implementations of one definition. An implementation named by the caller runs, or raises
-with the reason why it cannot run. "auto" takes the first implementation in the order of `FAMILIES` that supports the
+with the reason why it cannot run. "auto" takes the first implementation in the order of `IMPLEMENTATIONS` that supports the
 inputs, or the reference if none does. CUDA comes last where Triton was measured to be faster than CUDA C++ (`is_slower`
 of the module `cuda`).
 """
@@ -25,19 +25,19 @@ from .checks import kind_of, mismatch
 from .tracing import needs_definition, traced_as_constant
 
 SETS = ("attention", "attention.prefix", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
-"""The operator sets: subpackages whose modules have the same names, for example those of `ROOMS`."""
+"""The operator sets: subpackages whose modules have the same names, for example those of `KINDS`."""
 
-ROOMS = {"native": "native", "cuda": "cuda", "triton": "kernels"}
-"""Implementation -> name of the module or subpackage that holds it. "auto" tries the implementations in this order."""
+KINDS = ("native", "cuda", "triton")
+"""The kinds of implementations, each a module or subpackage of this name in a set. "auto" tries them in this order."""
 
 
 def _implementations(operator_set: str) -> dict[str, str]:
     folder = Path(__file__).parents[1].joinpath(*operator_set.split("."))
-    there = {impl: room for impl, room in ROOMS.items() if (folder / f"{room}.py").exists() or (folder / room).is_dir()}
-    return {impl: f"cmab_kernels.{operator_set}.{room}" for impl, room in there.items()}
+    there = (impl for impl in KINDS if (folder / f"{impl}.py").exists() or (folder / impl).is_dir())
+    return {impl: f"cmab_kernels.{operator_set}.{impl}" for impl in there}
 
 
-FAMILIES = {operator_set: _implementations(operator_set) for operator_set in SETS}
+IMPLEMENTATIONS = {operator_set: _implementations(operator_set) for operator_set in SETS}
 """Operator set -> implementation -> path of its module, which is imported on first use. Every set also has a reference."""
 
 COMPLETED_BY = {("intention", "cuda"): "triton"}
@@ -87,11 +87,11 @@ class Explanation(NamedTuple):
     reason: str
 
 
-def _names(family: str) -> tuple[str, ...]:
-    return (*FAMILIES[family], "reference")
+def _names(operator_set: str) -> tuple[str, ...]:
+    return (*IMPLEMENTATIONS[operator_set], "reference")
 
 
-_MODULES: dict[str, list[ModuleType]] = {path: [] for modules in FAMILIES.values() for path in modules.values()}
+_MODULES: dict[str, list[ModuleType]] = {path: [] for modules in IMPLEMENTATIONS.values() for path in modules.values()}
 """Module path -> [the module] once imported, else []. Each module has its own list: a compiler reads a container once,
 when it first traces it, and would not see modules that are added to a shared container later."""
 
@@ -111,17 +111,17 @@ def _import_problem(path: str) -> str:
     return _PROBLEMS[path]
 
 
-def imported(family: str, impl: str) -> ModuleType | None:
+def imported(operator_set: str, impl: str) -> ModuleType | None:
     """The module of an implementation, or None if it cannot be imported."""
-    path = FAMILIES[family][impl]
+    path = IMPLEMENTATIONS[operator_set][impl]
     return None if _import_problem(path) else _MODULES[path][0]
 
 
-def is_available(family: str, impl: str) -> bool:
+def is_available(operator_set: str, impl: str) -> bool:
     """Whether an implementation can be imported, and `use_impl` names no other implementation."""
     if impl == "native":
-        _tells_what_is_missing(family)
-    return current_impl() in ("auto", impl) and imported(family, impl) is not None
+        _tells_what_is_missing(operator_set)
+    return current_impl() in ("auto", impl) and imported(operator_set, impl) is not None
 
 
 _TOLD: list[str] = []
@@ -129,9 +129,9 @@ _TOLD: list[str] = []
 
 
 @traced_as_constant
-def _tells_what_is_missing(family: str) -> bool:
+def _tells_what_is_missing(operator_set: str) -> bool:
     """Warn at the first call that would run native code if native code is missing; return whether this call warned."""
-    problem = _import_problem(FAMILIES[family]["native"])
+    problem = _import_problem(IMPLEMENTATIONS[operator_set]["native"])
     if not problem or _TOLD:
         return False
     _TOLD.append(problem)
@@ -140,32 +140,32 @@ def _tells_what_is_missing(family: str) -> bool:
     return True
 
 
-def implementation(family: str, impl: str) -> ModuleType:
+def implementation(operator_set: str, impl: str) -> ModuleType:
     """Return the module of an implementation. `choose` returned its name, or a graph names it that may have been
     compiled or exported elsewhere."""
-    problem = _import_problem(FAMILIES[family][impl])
+    problem = _import_problem(IMPLEMENTATIONS[operator_set][impl])
     if problem:
         raise RuntimeError(f"impl: {impl!r} cannot run here: {problem}")
-    return _MODULES[FAMILIES[family][impl]][0]
+    return _MODULES[IMPLEMENTATIONS[operator_set][impl]][0]
 
 
-def kernel(family: str, impl: str, name: str) -> Callable[..., Any]:
+def kernel(operator_set: str, impl: str, name: str) -> Callable[..., Any]:
     """Return the function `name` of an implementation that `choose` returned. If it has none, take that of the
     implementation in `COMPLETED_BY`."""
-    module = implementation(family, impl)
+    module = implementation(operator_set, impl)
     if not hasattr(module, name):
-        module = implementation(family, COMPLETED_BY[family, impl])
+        module = implementation(operator_set, COMPLETED_BY[operator_set, impl])
     return getattr(module, name)
 
 
-def _unsupported(family: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
+def _unsupported(operator_set: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
     """Return why `impl`, or the implementation that completes it, cannot run `tensors`; None if both can."""
     if impl == "reference":
         return None
-    path = FAMILIES[family][impl]
+    path = IMPLEMENTATIONS[operator_set][impl]
     reason = _import_problem(path) or _MODULES[path][0].unsupported(*tensors)
-    completing = COMPLETED_BY.get((family, impl))
-    return reason if reason or completing is None else _unsupported(family, completing, tensors)
+    completing = COMPLETED_BY.get((operator_set, impl))
+    return reason if reason or completing is None else _unsupported(operator_set, completing, tensors)
 
 
 class use_impl:
@@ -186,7 +186,7 @@ class use_impl:
     _after: setting.Level | None = None
 
     def __init__(self, impl: str) -> None:
-        known = sorted({"auto", *(name for family in FAMILIES for name in _names(family))})
+        known = sorted({"auto", *(name for operator_set in IMPLEMENTATIONS for name in _names(operator_set))})
         if not isinstance(impl, str) or impl not in known:
             raise ValueError(mismatch("impl", repr(impl), f"one of {', '.join(known)}"))
         self._impl, self._around = impl, setting.impl
@@ -218,7 +218,7 @@ def current_impl() -> str:
     return setting.impl if is_compiling() else setting.now().impl
 
 
-def choose(family: str, impl: str, *tensors: Tensor) -> str:
+def choose(operator_set: str, impl: str, *tensors: Tensor) -> str:
     """Return the name of the implementation to run: `impl`, or for "auto" the choice of `use_impl`, or the first that
     supports `tensors`.
 
@@ -227,74 +227,80 @@ def choose(family: str, impl: str, *tensors: Tensor) -> str:
     the reason.
     """
     if needs_definition():
-        check_name(family, impl)
+        check_name(operator_set, impl)
         return "reference"
     if impl == "auto":
         impl = current_impl()
-        if impl not in _names(family):
-            return _first_usable(family, tensors)
-    check_name(family, impl)
-    reason = _unsupported(family, impl, tensors)
+        if impl not in _names(operator_set):
+            return _first_usable(operator_set, tensors)
+    check_name(operator_set, impl)
+    reason = _unsupported(operator_set, impl, tensors)
     if reason is not None:
         raise RuntimeError(f"impl: {impl!r} cannot run here: {reason}")
     return impl
 
 
-def _first_usable(family: str, tensors: tuple[Tensor, ...]) -> str:
+def _first_usable(operator_set: str, tensors: tuple[Tensor, ...]) -> str:
     reasons, slower = {}, ""
-    for impl in FAMILIES[family]:
-        reason = _unsupported(family, impl, tensors)
+    for impl in IMPLEMENTATIONS[operator_set]:
+        reason = _unsupported(operator_set, impl, tensors)
         if reason is not None:
             reasons[impl] = reason
-        elif impl == "cuda" and _is_slower(family, tensors):
+        elif impl == "cuda" and _is_slower(operator_set, tensors):
             slower = impl
         else:
             return impl
     if slower:
         return slower
-    if tensors[0].device.type == "cpu" and _tells_what_is_missing(family):
+    if tensors[0].device.type == "cpu" and _tells_what_is_missing(operator_set):
         return "reference"
-    if family in REFERENCE_COSTS and not is_compiling() and not tensors[0].is_meta:
+    if operator_set in REFERENCE_COSTS and not is_compiling() and not tensors[0].is_meta:
         why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
-        warnings.warn(f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[family]} ({why})", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[operator_set]} ({why})", RuntimeWarning, stacklevel=4
+        )
     return "reference"
 
 
-def _is_slower(family: str, tensors: tuple[Tensor, ...]) -> bool:
+def _is_slower(operator_set: str, tensors: tuple[Tensor, ...]) -> bool:
     """Whether Triton's kernels were measured to be faster for such inputs than the kernels in CUDA C++."""
-    slower: Callable[..., bool] = getattr(implementation(family, "cuda"), "is_slower", lambda *_: False)
+    slower: Callable[..., bool] = getattr(implementation(operator_set, "cuda"), "is_slower", lambda *_: False)
     return slower(*tensors)
 
 
-def has_kernel(family: str, *tensors: Tensor) -> bool:
+def has_kernel(operator_set: str, *tensors: Tensor) -> bool:
     """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen an implementation. If not, "auto"
     takes the reference."""
-    if not is_free(family, "auto") or any(_unsupported(family, impl, tensors) is None for impl in FAMILIES[family]):
+    if not is_free(operator_set, "auto") or any(
+        _unsupported(operator_set, impl, tensors) is None for impl in IMPLEMENTATIONS[operator_set]
+    ):
         return True
     if tensors[0].device.type == "cpu":
-        _tells_what_is_missing(family)
+        _tells_what_is_missing(operator_set)
     return False
 
 
-def is_free(family: str, impl: str) -> bool:
+def is_free(operator_set: str, impl: str) -> bool:
     """Whether the caller leaves the choice open: `impl` is "auto", and `use_impl` names no implementation of the
     set."""
-    return impl == "auto" and current_impl() not in _names(family)
+    return impl == "auto" and current_impl() not in _names(operator_set)
 
 
-def check_name(family: str, impl: str) -> None:
+def check_name(operator_set: str, impl: str) -> None:
     """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
-    if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in FAMILIES[family]):  # cheap: runs in every call
-        raise ValueError(mismatch("impl", repr(impl), f"one of auto, {', '.join(_names(family))}"))
+    if not isinstance(impl, str) or (
+        impl not in ("auto", "reference") and impl not in IMPLEMENTATIONS[operator_set]
+    ):  # cheap: runs in every call
+        raise ValueError(mismatch("impl", repr(impl), f"one of auto, {', '.join(_names(operator_set))}"))
 
 
-def passed_on(impl: str, family: str, other: str) -> str:
-    """Return the `impl` that an operator of `family` passes to one of the set `other`: its own if that set has it, else
+def impl_for(impl: str, operator_set: str, other: str) -> str:
+    """Return the `impl` that an operator of a set passes to one of the set `other`: its own if that set has it, else
     "auto".
 
-    If `family` itself does not have `impl`, raise `ValueError`.
+    If `operator_set` itself does not have `impl`, raise `ValueError`.
     """
-    check_name(family, impl)
+    check_name(operator_set, impl)
     return impl if impl in _names(other) else "auto"
 
 
@@ -331,18 +337,18 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
         raise ValueError(mismatch("operator", repr(subject), f"a module, or one of {', '.join(OPERATORS)}"))
     if options:
         raise TypeError(mismatch(next(iter(options)), "an option", "none, as an operator is explained by its inputs alone"))
-    family = OPERATORS[subject]
+    operator_set = OPERATORS[subject]
     if not inputs or not all(isinstance(each, Tensor) for each in inputs):
         given = ", ".join(map(kind_of, inputs)) or "nothing"
         raise TypeError(mismatch("inputs", given, f"tensors, the first arguments of {subject}"))
-    kernels = (module for impl in FAMILIES[family] if (module := imported(family, impl)) is not None)
+    kernels = (module for impl in IMPLEMENTATIONS[operator_set] if (module := imported(operator_set, impl)) is not None)
     read = inspect.signature(next((module.unsupported for module in kernels), lambda *_: None))
     try:
         read.bind(*inputs)
     except TypeError:
         given = f"{len(inputs)} tensor{'s' * (len(inputs) != 1)}"
         raise TypeError(mismatch("inputs", given, ", ".join(read.parameters))) from None
-    reasons = [(impl, _unsupported(family, impl, inputs)) for impl in FAMILIES[family]]
+    reasons = [(impl, _unsupported(operator_set, impl, inputs)) for impl in IMPLEMENTATIONS[operator_set]]
     rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
-    rows.sort(key=lambda row: row.impl == "cuda" and row.usable and _is_slower(family, inputs))
+    rows.sort(key=lambda row: row.impl == "cuda" and row.usable and _is_slower(operator_set, inputs))
     return [*rows, Explanation("reference", True, "runs anywhere")]

@@ -16,7 +16,7 @@ from .autograd import differentiable, gradient_of_formula
 from .backends import kernel
 from .checks import as_they_are, mismatch
 from .flops import flop_formula
-from .tracing import has_tangent, is_differentiated, is_exporting, is_plain, is_profiled, under_transform
+from .tracing import has_tangent, is_differentiated, is_exporting, is_profiled, may_bypass_dispatcher, under_transform
 from .vmap import Rule, mapped_rule
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -82,9 +82,9 @@ _OPERATORS: dict[str, Operator[Any]] = {}
 reads neither methods nor objects from the cells of a function."""
 
 
-def _is_direct(tensors: tuple[Tensor | None, ...]) -> bool:
+def _may_bypass_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether a call may bypass the dispatcher. Profiles show only calls that do not."""
-    return is_plain(*tensors) and not is_profiled()
+    return may_bypass_dispatcher(*tensors) and not is_profiled()
 
 
 class Operator(Generic[Inputs]):
@@ -92,7 +92,7 @@ class Operator(Generic[Inputs]):
 
     If `impl` is "reference", the definition in PyTorch runs, which autograd differentiates and tracers record. Any other
     implementation runs its kernel: through the autograd Function if an input requires a gradient or a transform is on,
-    directly if `is_plain`, and otherwise through torch's dispatcher. `torch.export` always goes through the dispatcher,
+    directly if `may_bypass_dispatcher`, and otherwise through torch's dispatcher. `torch.export` always goes through the dispatcher,
     because it drops the gradient of an autograd Function.
     """
 
@@ -164,11 +164,11 @@ class Operator(Generic[Inputs]):
         tensors = args[: self._tensors]
         if is_differentiated(*tensors) and not is_exporting():
             return self._differentiable(*args)
-        return self._by_kernel(inputs) if _is_direct(tensors) else self._overload(*args)
+        return self._by_kernel(inputs) if _may_bypass_dispatcher(tensors) else self._overload(*args)
 
     def _computed(self, *args: Any) -> Any:
         """Return the results without a gradient."""
-        return self._by_kernel(self._contract(*args)) if _is_direct(args[: self._tensors]) else self._overload(*args)
+        return self._by_kernel(self._contract(*args)) if _may_bypass_dispatcher(args[: self._tensors]) else self._overload(*args)
 
     def _dispatched(self, *args: Any) -> Any:
         return self._by_kernel(self._contract(*args))

@@ -1,7 +1,7 @@
 """The block sizes that were tuned on a GPU: `tiles.json` beside this file, which `python bench/gpu_check.py --sections tune` writes.
 
 Each entry gave correct results on a GPU of its capability, and was faster there than the built-in sizes by more than
-the noise. Without an entry, the tables in each set's `kernels/launch.py` apply. Keys hold no sequence length, so the
+the noise. Without an entry, the tables in each set's `triton/launch.py` apply. Keys hold no sequence length, so the
 length does not change the bits of a result.
 """
 

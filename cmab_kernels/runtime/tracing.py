@@ -77,7 +77,7 @@ def is_transformed(tensor: Tensor) -> bool:
     return (_under_transform() and _is_wrapped(tensor)) or has_tangent(tensor)
 
 
-def is_watched() -> bool:
+def is_observed() -> bool:
     """Whether all calls are observed: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode autograd."""
     return _is_compiling() or is_traced_by_jit() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
 
@@ -120,7 +120,7 @@ def distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args))
 
 
-def is_plain(*tensors: Tensor | None) -> bool:
+def may_bypass_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether a call may bypass the dispatcher: no compiler, tracer or mode is active, and each tensor's memory holds
     its values.
 
@@ -137,10 +137,10 @@ def is_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
-def is_direct(chosen: str, *tensors: Tensor | None) -> bool:
+def may_call_native(chosen: str, *tensors: Tensor | None) -> bool:
     """Whether one native call may replace a composition of differentiable parts: no gradient is requested, and no
     compiler, tracer or mode observes the call."""
-    return chosen == "native" and not is_differentiated(*tensors) and is_plain(*tensors)
+    return chosen == "native" and not is_differentiated(*tensors) and may_bypass_dispatcher(*tensors)
 
 
 def has_values(tensor: Tensor) -> bool:

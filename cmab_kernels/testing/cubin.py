@@ -21,7 +21,7 @@ import torch
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
-from ..runtime.backends import FAMILIES
+from ..runtime.backends import IMPLEMENTATIONS
 from ..runtime.tiles import forget
 from ..runtime.triton_launch import Kernel, compiled_kernel
 from .descriptors import lost_descriptors
@@ -101,9 +101,9 @@ def as_if_on(capability: int) -> Iterator[None]:
     def capability_of(_: object) -> tuple[int, int]:
         return divmod(capability, 10)
 
-    for family in FAMILIES.values():  # import before the patch: a module imported later would keep the patched function
-        if "triton" in family:
-            importlib.import_module(family["triton"])
+    for operator_set in IMPLEMENTATIONS.values():  # import before the patch: a module imported later would keep the patched function
+        if "triton" in operator_set:
+            importlib.import_module(operator_set["triton"])
     ours = [module for name, module in sys.modules.items() if name.startswith("cmab_kernels.") and hasattr(module, "capability_of")]
     with contextlib.ExitStack() as patched:
         for module in ours:

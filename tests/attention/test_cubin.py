@@ -20,10 +20,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton.language as tl
 
-from cmab_kernels.attention import kernels
+from cmab_kernels.attention import triton as kernels
 from cmab_kernels.attention.contract import Attention, AttentionBackward
-from cmab_kernels.attention.kernels import launch as launches
-from cmab_kernels.attention.kernels.launch import Tiles
+from cmab_kernels.attention.triton import launch as launches
+from cmab_kernels.attention.triton.launch import Tiles
 from cmab_kernels.runtime.tiles import FILE, read, using
 from cmab_kernels.runtime.triton_launch import Kernel, kernel
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, narrow_offsets, record

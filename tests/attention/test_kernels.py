@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cmab_kernels.attention import kernels, schema
+from cmab_kernels.attention import schema
+from cmab_kernels.attention import triton as kernels
 from cmab_kernels.attention.contract import Attention, AttentionBackward
-from cmab_kernels.attention.kernels import runs
-from cmab_kernels.attention.kernels.launch import backward_keys_tiles
-from cmab_kernels.attention.kernels.rows import sum_runs
 from cmab_kernels.attention.state import AttentionState, subtract_state
+from cmab_kernels.attention.triton import runs
+from cmab_kernels.attention.triton.launch import backward_keys_tiles
+from cmab_kernels.attention.triton.rows import sum_runs
 from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error
 from cmab_kernels.testing.cubin import as_if_on
@@ -304,8 +305,8 @@ def test_wrong_offsets(offsets: list[int], keys: int) -> None:
     assert out.isnan().all() and lse.isnan().all()
     grads = kernels.attention_backward(AttentionBackward(out, lse, q, k, v, None, given, out, lse, 1.0, EVERYTHING))
     assert all(grad.isnan().all() for grad in grads)
-    vetted = runs.vetted(given, keys)
-    assert vetted is not None and vetted.tolist() == [0, keys, keys, keys, keys, 1]
+    checked_offsets = runs.checked_offsets(given, keys)
+    assert checked_offsets is not None and checked_offsets.tolist() == [0, keys, keys, keys, keys, 1]
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [5, 0, 65], [1] * 3000])
@@ -313,12 +314,12 @@ def test_vetted_offsets(sizes: list[int]) -> None:
     """Good offsets of any strides are kept, and a single descent is noticed wherever it is among many sets."""
     good = [0, *itertools.accumulate(sizes)]
     given = torch.tensor(good).repeat_interleave(3)[::3]
-    vetted = runs.vetted(given, good[-1])
-    assert vetted is not None and vetted.tolist() == [*good, 0]
+    checked_offsets = runs.checked_offsets(given, good[-1])
+    assert checked_offsets is not None and checked_offsets.tolist() == [*good, 0]
     for place in {1, len(good) // 2, len(good) - 2} if len(good) > 2 else ():
         bad = given.clone()
         bad[place] = bad[place - 1] - 1
-        spoilt = runs.vetted(bad, good[-1])
+        spoilt = runs.checked_offsets(bad, good[-1])
         assert spoilt is not None and spoilt[-1] == 1, place
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cmab_kernels.attention import kernels
+from cmab_kernels.attention import triton as kernels
 from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.testing.fused import fused_products
 

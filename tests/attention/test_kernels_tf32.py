@@ -15,9 +15,9 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from cmab_kernels.attention import kernels
+from cmab_kernels.attention import triton as kernels
 from cmab_kernels.attention.contract import Attention
-from cmab_kernels.attention.kernels import launch
+from cmab_kernels.attention.triton import launch
 from cmab_kernels.runtime.tiles import using
 from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.runtime.triton_products import in_place, product

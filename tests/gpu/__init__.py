@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cmab_kernels.runtime.backends import FAMILIES
+from cmab_kernels.runtime.backends import IMPLEMENTATIONS
 
 DEVICE = "cuda"
 
 
 def impls(operator_set: str) -> list[str]:
     """The implementations of an operator set that run on a GPU."""
-    return [impl for impl in FAMILIES[operator_set] if impl != "native"]
+    return [impl for impl in IMPLEMENTATIONS[operator_set] if impl != "native"]

@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 
 import cmab_kernels as ck
-from cmab_kernels.layers import kernels as layer_kernels
+from cmab_kernels.layers import triton as layer_kernels
 from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
-from cmab_kernels.nystrom.continual import kernels
 from cmab_kernels.nystrom.continual import state as state_module
+from cmab_kernels.nystrom.continual import triton as kernels
 from gpu_machine.driver import stub
 
 CALLS, ROUNDS = 30, 400

@@ -86,7 +86,7 @@ def accuracy(suite: type[OperatorSuite], name: str, extents: dict[str, int], ord
 
 def test_every_kernel_is_named_here() -> None:
     found = (name for _, name, _ in pkgutil.walk_packages(cmab_kernels.__path__, "cmab_kernels."))
-    names = [name for name in found if ".kernels" in name]
+    names = [name for name in found if ".triton" in name]
     modules = [importlib.import_module(name) for name in names]
     assert {value.__name__ for module in modules for value in vars(module).values() if isinstance(value, Kernel)} == EVERY
 
@@ -190,7 +190,7 @@ def test_other_prefixes(suite: type[OperatorSuite]) -> None:
 
 def test_prefixes_of_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KEYS", "PREFIXES"):
-        monkeypatch.setattr(f"cmab_kernels.attention.prefix.kernels.backward.{name}", 16)
+        monkeypatch.setattr(f"cmab_kernels.attention.prefix.triton.backward.{name}", 16)
     assert accuracy(prefix.TestEveryKey, "fp32", {"B": 1, "H": 1, "L": 3, "N": 40, "D": 8, "E": 8}) >= PREFIXES
 
 
@@ -287,7 +287,7 @@ def test_ridge_state_of_several_runs() -> None:
 @pytest.mark.parametrize("name", ["fp32", *SLOW])
 def test_ridge_prefixes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of three keys, in several runs; and long chunks, whose sums are added up."""
-    monkeypatch.setattr(importlib.import_module("cmab_kernels.intention.kernels.scan"), "GRAIN", 3)
+    monkeypatch.setattr(importlib.import_module("cmab_kernels.intention.triton.scan"), "GRAIN", 3)
     extents = {"B": 1, "H": 2, "N": 31, "D": 9, "E": 8}
     assert accuracy(intention.TestPrefixStates, name, extents) >= {*RIDGE_PREFIXES, "_scan_matrices"}
     monkeypatch.setattr(intention.TestPrefixStates, "every", 16)

@@ -23,7 +23,7 @@ NOISE = 1.02
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_unsupported", lambda family, impl, tensors: "it is made up" if impl == "native" else None)
+    monkeypatch.setattr(backends, "_unsupported", lambda operator_set, impl, tensors: "it is made up" if impl == "native" else None)
 
 
 def _measured() -> dict[tuple[str, str], tuple[str, list[torch.Tensor]]]:
@@ -72,5 +72,5 @@ def test_a_named_implementation_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert backends.choose("intention", "cuda", *rows) == "cuda"
     with use_impl("cuda"):
         assert backends.choose("intention", "auto", *rows) == "cuda"
-    monkeypatch.setattr(backends, "_unsupported", lambda family, impl, tensors: None if impl == "cuda" else "it is made up")
+    monkeypatch.setattr(backends, "_unsupported", lambda operator_set, impl, tensors: None if impl == "cuda" else "it is made up")
     assert backends.choose("intention", "auto", *rows) == "cuda"

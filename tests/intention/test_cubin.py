@@ -18,9 +18,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import triton.language as tl
 
-from cmab_kernels.intention import kernels
+from cmab_kernels.intention import triton as kernels
 from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward
-from cmab_kernels.intention.kernels import launch, sums
+from cmab_kernels.intention.triton import launch, sums
 from cmab_kernels.runtime.tiles import FILE, read, using
 from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, faults, record

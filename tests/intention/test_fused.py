@@ -33,7 +33,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     modules = {
         "cmab_kernels.intention.cuda": SimpleNamespace(unsupported=native.unsupported, ridge_solve=ridge_solve),
-        "cmab_kernels.intention.kernels": native,
+        "cmab_kernels.intention.triton": native,
         "cmab_kernels.intention.solve.cuda": backends.implementation("intention.solve", "native"),
     }
     for path, module in modules.items():
@@ -77,7 +77,7 @@ def test_what_the_one_kernel_does_not_do_is_of_the_completing_implementation() -
 
 
 def test_a_completing_implementation_that_cannot_run_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends._PROBLEMS, "cmab_kernels.intention.kernels", "no Triton here")
+    monkeypatch.setitem(backends._PROBLEMS, "cmab_kernels.intention.triton", "no Triton here")
     _, k, v, _, _ = _inputs()
     with pytest.raises(RuntimeError, match="no Triton here"):
         ck.ridge_state(k, v, impl="cuda")

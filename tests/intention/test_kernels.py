@@ -17,10 +17,10 @@ import triton
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.intention import kernels
+from cmab_kernels.intention import triton as kernels
 from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward, RidgeUpdate
-from cmab_kernels.intention.kernels import launch, scan, sums
 from cmab_kernels.intention.reference import prefix_ridge_backward_reference
+from cmab_kernels.intention.triton import launch, scan, sums
 from cmab_kernels.testing import between_margins, guarded_results
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"

@@ -18,11 +18,11 @@ from torch import Tensor
 
 import cmab_kernels as ck
 from cmab_kernels import nn
-from cmab_kernels.layers import kernels
+from cmab_kernels.layers import triton as kernels
 from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
-from cmab_kernels.layers.kernels import launch
-from cmab_kernels.layers.kernels.shares import added
 from cmab_kernels.layers.reference import RESIDUALS, attention_layer_reference, feed_forward_reference
+from cmab_kernels.layers.triton import launch
+from cmab_kernels.layers.triton.shares import added
 from cmab_kernels.runtime.triton_launch import Kernel
 from cmab_kernels.testing import between_margins, guarded_results, row_error
 

@@ -310,91 +310,91 @@ IN_PYTHON = {
 
 IN_TRITON = {
     "a dropped last block, in Triton": Fault(
-        "cmab_kernels/attention/kernels/forward.py",
+        "cmab_kernels/attention/triton/forward.py",
         "for start in tl.range(whole, last, BLOCK_N, num_stages=1):",
         "for start in tl.range(whole, whole, BLOCK_N, num_stages=1):",
         f"{KERNELS}::test_shapes",
     ),
     "a missing rescale, in Triton": Fault(
-        "cmab_kernels/attention/kernels/forward.py", "total = total * fade +", "total = total +", f"{KERNELS}::test_shapes"
+        "cmab_kernels/attention/triton/forward.py", "total = total * fade +", "total = total +", f"{KERNELS}::test_shapes"
     ),
     "base 2 for base e, in Triton": Fault(
-        "cmab_kernels/attention/kernels/forward.py",
+        "cmab_kernels/attention/triton/forward.py",
         "log2_scale = (scale_ * LOG2_E).to(DTYPE)",
         "log2_scale = scale_.to(DTYPE)",
         f"{KERNELS}::test_shapes",
     ),
     "runs that are merged without the incoming state": Fault(
-        "cmab_kernels/attention/kernels/forward.py", " + tl.sum(tl.exp(state - peak), 0))", ")", f"{KERNELS}::test_states"
+        "cmab_kernels/attention/triton/forward.py", " + tl.sum(tl.exp(state - peak), 0))", ")", f"{KERNELS}::test_states"
     ),
     "a maximum in another unit": Fault(
-        "cmab_kernels/attention/kernels/forward.py",
+        "cmab_kernels/attention/triton/forward.py",
         "peak_score = offset.to(tl.float64) / factor.to(tl.float64) * scale",
         "peak_score = peak.to(tl.float64) * scale",
         "tests/attention/test_kernels_large.py",
     ),
     "a gradient of the scores without delta, in Triton": Fault(
-        "cmab_kernels/attention/kernels/backward.py",
+        "cmab_kernels/attention/triton/backward.py",
         "slopes = weights * (dweights - delta)",
         "slopes = weights * dweights",
         f"{KERNELS}::test_shapes",
     ),
     "= for +=, in Triton": Fault(
-        "cmab_kernels/attention/kernels/backward.py",
+        "cmab_kernels/attention/triton/backward.py",
         "dq += product(slopes, keys, OPERAND, PRECISION, HIDDEN)",
         "dq = product(slopes, keys, OPERAND, PRECISION, HIDDEN)",
         f"{KERNELS}::test_shapes",
     ),
     "a gradient of an ignored key, in Triton": Fault(
-        "cmab_kernels/attention/kernels/backward.py",
+        "cmab_kernels/attention/triton/backward.py",
         "tile = tl.where(keep[:, None], tile, 0.0)",
         "tile = tile + 0.0",
         f"{KERNELS}::test_ignored_keys_have_no_gradient_of_a_bad_query",
     ),
     "a lost gradient through lse, in Triton": Fault(
-        "cmab_kernels/attention/kernels/rows.py",
+        "cmab_kernels/attention/triton/rows.py",
         "term -= tl.load(dlse + start, mask=inside, other=0.0)",
         "term -= 0.0",
         f"{KERNELS}::test_shapes",
     ),
     "a residue of lse at 1e38": Fault(
-        "cmab_kernels/attention/kernels/rows.py",
+        "cmab_kernels/attention/triton/rows.py",
         "rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E",
         "rest = rest * LOG2_E",
         "tests/attention/test_kernels_large.py",
     ),
     "a weight from a logarithm beyond 2^52": Fault(
-        "cmab_kernels/attention/kernels/rows.py",
+        "cmab_kernels/attention/triton/rows.py",
         "far = (tl.abs(logarithm) >= BEYOND)",
         "far = (tl.abs(logarithm) < 0)",
         "tests/attention/test_kernels_large.py::test_a_lone_largest_score_has_weight_one",
     ),
     "a removal of nothing that takes something": Fault(
-        "cmab_kernels/attention/kernels/removal.py",
+        "cmab_kernels/attention/triton/removal.py",
         "gap = removed - tl.where(nothing_there",
         "gap = tl.where(nothing_removed, 0.0, removed) - tl.where(nothing_there",
         f"{KERNELS}::test_removal",
     ),
     "a gradient of one run without the scale": Fault(
-        "cmab_kernels/attention/kernels/backward.py",
+        "cmab_kernels/attention/triton/backward.py",
         "torch.mul(shares, scale, out=dquery)",
         "dquery.copy_(shares)",
         f"{KERNELS}::test_shapes",
     ),
     "shares of runs that replace each other": Fault(
-        "cmab_kernels/attention/kernels/rows.py",
+        "cmab_kernels/attention/triton/rows.py",
         "total += tl.sum(tl.load(shares",
         "total = tl.sum(tl.load(shares",
         f"{KERNELS}::test_many_runs",
     ),
     "a run that begins where the set does": Fault(
-        "cmab_kernels/attention/kernels/runs.py",
+        "cmab_kernels/attention/triton/runs.py",
         "start = tl.minimum(first + tl.minimum(run, count_runs(last - first, most_runs)) * length, last)",
         "start = tl.minimum(first + run * 0, last)",
         f"{KERNELS}::test_several_runs",
     ),
     "offsets that fall and are taken": Fault(
-        "cmab_kernels/attention/kernels/runs.py", "bad |= falls > 0", "bad |= falls < 0", f"{KERNELS} -k offsets"
+        "cmab_kernels/attention/triton/runs.py", "bad |= falls > 0", "bad |= falls < 0", f"{KERNELS} -k offsets"
     ),
     "a 32-bit offset, in Triton": Fault(
         "cmab_kernels/runtime/triton_rows.py",
@@ -412,31 +412,31 @@ IN_TRITON = {
         f"{KERNELS}::test_shapes",
     ),
     "a prefix without its last chunk, in Triton": Fault(
-        "cmab_kernels/attention/prefix/kernels/forward.py",
+        "cmab_kernels/attention/prefix/triton/forward.py",
         "[None, :] <= prefix[:, None])",
         "[None, :] < prefix[:, None])",
         f"{PREFIX_KERNELS}::test_states_and_gradients",
     ),
     "a base that outweighs its share": Fault(
-        "cmab_kernels/attention/prefix/kernels/forward.py",
+        "cmab_kernels/attention/prefix/triton/forward.py",
         "base_out * (base_weight * share)[:, None]",
         "base_out * base_weight[:, None]",
         f"{PREFIX_KERNELS}",
     ),
     "a projected value without its bias": Fault(
-        "cmab_kernels/attention/projected/kernels/forward.py",
+        "cmab_kernels/attention/projected/triton/forward.py",
         "values += biases[1][None, :]",
         "values += 0.0",
         f"{PROJECTED_KERNELS}::test_shapes",
     ),
     "a projected key without its bias": Fault(
-        "cmab_kernels/attention/projected/kernels/forward.py",
+        "cmab_kernels/attention/projected/triton/forward.py",
         "keys += biases[0][None, :]",
         "keys += 0.0",
         f"{PROJECTED_KERNELS}::test_shapes",
     ),
     "a chunk of a wide head that counts twice": Fault(
-        "cmab_kernels/attention/projected/kernels/backward.py",
+        "cmab_kernels/attention/projected/triton/backward.py",
         "other = (chunk + ahead) % CHUNKS",
         "other = ahead % CHUNKS",
         f"{PROJECTED_KERNELS}::test_wide_heads",

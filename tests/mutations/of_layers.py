@@ -212,64 +212,64 @@ IN_PYTHON = {
 
 IN_TRITON = {
     "a normed residual that sends its gradient past the norm, in Triton": Fault(
-        "cmab_kernels/layers/kernels/rows.py",
+        "cmab_kernels/layers/triton/rows.py",
         "if dy is not None and not NORMED:",
         "if dy is not None:",
         f"{KERNELS}::test_feed_forward",
     ),
     "a joined layer that forgets that its residual is normed": Fault(
-        "cmab_kernels/layers/kernels/projections.py",
+        "cmab_kernels/layers/triton/projections.py",
         "mean, factor = row_norms(x, row, inside, eps, C, PIECE, NORMED, DTYPE)\n    result",
         "mean, factor = row_norms(x, row, inside, eps, C, PIECE, False, DTYPE)\n    result",
         f"{KERNELS}::test_attention",
     ),
     "columns past the last in a norm, in Triton": Fault(
-        "cmab_kernels/layers/kernels/rows.py",
+        "cmab_kernels/layers/triton/rows.py",
         "piece = tl.where(column + tl.arange(0, PIECE)[None, :] < C, piece - mean[:, None], 0.0)",
         "piece = piece - mean[:, None]",
         f"{KERNELS}::test_feed_forward",
     ),
     "heads that lie one in the other": Fault(
-        "cmab_kernels/layers/kernels/rows.py",
+        "cmab_kernels/layers/triton/rows.py",
         "first = ((row // length).to(tl.int64) * HEADS * length + row % length) * WIDTH",
         "first = ((row // length).to(tl.int64) * length + row % length) * WIDTH",
         f"{KERNELS}::test_attention",
     ),
     "a norm's gradient without its direction, in Triton": Fault(
-        "cmab_kernels/layers/kernels/rows.py", " - plain * along[:, None]) * factor", ") * factor", f"{KERNELS}::test_feed_forward"
+        "cmab_kernels/layers/triton/rows.py", " - plain * along[:, None]) * factor", ") * factor", f"{KERNELS}::test_feed_forward"
     ),
     "a layer without its residual": Fault(
-        "cmab_kernels/layers/kernels/feed_forward.py",
+        "cmab_kernels/layers/triton/feed_forward.py",
         "result += residual_rows(x, norm_weight, norm_bias, row, inside, mean, factor, C, C_PAD, NORMED)",
         "result += 0.0",
         f"{KERNELS}::test_feed_forward",
     ),
     "features that send nothing back": Fault(
-        "cmab_kernels/layers/kernels/feed_forward.py",
+        "cmab_kernels/layers/triton/feed_forward.py",
         "dnormed += product(dfeatures, load_tile(",
         "dnormed = product(dfeatures, load_tile(",
         f"{KERNELS}::test_feed_forward",
     ),
     "a slope that is NaN where a gate is infinite": Fault(
-        "cmab_kernels/layers/kernels/activation.py",
+        "cmab_kernels/layers/triton/activation.py",
         "tl.where(density == 0, 0.0, gates * density)",
         "gates * density",
         f"{KERNELS}::test_an_infinite_feature_sends_back_a_number",
     ),
     "an output projection without its bias": Fault(
-        "cmab_kernels/layers/kernels/projections.py",
+        "cmab_kernels/layers/triton/projections.py",
         "result += vector(bias, C, C_PAD, DTYPE)[None, :]",
         "result += 0.0",
         f"{KERNELS}::test_attention",
     ),
     "a gradient of the width of the one before": Fault(
-        "cmab_kernels/layers/kernels/shares.py",
+        "cmab_kernels/layers/triton/shares.py",
         "counts[2], widths[2]",
         "counts[2], widths[1]",
         f"{KERNELS}::test_feed_forward",
     ),
     "shares of a gradient that replace each other": Fault(
-        "cmab_kernels/layers/kernels/shares.py",
+        "cmab_kernels/layers/triton/shares.py",
         "total += tl.sum(tl.load(",
         "total = tl.sum(tl.load(",
         f"{KERNELS}::test_many_shares",

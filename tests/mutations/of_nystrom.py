@@ -226,82 +226,82 @@ IN_PYTHON = {
 
 IN_TRITON = {
     "a softmax whose gradient forgets the sum": Fault(
-        "cmab_kernels/nystrom/kernels/landmarks.py",
+        "cmab_kernels/nystrom/triton/landmarks.py",
         "dlogits = a * (da - tl.sum(a * da, 1)[:, None])",
         "dlogits = a * da",
         f"{KERNELS}::test_landmarks",
     ),
     "absent landmarks in the sums of the others": Fault(
-        "cmab_kernels/nystrom/kernels/landmarks.py",
+        "cmab_kernels/nystrom/triton/landmarks.py",
         "tl.where(both, tl.exp2((logits - peak[:, None]) * LOG2_E), 0.0)",
         "tl.exp2((logits - peak[:, None]) * LOG2_E)",
         f"{KERNELS}::test_absent_landmarks_are_not_there",
     ),
     "logits that stay infinite, in Triton": Fault(
-        "cmab_kernels/nystrom/kernels/landmarks.py",
+        "cmab_kernels/nystrom/triton/landmarks.py",
         "logits = tl.where(logits > largest, largest, tl.where(logits < -largest, -largest, logits))",
         "logits = logits + 0.0",
         f"{KERNELS}::test_logits_beyond_the_range_are_at_its_end",
     ),
     "a dropped last block of a product": Fault(
-        "cmab_kernels/nystrom/kernels/blocks.py",
+        "cmab_kernels/nystrom/triton/blocks.py",
         "for k in range(0, inner, BLOCK):",
         "for k in range(0, inner - BLOCK + 1, BLOCK):",
         f"{KERNELS}::test_inverses_in_blocks",
     ),
     "a product without its shift": Fault(
-        "cmab_kernels/nystrom/kernels/blocks.py", "identity_block(shift, k, j, OPERAND) - b)", "b)", f"{KERNELS}::test_landmarks_in_blocks"
+        "cmab_kernels/nystrom/triton/blocks.py", "identity_block(shift, k, j, OPERAND) - b)", "b)", f"{KERNELS}::test_landmarks_in_blocks"
     ),
     "an iterate that is written over": Fault(
-        "cmab_kernels/nystrom/kernels/blocks.py",
+        "cmab_kernels/nystrom/triton/blocks.py",
         "        z, new = new, z\n",
         "        new = z\n",
         f"{STEP_KERNELS}::test_more_landmarks_than_registers_hold",
     ),
     "a huge logit that is subtracted in Triton": Fault(
-        "cmab_kernels/nystrom/continual/kernels/rows.py",
+        "cmab_kernels/nystrom/continual/triton/rows.py",
         "sound = sure & ",
         "sound = ",
         f"{STEP_KERNELS}::test_the_largest_of_huge_logits_leaves",
     ),
     "no guard on phi": Fault(
-        "cmab_kernels/nystrom/continual/kernels/rows.py",
+        "cmab_kernels/nystrom/continual/triton/rows.py",
         "(phi >= 0.5 * peak) & ",
         "",
         f"{STEP_KERNELS}::test_weights_that_outweigh_the_rest",
     ),
     "no guard on values": Fault(
-        "cmab_kernels/nystrom/continual/kernels/rows.py",
+        "cmab_kernels/nystrom/continual/triton/rows.py",
         "(size >= 0.5 * largest) & ",
         "",
         f"{STEP_KERNELS}::test_values_that_fade {STEP_KERNELS}::test_values_that_outweigh_the_rest",
     ),
     "a log-scale that follows every logit in Triton": Fault(
-        "cmab_kernels/nystrom/continual/kernels/rows.py",
+        "cmab_kernels/nystrom/continual/triton/rows.py",
         "top_before + HEADROOM",
         "top_before",
         f"{STEP_KERNELS}::test_log_scales",
     ),
     "a new token that is subtracted": Fault(
-        "cmab_kernels/nystrom/continual/kernels/rows.py",
+        "cmab_kernels/nystrom/continual/triton/rows.py",
         "newest, gone = row_of(tokens - 1, oldest, capacity), row_of(-1, oldest, capacity)",
         "newest, gone = row_of(tokens - 1, oldest, capacity), row_of(0, oldest, capacity)",
         f"{STEP_KERNELS}::test_fixed_landmarks",
     ),
     "rows that are never made anew on schedule": Fault(
-        "cmab_kernels/nystrom/continual/kernels/nystrom.py",
+        "cmab_kernels/nystrom/continual/triton/nystrom.py",
         "due = ((position - row) % SCHEDULE == 0) | (spoilt > 0)",
         "due = (row < 0) | (spoilt > 0)",
         f"{STEP_KERNELS}::test_rows_are_made_anew_on_schedule",
     ),
     "rows that do not move up with their landmarks, in Triton": Fault(
-        "cmab_kernels/nystrom/continual/kernels/nystrom.py",
+        "cmab_kernels/nystrom/continual/triton/nystrom.py",
         "shift = tl.where(segment > 0, 1, 0)",
         "shift = tl.where(segment > 0, 0, 0)",
         f"{STEP_KERNELS}::test_nystrom",
     ),
     "a landmark replaced a token late, in Triton": Fault(
-        "cmab_kernels/nystrom/continual/kernels/landmarks.py",
+        "cmab_kernels/nystrom/continual/triton/landmarks.py",
         "phase = (position - 1) % window + 1",
         "phase = position % window + 1",
         f"{STEP_KERNELS}::test_nystrom",

@@ -82,7 +82,7 @@ def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("width, inside", [(65, True), (256, True), (257, False)])
 def test_keys_on_a_gpu_are_written_where_heads_are_wide(width: int, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel projects heads wider than 256 there, and the definition would store all scores."""
-    launch = pytest.importorskip("cmab_kernels.attention.projected.kernels.launch", exc_type=ImportError)
+    launch = pytest.importorskip("cmab_kernels.attention.projected.triton.launch", exc_type=ImportError)
     monkeypatch.setattr(launch, "device_problem", lambda _: None)
     with FakeTensorMode():
         query, inputs, weight = (torch.empty(*shape, device="cuda") for shape in ((2, 8, width), (1, 9, 4), (2 * width, 4)))
@@ -92,7 +92,7 @@ def test_keys_on_a_gpu_are_written_where_heads_are_wide(width: int, inside: bool
 @pytest.mark.parametrize("columns, inside", [(128, True), (129, False)])
 def test_keys_on_a_gpu_are_written_where_wide_inputs_are_trained_on(columns: int, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' gradients would compute all scores again for each piece of the columns."""
-    launch = pytest.importorskip("cmab_kernels.attention.projected.kernels.launch", exc_type=ImportError)
+    launch = pytest.importorskip("cmab_kernels.attention.projected.triton.launch", exc_type=ImportError)
     monkeypatch.setattr(launch, "device_problem", lambda _: None)
     with FakeTensorMode():
         query, inputs, weight = (torch.empty(*shape, device="cuda") for shape in ((2, 8, 16), (1, 9, columns), (32, columns)))

@@ -19,9 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cmab_kernels.nystrom import kernels
+from cmab_kernels.nystrom import triton as kernels
 from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
-from cmab_kernels.nystrom.kernels import launch
+from cmab_kernels.nystrom.triton import launch
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, record
 from tests.machine_code import wrong
 

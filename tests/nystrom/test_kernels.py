@@ -15,10 +15,10 @@ import torch
 import triton
 from torch import Tensor
 
-from cmab_kernels.nystrom import kernels
+from cmab_kernels.nystrom import triton as kernels
 from cmab_kernels.nystrom.contract import LandmarkValuesBackward, Pinv
-from cmab_kernels.nystrom.kernels import large, launch
 from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_kernel, landmark_values_reference
+from cmab_kernels.nystrom.triton import large, launch
 from cmab_kernels.testing import between_margins, guarded_results
 
 from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_nearly_singular, check_pinv, landmarks, with_gradient, with_gradients

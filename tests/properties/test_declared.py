@@ -54,7 +54,7 @@ def test_an_operator_without_a_declaration_is_seen() -> None:
 
 @pytest.mark.parametrize("operator", sorted(backends.OPERATORS))
 def test_every_implementation_on_a_cpu_is_declared(operator: str) -> None:
-    there = {"reference", *(impl for impl in backends.FAMILIES[backends.OPERATORS[operator]] if impl == "native")}
+    there = {"reference", *(impl for impl in backends.IMPLEMENTATIONS[backends.OPERATORS[operator]] if impl == "native")}
     suites = [suite for suite in declarations() if suite.operator == operator]
     assert suites and all(there <= set(suite.impls) for suite in suites)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...runtime.backends import passed_on
+from ...runtime.backends import impl_for
 from ...runtime.checks import (
     check_count,
     check_dense,
@@ -130,4 +130,4 @@ def divided(total: Tensor, by: Tensor) -> Tensor:
 
 def solver_of(impl: str) -> str:
     """The `impl` that an estimator passes to its solves: the same if solves have it, else "auto"."""
-    return passed_on(impl, "intention", "intention.solve")
+    return impl_for(impl, "intention", "intention.solve")

@@ -12,7 +12,7 @@ from ...attention import AttentionState, check_state
 from ...layers import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
 from ...runtime.backends import kernel
 from ...runtime.dtypes import state_dtype
-from ...runtime.tracing import is_differentiated, is_plain, is_watched
+from ...runtime.tracing import is_differentiated, is_observed, may_bypass_dispatcher
 from ..parts import fused_impl, has_other_forwards, plain_parameters
 from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
 
@@ -54,7 +54,7 @@ def update(
     if found is None:
         return None
     shape, given = _before(blocks, inputs, state, lead)
-    if is_differentiated(inputs, latents, *given, *found[0]) or not is_plain(*given):
+    if is_differentiated(inputs, latents, *given, *found[0]) or not may_bypass_dispatcher(*given):
         return None
     y, out, lse = updated_blocks(_over_batch(latents, inputs.shape[0]), inputs, mask, given, *found)
     return y, AttentionState(out.view(shape), lse.view(shape[:-1]))
@@ -68,7 +68,7 @@ def read(
     if found is None:
         return None
     shape, given = _before(blocks, inputs, state, lead)
-    if is_differentiated(inputs, *given, *found[0]) or not is_plain(*given):
+    if is_differentiated(inputs, *given, *found[0]) or not may_bypass_dispatcher(*given):
         return None
     out, lse = read_blocks(inputs, mask, given, *found)
     return AttentionState(out.view(shape), lse.view(shape[:-1]))
@@ -119,7 +119,7 @@ def _callable(
     Return None if one call cannot replace the modules. `read` is the inputs, or the attention's output over the inputs.
     `collect` looks up the parameters; None means all parameters.
     """
-    if is_watched() or fused_impl(latents) != "native" or not is_plain(latents, read, mask):
+    if is_observed() or fused_impl(latents) != "native" or not may_bypass_dispatcher(latents, read, mask):
         return None
     if not latents.numel() or not read.shape[0] or not blocks[0].latents.shape[0]:
         return None

@@ -14,7 +14,7 @@ from ...runtime.backends import check_name, choose, imported
 from ...runtime.checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, fixed, mismatch, refuse_not_finite
 from ...runtime.dtypes import state_dtype
 from ...runtime.setting import now
-from ...runtime.tracing import as_row, extent, is_profiled, is_watched
+from ...runtime.tracing import as_row, extent, is_observed, is_profiled
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel
 from .reference import row_sums
@@ -177,7 +177,7 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
     Otherwise take the checked path. It raises or runs the step, with a row in the profile if a profiler is on."""
     retroactive = output == "retroactive"
     form = None
-    is_seen = is_watched() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
+    is_seen = is_observed() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
     if output in OUTPUTS and not is_seen:
         named = now().impl if impl == "auto" else impl  # a compiler does not trace this branch
         if named in FAST and (result := _native(step.name)(state, query, key, value, retroactive)) is not None:

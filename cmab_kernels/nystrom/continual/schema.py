@@ -18,7 +18,7 @@ from ...runtime.backends import kernel
 from ...runtime.checks import autocasts, refuse_not_finite
 from ...runtime.flops import flop_formula
 from ...runtime.operator import LIB, schema_of
-from ...runtime.tracing import has_memory, is_differentiated, is_plain
+from ...runtime.tracing import has_memory, is_differentiated, may_bypass_dispatcher
 from ..costs import executed_attention_operations, mean_operations
 from .contract import AttentionStep, NystromStep
 from .reference import attention_step_reference, nystrom_step_reference
@@ -211,7 +211,7 @@ class StepOperator:
         if impl == "reference":
             refuse_not_finite(query=query, key=key, value=value)
             return self._reference(state, query, key, value, retroactive)
-        if not _is_plain(state, query, key, value):
+        if not _may_bypass_dispatcher(state, query, key, value):
             return self._dispatched(state, query, key, value, retroactive, impl)
         return run_step(self.name, impl, own_memory(state), query, key, value, retroactive)
 
@@ -225,8 +225,8 @@ def is_differentiated_step(state: Any, *tokens: Tensor) -> bool:
     return is_differentiated(*tokens, *[field for field in state if isinstance(field, Tensor)])
 
 
-def _is_plain(state: Any, *tokens: Tensor) -> bool:
-    return is_plain(*tokens, *[field for field in state if isinstance(field, Tensor)])
+def _may_bypass_dispatcher(state: Any, *tokens: Tensor) -> bool:
+    return may_bypass_dispatcher(*tokens, *[field for field in state if isinstance(field, Tensor)])
 
 
 def _rings(state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...runtime.backends import FAMILIES, OPERATORS
+from ...runtime.backends import IMPLEMENTATIONS, OPERATORS
 from ..interpreter import INTERPRETING
 from ..memory import poisoned_memory
 from .declaration import DTYPES, Declaration, Measured
@@ -78,7 +78,7 @@ class OperatorSuite(OnGpu, Gradients, Errors):
     @classmethod
     def _move_to_gpu(cls) -> None:
         """Test the operator's GPU implementations in place of the declared ones, with the changes of `on_gpu`."""
-        there = FAMILIES.get(OPERATORS.get(cls.operator, ""), {})
+        there = IMPLEMENTATIONS.get(OPERATORS.get(cls.operator, ""), {})
         cls.impls = tuple(impl for impl in there if impl == "triton" or (impl == "cuda" and not INTERPRETING))
         for name, value in vars(cls).get("on_gpu", {}).items():
             setattr(cls, name, value)

@@ -18,9 +18,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 
-from cmab_kernels.attention.kernels import launch as launches
-from cmab_kernels.attention.prefix import kernels
+from cmab_kernels.attention.prefix import triton as kernels
 from cmab_kernels.attention.prefix.contract import PrefixAttention, PrefixAttentionBackward
+from cmab_kernels.attention.triton import launch as launches
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 from tests.machine_code import by_matrix_units, wrong
 

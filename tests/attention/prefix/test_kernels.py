@@ -14,10 +14,10 @@ import triton
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.attention.prefix import kernels
+from cmab_kernels.attention.prefix import triton as kernels
 from cmab_kernels.attention.prefix.contract import PrefixAttention, PrefixAttentionBackward
-from cmab_kernels.attention.prefix.kernels import backward, cut
 from cmab_kernels.attention.prefix.reference import prefix_attention_backward_reference, prefix_attention_reference
+from cmab_kernels.attention.prefix.triton import backward, cut
 from cmab_kernels.testing import between_margins, guarded_results
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"

@@ -16,10 +16,10 @@ pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from cmab_kernels.attention.projected import kernels
+from cmab_kernels.attention.projected import triton as kernels
 from cmab_kernels.attention.projected.contract import ProjectedAttention, ProjectedAttentionBackward
-from cmab_kernels.attention.projected.kernels import launch as launches
-from cmab_kernels.attention.projected.kernels.launch import Tiles
+from cmab_kernels.attention.projected.triton import launch as launches
+from cmab_kernels.attention.projected.triton.launch import Tiles
 from cmab_kernels.testing.cubin import Launch, as_if_on, compiled, record
 from tests.machine_code import wrong
 

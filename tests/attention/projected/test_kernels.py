@@ -16,10 +16,10 @@ import triton
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.attention.projected import kernels
+from cmab_kernels.attention.projected import triton as kernels
 from cmab_kernels.attention.projected.contract import ProjectedAttention, ProjectedAttentionBackward
-from cmab_kernels.attention.projected.kernels import launch
 from cmab_kernels.attention.projected.reference import projected_attention_reference
+from cmab_kernels.attention.projected.triton import launch
 from cmab_kernels.runtime.tiles import forget
 from cmab_kernels.testing import between_margins, guarded_results, row_error
 
@@ -157,7 +157,7 @@ def test_several_runs() -> None:
 
 
 def test_more_runs_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cmab_kernels.attention.projected.kernels.backward.MOST_PROGRAMS", 4)
+    monkeypatch.setattr("cmab_kernels.attention.projected.triton.backward.MOST_PROGRAMS", 4)
     Case(batch=5, rows=9, heads=1).check()
 
 

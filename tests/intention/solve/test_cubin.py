@@ -13,7 +13,7 @@ pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from cmab_kernels.intention.solve import kernels
+from cmab_kernels.intention.solve import triton as kernels
 from cmab_kernels.intention.solve.contract import RegularisedSolve
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, faults, record
 

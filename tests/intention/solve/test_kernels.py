@@ -16,10 +16,10 @@ import triton
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.intention.solve import kernels
+from cmab_kernels.intention.solve import triton as kernels
 from cmab_kernels.intention.solve.contract import RegularisedSolve
-from cmab_kernels.intention.solve.kernels import launch
 from cmab_kernels.intention.solve.reference import regularised_solve_reference
+from cmab_kernels.intention.solve.triton import launch
 from cmab_kernels.runtime.constants import ILL_CONDITIONED
 from cmab_kernels.testing import between_margins, guarded_results, lapack_ratio
 

@@ -16,7 +16,7 @@ pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from cmab_kernels.nystrom.continual import kernels
+from cmab_kernels.nystrom.continual import triton as kernels
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, record
 from tests.machine_code import wrong
 

@@ -18,9 +18,9 @@ import triton
 from torch import Tensor
 
 import cmab_kernels as ck
-from cmab_kernels.nystrom.continual import kernels
-from cmab_kernels.nystrom.continual.kernels import launch
+from cmab_kernels.nystrom.continual import triton as kernels
 from cmab_kernels.nystrom.continual.state import ContinualNystromState, next_state, remembered
+from cmab_kernels.nystrom.continual.triton import launch
 from cmab_kernels.testing import STREAMS, between_margins, guarded_results, row_error
 
 from .memory_cases import (

@@ -6,7 +6,7 @@ import math
 import triton
 import triton.language as tl
 
-from ...attention.kernels.forward import LOG2_E
+from ...attention.triton.forward import LOG2_E
 
 # With z = |x| / sqrt(2): exp(-z^2) t P(t) is the probability that a standard normal variable lies beyond |x|, where t =
 # 1 / (1 + k z). t P(t), the Chebyshev interpolant of csrc/linear/activation.h, is erfcx(z) / 2 to 2.4e-8 (k = 0.3) or

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Gradients without atomics, and without a key or a value in memory: both passes project the inputs again.
 
-With dy, the gradients [dK, dV] of the projections of a tile (see `attention.kernels.backward`):
+With dy, the gradients [dK, dV] of the projections of a tile (see `attention.triton.backward`):
 
     dQ = scale dS K      dW = dy' x^      db = sum dy      dx^ = sum over heads of dy W
 
@@ -21,10 +21,10 @@ from torch import Tensor
 from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device
 from ....runtime.triton_products import in_place, product
 from ....runtime.triton_rows import kept_keys, rows_at
-from ...kernels.backward import product_over_queries, scores_of, weigh
-from ...kernels.forward import LOG2_E
-from ...kernels.rows import load_rows, row_terms, sum_runs
-from ...kernels.runs import Cut, cut_keys, locate, vetted
+from ...triton.backward import product_over_queries, scores_of, weigh
+from ...triton.forward import LOG2_E
+from ...triton.rows import load_rows, row_terms, sum_runs
+from ...triton.runs import Cut, checked_offsets, cut_keys, locate
 from ..contract import ProjectedAttentionBackward
 from .launch import (
     MOST_PROGRAMS,
@@ -322,7 +322,7 @@ def projected_attention_backward(given: ProjectedAttentionBackward) -> tuple[Ten
     queries, mask, normed = joined(query), mask_bytes(key_padding_mask), eps is not None
     E, operand = out.shape[-1], products(inputs.dtype).operand
     with on_device(query):
-        offsets = vetted(cu_seqlens, inputs.shape[1])
+        offsets = checked_offsets(cu_seqlens, inputs.shape[1])
         made = joined(out).contiguous(), joined(lse).contiguous()
         terms = row_terms(joined(dout), joined(dlse), *made, scale, operand, query.dtype)
         call = _Call(

@@ -24,7 +24,7 @@ from .backward_in_parts import _backward_in_parts
 from .forward import IN_SHARED, LOG2_E
 from .launch import WIDEST_BLOCK, backward_keys_tiles, backward_products, backward_tiles, piece_of_columns
 from .rows import load_rows, row_terms, sum_runs
-from .runs import cut_keys, locate, vetted
+from .runs import checked_offsets, cut_keys, locate
 
 IN_PLACE = ("half",)
 """For these kinds of products, `_backward_keys` transposes its tiles, so that P and dS are operands without a move."""
@@ -386,7 +386,7 @@ def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tenso
     grads = [fresh(x, memory_format=torch.contiguous_format) if need else None for x, need in zip((query, key, value), needs, strict=True)]
     dquery, dkey, dvalue = grads
     with on_device(query):
-        offsets = vetted(cu_seqlens, N)
+        offsets = checked_offsets(cu_seqlens, N)
         terms = row_terms(dout, dlse, out.contiguous(), lse.contiguous(), scale, passes.operand, sums, passes.filled_to)
         read = (query, key, value, mask, offsets, *terms)
         numbers = (

@@ -16,7 +16,7 @@ from ...runtime.triton_products import in_place, product, product_of_wide
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from ..contract import Attention
 from .launch import WIDEST_BLOCK, forward_constants, merge_constants
-from .runs import count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad, vetted
+from .runs import checked_offsets, count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 IN_SHARED = tl.constexpr(32)
@@ -301,7 +301,7 @@ def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
     forward, block = _chosen(query.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
     out_strides, lse_strides = state_strides(state_out, state_lse)
     with on_device(query):
-        offsets = vetted(cu_seqlens, N)
+        offsets = checked_offsets(cu_seqlens, N)
         out = query.new_empty(slots, H, L, E, dtype=state_dtype(query.dtype))
         lse = query.new_empty(slots, H, L, dtype=torch.float64)
         forward(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...attention.contract import Attention, AttentionBackward
-from ...attention.kernels import attention_backward, attention_forward
+from ...attention.triton import attention_backward, attention_forward
 from ...runtime.triton_launch import on_device
 from ..contract import AttentionLayer, AttentionLayerBackward, needed, needs_part, needs_query_key_value, needs_rows
 from .launch import aligned

@@ -14,11 +14,11 @@ from ....runtime.tiles import has_little_shared_memory
 from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device, triton_dtype
 from ....runtime.triton_products import product
 from ....runtime.triton_rows import GRAIN, kept_keys, load_tile, rows_at, tile_at
-from ...kernels.backward import product_over_queries, store_keys, weigh
-from ...kernels.forward import LOG2_E, state_strides
-from ...kernels.launch import WIDEST_BLOCK, backward_products, backward_tiles
-from ...kernels.rows import RESOLUTION, base_two, sum_runs
-from ...kernels.runs import MOST_RUNS as MOST_SHARES
+from ...triton.backward import product_over_queries, store_keys, weigh
+from ...triton.forward import LOG2_E, state_strides
+from ...triton.launch import WIDEST_BLOCK, backward_products, backward_tiles
+from ...triton.rows import RESOLUTION, base_two, sum_runs
+from ...triton.runs import MOST_RUNS as MOST_SHARES
 from ..contract import PrefixAttentionBackward
 from .cut import KEYS, MOST_RUNS, PREFIXES, chunk_of, cut_runs, group_of, scan_constants, tile_of_keys
 from .forward import chunk_of_row, queries_of, row_of_query, weighted

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from ....runtime.triton_products import product
-from ...kernels.blocks import iterate_in_blocks
-from ...kernels.squares import iterate
+from ...triton.blocks import iterate_in_blocks
+from ...triton.squares import iterate
 from .rows import EXTRA
 from .window import COLUMNS, logits, row_of, span
 

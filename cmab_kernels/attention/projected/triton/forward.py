@@ -10,8 +10,8 @@ from ....runtime.tiles import chosen_once
 from ....runtime.triton_launch import Kernel, alignment, allows_tf32, kernel, mask_bytes, on_device
 from ....runtime.triton_products import product_of_wide
 from ....runtime.triton_rows import kept_keys, load_tile, tile_at
-from ...kernels.forward import LOG2_E, absorb, merge_runs, state_of, state_strides, store_state, units
-from ...kernels.runs import cut_keys, locate, vetted
+from ...triton.forward import LOG2_E, absorb, merge_runs, state_of, state_strides, store_state, units
+from ...triton.runs import checked_offsets, cut_keys, locate
 from ..contract import ProjectedAttention
 from .launch import apart, chunks, forward_constants, joined, queries_at_once, row_strides
 from .tiles import columns_of_chunk, head_bias, projected, row_norms
@@ -241,7 +241,7 @@ def projected_attention_forward(given: ProjectedAttention) -> tuple[Tensor, Tens
     forward, block = _chosen(inputs.dtype, query.device, C, D, E, min(L, 256), eps is not None, alignment(queries, inputs), allows_tf32())
     strides = state_strides(before_out, before_lse)
     with on_device(query):
-        offsets = vetted(cu_seqlens, N)
+        offsets = checked_offsets(cu_seqlens, N)
         out = query.new_empty(cut.slots, K * H, L, E)
         lse = query.new_empty(cut.slots, K * H, L, dtype=torch.float64)
         forward(

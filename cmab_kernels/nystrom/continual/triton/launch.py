@@ -12,8 +12,8 @@ from ....runtime.constants import SCHEDULE
 from ....runtime.dtypes import FLOATING, state_dtype
 from ....runtime.tiles import chosen_once, padded
 from ....runtime.triton_launch import Kernel, device_problem, on_device, triton_dtype
-from ...kernels.blocks import SQUARES
-from ...kernels.launch import MOST_IN_REGISTERS, MOST_LANDMARKS, products, warps
+from ...triton.blocks import SQUARES
+from ...triton.launch import MOST_IN_REGISTERS, MOST_LANDMARKS, products, warps
 from ..state import ContinualAttentionState, ContinualNystromState, State, next_state, refuse_other_output
 from .attention import _attention_step
 from .nystrom import _nystrom_step

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ....runtime.tiles import BLACKWELL, HOPPER, capability_of, padded
 from ....runtime.triton_launch import MOST_ROWS, WIDEST, Products, allows_tf32, device_problem, triton_dtype
-from ...kernels.runs import MOST_QUERIES
+from ...triton.runs import MOST_QUERIES
 from .tiles import columns_of_chunk
 
 SPLIT = 8

@@ -13,8 +13,8 @@ from torch import Tensor
 from ....runtime.dtypes import state_dtype
 from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device
 from ....runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
-from ...kernels.forward import LOG2_E, _factor, _offset, absorb, share_of_weight, state_strides, units, unless_empty
-from ...kernels.launch import WIDEST_BLOCK, forward_constants
+from ...triton.forward import LOG2_E, _factor, _offset, absorb, share_of_weight, state_strides, units, unless_empty
+from ...triton.launch import WIDEST_BLOCK, forward_constants
 from ..contract import PrefixAttention
 from .cut import Windows, chunk_of, cut_windows, scan_constants, tile_of_keys, window_of
 

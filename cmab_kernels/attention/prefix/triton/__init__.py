@@ -7,7 +7,7 @@ The keys are cut into windows, and no program waits for another.
 - `backward` a scan in reverse of what prefixes send back, then gradients as in the kernels of attention
 """
 
-from ...kernels import unsupported
+from ...triton import unsupported
 from .backward import prefix_backward
 from .forward import prefix_forward
 

@@ -57,7 +57,7 @@ def _vet(cu_seqlens, offsets, sets: tl.int32, stride: tl.int64, N: tl.int32, BLO
     tl.store(offsets + sets + 1, bad.to(tl.int32))
 
 
-def vetted(cu_seqlens: Tensor | None, keys: int) -> Tensor | None:
+def checked_offsets(cu_seqlens: Tensor | None, keys: int) -> Tensor | None:
     """Return offsets of S sets as int32 (S + 2,) that kernels may trust: they rise from 0 to `keys`.
 
     The last element is 1 if invalid offsets were given. One small kernel checks this on the device; the host does not
