@@ -14,11 +14,12 @@ if _missing := [package for package in ("huggingface_hub", "safetensors", "tqdm"
     # With this `name`, `python -m` prints the error in one line, without a traceback.
     raise ImportError(f'cmab_models: it needs {", ".join(_missing)}; pip install "cmab-kernels[models]"', name=__name__)
 
+from .data.frames import FrameEvents, events_from_frame
 from .neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP, NeuralProcess
 from .neural_processes.cnp import Total
 from .neural_processes.inctnp import Cache
 from .neural_processes.points import Points
-from .point_processes import CMHP, THP, CMHPState, PointProcess, THPState
+from .point_processes import CMHP, THP, CMHPState, Events, PointProcess, THPState
 from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
 from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer, StreamState
 
@@ -37,7 +38,9 @@ __all__ = [
     "Attention",
     "ContinualNystromformer",
     "ContinualTransformer",
+    "Events",
     "FewShot",
+    "FrameEvents",
     "IncTNP",
     "Informer",
     "Intention",
@@ -46,4 +49,5 @@ __all__ = [
     "PointProcess",
     "SigmaInformer",
     "Transformer",
+    "events_from_frame",
 ]

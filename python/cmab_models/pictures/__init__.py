@@ -21,7 +21,7 @@ PICTURES = {
     "gp-matern": "bands",
     **dict.fromkeys(("digits", "faces", "photographs", "emoji", "emnist", "celeba"), "completion"),
     "wheel": "regret",
-    **dict.fromkeys(("hawkes", "departures"), "intensity"),
+    **dict.fromkeys(("hawkes", "departures", "mooc", "reddit"), "intensity"),
     **dict.fromkeys(("patches", "series", "gtzan", "thumos"), "landmarks"),
     "few-shot": "shots",
     "least-squares": "width",

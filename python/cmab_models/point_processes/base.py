@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cmab_kernels.runtime.checks import check_dense, kind_of, mismatch
+from cmab_kernels.runtime.checks import check_count, check_dense, check_number, kind_of, mismatch
 from cmab_kernels.runtime.dtypes import state_dtype
 from cmab_kernels.runtime.tracing import has_values
 
 from ..choices import largest
 from ..pretrained import Pretrained
+from .events import Events
 from .mixture import SHORTEST
-from .parts import EventEmbedding, EventHead, NextEvent
+from .parts import EventEmbedding, EventHead, LogGaps, NextEvent
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class LogProb(NamedTuple):
@@ -34,6 +38,17 @@ class LogProb(NamedTuple):
     is given"""
     correct: Tensor
     """(B, N) bool: whether the most likely mark was the right one; False at padding"""
+
+
+class Continuation(NamedTuple):
+    """Events that follow a history, of each sequence as many as there are, padded to the most."""
+
+    times: Tensor
+    """(B, N) float64, in order; 0 at padding"""
+    marks: Tensor
+    """(B, N) int64; 0 at padding"""
+    there: Tensor
+    """(B, N) bool: True at events, False at padding"""
 
 
 class PointProcess(Pretrained):
@@ -64,6 +79,27 @@ class PointProcess(Pretrained):
     num_marks: int
     embedding: EventEmbedding
     head: EventHead
+
+    @classmethod
+    def for_events(cls, events: Events, *, period: float | None = None, **options: Any) -> Self:
+        """Return a new model that suits training data: `num_marks`, `log_gap_mean`, `log_gap_std` and `period` are those
+        of the events.
+
+        With the defaults of the constructor, which suit gaps of about 1, a model of data in other units has a wrong
+        scale of time and learns slowly, or not at all.
+
+        Args:
+            events: sequences of events.
+            period: a time after which patterns recur, in the unit of the times, such as 24.0 for hours; None: the
+                typical gap, exp(`log_gap_mean`).
+            options: other arguments of the constructor, and those that shall not come from the events.
+
+        >>> events = cmab_models.Events.pad([[0.1, 0.4, 0.5], [0.2, 0.9]], [[0, 1, 2], [1, 1]], [1.0, 1.0])
+        >>> model = cmab_models.CMHP.for_events(events, dim=16, num_latents=4, num_heads=2)
+        >>> model.num_marks, round(model.embedding.period, 2)
+        (3, 0.21)
+        """
+        return cls(**(arguments_for(events, period) | options))
 
     @abstractmethod
     def _read(self, state: Any, time: Tensor, embedded: Tensor) -> Any:
@@ -100,6 +136,52 @@ class PointProcess(Pretrained):
         result: NextEvent = self.head(self._summary(None if state is None else self._known(state)))
         return result
 
+    @torch.no_grad()
+    def sample(
+        self, state: Any, until: float | Tensor, generator: torch.Generator | None = None, *, max_events: int = 10_000
+    ) -> Continuation:
+        """Return a random continuation of each history in `state`: all events after its last one, up to the time `until`.
+
+        The gap to the next event is drawn from the prediction after the events so far, its mark likewise, and the event
+        is observed, until each sequence has passed `until`.
+
+        Args:
+            state: what `observe` returned, which is not changed, or None for sequences that start at time 0.
+            until: a number, or (B,), a time for each sequence, not before its last event. With a state of None, B is
+                the number of sequences.
+            generator: of the random numbers, on the device of the model; None: torch's own.
+            max_events: `RuntimeError` if a sequence has more events than this: then `until` is far away in terms of the
+                gaps that the model predicts.
+
+        >>> model = cmab_models.CMHP(num_marks=5, dim=16, num_latents=4, num_heads=2).eval()
+        >>> state = model.observe(None, torch.tensor([0.7, 0.9]), torch.tensor([4, 1]))
+        >>> times, marks, there = model.sample(state, until=5.0, generator=torch.Generator().manual_seed(0))
+        >>> times.shape == marks.shape == there.shape, bool((times[there] <= 5).all())
+        (True, True)
+        """
+        max_events = check_count("max_events", max_events)
+        last, until = self._span(state, until)
+        running = torch.ones_like(last, dtype=torch.bool)
+        none = last.new_zeros(len(last), 0)
+        times, marks, there = [none], [none.long()], [none.bool()]
+        while True:
+            predicted: NextEvent = self.head(self._summary(state).expand(len(until), -1))
+            last = last + predicted.time.draw(generator)
+            mark = torch.multinomial(predicted.mark.probs, 1, generator=generator).squeeze(1)
+            if last.isnan().any():
+                raise RuntimeError(mismatch("sample", "a NaN as the predicted time of an event", "a model with finite weights"))
+            running = running & (last <= until)
+            if not running.any():
+                break
+            if len(times) > max_events:
+                raise RuntimeError(mismatch("until", f"a time before which more than {max_events} events come", "an earlier one"))
+            last = last.where(running, until)  # a sequence that has ended waits for the others
+            for column, part in zip((times, marks, there), (last, mark, running), strict=True):
+                column.append(part.unsqueeze(1))
+            state = self.observe(state, last, mark)
+        events = Continuation(*(torch.cat(column, 1) for column in (times, marks, there)))
+        return Continuation(events.times.where(events.there, 0.0), events.marks.where(events.there, 0), events.there)
+
     def log_prob(self, times: Tensor, marks: Tensor, lengths: Tensor | None = None, end: Tensor | None = None) -> LogProb:
         """Return the log-likelihood of every event of sequences, given the events before it, in one pass.
 
@@ -109,33 +191,48 @@ class PointProcess(Pretrained):
             end: (B,), the end of each sequence's observation, not before its last event; None: its last event.
         """
         self._check(times=times, marks=marks, **({} if end is None else {"end": end}))
-        if times.dim() != 2 or marks.shape != times.shape:
-            raise ValueError(mismatch("times, marks", f"shapes {tuple(times.shape)}, {tuple(marks.shape)}", "(batch, events) for both"))
-        batch, longest = times.shape
-        lengths = torch.full((batch,), longest, device=times.device) if lengths is None else lengths
-        _check_lengths(lengths, batch, longest)
-        if end is not None and end.shape != (batch,):
-            raise ValueError(mismatch("end", f"shape {tuple(end.shape)}", f"(batch,) = ({batch},)"))
-        there = torch.arange(longest, device=times.device) < lengths.unsqueeze(1)
-        times, marks = times.double().where(there, 0.0), marks.where(there, 0)
-        gaps = _checked("times", times.diff(dim=1, prepend=torch.zeros_like(times[:, :1])).where(there, 1.0))
-        self._check_marks("marks", marks)
-
-        features = self._summaries(self.embedding(times, gaps, marks), there).flatten(0, 1)  # the first of each sequence: of no events
-        before = F.pad(there, (0, 1)).flatten().nonzero().squeeze(1)  # heads on padding would only cost time
-        predicted, came = self.head(features.index_select(0, before)), marks[there]
+        if end is not None and end.shape != times.shape[:1]:
+            raise ValueError(mismatch("end", f"shape {tuple(end.shape)}", f"(batch,) = {tuple(times.shape[:1])}"))
+        events, features = self._read_all(times, marks, lengths)
+        there, predicted = events.there, self.head(_before(features, events.there))
 
         def padded(values: Tensor) -> Tensor:
             return values.new_zeros(there.shape).masked_scatter(there, values)
 
         dtype = state_dtype(features.dtype)
-        survival = features.new_zeros(batch, dtype=dtype)
+        survival = features.new_zeros(len(there), dtype=dtype)
         if end is not None:
-            wait = _checked("end", end.double() - F.pad(times, (1, 0)).amax(1))  # counted from 0 without events
-            last = torch.arange(batch, device=times.device) * (longest + 1) + lengths
-            survival = self.head(features.index_select(0, last)).time.log_survival(wait.to(dtype))
-        time, correct = predicted.time.log_prob(gaps[there].to(dtype)), largest(predicted.mark.logits) == came
-        return LogProb(padded(time), padded(predicted.mark.log_prob(came)), survival, padded(correct))
+            wait = _checked("end", end.double() - F.pad(events.times, (1, 0)).amax(1))  # counted from 0 without events
+            rows = torch.arange(len(there), device=there.device)
+            survival = self.head(features[rows, there.sum(1)]).time.log_survival(wait.to(dtype))
+        time = predicted.time.log_prob(events.gaps[there].to(dtype))
+        came, likely = events.marks[there], largest(predicted.mark.logits)
+        return LogProb(padded(time), padded(predicted.mark.log_prob(came)), survival, padded(likely == came))
+
+    def next_events(self, times: Tensor, marks: Tensor, lengths: Tensor | None = None) -> NextEvent:
+        """Return the prediction of every event of sequences, given the events before it, in one pass.
+
+        Arguments are those of `log_prob`. The batch shape of the distributions is (E,), E events one sequence after the
+        other, without padding: that of `times[there]`.
+        """
+        self._check(times=times, marks=marks)
+        events, features = self._read_all(times, marks, lengths)
+        result: NextEvent = self.head(_before(features, events.there))
+        return result
+
+    def _read_all(self, times: Tensor, marks: Tensor, lengths: Tensor | None) -> tuple[_Sequences, Tensor]:
+        """Check sequences of events. Return them with zeros at padding, and the features (B, N + 1, features) of their
+        first 0, 1, ..., N events."""
+        if times.dim() != 2 or marks.shape != times.shape:
+            raise ValueError(mismatch("times, marks", f"shapes {tuple(times.shape)}, {tuple(marks.shape)}", "(batch, events) for both"))
+        batch, longest = times.shape
+        lengths = torch.full((batch,), longest, device=times.device) if lengths is None else lengths
+        _check_lengths(lengths, batch, longest)
+        there = torch.arange(longest, device=times.device) < lengths.unsqueeze(1)
+        times, marks = times.double().where(there, 0.0), marks.where(there, 0)
+        gaps = _checked("times", times.diff(dim=1, prepend=torch.zeros_like(times[:, :1])).where(there, 1.0))
+        self._check_marks("marks", marks)
+        return _Sequences(times, marks, gaps, there), self._summaries(self.embedding(times, gaps, marks), there)
 
     def intensity(self, times: Tensor, marks: Tensor, at: Tensor) -> Tensor:
         """Return the intensity (M,) of any event at each of the times `at` (M,), given the earlier events of times,
@@ -152,6 +249,21 @@ class PointProcess(Pretrained):
         before = torch.searchsorted(times, at)
         result: Tensor = self.head(features[0, before]).time.intensity(_checked("at", at - starts[before]).to(state_dtype(features.dtype)))
         return result
+
+    def _span(self, state: Any, until: float | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the time of the last event in `state`, and `until`, both (B,) float64."""
+        device = self.embedding.mark.weight.device
+        if not isinstance(until, Tensor):
+            check_number("until", until)
+            until = torch.tensor(until, dtype=torch.float64, device=device)
+        self._check(until=until)
+        start = torch.zeros(until.shape, device=device) if state is None else self._known(state).time
+        if until.dim() > 1 or (state is not None and until.dim() and until.shape != start.shape):
+            expected = "a number, or (batch,)" if state is None else f"a number, or ({len(start)},), the batch of the state"
+            raise ValueError(mismatch("until", f"shape {tuple(until.shape)}", expected))
+        start, end = (part.reshape(-1) for part in torch.broadcast_tensors(start.double(), until.double()))
+        _checked("until", end - start)
+        return start, end
 
     def _known(self, state: Any) -> Any:
         """Return the state; raise `TypeError` if `observe` cannot have returned it."""
@@ -179,6 +291,34 @@ class PointProcess(Pretrained):
             inside, values = inside and 0 <= least <= most < self.num_marks, f" from {least} to {most}"
         if not inside:
             raise ValueError(mismatch(name, f"{marks.dtype}{values}", f"torch.int64 from 0 to {self.num_marks - 1}"))
+
+
+def arguments_for(events: Events, period: float | None = None) -> dict[str, Any]:
+    """Return the arguments of a model's constructor that follow from its training data: see `PointProcess.for_events`."""
+    if not isinstance(events, Events):
+        raise TypeError(mismatch("events", kind_of(events), "Events, as Events.pad returns them"))
+    log_gaps, marks = LogGaps.of(events.gaps()[events.there]), events.marks[events.there]
+    num_marks = int(marks.max()) + 1 if len(marks) else 1
+    period = math.exp(log_gaps.mean) if period is None else period
+    return {"num_marks": num_marks, "log_gap_mean": log_gaps.mean, "log_gap_std": log_gaps.std, "period": period}
+
+
+class _Sequences(NamedTuple):
+    """Padded sequences of events, each tensor (B, N)."""
+
+    times: Tensor
+    marks: Tensor
+    gaps: Tensor
+    """at least `SHORTEST`, since the event before"""
+    there: Tensor
+    """False at padding"""
+
+
+def _before(features: Tensor, there: Tensor) -> Tensor:
+    """Return the features (E, features) from which each event is predicted: those of the events before it. Heads on
+    padding would only cost time."""
+    rows = F.pad(there, (0, 1)).flatten().nonzero().squeeze(1)
+    return features.flatten(0, 1).index_select(0, rows)
 
 
 def _check_lengths(lengths: Tensor, batch: int, longest: int) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, LogNormal, MixtureSameFamily
 
+from cmab_kernels.runtime.checks import mismatch
+from cmab_kernels.runtime.tracing import has_values
+
 from ..precision import in_single
 
 SHORTEST = 1e-10
 """The shortest time between events. Published data has events at equal times, where the density would be infinite."""
+_LEAST, _MOST = 1e-300, 1 - 2.0**-53
+"""Probabilities and densities below count as the first; probabilities beyond the second count as 1."""
+_HALVINGS = 64
+"""Bisections of an interval of logarithms; float64 resolves no more."""
 
 
 class LogNormalMixture(MixtureSameFamily):
@@ -43,6 +51,57 @@ class LogNormalMixture(MixtureSameFamily):
         weights, components = self.mixture_distribution, cast("LogNormal", self.component_distribution)
         standardised = (_longer_than_none(gap).log().unsqueeze(-1) - components.loc) / components.scale
         return torch.logsumexp(weights.logits + torch.special.log_ndtr(-standardised), -1)
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """Return the quantile of a probability `value` from 0 to 1: the next event comes before this gap with that
+        probability. A gap that the dtype cannot hold is infinite, or 0.
+
+        The quantile has no closed form. A bisection finds its logarithm in float64, between the quantiles of the
+        components. Derivatives are those of the implicit function.
+        """
+        if has_values(value) and not ((value >= 0) & (value <= 1)).all():
+            raise ValueError(mismatch("value", f"from {float(value.min())} to {float(value.max())}", "probabilities from 0 to 1"))
+        components = cast("LogNormal", self.component_distribution)
+        value = value.double().expand(torch.broadcast_shapes(value.shape, self.batch_shape))
+        inside = value.clamp(_LEAST, _MOST)
+        of_components = (components.loc.double() + components.scale.double() * torch.special.ndtri(inside).unsqueeze(-1)).detach()
+        low, high = of_components.amin(-1), of_components.amax(-1)
+        for _ in range(_HALVINGS):
+            middle = low + (high - low) / 2
+            below = self._probability(middle).detach() < inside
+            low, high = middle.where(below, low), high.where(below, middle)
+        error = self._probability(high) - inside  # the numerator has a gradient, and a value of 0
+        gap = (high - (error - error.detach()) / self._density(high).detach().clamp(min=_LEAST)).exp()
+        return gap.where(value > 0, 0.0).where(value < 1, math.inf).to(components.loc.dtype)
+
+    @property
+    def median(self) -> Tensor:
+        """The gap before which the next event comes with probability 1/2. Unlike the mean, it is always finite."""
+        return self.icdf(torch.full((), 0.5, device=self.mixture_distribution.logits.device))
+
+    def _standardised(self, log_gap: Tensor) -> Tensor:
+        components = cast("LogNormal", self.component_distribution)
+        return (log_gap.unsqueeze(-1) - components.loc.double()) / components.scale.double()
+
+    def _probability(self, log_gap: Tensor) -> Tensor:
+        """Return the probability, in float64, that the next event comes before a gap with this logarithm."""
+        below = torch.special.erfc(self._standardised(log_gap) / -math.sqrt(2)) / 2  # torch's ndtr is 0 below -8
+        return (self.mixture_distribution.probs.double() * below).sum(-1)
+
+    def _density(self, log_gap: Tensor) -> Tensor:
+        """Return the density of the logarithm of the gap, in float64."""
+        scale = cast("LogNormal", self.component_distribution).scale.double()
+        normal = (-(self._standardised(log_gap) ** 2) / 2).exp() / (scale * math.sqrt(2 * math.pi))
+        return (self.mixture_distribution.probs.double() * normal).sum(-1)
+
+    def draw(self, generator: torch.Generator | None = None) -> Tensor:
+        """Return one gap (...) float64 of each distribution. Unlike `sample`, it takes a generator."""
+        components = cast("LogNormal", self.component_distribution)
+        weights = self.mixture_distribution.probs
+        chosen = torch.multinomial(weights.flatten(0, -2), 1, generator=generator).view(*weights.shape[:-1], 1)
+        loc, scale = (part.double().gather(-1, chosen).squeeze(-1) for part in (components.loc, components.scale))
+        normal = torch.randn(loc.shape, dtype=loc.dtype, device=loc.device, generator=generator)
+        return (loc + scale * normal).exp()
 
     def intensity(self, gap: Tensor) -> Tensor:
         """Return the intensity f / S after a `gap` without events: the rate of the next event, given that it has not

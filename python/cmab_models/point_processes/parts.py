@@ -35,6 +35,14 @@ class LogGaps(NamedTuple):
     mean: float
     std: float
 
+    @classmethod
+    def of(cls, gaps: Tensor) -> LogGaps:
+        """Return those of gaps (N,). Gaps of 0, between events at equal times, are left out; without two different
+        others the standard deviation is 1."""
+        logs = gaps[gaps > 0].double().log()
+        std = float(logs.std()) if len(logs) > 1 else 0.0
+        return cls(float(logs.mean()) if len(logs) else 0.0, std or 1.0)
+
     def standardise(self, gaps: Tensor) -> Tensor:
         return (gaps.log() - self.mean) / self.std
 

@@ -16,6 +16,7 @@ from cmab_kernels.runtime.checks import mismatch
 from ..data.departures import DAY, departures
 from ..data.hawkes import Hawkes
 from ..point_processes import Events, PointProcess
+from ..point_processes.base import arguments_for
 from ..point_processes.cmhp import QUERIES
 from .base import BySystem, Task, seeded
 
@@ -52,10 +53,7 @@ class EventTask(Task):
         """Return the sequences of one part of the data, "train" or "test"."""
 
     def sizes(self, system: str) -> dict[str, Any]:
-        train = self.events("train")
-        log_gaps = train.gaps()[train.there].log()
-        mean, std = float(log_gaps.mean()), float(log_gaps.std())
-        sizes = {"num_marks": self.num_marks, "dim": 32, "log_gap_mean": mean, "log_gap_std": std, "period": self.period}
+        sizes = arguments_for(self.events("train"), period=self.period) | {"num_marks": self.num_marks, "dim": 32}
         if system == "thp":
             return sizes | {"depth": 2}
         return sizes | {"num_latents": 8, "output_latents": 4, "num_heads": 1, "ff_dim": 32, "depth": 1, "queries": self.queries}

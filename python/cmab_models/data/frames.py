@@ -1,0 +1,118 @@
+"""Events from a table of pandas or polars: a column of times, one of marks, and one that tells the sequences apart."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cmab_kernels.runtime.checks import kind_of, mismatch
+
+from ..point_processes import Events
+
+
+class FrameEvents(NamedTuple):
+    """The events of a table, and what its numbers stand for."""
+
+    events: Events
+    """times in `unit` since `start`; marks are indices into `marks`"""
+    marks: tuple[Hashable, ...]
+    """the labels, in order; () without a column of marks"""
+    sequences: tuple[Hashable, ...]
+    """the values that tell the sequences apart, in order; () without such a column"""
+    start: Any
+    """the time, as the table has it, that is 0"""
+    unit: str
+    """of the times"""
+
+
+def events_from_frame(
+    frame: Any,
+    time: str,
+    mark: str | None = None,
+    sequence: str | None = None,
+    *,
+    unit: str = "h",
+    start: Any = None,
+    end: Any = None,
+) -> FrameEvents:
+    """Return the rows of a table as sequences of events.
+
+    Args:
+        frame: a `pandas.DataFrame`, or another table that has `to_pandas`, as those of polars. Rows may be in any order.
+        time: the column of times: numbers, or timestamps, with or without a time zone.
+        mark: the column of labels, of any type that sorts; None: all marks are 0.
+        sequence: the column that tells sequences apart, such as a user; None: one sequence.
+        unit: of the times that timestamps become: "D", "h", "m" or "s". Numbers keep their unit.
+        start, end: the observation of all sequences, as the column of times has it. None: the first and the last time in
+            the table. An event at the start has a gap of 0.
+
+    `ValueError` for a column that is not there, for missing values, which it counts, for an empty table, and for a time
+    before the start or after the end.
+
+    >>> import pandas
+    >>> table = pandas.DataFrame({
+    ...     "when": pandas.to_datetime(["2026-01-01 08:00", "2026-01-01 12:30", "2026-01-01 09:00"]),
+    ...     "what": ["rain", "sun", "rain"],
+    ... })
+    >>> found = cmab_models.events_from_frame(table, "when", "what", start="2026-01-01", end="2026-01-02")
+    >>> found.events.times, found.marks, found.events.end
+    (tensor([[ 8.0000,  9.0000, 12.5000]], dtype=torch.float64), ('rain', 'sun'), tensor([24.], dtype=torch.float64))
+    """
+    import pandas
+
+    if unit not in _UNITS:
+        raise ValueError(mismatch("unit", repr(unit), f"one of {', '.join(_UNITS)}"))
+    table = frame.to_pandas() if hasattr(frame, "to_pandas") else frame
+    if not isinstance(table, pandas.DataFrame):
+        raise TypeError(mismatch("frame", kind_of(frame), "a pandas.DataFrame, or a table that has to_pandas"))
+    columns = {
+        name: _column(table, name, label) for name, label in (("time", time), ("mark", mark), ("sequence", sequence)) if label is not None
+    }
+    since_start, length, start = _clock(columns["time"], unit, start, end)
+    marks, labels = pandas.factorize(columns["mark"], sort=True) if mark is not None else (np.zeros(len(table), int), ())
+    groups, names = pandas.factorize(columns["sequence"], sort=True) if sequence is not None else (np.zeros(len(table), int), ())
+    order = np.lexsort((since_start, groups))
+    lengths = np.bincount(groups).tolist()
+    times, of_events = (torch.from_numpy(part[order]).split(lengths) for part in (since_start, marks))
+    events = Events.pad(times, of_events, [length] * len(lengths))
+    return FrameEvents(events, tuple(labels), tuple(names), start, unit)
+
+
+_UNITS = ("D", "h", "m", "s")
+
+
+def _column(table: Any, name: str, label: str) -> Any:
+    if label not in table.columns:
+        raise ValueError(mismatch(name, repr(label), f"one of the columns {', '.join(map(str, table.columns))}"))
+    column = table[label]
+    if not len(column):
+        raise ValueError(mismatch("frame", "no row", "at least one"))
+    if column.isna().any():
+        raise ValueError(mismatch(name, f"{int(column.isna().sum())} missing values in {label!r}", "none; drop their rows"))
+    return column
+
+
+def _clock(column: Any, unit: str, start: Any, end: Any) -> tuple[np.ndarray, float, Any]:
+    """Return the times since the start, the end as such a time, and the start."""
+    import pandas
+
+    one: Any
+    bounds: list[Any]
+    if pandas.api.types.is_numeric_dtype(column.dtype) and column.dtype != bool:
+        values, one = column.to_numpy(np.float64), 1.0
+        bounds = [None if each is None else float(each) for each in (start, end)]
+    elif pandas.api.types.is_datetime64_any_dtype(column.dtype):
+        values, one = pandas.to_datetime(column, utc=True), pandas.Timedelta(1, unit)
+        bounds = [None if each is None else pandas.to_datetime(each, utc=True) for each in (start, end)]
+    else:
+        raise TypeError(
+            mismatch("time", f"a column of {column.dtype}", "numbers or timestamps; pandas.to_datetime makes timestamps of text")
+        )
+    first, last = (given if given is not None else found for given, found in zip(bounds, (values.min(), values.max()), strict=True))
+    for name, given, beyond in (("start", first, values.min() < first), ("end", last, values.max() > last)):
+        if beyond:
+            raise ValueError(mismatch(name, given, f"times from {values.min()} to {values.max()} inside"))
+    return np.asarray((values - first) / one, dtype=np.float64), float((last - first) / one), first
