@@ -26,10 +26,10 @@ from ..runtime.checks import (
 )
 from ..runtime.dtypes import state_dtype
 from .contract import LandmarkValues, Pinv
-from .reference import absent_segments, segment_means
+from .reference import absent_segments, iterative_pinv_reference, landmark_kernel, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
 
-PINVS = ("iterative", "exact")
+PINVS = ("iterative", "exact", "shared")
 """The values of `pinv`."""
 
 
@@ -59,8 +59,10 @@ def nystrom_attention(
             When m does not divide the length, each of the first `length % m` segments has one token more.
         landmarks: the landmarks (q~, k~), in place of `num_landmarks`. Each is (H, m, D), shared over the batch, or (B,
             H, m, D).
-        pinv: "iterative", or "exact" (`torch.linalg.pinv`, whatever `impl` is).
-        pinv_iterations: the number of iterations of "iterative". Nyströmformer takes 6. On matrices without structure,
+        pinv: "iterative"; "exact" (`torch.linalg.pinv`, whatever `impl` is); or "shared": the iteration starts with
+            one norm for all matrices of the batch, as in published code. Take "shared" for weights that were trained
+            with that code. A result then depends on the rest of the batch.
+        pinv_iterations: the number of iterations of "iterative" and "shared". Nyströmformer takes 6. On matrices without structure,
             6 iterations are far from convergence.
         key_padding_mask: (B, N) bool, True = ignore. With `num_landmarks` the mask marks tokens, queries as well as
             keys, so it requires L = N. A landmark is then the mean of the unmasked tokens of its segment. A segment
@@ -102,7 +104,7 @@ def nystrom_attention(
         if chosen_landmarks.absent is not None and key_padding_mask is not None:
             query = query.masked_fill(key_padding_mask[:, None, :, None], 0.0)
         factor = key.shape[-1] ** -0.5 if scale is None else fixed(scale)
-        return _attend(query, key, value, chosen_landmarks, key_padding_mask, factor, iterations, impl)
+        return _attend(query, key, value, chosen_landmarks, key_padding_mask, factor, pinv, iterations, impl)
 
 
 def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -> Tensor:
@@ -158,11 +160,11 @@ class Landmarks(NamedTuple):
 
 
 def check_pinv(pinv: str, iterations: int) -> int:
-    """Check both options and return the number of iterations, 0 for the exact pseudo-inverse."""
+    """Check both options and return the number of iterations, 0 for "exact"."""
     if pinv not in PINVS:
         raise ValueError(mismatch("pinv", repr(pinv), f"one of {', '.join(PINVS)}"))
     iterations = _check_iterations("pinv_iterations", iterations)
-    return iterations if pinv == "iterative" else 0
+    return 0 if pinv == "exact" else iterations
 
 
 def _check_iterations(name: str, iterations: int) -> int:
@@ -222,15 +224,33 @@ def choose_landmarks(query: Tensor, key: Tensor, number: int | None, given: tupl
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, landmarks: Landmarks, mask: Tensor | None, scale: float, iterations: int, impl: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    landmarks: Landmarks,
+    mask: Tensor | None,
+    scale: float,
+    pinv: str,
+    iterations: int,
+    impl: str,
 ) -> Tensor:
     """Attend from the landmarks to the keys, multiply by the pseudo-inverse, and attend from the queries to the landmarks."""
     attend = impl_for(impl, "nystrom", "attention")
     near = landmarks.queries.to(key.dtype)
     averaged = attention_state(near, key, value, key_padding_mask=mask, scale=scale, impl=attend).out
-    values = _landmark_values(landmarks, averaged, scale, iterations, impl)
+    if pinv == "shared":
+        values = shared_landmark_values(landmarks, averaged, scale, iterations)
+    else:
+        values = _landmark_values(landmarks, averaged, scale, iterations, impl)
     wide = query.to(values.dtype)  # half precision cannot resolve W, whose entries are large and of both signs
     return latent_attention(wide, landmarks.keys, values, key_padding_mask=landmarks.absent, scale=scale, impl=attend).to(query.dtype)
+
+
+def shared_landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, iterations: int) -> Tensor:
+    """Return W (B, H, m, E) with the pseudo-inverse "shared". It consists of differentiable operations of torch."""
+    absent = None if landmarks.absent is None else landmarks.absent.unsqueeze(1)
+    matrix = landmark_kernel(landmarks.queries, landmarks.keys, absent, scale)
+    return iterative_pinv_reference(matrix, iterations, shared=True) @ averaged
 
 
 def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, iterations: int, impl: str) -> Tensor:

@@ -87,9 +87,13 @@ def _sum_of_copies(part: Tensor) -> Tensor:
     return torch.cat([block.contiguous().sum(-2) for block in blocks], dim=2)
 
 
-def iterative_pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
-    """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations; 0 for a matrix of zeros."""
+def iterative_pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = False) -> Tensor:
+    """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations; 0 for a matrix of zeros.
+
+    With `shared`, the norms are the largest of all matrices."""
     columns, rows = (matrix.abs().sum(dim).amax(-1)[..., None, None] for dim in (-2, -1))
+    if shared and matrix.numel():
+        columns, rows = columns.max(), rows.max()
     empty = columns == 0
     one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     # Divide by one norm after the other, because their product may overflow or underflow.

@@ -435,6 +435,12 @@ class ContinualNystromAttention(Continual, NystromAttention):
 
     @extending(NystromAttention)
     def __init__(self, *args: Any, sequence_len: int, output: str = "single", landmarks: str = "continual", **kwargs: Any) -> None:
+        for name, refused, allowed in (
+            ("conv_kernel_size", kwargs.get("conv_kernel_size"), None),
+            ("pinv", kwargs.get("pinv") == "shared", "'iterative' or 'exact'"),
+        ):
+            if refused:
+                raise ValueError(mismatch(name, repr(kwargs[name]), f"{allowed} in a stream; NystromAttention has it for whole windows"))
         super().__init__(*args, landmarks=landmarks, **kwargs)
         self._stream_over(sequence_len, output)
         if self.num_landmarks > sequence_len:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...nystrom import Landmarks, check_pinv, choose_landmarks, landmark_values_reference, logits, nystrom_attention
+from ...nystrom import (
+    Landmarks,
+    check_pinv,
+    choose_landmarks,
+    landmark_values_reference,
+    logits,
+    nystrom_attention,
+    shared_landmark_values,
+)
 from ...runtime.checks import as_autocast, as_they_are, check_count, mismatch
 from ..inputs import check_features
 from ..parts import computed
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
+from .official import nystrom_weights
 from .projections import extending, no_extra_keys
+
+if TYPE_CHECKING:
+    from typing import Self
 
 LANDMARKS = ("landmark_queries", "landmark_keys")
 
@@ -38,8 +50,11 @@ class NystromAttention(MatrixFreeAttention):
         landmarks: "segments": q~ and k~ are the means of m segments of the queries and of the keys. So m <= min(L, N),
             and a result also depends on later tokens. "fixed": q~ and k~ are parameters `landmark_queries` and
             `landmark_keys` (H, m, D). They are None until `fit_landmarks` makes them or a `state_dict` supplies them.
-        pinv: "iterative" or "exact"; see `cmab_kernels.nystrom_attention`.
-        pinv_iterations: the number of iterations of "iterative".
+        pinv: "iterative", "exact" or "shared"; see `cmab_kernels.nystrom_attention`.
+        pinv_iterations: the number of iterations.
+        conv_kernel_size: k, an odd number: adds to each head a convolution of its values over k tokens, `conv`, one
+            kernel for each head. Values of ignored tokens count as 0. As many queries as keys are needed. None: no
+            convolution.
 
     The other parameters have torch's names. So a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, and
     leaves fixed landmarks unchanged. `forward` is torch's, without `attn_mask` and `is_causal`: every landmark attends
@@ -48,7 +63,7 @@ class NystromAttention(MatrixFreeAttention):
     may be negative, and they sum to 1 only as far as the pseudo-inverse has converged. A wrong shape, dtype or device
     raises a `ValueError` or `TypeError` that names the argument.
 
-    L and N may differ, except with a `key_padding_mask` and landmarks "segments", where the mask marks queries as well
+    L and N may differ, except with a convolution, and a `key_padding_mask` and landmarks "segments", where the mask marks queries as well
     as keys. Ignored queries are read as 0, even if they are NaN, and their results have no meaning.
 
     Source: Nyströmformer (Xiong et al., AAAI 2021). Fixed landmarks are from Continual Low-Rank Scaled Dot-product
@@ -77,13 +92,17 @@ class NystromAttention(MatrixFreeAttention):
         landmarks: str = "segments",
         pinv: str = "iterative",
         pinv_iterations: int = 6,
+        conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         num_landmarks = check_count("num_landmarks", num_landmarks)
         if landmarks not in self.schemes:
             raise ValueError(mismatch("landmarks", repr(landmarks), f"one of {', '.join(self.schemes)}"))
         check_pinv(pinv, pinv_iterations)
+        if conv_kernel_size is not None and check_count("conv_kernel_size", conv_kernel_size) % 2 == 0:
+            raise ValueError(mismatch("conv_kernel_size", conv_kernel_size, "an odd number, as each token is the middle of its kernel"))
         super().__init__(*args, **kwargs)
+        self.conv = None if conv_kernel_size is None else self._convolution(int(conv_kernel_size))
         self.num_landmarks = num_landmarks
         self.landmarks = landmarks
         self.pinv = pinv
@@ -91,6 +110,53 @@ class NystromAttention(MatrixFreeAttention):
         if landmarks == "fixed":
             for name in LANDMARKS:
                 self.register_parameter(name, None)
+
+    def _convolution(self, size: int) -> torch.nn.Conv2d:
+        heads, like = self.num_heads, self._like
+        options: dict[str, Any] = {"padding": (size // 2, 0), "bias": False, "groups": heads, "device": like.device, "dtype": like.dtype}
+        return torch.nn.Conv2d(heads, heads, (size, 1), **options)
+
+    @classmethod
+    def from_official(cls, state_dict: Mapping[str, Tensor], *, num_heads: int, num_landmarks: int, pinv_iterations: int = 6) -> Self:
+        """Return the module (`batch_first`, `pinv="shared"`) with weights that published code saved.
+
+        `state_dict` is that of a `NystromformerAttention` or `NystromformerSelfAttention` of the package transformers,
+        or of a `NystromAttention` of the package nystrom-attention. Their dropout, norms and residuals stay outside.
+        Without an output projection, as in `NystromformerSelfAttention`, that of the module is the identity.
+
+        Results are those of the published modules, to rounding, for inputs without a mask whose length is a multiple of
+        `num_landmarks`, and is not equal to it in transformers, which then attends exactly. The first published module
+        lets landmarks average ignored tokens, and the second puts zeros before the tokens of other lengths.
+
+        `ValueError` for the names of another module and for weights of another shape. In nystrom-attention, `heads *
+        dim_head` must be `dim`.
+
+        >>> from transformers.models.nystromformer import modeling_nystromformer, configuration_nystromformer
+        >>> config = configuration_nystromformer.NystromformerConfig(
+        ...     hidden_size=16, num_attention_heads=2, num_landmarks=4, segment_means_seq_len=32
+        ... )
+        >>> theirs = modeling_nystromformer.NystromformerSelfAttention(config).eval()
+        >>> ours = cmab_kernels.nn.NystromAttention.from_official(theirs.state_dict(), num_heads=2, num_landmarks=4)
+        >>> tokens = torch.randn(3, 32, 16)
+        >>> torch.allclose(ours(tokens, tokens, tokens, need_weights=False)[0], theirs(tokens)[0], atol=1e-5)
+        True
+        """
+        weights = nystrom_weights(state_dict)
+        size = weights["conv.weight"].shape[2] if "conv.weight" in weights else None
+        like = weights["out_proj.weight"]
+        module = cls(
+            like.shape[0],
+            num_heads,
+            batch_first=True,
+            num_landmarks=num_landmarks,
+            pinv="shared",
+            pinv_iterations=pinv_iterations,
+            conv_kernel_size=size,
+            device=like.device,
+            dtype=like.dtype,
+        )
+        module.load_state_dict(weights)
+        return module
 
     @torch.no_grad()
     def fit_landmarks(self, tokens: Tensor, keys: Tensor | None = None, *, seed: int = 0) -> None:
@@ -143,14 +209,29 @@ class NystromAttention(MatrixFreeAttention):
         return self._project(0, query)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return nystrom_attention(query, key, value, key_padding_mask=mask, **self._options())
+        out = nystrom_attention(query, key, value, key_padding_mask=mask, **self._options())
+        return out if self.conv is None else out + self._convolved(query, value, mask)
+
+    def _convolved(self, query: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the convolution (B, H, N, E) of the values over tokens."""
+        if query.shape[2] != value.shape[2]:
+            raise ValueError(mismatch("value", f"{value.shape[2]} tokens", f"{query.shape[2]}, as many as query has, for the convolution"))
+        if mask is not None:
+            value = value.masked_fill(mask[:, None, :, None], 0.0)
+        assert self.conv is not None
+        result: Tensor = self.conv(value)
+        return result
 
     def _weights(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
         options = self._options()
         query, key = as_autocast(query, key)
         with as_they_are(key.device):
             landmarks = choose_landmarks(query, key, options.get("num_landmarks"), options.get("landmarks"), mask)
-            return _linear_map(query, key, landmarks, mask, self.pinv_iterations if self.pinv == "iterative" else 0)
+            weights = _linear_map(query, key, landmarks, mask, self.pinv, 0 if self.pinv == "exact" else self.pinv_iterations)
+            if self.conv is None:
+                return weights
+            unit = torch.eye(key.shape[2], dtype=weights.dtype, device=weights.device).expand(key.shape[0], self.num_heads, -1, -1)
+            return weights + self._convolved(query, unit, mask)
 
     def _options(self) -> dict[str, Any]:
         """Return the operator's keyword arguments for the landmarks and the pseudo-inverse."""
@@ -191,7 +272,7 @@ class NystromAttention(MatrixFreeAttention):
                 setattr(self, name, None)
 
 
-def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, iterations: int) -> Tensor:
+def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, pinv: str, iterations: int) -> Tensor:
     """Return the matrix (B, H, L, N) of the formula. It is a product of three matrices with inner dimension m."""
     scale, dtype = key.shape[-1] ** -0.5, landmarks.keys.dtype
     near, far, absent, ignored = landmarks.queries, landmarks.keys, None, None
@@ -203,7 +284,11 @@ def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor |
         near, far = (part.masked_fill(absent.unsqueeze(-1), 0.0) for part in (near, far))
     to_landmarks = _softmax(logits(query.to(dtype), far, scale), absent)
     to_keys = _softmax(logits(near.to(key.dtype).to(dtype), key.to(dtype), scale), ignored)
-    return (to_landmarks @ landmark_values_reference(near, far, to_keys, absent, scale, iterations)).to(query.dtype)
+    if pinv == "shared":
+        values = shared_landmark_values(landmarks, to_keys, scale, iterations)
+    else:
+        values = landmark_values_reference(near, far, to_keys, absent, scale, iterations)
+    return (to_landmarks @ values).to(query.dtype)
 
 
 def _softmax(scores: Tensor, ignored: Tensor | None) -> Tensor:

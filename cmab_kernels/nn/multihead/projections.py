@@ -114,7 +114,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
         An option that the parameters determine raises a `ValueError`.
         """
-        for name in ("embed_dim", "num_heads", "bias", "add_bias_kv", "kdim", "vdim", "device", "dtype"):
+        for name in ("embed_dim", "num_heads", "bias", "add_bias_kv", "kdim", "vdim", "device", "dtype", "conv_kernel_size"):
             if name in options:
                 raise ValueError(mismatch(name, repr(options[name]), "no such option, as it is that of the parameters, which are shared"))
         configuration: dict[str, Any] = {

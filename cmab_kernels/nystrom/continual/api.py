@@ -64,6 +64,8 @@ def continual_nystrom_init(
     """
     query, key, value = _window(query, key, value)
     iterations = check_pinv(pinv, pinv_iterations)
+    if pinv == "shared":
+        raise ValueError(mismatch("pinv", repr(pinv), "'iterative' or 'exact', as the streams of a batch do not depend on each other"))
     with as_they_are(key.device):
         chosen = choose_landmarks(query, key, num_landmarks, landmarks, None)
         if landmarks is not None:
