@@ -19,7 +19,7 @@ from ..runtime.tracing import needs_definition
 M = TypeVar("M", bound=nn.Module)
 
 
-def fused_impl(features: Tensor) -> str | None:
+def layer_impl(features: Tensor) -> str | None:
     """Return the implementation that computes a layer of `features` in one call, or None for torch's own operations.
 
     torch's operations are the better choice where there is no kernel, and under autocast, which keeps norms and sums in

@@ -16,7 +16,7 @@ from ...attention import AttentionState, attention_state, latent_attention, proj
 from ...layers import AttentionLayer, FeedForwardLayer, attention, check_residual, feed_forward
 from ...runtime.checks import check_count, check_heads, check_mask, mismatch
 from ..inputs import check_features, check_floating, for_part, hide_padding, join_heads, split_heads
-from ..parts import check_together, fused_impl, of_one_dtype, plain_parameters, projects_inside
+from ..parts import check_together, layer_impl, of_one_dtype, plain_parameters, projects_inside
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
@@ -63,7 +63,7 @@ class FeedForward(_Residual):
         parts: dict[str, Any] = self._modules
         norm, expand, contract = parts["norm"], parts["expand"], parts["contract"]
         n, e, c = plain_parameters(norm, nn.LayerNorm), plain_parameters(expand, nn.Linear), plain_parameters(contract, nn.Linear)
-        impl = fused_impl(latents)
+        impl = layer_impl(latents)
         if impl is None or n is None or e is None or c is None or not of_one_dtype(n, e, c):
             normed = norm(latents)
             features, gate = expand(normed).chunk(2, dim=-1)
@@ -106,12 +106,12 @@ class _Attention(_Residual):
         result: Tensor = rows + self.output(join_heads(attended).to(latents.dtype))
         return result
 
-    def _fused(
+    def _by_operator(
         self, latents: Tensor, context: Tensor | None, context_norm: nn.LayerNorm | None, mask: Tensor | None = None
     ) -> Tensor | None:
         """Return the layer's result (B, L, C) from one operator; None if the modules must be called one by one."""
         parts: dict[str, Any] = self._modules
-        impl, norm = fused_impl(latents), parts["norm"]
+        impl, norm = layer_impl(latents), parts["norm"]
         n, other = plain_parameters(norm, nn.LayerNorm), {} if context_norm is None else plain_parameters(context_norm, nn.LayerNorm)
         q, k, v, o = (plain_parameters(parts[name], nn.Linear) for name in ("query", "key", "value", "output"))
         if impl is None or n is None or other is None or q is None or k is None or v is None or o is None:
@@ -152,9 +152,9 @@ class SelfAttention(_Attention):
 
     def forward(self, latents: Tensor) -> Tensor:
         check_floating(self, latents=latents)
-        fused = self._fused(latents, None, None)
-        if fused is not None:
-            return fused
+        found = self._by_operator(latents, None, None)
+        if found is not None:
+            return found
         normed = self.norm(latents)
         return self.add(latents, latent_attention(*(self.heads(part, normed) for part in (self.query, self.key, self.value))))
 
@@ -189,8 +189,8 @@ class CrossAttention(_Attention):
         Latents (L, dim), shared over the batch, `read` the context. Memory then does not grow with N.
         """
         check_floating(self, latents=latents, context=context)
-        fused = None if latents.dim() == 2 else self._fused(latents, context, self.context_norm, key_padding_mask)
-        return self.add(latents, self.read(latents, context, None, key_padding_mask).out) if fused is None else fused
+        found = None if latents.dim() == 2 else self._by_operator(latents, context, self.context_norm, key_padding_mask)
+        return self.add(latents, self.read(latents, context, None, key_padding_mask).out) if found is None else found
 
     def read(
         self, latents: Tensor, context: Tensor, state: AttentionState | None = None, key_padding_mask: Tensor | None = None

@@ -13,7 +13,7 @@ from ...layers import Settings, attended_blocks, differentiated_blocks, read_blo
 from ...runtime.backends import kernel
 from ...runtime.dtypes import state_dtype
 from ...runtime.tracing import is_differentiated, is_observed, may_bypass_dispatcher
-from ..parts import fused_impl, has_other_forwards, plain_parameters
+from ..parts import has_other_forwards, layer_impl, plain_parameters
 from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
 
 
@@ -119,7 +119,7 @@ def _callable(
     Return None if one call cannot replace the modules. `read` is the inputs, or the attention's output over the inputs.
     `collect` looks up the parameters; None means all parameters.
     """
-    if is_observed() or fused_impl(latents) != "native" or not may_bypass_dispatcher(latents, read, mask):
+    if is_observed() or layer_impl(latents) != "native" or not may_bypass_dispatcher(latents, read, mask):
         return None
     if not latents.numel() or not read.shape[0] or not blocks[0].latents.shape[0]:
         return None

@@ -15,7 +15,7 @@ from ...layers import attention_layer, feed_forward_layer
 from ...runtime.checks import kind_of, mismatch
 from ..inputs import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, check_floating, is_additive
 from ..multihead import torchs_attention
-from ..parts import fused_impl, of_one_dtype, one_like, own_parameters, plain_parameters
+from ..parts import layer_impl, of_one_dtype, one_like, own_parameters, plain_parameters
 
 if TYPE_CHECKING:
     from typing import Self
@@ -71,7 +71,7 @@ class _FusedLayer(nn.Module):
             return "a dropout does more than its kind, or has hooks"
         if not self._has_their_blocks():
             return "a subclass has a block of its own"
-        if fused_impl(x) is None:
+        if layer_impl(x) is None:
             return "no kernel runs here, or autocast is on, which keeps norms and sums in float32"
         return None
 
