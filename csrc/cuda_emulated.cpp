@@ -15,7 +15,7 @@
 #include "common/tensor_view.cpp"
 #include "continual/cuda_binding.cpp"
 #include "continual/fields.cpp"
-#include "gram/cuda_binding.cpp"
+#include "intention/cuda_binding.cpp"
 #include "solve/cuda_binding.cpp"
 
 const cmab::Device cmab::kDevice = cmab::Device::kCpu;

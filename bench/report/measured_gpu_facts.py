@@ -72,11 +72,16 @@ def _sections(sections: Mapping[str, Any]) -> str:
 # ---- which kernels have changed --------------------------------------------------------------------------------------
 
 
+def _renamed(name: str) -> str:
+    """Return the path of a file whose folder had another name before."""
+    return name.replace("/kernels/", "/triton/").replace("csrc/gram/", "csrc/intention/").replace("csrc/pinv/", "csrc/nystrom/")
+
+
 class Changed:
     """The kernel sources that have changed, by their digests then and now."""
 
     def __init__(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
-        then = {name.replace("/kernels/", "/triton/"): value for name, value in then.items()}  # what the folders were called before
+        then = {_renamed(name): value for name, value in then.items()}
         self.total = len(now)
         self.files = sorted(name for name in now if now[name] != then.get(name))
         self.gone = sorted(then.keys() - now.keys())

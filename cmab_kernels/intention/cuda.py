@@ -1,4 +1,4 @@
-"""Sums over rows and the solve of their system on an NVIDIA GPU, fused in one CUDA kernel (csrc/gram)."""
+"""Sums over rows and the solve of their system on an NVIDIA GPU, fused in one CUDA kernel (csrc/intention)."""
 
 from __future__ import annotations
 

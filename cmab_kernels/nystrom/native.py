@@ -1,4 +1,4 @@
-"""The m x m part of Nyström attention on the CPU: calls into csrc/pinv, which fills tensors allocated here."""
+"""The m x m part of Nyström attention on the CPU: calls into csrc/nystrom, which fills tensors allocated here."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "continual/sums.h"
-#include "pinv/kernel.h"
+#include "nystrom/kernel.h"
 
 namespace cmab::cpu {
 namespace {

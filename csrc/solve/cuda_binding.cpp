@@ -1,6 +1,6 @@
 // Python binding of the batched regularised solve on a GPU.
 #include "common/cuda_bindings.h"
-#include "gram/cut.cuh"
+#include "intention/cut.cuh"
 #include "solve/regularised_solve.cuh"
 
 namespace cmab::cuda {

@@ -15,46 +15,55 @@ CUDA = "tests/intention/solve/test_cuda.py"
 
 IN_CPP = {
     "sums whose last run is dropped": Fault(
-        "csrc/gram/sums.cpp", "} while (key < end);", "} while (key + run_ < end);", f"{NATIVE}::test_borders_of_blocks_runs_and_pieces"
+        "csrc/intention/sums.cpp",
+        "} while (key < end);",
+        "} while (key + run_ < end);",
+        f"{NATIVE}::test_borders_of_blocks_runs_and_pieces",
     ),
     "pieces of the keys that are not added": Fault(
-        "csrc/gram/sums.cpp", "moment_of(head)[j] += sums", "moment_of(head)[j] = sums", f"{NATIVE}::test_borders_of_blocks_runs_and_pieces"
+        "csrc/intention/sums.cpp",
+        "moment_of(head)[j] += sums",
+        "moment_of(head)[j] = sums",
+        f"{NATIVE}::test_borders_of_blocks_runs_and_pieces",
     ),
     "sums before that are not added": Fault(
-        "csrc/gram/sums.cpp",
+        "csrc/intention/sums.cpp",
         "add_before(in, before.moment, in.shape.value_width, moment)",
         "(void)before.moment",
         f"{STATE}::test_every_split_gives_the_same_state",
     ),
     "a Gram matrix that is not mirrored": Fault(
-        "csrc/gram/sums.cpp", "gram[r * width + c] = gram[c * width + r];", "gram[r * width + c] = 0;", f"{NATIVE}::test_widths"
+        "csrc/intention/sums.cpp", "gram[r * width + c] = gram[c * width + r];", "gram[r * width + c] = 0;", f"{NATIVE}::test_widths"
     ),
     "masked keys that are counted": Fault(
-        "csrc/gram/sums.cpp",
+        "csrc/intention/sums.cpp",
         "key * in.ignored_stride[1]] != 0;",
         "key * in.ignored_stride[1]] > 1;",
         f"{STATE}::test_ignored_keys_are_not_counted",
     ),
     "an overflow that stays": Fault(
-        "csrc/gram/sums_kernel.h", "if (!all_finite(sums[0], R * kColumns))", "if (false)", f"{NATIVE}::test_sums_beyond_float32"
+        "csrc/intention/sums_kernel.h", "if (!all_finite(sums[0], R * kColumns))", "if (false)", f"{NATIVE}::test_sums_beyond_float32"
     ),
     "a gradient that takes the Gram matrix's for symmetric": Fault(
-        "csrc/gram/rows.cpp",
+        "csrc/intention/rows.cpp",
         "mirrored = slope.transposed();",
         "mirrored = slope;",
         f"{NATIVE}::test_slopes_of_any_layout {SUITE}::TestRidgeState",
     ),
     "half of a weight's gradient": Fault(
-        "csrc/gram/rows_kernel.h",
+        "csrc/intention/rows_kernel.h",
         "first + k, 1, &sum, T(0.5));",
         "first + k, 1, &sum, T(1));",
         f"{SUITE}::TestWeighted::test_accuracy -k native",
     ),
     "weights that pass by an ignored key": Fault(
-        "csrc/gram/rows_kernel.h", "weight ? weight[taken] : T(1));", "weight ? weight[k] : T(1));", f"{NATIVE} -k 'ignored or weights'"
+        "csrc/intention/rows_kernel.h",
+        "weight ? weight[taken] : T(1));",
+        "weight ? weight[k] : T(1));",
+        f"{NATIVE} -k 'ignored or weights'",
     ),
     "sums for a state in the precision of the keys": Fault(
-        "csrc/gram/binding.cpp", "inputs.exact = true;", "inputs.exact = false;", f"{STATE}::test_sums_are_float64_and_exact"
+        "csrc/intention/binding.cpp", "inputs.exact = true;", "inputs.exact = false;", f"{STATE}::test_sums_are_float64_and_exact"
     ),
     "lanes that share one penalty": Fault(
         "csrc/solve/lanes.h",
@@ -88,15 +97,17 @@ IN_CPP = {
 
 IN_CUDA = {
     "sums of a run that replace those before": Fault(
-        "csrc/gram/gram_block.cuh",
+        "csrc/intention/gram_block.cuh",
         "total(thread % cut_.owners(), s) += double(sums_[thread][s]);",
         "total(thread % cut_.owners(), s) = double(sums_[thread][s]);",
         f"{CUDA}::test_lengths",
     ),
     "a run that overflowed and is not repeated": Fault(
-        "csrc/gram/gram_block.cuh", "return live(place) && !finite;", "return false;", f"{CUDA}::test_overflow_is_repeated_in_float64"
+        "csrc/intention/gram_block.cuh", "return live(place) && !finite;", "return false;", f"{CUDA}::test_overflow_is_repeated_in_float64"
     ),
-    "weights of another tile": Fault("csrc/gram/gram_block.cuh", "weight_[first + k]", "weight_[first]", f"{CUDA}::test_sums_and_solution"),
+    "weights of another tile": Fault(
+        "csrc/intention/gram_block.cuh", "weight_[first + k]", "weight_[first]", f"{CUDA}::test_sums_and_solution"
+    ),
     "a probe of the condition that is not asked": Fault(
         "csrc/solve/solve_block.cuh",
         "if (probing) worthless |= is_worthless(norm);",

@@ -151,8 +151,8 @@ MODELS = {
     ),
     "an event that its own prediction has seen": Fault(
         "python/cmab_models/point_processes/base.py",
-        "before = F.pad(there, (0, 1))",
-        "before = F.pad(there, (1, 0))",
+        "rows = F.pad(there, (0, 1))",
+        "rows = F.pad(there, (1, 0))",
         "tests/models/test_events.py::test_a_prediction_does_not_see_its_event",
     ),
     "a survival taken for its complement": Fault(

@@ -106,16 +106,16 @@ IN_CPP = {
         f"{STEPS}::test_logits_up_to_the_largest_number {STEPS}::test_products_that_cancel_beyond_the_largest_number",
     ),
     "a pseudo-inverse that starts from one norm": Fault(
-        "csrc/pinv/kernel.h", "x / columns_.divisor() / rows_.divisor()", "x / columns_.divisor()", f"{NATIVE}::test_inverses"
+        "csrc/nystrom/kernel.h", "x / columns_.divisor() / rows_.divisor()", "x / columns_.divisor()", f"{NATIVE}::test_inverses"
     ),
     "a last iterate that is not the result": Fault(
-        "csrc/pinv/kernel.h", "std::swap(inverse_, even_);", "if (odd_ == even_) std::swap(inverse_, even_);", f"{NATIVE}::test_inverses"
+        "csrc/nystrom/kernel.h", "std::swap(inverse_, even_);", "if (odd_ == even_) std::swap(inverse_, even_);", f"{NATIVE}::test_inverses"
     ),
     "a gradient that forgets the norms": Fault(
-        "csrc/pinv/backward_kernel.h", "- sign * slope);", "- T(0) * sign * slope);", f"{NATIVE}::test_inverses"
+        "csrc/nystrom/backward_kernel.h", "- sign * slope);", "- T(0) * sign * slope);", f"{NATIVE}::test_inverses"
     ),
     "columns of a norm that tie and share nothing": Fault(
-        "csrc/pinv/backward_kernel.h", "product / sums.largest / T(count)", "product / sums.largest", f"{NATIVE}::test_inverses"
+        "csrc/nystrom/backward_kernel.h", "product / sums.largest / T(count)", "product / sums.largest", f"{NATIVE}::test_inverses"
     ),
 }
 

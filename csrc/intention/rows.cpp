@@ -2,7 +2,7 @@
 // independent, so their assignment to threads does not change a bit.
 #include <omp.h>
 
-#include "gram/plan.h"
+#include "intention/plan.h"
 
 namespace cmab::cpu {
 namespace {

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "common/elements.cuh"
-#include "gram/cut.cuh"
+#include "intention/cut.cuh"
 
 namespace cmab::cuda {
 

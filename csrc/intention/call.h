@@ -2,7 +2,7 @@
 // caller allocates everything.
 #pragma once
 
-#include "gram/gram.h"
+#include "intention/gram.h"
 
 namespace cmab::cpu {
 

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "common/tile.h"
-#include "pinv/backward_kernel.h"
-#include "pinv/pinv.h"
+#include "nystrom/backward_kernel.h"
+#include "nystrom/pinv.h"
 
 namespace cmab::cpu {
 namespace {

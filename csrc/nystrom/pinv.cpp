@@ -1,5 +1,5 @@
 // The driver of the m x m part of Nyström attention: runs a kernel for each matrix, on as many threads as pay off.
-#include "pinv/pinv.h"
+#include "nystrom/pinv.h"
 
 #include <omp.h>
 

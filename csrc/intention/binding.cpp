@@ -1,7 +1,7 @@
 // Python bindings of the sums over keys (K'WK, K'WV), their gradient, and rows times matrices, on the CPU.
 #include "common/arguments.h"
 #include "common/bindings.h"
-#include "gram/call.h"
+#include "intention/call.h"
 #include "solve/solve.h"
 
 using namespace cmab::cpu;

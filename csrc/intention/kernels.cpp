@@ -1,7 +1,7 @@
 // The table of kernels of regularised least squares for the instruction set that this file is compiled for.
 #include "common/instance.h"
-#include "gram/rows_kernel.h"
-#include "gram/sums_kernel.h"
+#include "intention/rows_kernel.h"
+#include "intention/sums_kernel.h"
 
 namespace cmab::cpu {
 

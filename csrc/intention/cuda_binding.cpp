@@ -1,6 +1,6 @@
 // Python bindings of the fused ridge solve on a GPU.
 #include "common/cuda_bindings.h"
-#include "gram/ridge_solve.cuh"
+#include "intention/ridge_solve.cuh"
 
 namespace cmab::cuda {
 namespace {

@@ -2,7 +2,7 @@
 // the pieces are added in ascending order. The cuts depend on N and the widths only.
 #include <omp.h>
 
-#include "gram/plan.h"
+#include "intention/plan.h"
 
 namespace cmab::cpu {
 namespace {

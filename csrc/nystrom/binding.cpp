@@ -1,7 +1,7 @@
 // Python bindings of the m x m part of Nyström attention on the CPU.
 #include "common/arguments.h"
 #include "common/bindings.h"
-#include "pinv/pinv.h"
+#include "nystrom/pinv.h"
 
 using namespace cmab::cpu;
 

@@ -1,6 +1,6 @@
 // The table of pseudo-inverse and landmark kernels for the instruction set that this file is compiled for.
 #include "common/instance.h"
-#include "pinv/landmarks_kernel.h"
+#include "nystrom/landmarks_kernel.h"
 
 namespace cmab::cpu {
 

@@ -2,7 +2,7 @@
 // the run is read from the L2 cache, and sums are stored only when complete.
 #pragma once
 
-#include "gram/tile.h"
+#include "intention/tile.h"
 
 namespace cmab::cpu {
 namespace {

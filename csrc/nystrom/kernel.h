@@ -3,7 +3,7 @@
 //   Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4.
 #pragma once
 
-#include "pinv/products.h"
+#include "nystrom/products.h"
 
 namespace cmab::cpu {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "common/instruction_sets.h"
 #include "common/plan.h"
-#include "gram/call.h"
+#include "intention/call.h"
 
 namespace cmab::cpu {
 

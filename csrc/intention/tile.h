@@ -3,7 +3,7 @@
 
 #include "common/panels.h"
 #include "common/tile.h"
-#include "gram/gram.h"
+#include "intention/gram.h"
 
 namespace cmab::cpu {
 namespace {

@@ -2,7 +2,7 @@
 // weights. A matrix is packed in panels of a few vectors of columns, so that a register tile reads it sequentially.
 #pragma once
 
-#include "gram/tile.h"
+#include "intention/tile.h"
 
 namespace cmab::cpu {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/stream.h"
-#include "gram/gram_block.cuh"
+#include "intention/gram_block.cuh"
 #include "solve/solve_block.cuh"
 
 namespace cmab::cuda {

@@ -7,7 +7,7 @@
 // P' = 7 I - X' is not stored: dQ P' = 7 dQ - dQ X'.
 #pragma once
 
-#include "pinv/kernel.h"
+#include "nystrom/kernel.h"
 
 namespace cmab::cpu {
 namespace {

@@ -1,6 +1,6 @@
 // The fused ridge kernel and its launches.
 #include "common/launch.cuh"
-#include "gram/ridge_solve.cuh"
+#include "intention/ridge_solve.cuh"
 
 namespace cmab::cuda {
 namespace {
