@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import NO_CHUNK, AttentionState, Removal, attention_state_of_chunks, projected_attention_state, subtract_state
-from ...runtime.checks import check_count, kind_of, mismatch
+from ...runtime.checks import as_flag, check_count, kind_of, mismatch
+from ..constructors import naming_options
 from ..parts import computed, plain_parameters, projects_inside
 from ..stream import AttentionStream
 from . import one_call
@@ -55,6 +56,7 @@ class CMABStack(StreamingBlocks):
     _streamed: tuple[nn.Module, ...] = ()
     """The `_readers` whose state the stream holds. Empty, because unknown, in a stack that version 0.1.0 pickled."""
 
+    @naming_options
     def __init__(
         self,
         dim: int,
@@ -78,7 +80,7 @@ class CMABStack(StreamingBlocks):
 
         `forward` reads and writes no state. It calls blocks one after the other if a block has hooks or a wrapper.
         """
-        self = self._computed()
+        self, all_blocks = self._computed(), as_flag("all_blocks", all_blocks)
         self._check(inputs, latents, key_padding_mask)
         blocks = self._blocks
         if all(plain_parameters(block, CMAB) is not None for block in blocks):
@@ -126,7 +128,7 @@ class CMABStack(StreamingBlocks):
         With `all_blocks` the result is (K, B, L_I, dim), the latents after each block. The papers' decoders attend to
         the latents of every block. A state or latents that do not fit the module raise a `ValueError` or `TypeError`.
         """
-        self = self._computed()
+        self, all_blocks = self._computed(), as_flag("all_blocks", all_blocks)
         self._check_streamed()
         self.stream._check(state)
         check_latents(latents, state.lse.shape[1], "state", self._blocks[0].latents)

@@ -19,11 +19,12 @@ from ...nystrom import (
     shared_landmark_values,
 )
 from ...runtime.checks import as_autocast, as_they_are, check_count, mismatch
+from ..constructors import extending
 from ..inputs import check_features
 from ..parts import computed
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .official import nystrom_weights
-from .projections import extending, no_extra_keys
+from .projections import no_extra_keys
 
 if TYPE_CHECKING:
     from typing import Self
