@@ -286,7 +286,8 @@ def is_free(operator_set: str, impl: str) -> bool:
 
 def check_name(operator_set: str, impl: str) -> None:
     """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
-    if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in IMPLEMENTATIONS[operator_set]):  # cheap: runs in every call
+    # Cheap, because it runs in every call.
+    if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in IMPLEMENTATIONS[operator_set]):
         check_choice("impl", impl, ("auto", *_names(operator_set)))  # raises
 
 

@@ -16,7 +16,7 @@ from .autograd import differentiable, gradient_of_formula
 from .backends import kernel
 from .checks import as_they_are, mismatch
 from .flops import flop_formula
-from .tracing import has_tangent, is_differentiated, is_exporting, is_profiled, may_bypass_dispatcher, under_transform
+from .tracing import has_tangent, is_differentiated, is_exporting, is_profiled, is_traced_by_jit, may_bypass_dispatcher, under_transform
 from .vmap import Rule, mapped_rule
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -92,8 +92,9 @@ class Operator(Generic[Inputs]):
 
     Most operators belong to a set. If `impl` is "reference", the definition in PyTorch runs, which autograd
     differentiates and tracers record. Any other implementation runs its kernel: through the autograd Function if an
-    input requires a gradient or a transform is on, directly if `may_bypass_dispatcher`, and otherwise through torch's dispatcher.
-    `torch.export` always goes through the dispatcher, because it drops the gradient of an autograd Function.
+    input requires a gradient or a transform is on, directly if `may_bypass_dispatcher`, and otherwise through torch's
+    dispatcher. `torch.export` and `torch.jit.trace` always go through the dispatcher, because one drops the gradient of
+    an autograd Function, and the other cannot save it.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Operator(Generic[Inputs]):
         if self._reference is not None and args[-1] == "reference":
             return self._by_definition(inputs)
         tensors = args[: self._tensors]
-        if is_differentiated(*tensors) and not is_exporting():
+        if is_differentiated(*tensors) and not (is_exporting() or is_traced_by_jit()):
             return self._differentiable(*args)
         return self._by_kernel(inputs) if _may_bypass_dispatcher(tensors) else self._overload(*args)
 
@@ -179,7 +180,7 @@ class Operator(Generic[Inputs]):
         return run(inputs)
 
     def _recorded(self, *args: Any) -> Any:
-        """Run a call that did not come from `__call__`, but from a program of `torch.export`: it has its gradient too.
+        """Run a call that did not come from `__call__`, but from a recorded program: it has its gradient too.
 
         The transforms of `torch.func` and forward mode cannot differentiate such a program. They get an error, because
         without it the gradient would be 0.
