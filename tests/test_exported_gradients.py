@@ -44,10 +44,25 @@ def _latent_attention(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
     return ck.latent_attention(query, key, key.sin())
 
 
+def _kernel_features(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
+    """Keys at equal distances, two of them given twice: the recorded operations have no gradient where eigenvalues are equal."""
+    key = torch.eye(9, 16) + context - context.detach()
+    query, key = torch.cat([x @ weight, key], 1), torch.cat([key, key[:, :2]], 1)
+    return ck.intention.variants.kernel_features(query[:, None].double(), key[:, None].double(), 0.1)
+
+
+def _dual_intention(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
+    """The weights of three keys are 0."""
+    weights = context[..., 0].relu() * (torch.arange(9) > 2)
+    return ck.intention((x @ weight)[:, None], (context @ weight)[:, None], context[:, None], 0.5, form="dual", weights=weights)
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     "latent_attention": lambda: _Layer(_latent_attention),
     "attention_layer": lambda: _Layer(lambda x, context, weight: ck.attention_layer(x, *[weight] * 4, num_heads=2, context=context)),
     "feed_forward_layer": lambda: _Layer(lambda x, context, weight: ck.feed_forward_layer(x, weight, weight[:, :8]) + context.sum()),
+    "kernel_features": lambda: _Layer(_kernel_features),
+    "dual_intention": lambda: _Layer(_dual_intention),
     "FeedForward": _Network,
     "LatentLayer": lambda: modules.LatentLayer(16, 2, 8),
     "CMAB": lambda: modules.CMAB(16, 4, 2, 8),

@@ -14,7 +14,7 @@ MODULES = {
 }
 KINDS = ("ValueError", "TypeError", "BadCheckpoint")
 REASONS = {
-    ("cmab_kernels/nn/multihead/projections.py", "check_options"): "Python's own text for arguments that do not bind",
+    ("cmab_kernels/nn/constructors.py", "check_options"): "Python's own text for arguments that do not bind",
     ("cmab_kernels/nn/replace/modules.py", "_sharing"): "it puts the module before the message of an argument",
     ("cmab_kernels/runtime/tiles.py", "entries"): "it puts the entry of a file before the message of a field",
     (

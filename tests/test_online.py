@@ -160,6 +160,22 @@ def test_far_from_zero(offset: float, spread: float) -> None:
     assert ours.info_ == 0
 
 
+def test_the_range_of_the_docstring() -> None:
+    """With an intercept the offset of the columns costs no digits; without, an error of 2e-16 offset^2."""
+    generator = np.random.default_rng(0)
+    near, weight = generator.standard_normal((200, 3)), np.array([1.0, -2.0, 3.0])
+
+    def error(offset: float, intercept: bool) -> float:
+        x = (near + offset).astype(np.float64)
+        y = (x - offset if intercept else x) @ weight
+        return float(np.abs(OnlineRidge(1e-9, fit_intercept=intercept).fit(x, y).coef_ - weight).max())
+
+    assert error(1e10, True) < 1e-9
+    assert error(1e4, False) < 1e-6
+    with pytest.raises(ValueError, match=r"^alpha: got 1e-09, expected examples that have a solution"):
+        error(1e8, False)
+
+
 def test_far_from_the_first_examples() -> None:
     """Sums far from the first examples keep few digits of the spread of the others, and a warning says so."""
     x, y, _ = _data()

@@ -3,6 +3,7 @@ and to `torch.export`, for every operator and module."""
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import warnings
@@ -234,6 +235,20 @@ def test_a_traced_module_computes_what_it_traced(name: str) -> None:
     with torch.no_grad():
         traced = torch.jit.trace(module, inputs, check_trace=False)
         torch.testing.assert_close(traced(*fresh), module(*fresh))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["CMAB", "FeedForward", "MultiheadIntention", "NystromAttention"])
+def test_a_traced_module_with_trainable_parameters_is_saved_and_has_its_gradients(name: str) -> None:
+    module, inputs = _module(name)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(module, inputs), file)
+    file.seek(0)
+    loaded, fresh = torch.jit.load(file), tuple(torch.randn_like(t) for t in inputs)
+    ours, wanted = (each(*fresh) for each in (loaded, module))
+    torch.testing.assert_close(ours, wanted)
+    gradients = [torch.autograd.grad(out.sin().sum(), [*each.parameters()]) for out, each in ((ours, loaded), (wanted, module))]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("name", MODULES)

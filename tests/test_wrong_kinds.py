@@ -200,9 +200,45 @@ def test_an_option_that_is_no_text_is_named(name: str) -> None:
         for option, parameter in inspect.signature(function).parameters.items()
         if isinstance(parameter.default, str) and option != "name"
     ]
-    for option, wrong in itertools.product(options, ([], {}, None, 1, torch.ones(2), "no such thing")):
+    for option, wrong in itertools.product(options, ([], {}, None, 1, torch.ones(2), np.ones(2), "no such thing")):
         with pytest.raises((TypeError, ValueError), match=rf"^{option}: got "):
             function(**{**arguments, option: wrong})
+
+
+ARRAYS = {"array": np.ones(2), "names": np.array(["auto", "dual"]), "tensor": torch.ones(2), "bools": torch.tensor([True, False])}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_option_that_is_an_array_is_named(name: str, kind: str) -> None:
+    """Python cannot tell whether an array is true or equal to a name, and its own error names no argument."""
+    function, arguments = CALLS[name]
+    for option, parameter in inspect.signature(function).parameters.items():
+        given = arguments.get(option, parameter.default)
+        variadic = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+        if variadic or isinstance(given, (Tensor, tuple)) or "Tensor" in str(parameter.annotation) or option == "name":
+            continue
+        with pytest.raises((TypeError, ValueError), match=rf"^{option}: got "):
+            function(**{**arguments, option: ARRAYS[kind]})
+
+
+@pytest.mark.parametrize("device", [True, 2**63, 1.0, "no such device"])
+def test_what_is_no_device_is_named(device: Any) -> None:
+    calls: list[Callable[..., Any]] = [
+        lambda device: ck.move_state(STREAM, device),
+        lambda device: ck.empty_state(1, 2, 3, 4, device=device),
+        lambda device: ck.empty_ridge(1, 2, 3, 4, device=device),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError), match=r"^device: got .*, expected a torch\.device or the name of one$"):
+            call(device)
+
+
+@pytest.mark.parametrize("every", [2**63, 10**30])
+def test_a_size_that_torch_cannot_count_is_named(every: int) -> None:
+    for call in (lambda: ck.prefix_attention_states(**ROWS, every=every), lambda: ck.prefix_ridge_states(K, V, every=every)):
+        with pytest.raises(ValueError, match=rf"^every: got {every}, expected an int from 1 to 2\*\*63 - 1"):
+            call()
 
 
 def test_every_public_function_is_here() -> None:

@@ -54,7 +54,7 @@ def empty_state(
     >>> state.out.shape, float(state.lse.max())
     (torch.Size([1, 2, 3, 4]), -inf)
     """
-    if dtype not in (torch.float32, torch.float64):
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
         raise TypeError(mismatch("dtype", dtype, "torch.float32 or torch.float64, which states are held in"))
     check_extents(batch=batch, heads=heads, latents=latents, width=width)
     device = None if device is None else device_of(device)

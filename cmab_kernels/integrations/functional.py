@@ -8,6 +8,7 @@ from torch import Tensor
 from ..attention import latent_attention
 from ..runtime.backends import has_kernel, is_free
 from ..runtime.calls import note
+from ..runtime.checks import as_flag, as_float
 from ..runtime.dtypes import FLOATING
 from ..runtime.tracing import has_values, is_differentiated
 
@@ -56,6 +57,7 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(latents, points, points, attn_mask=seen[:, None, None], enable_gqa=True).shape
     torch.Size([2, 8, 16, 4])
     """
+    dropout_p, is_causal = as_float("dropout_p", dropout_p), as_flag("is_causal", is_causal)
     out = DROPOUT if dropout_p else CAUSAL if is_causal else fused_attention(query, key, value, attn_mask, scale, enable_gqa)
     note(out if isinstance(out, str) else None)
     if isinstance(out, str):

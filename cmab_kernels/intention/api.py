@@ -12,11 +12,11 @@ from ..runtime.backends import choose, impl_for, kernel
 from ..runtime.checks import (
     as_autocast,
     as_they_are,
+    check_choice,
     check_every,
     check_key_value,
     check_mask,
     check_operands,
-    mismatch,
     not_a_tensor,
     over_batch,
     refuse_negative,
@@ -89,8 +89,7 @@ def intention(
     >>> f"{cmab_kernels.intention(at_two, features, curve, 1e-9).item():.4f}"
     '9.0000'
     """
-    if form not in FORMS:
-        raise ValueError(mismatch("form", repr(form), f"one of {', '.join(FORMS)}"))
+    check_choice("form", form, FORMS)
     if query is None:
         raise TypeError(not_a_tensor("query", query))
     inputs = _inputs(query, key, value, weights, key_padding_mask)

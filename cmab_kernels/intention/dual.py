@@ -5,21 +5,21 @@ Kernels with a fixed order of additions form all products, so that the bits of a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..runtime.autograd import differentiable
 from ..runtime.backends import choose
 from ..runtime.dtypes import state_dtype
+from ..runtime.operator import Call, Gradients, Operator
 from ..runtime.tracing import needs_definition
 from .contract import ApplyRows
 from .reference import rows_of
 from .schema import apply_rows_op, row_products
 from .solve.api import solve_heads
 from .solve.contract import RegularisedSolve
-from .solve.schema import regularised_solve_op
+from .solve.schema import regularised_solve_op, solve_operations
 
 
 class Dual:
@@ -72,13 +72,11 @@ class Dual:
         flat = (products.flatten(0, 1), rhs.flatten(0, 1), self._weights.flatten(0, 1), self._penalty.flatten())
         if needs_definition():
             return _weighted_formula(*flat).view(rhs.shape)
-        # Chosen here, not in the Function: a compiler fixes all numbers that the forward of a Function compares.
-        chosen = choose("intention.solve", self._solver, *flat[:2])
-        return _weighted(*flat, chosen).view(rhs.shape)
+        return _weighted_solve_op(WeightedSolve(*flat, choose("intention.solve", self._solver, *flat[:2]))).view(rhs.shape)
 
 
 def _weighted_formula(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor) -> Tensor:
-    """Y of `_weighted_forward` without the square root, which has no derivative at a weight of 0.
+    """Y of `_kernel` without the square root, which has no derivative at a weight of 0.
 
     Forward mode uses this formula, because torch differentiates it there. Where a weight and alpha are 0, a 1 on the
     diagonal keeps the matrix regular. A matrix that is singular all the same gives NaN.
@@ -90,23 +88,29 @@ def _weighted_formula(products: Tensor, value: Tensor, weights: Tensor, alpha: T
     return torch.linalg.lu_solve(factor, pivots, weights.unsqueeze(-1) * value).masked_fill((info != 0)[:, None, None], torch.nan)
 
 
-def _weighted_forward(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor, impl: str) -> Tensor:
-    """Y = (W M + alpha I)^-1 W V for M (S, N, N) symmetric, V (S, N, E), W = diag(weights) (S, N) and alpha (S,), all float64.
+class WeightedSolve(NamedTuple):
+    """The arguments of `cmab::weighted_solve`: M (S, N, N) symmetric, V (S, N, E), W = diag(weights) (S, N), alpha (S,), all float64."""
+
+    products: Tensor
+    value: Tensor
+    weights: Tensor
+    alpha: Tensor
+    impl: str
+
+
+def _kernel(inputs: WeightedSolve) -> Tensor:
+    """Y = (W M + alpha I)^-1 W V.
 
     The system is solved in the symmetric positive definite form Y = r (r M r + alpha I)^-1 r V with r = W^1/2. The row
     of a key of weight 0 is zero; a 1 on the diagonal of this row keeps the matrix definite at alpha = 0.
     """
+    products, value, weights, alpha, impl = inputs
     root = weights.sqrt().unsqueeze(-1)
     system = root * products * root.mT + torch.diag_embed((weights == 0).to(products.dtype))
     return root * regularised_solve_op(RegularisedSolve(system, root * value, alpha, impl))[0]
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.impl = inputs
-    ctx.save_for_backward(*tensors, output)
-
-
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(call: Call[WeightedSolve], dout: Tensor) -> Gradients:
     """dV = T and dM = -(T Y' + Y T') / 2, where T is the same solve for dout.
 
     For each row, with y = w r / alpha and t = w u,
@@ -117,8 +121,9 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     y = w r / alpha by these formulas, whose further derivatives are right. For any other row, r and u are y alpha / w
     and t / w.
     """
-    products, value, weights, alpha, solution = ctx.saved_tensors
-    dvalue = _weighted(products, dout, weights, alpha, ctx.impl)
+    products, value, weights, alpha, impl = call.inputs
+    (solution,) = call.kept
+    dvalue = _weighted_solve_op(WeightedSolve(products, dout, weights, alpha, impl))
     absent = weights == 0
     alpha = alpha.unsqueeze(-1)
     residuals = ((value - row_products(products, solution)) * (dout - row_products(products, dvalue))).sum(-1)
@@ -128,7 +133,16 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     penalty = penalty.masked_fill(absent & (alpha == 0) & (residuals != 0), 0.0)
     dweights = torch.where(absent, residuals / penalty, alpha * overlap / present)
     dproducts = row_products(dvalue, solution.mT)
-    return (dproducts + dproducts.mT) / -2, dvalue, dweights, -overlap.sum(-1), None
+    return {"products": (dproducts + dproducts.mT) / -2, "value": dvalue, "weights": dweights, "alpha": -overlap.sum(-1)}
 
 
-_weighted = differentiable(_weighted_forward, _save, _backward)
+_weighted_solve_op = Operator(
+    _kernel,
+    "weighted_solve",
+    WeightedSolve,
+    ("solution",),
+    shapes=lambda inputs: inputs.value.new_empty(inputs.value.shape),
+    operations=lambda inputs: solve_operations(*inputs.value),
+    backward=_backward,
+    keeps=("products", "value", "weights", "alpha", "solution"),
+)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..runtime.backends import choose
-from ..runtime.checks import as_autocast, as_float, check_count, check_mask, check_operands, fixed, kind_of, mismatch
+from ..runtime.checks import as_autocast, as_float, check_choice, check_count, check_mask, check_operands, fixed, kind_of, mismatch
 from .contract import AttentionLayer, FeedForwardLayer
 from .reference import ACTIVATIONS, RESIDUALS
 from .schema import attention, feed_forward
@@ -69,8 +69,7 @@ def feed_forward_layer(
         **_given(x=x, expand_weight=expand_weight, contract_weight=contract_weight),
         **_given(expand_bias=expand_bias, contract_bias=contract_bias, **{"norm[0]": norm_weight, "norm[1]": norm_bias}),
     )
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(mismatch("activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}"))
+    check_choice("activation", activation, ACTIVATIONS)
     check_residual(residual)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ValueError(mismatch("x", f"shape {tuple(x.shape)}", "(..., C) with C >= 1"))
@@ -192,8 +191,7 @@ def attention_layer(
 
 def check_residual(residual: str) -> str:
     """Return the name of the tensor to which a layer adds its result; raise unless the name is one of `RESIDUALS`."""
-    if not isinstance(residual, str) or residual not in RESIDUALS:
-        raise ValueError(mismatch("residual", repr(residual), f"one of {', '.join(RESIDUALS)}"))
+    check_choice("residual", residual, RESIDUALS)
     return residual
 
 

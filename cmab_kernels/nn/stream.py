@@ -16,6 +16,7 @@ from ..intention import RidgeState, check_ridge, empty_ridge
 from ..runtime.checks import check_count, mismatch
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_observed, is_recorded, is_transformed
+from .constructors import naming_options
 
 M = TypeVar("M", bound=nn.Module)
 Value = TypeVar("Value")
@@ -299,6 +300,7 @@ class AttentionStream(Stream[AttentionState]):
 
     fields = AttentionState._fields
 
+    @naming_options
     def __init__(
         self,
         heads: int,
@@ -364,6 +366,7 @@ class RidgeStream(Stream[RidgeState]):
 
     fields = RidgeState._fields
 
+    @naming_options
     def __init__(
         self, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:

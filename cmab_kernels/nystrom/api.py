@@ -11,7 +11,9 @@ from ..runtime.backends import check_name, choose, impl_for
 from ..runtime.checks import (
     MOST_ITERATIONS,
     as_autocast,
+    as_flag,
     as_they_are,
+    check_choice,
     check_floats,
     check_key_value,
     check_mask,
@@ -88,7 +90,7 @@ def nystrom_attention(
     >>> cmab_kernels.nystrom_attention(tokens, tokens, tokens, num_landmarks=32).shape
     torch.Size([2, 4, 1000, 16])
     """
-    if is_causal:
+    if as_flag("is_causal", is_causal):
         raise ValueError(
             mismatch("is_causal", True, "False, as landmarks are means over past and future; use exact attention, or a continual step")
         )
@@ -161,8 +163,7 @@ class Landmarks(NamedTuple):
 
 def check_pinv(pinv: str, iterations: int) -> int:
     """Check both options and return the number of iterations, 0 for "exact"."""
-    if pinv not in PINVS:
-        raise ValueError(mismatch("pinv", repr(pinv), f"one of {', '.join(PINVS)}"))
+    check_choice("pinv", pinv, PINVS)
     iterations = _check_iterations("pinv_iterations", iterations)
     return 0 if pinv == "exact" else iterations
 

@@ -40,8 +40,11 @@ def differentiable(forward: Callable, save: Callable, backward: Callable) -> Cal
     Eager.backward = Transformable.backward = staticmethod(backward)  # type: ignore[method-assign]  # one for both
 
     def call(*args: Any) -> Any:
-        function = Transformable if under_transform() else Eager
-        return function.apply(*distinct(args))
+        if not under_transform():
+            return Eager.apply(*distinct(args))
+        if torch.compiler.is_compiling():  # Dynamo cannot trace an autograd Function of any number of arguments here
+            torch._dynamo.graph_break()
+        return Transformable.apply(*args)
 
     return call
 

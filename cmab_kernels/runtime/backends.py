@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 
 from . import setting
 from .calls import ModuleExplanation, explain_calls
-from .checks import kind_of, mismatch
+from .checks import check_choice, kind_of, mismatch
 from .tracing import needs_definition, traced_as_constant
 
 SETS = ("attention", "attention.prefix", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
@@ -187,8 +187,7 @@ class use_impl:
 
     def __init__(self, impl: str) -> None:
         known = sorted({"auto", *(name for operator_set in IMPLEMENTATIONS for name in _names(operator_set))})
-        if not isinstance(impl, str) or impl not in known:
-            raise ValueError(mismatch("impl", repr(impl), f"one of {', '.join(known)}"))
+        check_choice("impl", impl, known)
         self._impl, self._around = impl, setting.impl
         if is_compiling():
             setting.impl = impl
@@ -226,14 +225,13 @@ def choose(operator_set: str, impl: str, *tensors: Tensor) -> str:
     a backward pass. An unknown name is a `ValueError`. An implementation that cannot run here is a `RuntimeError` with
     the reason.
     """
+    check_name(operator_set, impl)
     if needs_definition():
-        check_name(operator_set, impl)
         return "reference"
     if impl == "auto":
         impl = current_impl()
         if impl not in _names(operator_set):
             return _first_usable(operator_set, tensors)
-    check_name(operator_set, impl)
     reason = _unsupported(operator_set, impl, tensors)
     if reason is not None:
         raise RuntimeError(f"impl: {impl!r} cannot run here: {reason}")
@@ -288,10 +286,9 @@ def is_free(operator_set: str, impl: str) -> bool:
 
 def check_name(operator_set: str, impl: str) -> None:
     """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
-    if not isinstance(impl, str) or (
-        impl not in ("auto", "reference") and impl not in IMPLEMENTATIONS[operator_set]
-    ):  # cheap: runs in every call
-        raise ValueError(mismatch("impl", repr(impl), f"one of auto, {', '.join(_names(operator_set))}"))
+    # Cheap, because it runs in every call.
+    if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in IMPLEMENTATIONS[operator_set]):
+        check_choice("impl", impl, ("auto", *_names(operator_set)))  # raises
 
 
 def impl_for(impl: str, operator_set: str, other: str) -> str:

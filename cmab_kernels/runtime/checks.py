@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral, Real
 from typing import Any
@@ -172,7 +173,7 @@ def as_float(name: str, number: float) -> float:
     """Return a number as a float; raise for an array, and for an int that no float can hold."""
     try:
         return float(number)
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):
         raise TypeError(mismatch(name, kind_of(number), "a number")) from None
     except OverflowError:
         raise ValueError(mismatch(name, "an int beyond the range of floats", "a number that a float can hold")) from None
@@ -197,6 +198,23 @@ def check_number(name: str, given: object) -> None:
     """Raise unless the value that was given in place of a tensor is a real number."""
     if not isinstance(given, Real):
         raise TypeError(mismatch(name, kind_of(given), "a number or a floating tensor"))
+
+
+def check_choice(name: str, given: object, choices: Collection[str]) -> None:
+    """Raise unless an option is one of the names. Only a str is compared, because an array would compare each element."""
+    if not isinstance(given, str) or given not in choices:
+        got = kind_of(given) if hasattr(given, "__array__") else repr(given)
+        raise ValueError(mismatch(name, got, f"one of {', '.join(choices)}"))
+
+
+def as_flag(name: str, given: object) -> bool:
+    """Return an option as a bool; raise for what is neither true nor false, such as an array."""
+    if isinstance(given, bool):
+        return given
+    try:
+        return bool(given)
+    except (ValueError, RuntimeError, TypeError):
+        raise TypeError(mismatch(name, kind_of(given), "True or False")) from None
 
 
 def check_count(name: str, count: int, least: int = 1) -> int:
@@ -229,11 +247,11 @@ def device_of(device: torch.device | str | int) -> torch.device:
     """Return the device that is given or named; raise unless the name is a device that torch knows."""
     if isinstance(device, torch.device):
         return device
-    if not isinstance(device, (str, int)):
+    if isinstance(device, bool) or not isinstance(device, (str, int)):
         raise TypeError(mismatch("device", kind_of(device), "a torch.device or the name of one"))
     try:
         return torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ValueError(mismatch("device", repr(device), "a torch.device or the name of one")) from error
 
 
@@ -251,8 +269,8 @@ def check_every(every: int) -> int:
     1."""
     if isinstance(every, bool) or not isinstance(every, Integral):
         raise TypeError(mismatch("every", kind_of(every), "an int >= 1"))
-    if every < 1:
-        raise ValueError(mismatch("every", every, "an int >= 1"))
+    if not 1 <= every <= LARGEST:
+        raise ValueError(mismatch("every", every, "an int from 1 to 2**63 - 1" if every > 0 else "an int >= 1"))
     return int(every)
 
 

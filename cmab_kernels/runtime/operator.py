@@ -1,7 +1,7 @@
 """An operator: its contract, from which torch learns everything about it, and the choice between definition, kernel and dispatcher.
 
-The contract of an operator is a NamedTuple of its arguments. Its tensors come first, then numbers, then the name of the
-implementation, `impl`. The schema, the fake implementation, the vmap rule and the gradient name the fields they use.
+The contract of an operator is a NamedTuple of its arguments. Its tensors come first, then numbers, then, if it belongs to
+a set, the name of the implementation, `impl`. The schema, the fake implementation, the vmap rule and the gradient name the fields they use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .autograd import differentiable, gradient_of_formula
 from .backends import kernel
 from .checks import as_they_are, mismatch
 from .flops import flop_formula
-from .tracing import has_tangent, is_differentiated, is_exporting, is_profiled, may_bypass_dispatcher, under_transform
+from .tracing import has_tangent, is_differentiated, is_exporting, is_profiled, is_traced_by_jit, may_bypass_dispatcher, under_transform
 from .vmap import Rule, mapped_rule
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -88,17 +88,18 @@ def _may_bypass_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 class Operator(Generic[Inputs]):
-    """An operator of a set, `cmab::name`. A call takes the contract.
+    """An operator, `cmab::name`. A call takes the contract.
 
-    If `impl` is "reference", the definition in PyTorch runs, which autograd differentiates and tracers record. Any other
-    implementation runs its kernel: through the autograd Function if an input requires a gradient or a transform is on,
-    directly if `may_bypass_dispatcher`, and otherwise through torch's dispatcher. `torch.export` always goes through the dispatcher,
-    because it drops the gradient of an autograd Function.
+    Most operators belong to a set. If `impl` is "reference", the definition in PyTorch runs, which autograd
+    differentiates and tracers record. Any other implementation runs its kernel: through the autograd Function if an
+    input requires a gradient or a transform is on, directly if `may_bypass_dispatcher`, and otherwise through torch's
+    dispatcher. `torch.export` and `torch.jit.trace` always go through the dispatcher, because one drops the gradient of
+    an autograd Function, and the other cannot save it.
     """
 
     def __init__(
         self,
-        operator_set: str,
+        kernels: str | Callable[[Inputs], Any],
         name: str,
         contract: type[Inputs],
         results: tuple[str, ...],
@@ -116,7 +117,7 @@ class Operator(Generic[Inputs]):
         """Define the operator.
 
         Args:
-            operator_set: the set whose implementations have the kernel.
+            kernels: the set whose implementations have the kernel; or the kernel itself, if there is only one.
             name: the name of the operator in torch.
             contract: the NamedTuple of its arguments.
             results: the names of its results, which are tensors.
@@ -126,13 +127,13 @@ class Operator(Generic[Inputs]):
             keeps: the arguments and results that the backward pass needs; None for all arguments and no result.
             constant: the results that have no gradient.
             vmap: how a mapped dimension is handled; None if all tensors have a batch into which it can be folded.
-            reference: the definition; None for a backward operator, because autograd differentiates the definition
-                without one.
+            reference: the definition; None for an operator with one kernel, and for a backward operator, because autograd
+                differentiates the definition without one.
             check: raise for values that are not allowed. It runs in every call, also inside a compiled graph.
             function: the name of the kernel's function in the modules of the implementations; None for `name`.
         """
         kinds = get_type_hints(contract)
-        self.name, self._set, self._function, self._contract = name, operator_set, function or name, contract
+        self.name, self._kernels, self._function, self._contract = name, kernels, function or name, contract
         self._fields = tuple(kinds)
         self._tensors = sum(map(_is_tensor, kinds.values()))
         self._reference, self._check, self._gradients = reference, check, backward
@@ -159,10 +160,10 @@ class Operator(Generic[Inputs]):
 
     def __call__(self, inputs: Inputs) -> Any:
         args = (*inputs,)  # the compiler of torch 2.6 cannot slice a NamedTuple
-        if args[-1] == "reference":
+        if self._reference is not None and args[-1] == "reference":
             return self._by_definition(inputs)
         tensors = args[: self._tensors]
-        if is_differentiated(*tensors) and not is_exporting():
+        if is_differentiated(*tensors) and not (is_exporting() or is_traced_by_jit()):
             return self._differentiable(*args)
         return self._by_kernel(inputs) if _may_bypass_dispatcher(tensors) else self._overload(*args)
 
@@ -175,10 +176,11 @@ class Operator(Generic[Inputs]):
 
     def _by_kernel(self, inputs: Inputs) -> Any:
         self._check(inputs)
-        return kernel(self._set, inputs[-1], self._function)(inputs)
+        run = kernel(self._kernels, inputs[-1], self._function) if isinstance(self._kernels, str) else self._kernels
+        return run(inputs)
 
     def _recorded(self, *args: Any) -> Any:
-        """Run a call that did not come from `__call__`, but from a program of `torch.export`: it has its gradient too.
+        """Run a call that did not come from `__call__`, but from a recorded program: it has its gradient too.
 
         The transforms of `torch.func` and forward mode cannot differentiate such a program. They get an error, because
         without it the gradient would be 0.

@@ -88,6 +88,9 @@ struct BackwardKernel {
   void (*attend)(const Shape&, const Needs&, const QueryBlock* blocks, int count, const Keys&, const KeyGradient&,
                  void* scratch);
   void (*read)(const Shape&, int rows, const void* state, double* dquery);  // [rows][D]
+  // Whether dout is rounded to bfloat16. delta must then be that of the rounded dout: dS of a row with a single key is
+  // dout V' - delta = 0.
+  bool rounds_dout;
 };
 
 // The tables of kernels. Those for float64 and float32 exist for every instruction set. The float32 ones also take

@@ -9,6 +9,13 @@
 namespace cmab::cpu {
 namespace {
 
+template <class T>
+T as_bfloat16(T x) {
+  BFloat16 rounded;
+  narrow(float(x), &rounded);
+  return widen(rounded);
+}
+
 constexpr int64_t kPieceRows = 256;  // a piece of fewer rows would not pay
 constexpr int64_t kMaxPieces = 16;
 
@@ -183,10 +190,17 @@ class Backward {
     const int rows = rows_of_block(block), width = in_.shape.value_width;
     const int64_t first = block * kernel_.block;
     double delta[kMaxBlock];
+    T rounded[kMaxWidth];
     for (int row = 0; row < rows; ++row) {
       const T* dout = dout_.at<T>(head.b, head.h, first + row);
       const T* out = out_ + row_index(head, first + row) * width;
-      delta[row] = dot(dout, dout_.stride[3], out, width) - *dlse_.at<double>(head.b, head.h, first + row);
+      int64_t step = dout_.stride[3];
+      if (kernel_.rounds_dout) {
+        for (int e = 0; e < width; ++e) rounded[e] = as_bfloat16(dout[e * step]);
+        dout = rounded;
+        step = 1;
+      }
+      delta[row] = dot(dout, step, out, width) - *dlse_.at<double>(head.b, head.h, first + row);
     }
     const QueryRows rows_in{rows_of(in_, in_.query, head.b, head.h, first),
                             dout_.at<T>(head.b, head.h, first),

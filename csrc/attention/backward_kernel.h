@@ -297,7 +297,7 @@ struct Backward {
   }
 
   static constexpr BackwardKernel kernel = {
-      kBlockVectors * kVectorLanes<T>, packed_bytes, state_bytes, scratch_bytes, pack, clear, attend, read};
+      kBlockVectors * kVectorLanes<T>, packed_bytes, state_bytes, scratch_bytes, pack, clear, attend, read, false};
 };
 
 }  // namespace

@@ -15,7 +15,7 @@ template <class Engine>
 class Bf16Backward {
  public:
   static constexpr BackwardKernel kernel() {
-    return {128, packed_bytes, state_bytes, scratch_bytes, pack, clear, attend, read};
+    return {128, packed_bytes, state_bytes, scratch_bytes, pack, clear, attend, read, true};
   }
 
  private:

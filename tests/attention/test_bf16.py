@@ -153,6 +153,15 @@ def test_a_mean_of_equal_values_is_exact(engine: str) -> None:
     assert (_state(q, k, v).out - 0.75).abs().max() < 1e-6
 
 
+def test_a_row_that_sees_one_value_has_no_gradient_of_weights(engine: str) -> None:
+    """The gradient of the state, in float32, is rounded for the products: delta must be that of the rounded numbers."""
+    q, k, v = _random(1, 2, 20, 8).requires_grad_(), _random(1, 2, 40, 8).requires_grad_(), _random(1, 2, 40, 17)
+    one, equal = torch.arange(40)[None] != 7, v[:, :, :1].expand(-1, -1, 40, -1)
+    for state in (_state(q, k[:, :, :1], v[:, :, :1]), _state(q, k, v, key_padding_mask=one), _state(q, k, equal)):
+        dquery, dkey = torch.autograd.grad(state.out, (q, k), torch.randn_like(state.out))
+        assert max(float(dquery.abs().max()), float(dkey.abs().max())) < 1e-5
+
+
 def test_gradients_take_lse_in_two_parts(engine: str) -> None:
     """At logits of 1e6 a float32 lse is off by 3 %, and every weight with it:
     the backward pass takes lse as two float32 numbers."""

@@ -287,7 +287,38 @@ def test_events_may_come_as_arrays_and_lists() -> None:
         assert all(torch.equal(mine, other) for mine, other in zip(ours, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.uint8, torch.int8, torch.bfloat16])
+def test_events_may_have_any_real_dtype(dtype: torch.dtype) -> None:
+    expected = Events.pad([[1.0, 2.0]], [[0, 3]], [4.0])
+    ours = Events.pad([torch.tensor([1, 2]).to(dtype)], [torch.tensor([0, 3]).to(dtype)], torch.tensor([4]).to(dtype))
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, expected, strict=True))
+
+
 TWO = [[1.0, 2.0], [3.0]]
+NO_NUMBERS = {
+    "None": None,
+    "a complex array": np.array([1j, 2]),
+    "a sparse tensor": torch.tensor([1.0, 2.0]).to_sparse(),
+    "a tensor without values": torch.zeros(2, device="meta"),
+    "an int beyond floats": [10**400, 1],
+}
+"""What is no sequence of numbers."""
+
+
+@pytest.mark.parametrize("given", NO_NUMBERS.values(), ids=NO_NUMBERS)
+@pytest.mark.parametrize("at", ["times", "marks", "end"])
+def test_what_is_no_sequence_of_numbers_is_named(at: str, given: Any) -> None:
+    sound: dict[str, Any] = {"times": [[1.0, 2.0]], "marks": [[0, 1]], "end": [4.0]}
+    with pytest.raises(ValueError, match=r"^end: got .*, expected" if at == "end" else rf"^{at}\[0\]: got .*, expected"):
+        Events.pad(**sound | {at: given if at == "end" else [given]})
+    with pytest.raises(ValueError, match=f"^{at}: got .*, expected"):
+        Events.pad(**sound | {at: 3})
+
+
+@pytest.mark.parametrize("rows", [0, torch.tensor(1), 2, 1.5, True, None, torch.tensor([5]), torch.tensor([[0, 1]])])
+def test_rows_that_are_no_vector_of_ints_are_named(rows: Any) -> None:
+    with pytest.raises(ValueError, match=r"^rows: got .*, expected \(R,\) int64 below 2"):
+        Events.pad(TWO, [[0, 1], [2]], [4.0, 4.0]).take(rows)
 
 
 @pytest.mark.parametrize(

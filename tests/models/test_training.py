@@ -154,7 +154,7 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     with pytest.raises(BadCheckpoint, match=r"got weights of another version .* Missing key"):
         train(run, resume=True)
     torch.save(other | {"run": 5}, run.checkpoint)
-    with pytest.raises(BadCheckpoint, match="got a file with no settings or no number of steps"):
+    with pytest.raises(BadCheckpoint, match=r"checkpoint\.pt, run: got an int, expected a dict"):
         train(run, resume=True)
     for broken, why in ((b"", "an empty file"), (b"abc", "a file of another kind"), (b'{"steps": 1}', "a file of another kind")):
         run.checkpoint.write_bytes(broken)
@@ -163,6 +163,41 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
         assert "\n" not in str(refused.value)
     torch.save(Run, run.checkpoint)  # a class: to load it would be to execute something
     with pytest.raises(BadCheckpoint, match="got a file that holds something else"):
+        train(run, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "said"),
+    [
+        (("step",), -1, "step: got -1, expected an int >= 0"),
+        (("step",), True, "step: got True, expected an int >= 0"),
+        (("step",), 7, "step: got 7, expected an int from 0 to steps = 6"),
+        (("cpu_seconds",), "a", "cpu_seconds: got 'a', expected a finite number >= 0"),
+        (("wall_seconds",), float("nan"), "wall_seconds: got nan, expected a finite number >= 0"),
+        (("model",), [], "model: got a list, expected a dict"),
+        (("model", 5), torch.zeros(3), r"got weights of another version \(.*Unexpected key"),
+        (("model", "embedding.0.weight"), 3, r"model, embedding\.0\.weight: got an int, expected a torch\.Tensor"),
+        (("model", "embedding.0.weight"), torch.zeros(8, 2, dtype=torch.complex64), r"model, embedding.*: got a tensor .*complex64"),
+        (("optimizer",), None, "optimizer: got None, expected a dict"),
+        (("optimizer", "state"), [], "optimizer, state: got a list, expected a dict"),
+        (("optimizer", "state", 99), {}, "optimizer, state, 99: got a state, expected none"),
+        (("optimizer", "state", 0), 3, "optimizer, state, 0: got an int, expected a dict"),
+        (("optimizer", "state", 0, "step"), 3, r"optimizer, state, 0, step: got an int, expected a torch\.Tensor"),
+        (("optimizer", "state", 0, "exp_avg"), torch.zeros(1), r"optimizer, state, 0, exp_avg: got a tensor \(1,\).*, expected a dense"),
+    ],
+)
+def test_a_wrong_entry_of_a_checkpoint_is_named(
+    toy: type[Task], entry: tuple[str | int, ...], value: Any, said: str, tmp_path: Path
+) -> None:
+    run = Run("cnp", toy(), tmp_path)
+    train(run)
+    entries: Any = torch.load(run.checkpoint)
+    folder = entries
+    for name in entry[:-1]:
+        folder = folder[name]
+    folder[entry[-1]] = value
+    torch.save(entries | {"step": 3} if entry != ("step",) else entries, run.checkpoint)
+    with pytest.raises(BadCheckpoint, match=rf"checkpoint\.pt(, |: ){said}"):
         train(run, resume=True)
 
 

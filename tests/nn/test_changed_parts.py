@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import cmab_kernels.nn as ours
+from cmab_kernels.nn.multihead import torchs_attention
 from cmab_kernels.nn.multihead.projections import MultiheadProjections
 from cmab_kernels.nn.stream import Keeper, Stream
 
@@ -395,6 +398,17 @@ def test_a_parametrization_is_computed_once_a_call(kind: str) -> None:
             assert 0 < min(counts) <= max(counts) == CALLS.get(run, 1), (mode, run.__name__, counts)
 
 
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_hook_of_a_block_with_parametrized_latents_gets_the_block(hooked: bool) -> None:
+    stack = ours.CMABStack(C, 4, H, 2)
+    parametrize.register_parametrization(stack.blocks[0], "latents", part := Counted())
+    part.count, seen = 0, []
+    if hooked:
+        stack.blocks[0].register_forward_hook(lambda block, *_: seen.append(block))
+    stack(torch.randn(2, N, C), torch.randn(2, 3, C))
+    assert part.count == 1 and seen == [stack.blocks[0]] * hooked
+
+
 def test_the_encodings_of_places_are_computed_once_a_call() -> None:
     module, tokens = ours.CircularPositionalEncoding(C, N, batch_first=True), torch.randn(2, N, C)
     parametrize.register_parametrization(module, "encodings", part := Counted())
@@ -476,6 +490,20 @@ def test_landmarks_are_fitted_with_one_value_of_a_parametrization(kind: Any, win
     assert counted.times == 1
     assert torch.equal(changed.landmark_queries, plain.landmark_queries)
     assert torch.equal(changed.landmark_keys, plain.landmark_keys)
+
+
+def test_classes_of_attention_are_not_kept_alive() -> None:
+    """A class per module, as `parametrize` makes them: a cache keeps only the last ones."""
+    classes = []
+    for i in range(torchs_attention.MOST_KINDS + 5):
+        kind = type(f"Attention{i}", (nn.MultiheadAttention,), {})
+        attention = kind(4, 1, batch_first=True)
+        attention.out_proj.register_forward_hook(lambda *_: None)
+        torchs_attention.call(attention, *[torch.randn(1, 2, 4)] * 3)
+        classes.append(weakref.ref(kind))
+        del kind, attention
+    gc.collect()
+    assert sum(each() is not None for each in classes) <= torchs_attention.MOST_KINDS
 
 
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, ours.TransformerEncoderLayer])

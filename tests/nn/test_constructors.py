@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import cmab_kernels.nn as ours
+from cmab_kernels import ContinualAttentionState
 
 REQUIRED = inspect.Parameter.empty
 NYSTROM = {"num_landmarks": REQUIRED, "pinv": "iterative", "pinv_iterations": 6}
@@ -82,6 +83,7 @@ def test_the_mask_is_on_the_device_of_the_inputs() -> None:
         block(inputs, inputs, key_padding_mask=mask)
 
 
+HEADS = {nn.MultiheadAttention: {"num_heads": 2}, nn.TransformerEncoderLayer: {"nhead": 2}}
 SIZES: dict[type[nn.Module], dict[str, Any]] = {
     ours.CMAB: {"dim": 8, "num_latents": 4, "num_heads": 2, "ff_dim": 4},
     ours.CMABStack: {"dim": 8, "num_latents": 4, "num_heads": 2, "depth": 2, "ff_dim": 4},
@@ -116,7 +118,50 @@ def test_sizes(kind: type[nn.Module]) -> None:
             kind(**{**sizes, "num_heads": 3})
 
 
-@pytest.mark.parametrize("wrong", [{"alpha": "learned"}, {"alpha": -1.0}, {"scale": None}, {"scale": torch.tensor(1.0)}])
+ALL: dict[type[nn.Module], dict[str, Any]] = {
+    **{kind: {"embed_dim" if torchs is nn.MultiheadAttention else "d_model": 8, **HEADS[torchs]} for kind, (torchs, _) in OWN.items()},
+    **SIZES,
+    ours.TransformerEncoderLayer: {"d_model": 8, "nhead": 2},
+    ours.TransformerDecoderLayer: {"d_model": 8, "nhead": 2},
+    ours.ContinualEncoder: {"layer": ours.ContinualEncoderLayer(8, 2, sequence_len=4), "num_layers": 1},
+    ours.ContinualStream: {"kind": ContinualAttentionState, "heads": 2, "width": 4, "rows": (4,), "counts": {"window": 4}},
+    ours.RecentStream: {"window": 4, "width": 8},
+}
+for _kind, (_, _own) in OWN.items():
+    ALL[_kind] = {**{name: EXAMPLE[name] for name in _own if name in EXAMPLE}, **ALL[_kind]}
+"""Every public module, and arguments that make it."""
+
+
+def test_every_public_module_is_here() -> None:
+    public = {getattr(ours, name) for name in ours.__all__}
+    public = {each for each in public if isinstance(each, type) and issubclass(each, nn.Module)}
+    assert public == set(ALL)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_an_argument_that_is_an_array_is_named(kind: type[nn.Module]) -> None:
+    """Python cannot tell whether an array is true, and its own error names no argument."""
+    kind(**ALL[kind])
+    for name in inspect.signature(kind).parameters:
+        for wrong in (np.ones(2), np.array(["a", "b"]), torch.ones(2), torch.tensor([True, False])):
+            with pytest.raises((TypeError, ValueError), match=rf"^{name}: got an? (ndarray|Tensor), expected"):
+                kind(**{**ALL[kind], name: wrong})
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_a_size_a_device_and_a_dtype_are_checked_by_name(kind: type[nn.Module]) -> None:
+    wrong: dict[str, tuple[Any, ...]] = {"int": (2**63, -1, 2.0, True, "4", None), "int | None": (2**63, -1, 2.0)}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
+        of_name = {"device": (True, 2**63, "no such device", 1.5), "dtype": ("float32", 1, True)}.get(name, ())
+        for each in (*wrong.get(annotation, ()), *of_name):
+            with pytest.raises((TypeError, ValueError), match=rf"^{name}: got .*, expected"):
+                kind(**{**ALL[kind], name: each})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"alpha": "learned"}, {"alpha": -1.0}, {"scale": None}, {"scale": torch.tensor(1.0)}, {"scale": 10**400}]
+)
 def test_numbers_of_intention(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: got"):
         ours.MultiheadIntention(8, 2, **wrong)

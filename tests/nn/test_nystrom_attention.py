@@ -325,6 +325,19 @@ def test_fitting_in_the_modules_dtype() -> None:
     assert module.landmark_queries.dtype == torch.bfloat16
 
 
+def test_landmarks_fitted_in_inference_mode_can_be_trained() -> None:
+    tokens = torch.randn(2, 30, 16)
+    for keys in (None, tokens + 1):
+        module = NystromAttention(16, 2, num_landmarks=4, landmarks="fixed", batch_first=True)
+        with torch.inference_mode():
+            module.fit_landmarks(tokens, keys, seed=1)
+        fitted = copy.deepcopy(module)
+        fitted.fit_landmarks(tokens, keys, seed=1)
+        assert torch.equal(module.landmark_keys, fitted.landmark_keys)
+        module(tokens, tokens, tokens, need_weights=False)[0].square().sum().backward()
+        assert module.landmark_queries.grad.abs().min() > 0 and module.landmark_queries.requires_grad
+
+
 def test_what_cannot_be_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"num_landmarks": 5, "landmarks": "fixed"}
     tokens = torch.randn(7, 2, DIM)

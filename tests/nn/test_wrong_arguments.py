@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,22 @@ def test_forward_names_what_is_wrong(kind: str, what: str) -> None:
                 module(*given, need_weights=True)
             with pytest.raises(TypeError, match=rf"^{name}: {message}"):
                 module.eval()(*given, need_weights=True)
+
+
+@pytest.mark.parametrize("wrong", [np.ones(2), torch.tensor([True, False])], ids=["an array", "a tensor"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_flag_that_is_an_array_is_named(kind: str, wrong: Any) -> None:
+    make, names = MODULES[kind]
+    methods = ("forward", "forward_step", "forward_steps", "retrieve")
+    for method in (method for method in methods if hasattr(make(), method)):
+        module = make().eval()
+        parameters = inspect.signature(getattr(module, method)).parameters
+        given: list[Any] = [torch.randn(2, 16) if method == "forward_step" else torch.randn(2, 6, 16) for _ in names]
+        if method == "retrieve":
+            given = [given[0], module.init_state(2)]  # type: ignore[operator]  # torch's modules may have any attribute
+        for flag in (name for name, parameter in parameters.items() if isinstance(parameter.default, bool)):
+            with torch.no_grad(), pytest.raises(TypeError, match=rf"^{flag}: got an? (ndarray|Tensor), expected True or False"):
+                getattr(module, method)(*given, **{flag: wrong})
 
 
 @pytest.mark.parametrize("autocast", [False, True])

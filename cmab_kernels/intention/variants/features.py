@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...runtime.autograd import differentiable
 from ...runtime.checks import check_count, check_floats, check_mask, check_number, check_operands, mismatch, nan_if_refused, refuse_negative
+from ...runtime.operator import Call, Gradients, Operator
 from .inputs import check_query, check_rows, expand_to
 from .inverse_root import inverse_root
 
@@ -121,26 +121,29 @@ def _rate(gamma: float | Tensor, key: Tensor) -> Tensor:
 
 def _gaussian(rows: Tensor, columns: Tensor, gamma: Tensor) -> Tensor:
     """exp(-gamma |x - y|^2), (B, H, M, N)."""
-    return (-gamma * _squared_distances(rows, columns, None)).exp()
+    return (-gamma * _squared_distances_op(SquaredDistances(rows, columns))).exp()
 
 
-def _forward(rows: Tensor, columns: Tensor, _: None) -> Tensor:
-    """Sums of squared differences. |x|^2 + |y|^2 - 2 x.y would lose all digits of near points if one point is far away.
+class SquaredDistances(NamedTuple):
+    """The arguments of `cmab::squared_distances`, whose result is |x - y|^2, exactly 0 where x and y coincide."""
 
-    The third argument is for the compiler: it would take the `forward(ctx, *args)` of a Function with two arguments for
-    one without `ctx`.
-    """
-    return torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist").square()
+    rows: Tensor
+    columns: Tensor
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:2])
+def _kernel(inputs: SquaredDistances) -> Tensor:
+    """Sums of squared differences. |x|^2 + |y|^2 - 2 x.y would lose all digits of near points if one point is far away."""
+    return torch.cdist(*inputs, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
-def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
-    rows, columns = ctx.saved_tensors
+def _operations(inputs: Any) -> int:
+    return 3 * math.prod(inputs.rows) * int(inputs.columns[-2])
+
+
+def _backward(call: Call[SquaredDistances], dout: Tensor) -> Gradients:
+    rows, columns = call.inputs
     pulls = _pulls if torch.is_grad_enabled() else _pulls_at_once
-    return pulls(2 * dout, rows, columns), pulls(2 * dout.mT, columns, rows), None
+    return {"rows": pulls(2 * dout, rows, columns), "columns": pulls(2 * dout.mT, columns, rows)}
 
 
 def _pulls(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -160,5 +163,12 @@ def _pulls_at_once(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return torch.ops.aten._cdist_backward(weights.contiguous(), rows.contiguous(), columns.contiguous(), 2.0, torch.ones_like(weights))
 
 
-_squared_distances = differentiable(_forward, _save, _backward)
-"""|x - y|^2, (B, H, M, N), of rows (B, H, M, D) and columns (B, H, N, D); exactly 0 where they coincide."""
+_squared_distances_op = Operator(
+    _kernel,
+    "squared_distances",
+    SquaredDistances,
+    ("distances",),
+    shapes=lambda inputs: inputs.rows.new_empty(*inputs.rows.shape[:-1], inputs.columns.shape[-2]),
+    operations=_operations,
+    backward=_backward,
+)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...runtime.autograd import differentiable
+from ...runtime.operator import Call, Gradients, Operator
+
+
+class InverseRoot(NamedTuple):
+    """The arguments of `cmab::inverse_root`."""
+
+    matrix: Tensor
 
 
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,29 +28,43 @@ def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(kept, values, 1.0), vectors, kept
 
 
-def _forward(matrix: Tensor) -> Tensor:
-    values, vectors, kept = _spectrum(matrix)
+def _kernel(inputs: InverseRoot) -> Tensor:
+    values, vectors, kept = _spectrum(inputs.matrix)
     return (vectors * (values.rsqrt() * kept).unsqueeze(-2)) @ vectors.mT
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
+def _operations(inputs: Any) -> int:
+    """9 N^3 for the eigenvectors by QR iterations (Golub and Van Loan), and 2 N^3 for the product."""
+    return 11 * math.prod(inputs.matrix) * int(inputs.matrix[-1])
 
 
-def _backward(ctx: Any, dout: Tensor) -> Tensor:
+def _backward(call: Call[InverseRoot], dout: Tensor) -> Gradients:
     """U (F * U' dout U) U' with the divided differences F_ij = (f_i - f_j) / (l_i - l_j) of f = l^-1/2 (Daletskii and Krein).
 
     For two nonzero eigenvalues F_ij is -1 / (s_i s_j (s_i + s_j)) with s = l^1/2, which has no difference in the
     denominator. For a nonzero and a zero eigenvalue F_ij is f_i / l_i; for two zero eigenvalues it is 0.
     """
-    values, vectors, kept = _spectrum(ctx.saved_tensors[0])
+    values, vectors, kept = _spectrum(call.inputs.matrix)
     root = values.sqrt()
     one, other = root.unsqueeze(-1), root.unsqueeze(-2)
     both, either = kept.unsqueeze(-1) & kept.unsqueeze(-2), kept.unsqueeze(-1) | kept.unsqueeze(-2)
     inside, across = -1 / (one * other * (one + other)), 1 / (one * other) ** 3  # a zero eigenvalue is stored as 1
     slopes = torch.where(both, inside, torch.where(either, across, 0.0))
-    return vectors @ (slopes * (vectors.mT @ dout @ vectors)) @ vectors.mT
+    return {"matrix": vectors @ (slopes * (vectors.mT @ dout @ vectors)) @ vectors.mT}
 
 
-inverse_root = differentiable(_forward, _save, _backward)
-"""A^-1/2 (..., N, N) of symmetric positive semi-definite A; 0 along eigenvectors whose eigenvalue is 0 up to rounding."""
+_inverse_root_op = Operator(
+    _kernel,
+    "inverse_root",
+    InverseRoot,
+    ("root",),
+    shapes=lambda inputs: torch.empty_like(inputs.matrix, memory_format=torch.contiguous_format),
+    operations=_operations,
+    backward=_backward,
+)
+
+
+def inverse_root(matrix: Tensor) -> Tensor:
+    """A^-1/2 (B, H, N, N) of symmetric positive semi-definite A; 0 along eigenvectors whose eigenvalue is 0 up to rounding."""
+    root: Tensor = _inverse_root_op(InverseRoot(matrix))
+    return root

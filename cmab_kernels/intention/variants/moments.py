@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.checks import check_dense, mismatch, not_a_state, not_a_tensor
+from ...runtime.checks import as_flag, check_dense, mismatch, not_a_state, not_a_tensor
 from ...runtime.tracing import is_differentiated
 from ..api import ridge_state
 from ..reference import rows_of
@@ -83,7 +83,7 @@ def class_moments(
     >>> all(torch.allclose(a, b) for a, b in zip(whole, part))
     True
     """
-    checked = check_rows(key, weights, key_padding_mask)
+    checked, pooled = check_rows(key, weights, key_padding_mask), as_flag("pooled", pooled)
     labels = check_labels(labels, num_classes, key, key_padding_mask)
     if state is not None:
         batch, heads, _, width = key.shape

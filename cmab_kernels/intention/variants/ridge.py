@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...runtime.checks import as_flag
 from ..api import ridge_state, solve_ridge
 from ..solve import regularised_solve
 from .inputs import check_rows, solver_of
@@ -49,7 +50,7 @@ def ridge(
     '3.0000 2.0000'
     """
     check_rows(key, weights, key_padding_mask, value=value)
-    if not intercept:
+    if not as_flag("intercept", intercept):
         state = ridge_state(key, value, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
         weight, info = solve_ridge(state, alpha, impl=solver_of(impl))
         return LinearRegression(weight, torch.zeros_like(weight[..., 0]), torch.zeros_like(weight[..., 0, :]), info)

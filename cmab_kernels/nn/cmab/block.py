@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...attention import AttentionState
 from ...runtime.checks import check_count, check_heads, mismatch
+from ..constructors import naming_options
 from ..inputs import for_part
 from ..parts import computed, plain_parameters
 from ..stream import AttentionStream
@@ -75,6 +76,7 @@ class CMAB(StreamingBlocks):
     True
     """
 
+    @naming_options
     def __init__(
         self,
         dim: int,

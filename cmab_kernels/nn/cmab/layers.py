@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...attention import AttentionState, attention_state, latent_attention, projected_attention_state
 from ...layers import AttentionLayer, FeedForwardLayer, attention, check_residual, feed_forward
 from ...runtime.checks import check_count, check_heads, check_mask, mismatch
+from ..constructors import naming_options
 from ..inputs import check_features, check_floating, for_part, hide_padding, join_heads, split_heads
 from ..parts import check_together, layer_impl, of_one_dtype, plain_parameters, projects_inside
 
@@ -50,6 +51,7 @@ class FeedForward(_Residual):
     torch.Size([2, 8, 16])
     """
 
+    @naming_options
     def __init__(self, dim: int, ff_dim: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__(residual)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -84,6 +86,7 @@ class _Attention(_Residual):
     It has a norm, projections to query, key and value without bias, and an output projection with bias.
     """
 
+    @naming_options
     def __init__(self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__(residual)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -179,6 +182,7 @@ class CrossAttention(_Attention):
     True
     """
 
+    @naming_options
     def __init__(self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__(dim, num_heads, residual, device=device, dtype=dtype)
         self.context_norm = nn.LayerNorm(self.norm.normalized_shape, device=device, dtype=dtype)
@@ -260,6 +264,7 @@ class LatentLayer(nn.Module):
     torch.Size([2, 8, 16])
     """
 
+    @naming_options
     def __init__(
         self, dim: int, num_heads: int, ff_dim: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None
     ) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import NO_CHUNK, AttentionState, Removal, attention_state_of_chunks, projected_attention_state, subtract_state
-from ...runtime.checks import check_count, kind_of, mismatch
-from ..parts import computed, plain_parameters, projects_inside
+from ...runtime.checks import as_flag, check_count, kind_of, mismatch
+from ..constructors import naming_options
+from ..parts import computed, own_parameters, plain_parameters, projects_inside
 from ..stream import AttentionStream
 from . import one_call
 from .block import CMAB, calls_compress
@@ -55,6 +56,7 @@ class CMABStack(StreamingBlocks):
     _streamed: tuple[nn.Module, ...] = ()
     """The `_readers` whose state the stream holds. Empty, because unknown, in a stack that version 0.1.0 pickled."""
 
+    @naming_options
     def __init__(
         self,
         dim: int,
@@ -78,6 +80,10 @@ class CMABStack(StreamingBlocks):
 
         `forward` reads and writes no state. It calls blocks one after the other if a block has hooks or a wrapper.
         """
+        all_blocks = as_flag("all_blocks", all_blocks)
+        if any(own_parameters(block, type(block)) is None for block in self.blocks):
+            # A hook must get the block itself, not a stand-in. The block then computes its parametrizations.
+            return _one_by_one(self.blocks, inputs, latents, key_padding_mask, all_blocks)
         self = self._computed()
         self._check(inputs, latents, key_padding_mask)
         blocks = self._blocks
@@ -88,11 +94,7 @@ class CMABStack(StreamingBlocks):
             state = None if any(map(calls_compress, blocks)) else self._read_at_once(inputs, None, key_padding_mask)
             if state is not None:
                 return self._retrieve(latents, state, all_blocks)
-        after = []
-        for block in blocks:
-            latents = block(inputs, latents, key_padding_mask=key_padding_mask)
-            after.append(latents)
-        return torch.stack(after) if all_blocks else latents
+        return _one_by_one(blocks, inputs, latents, key_padding_mask, all_blocks)
 
     def read(self, new_inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None) -> AttentionState:
         """Return the state of the new inputs and the inputs of `state`, in time O(new inputs).
@@ -126,7 +128,7 @@ class CMABStack(StreamingBlocks):
         With `all_blocks` the result is (K, B, L_I, dim), the latents after each block. The papers' decoders attend to
         the latents of every block. A state or latents that do not fit the module raise a `ValueError` or `TypeError`.
         """
-        self = self._computed()
+        self, all_blocks = self._computed(), as_flag("all_blocks", all_blocks)
         self._check_streamed()
         self.stream._check(state)
         check_latents(latents, state.lse.shape[1], "state", self._blocks[0].latents)
@@ -292,6 +294,15 @@ class CMABStack(StreamingBlocks):
             latents = block._retrieve(latents, AttentionState(*own))
             after.append(latents)
         return torch.stack(after) if all_blocks else latents
+
+
+def _one_by_one(blocks: Iterable[nn.Module], inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, all_blocks: bool) -> Tensor:
+    """Call the blocks one after the other; return the last latents, or with `all_blocks` the latents after each block."""
+    after = []
+    for block in blocks:
+        latents = block(inputs, latents, key_padding_mask=key_padding_mask)
+        after.append(latents)
+    return torch.stack(after) if all_blocks else latents
 
 
 def _readers(blocks: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

@@ -21,12 +21,13 @@ from ...nystrom import (
     continual_nystrom_init,
     continual_nystrom_step,
 )
-from ...runtime.checks import as_they_are, check_count, mismatch
+from ...runtime.checks import as_flag, as_they_are, check_choice, check_count, mismatch
 from ...runtime.tracing import has_values
+from ..constructors import extending
 from ..inputs import check_features
 from ..multihead.attention import MultiheadAttention
 from ..multihead.nystrom import ONLY_TOKENS, NystromAttention
-from ..multihead.projections import MultiheadProjections, extending, no_extra_keys
+from ..multihead.projections import MultiheadProjections, no_extra_keys
 from ..parts import called, computed, is_own
 from ..stream import follow_weights, refuse_to_record, with_own_streams
 from .training import attention_over_stream, nystrom_over_stream
@@ -172,8 +173,7 @@ class Continual(MultiheadProjections):
     def _stream_over(self, sequence_len: int, output: str) -> None:
         """Check and store the arguments that all constructors share, and make the stream."""
         self.sequence_len, self.output = check_count("sequence_len", sequence_len), output
-        if output not in OUTPUTS:
-            raise ValueError(mismatch("output", repr(output), f"one of {', '.join(OUTPUTS)}"))
+        check_choice("output", output, OUTPUTS)
         self._start(self._like)
 
     def _stepped(self, query: Tensor, key: Tensor | None, value: Tensor | None, update_state: bool) -> Tensor | None:
@@ -186,6 +186,7 @@ class Continual(MultiheadProjections):
 
     def _advance(self, heads: tuple[Tensor, ...], update_state: bool) -> Tensor | None:
         """Take tokens as heads (B, H, T, D), and return outputs (B, H, T', E), or (B, H, T', n, E) if retroactive."""
+        update_state = as_flag("update_state", update_state)
         refuse_to_record("forward_step", self._recordable)
         stream: Any = self._modules["stream"]  # read directly, for speed: torch's attribute lookup is slow Python code
         held = stream.held

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...runtime.checks import check_count, kind_of, mismatch
-from ..multihead.projections import extending
+from ...runtime.checks import as_flag, check_count, kind_of, mismatch
+from ..constructors import extending, naming_options
 from ..parts import called, computed
 from ..stream import Stream, extent, follow_weights, with_own_streams
 from .attention import ContinualAttention, ContinualNystromAttention
@@ -211,6 +211,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
     def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of the windows ending at them, or None."""
         self._refuse_to_drop()
+        update_state = as_flag("update_state", update_state)
         recent, before, attention = self._recent(src), self.stream.held, self.self_attn.stream
         attended_before = attention.held
         try:  # store the tokens first, so that after an error the attention's state shows whether it took them
@@ -335,6 +336,7 @@ class ContinualEncoder(nn.Module):
     (torch.Size([1, 6, 16]), True)
     """
 
+    @naming_options
     def __init__(self, layer: ContinualEncoderLayer, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
         if not isinstance(layer, ContinualEncoderLayer):

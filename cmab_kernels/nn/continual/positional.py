@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...runtime.checks import check_count, mismatch
+from ...runtime.checks import as_flag, check_count, mismatch
+from ..constructors import naming_options
 from ..inputs import check_features
 from ..stream import Keeper, refuse_to_record
 
@@ -53,6 +54,7 @@ class CircularPositionalEncoding(Keeper[int]):
     fields = ("position",)
     encodings: Tensor
 
+    @naming_options
     def __init__(
         self,
         embed_dim: int,
@@ -88,7 +90,7 @@ class CircularPositionalEncoding(Keeper[int]):
         encodings = self._checked("token", token, (1, 2))
         refuse_to_record("forward_step", "forward_stream, or the sum with a row of `encodings`")
         out = token + encodings[self.position]
-        self._move(int(update_state))
+        self._move(int(as_flag("update_state", update_state)))
         return out
 
     def forward_steps(self, tokens: Tensor, update_state: bool = True) -> Tensor:
@@ -96,7 +98,7 @@ class CircularPositionalEncoding(Keeper[int]):
         encodings = self._checked("tokens", tokens, (2, 3))
         refuse_to_record("forward_steps", "forward_stream, or the sum with rows of `encodings`")
         out = self._added(tokens, encodings, self.position)
-        self._move(tokens.shape[self._along(tokens)] if update_state else 0)
+        self._move(tokens.shape[self._along(tokens)] if as_flag("update_state", update_state) else 0)
         return out
 
     @property

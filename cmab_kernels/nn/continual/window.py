@@ -20,6 +20,7 @@ from ...nystrom import (
 )
 from ...runtime.checks import kind_of, mismatch
 from ...runtime.dtypes import state_dtype
+from ..constructors import naming_options
 from ..stream import Part, Stream, copied, extent
 
 
@@ -80,6 +81,7 @@ class ContinualStream(Stream[WindowState]):
 
     fields = tuple(dict.fromkeys((*ContinualNystromState._fields, *ContinualAttentionState._fields)))
 
+    @naming_options
     def __init__(
         self,
         kind: type[ContinualNystromState] | type[ContinualAttentionState],
@@ -191,6 +193,7 @@ class RecentStream(Stream[RecentTokens]):
 
     fields = RecentTokens._fields
 
+    @naming_options
     def __init__(self, window: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__(device=device, dtype=dtype)
         self.shape = (window, width)

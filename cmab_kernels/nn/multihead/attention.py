@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...attention import AttentionState, attention_state
 from ...runtime.backends import has_kernel
-from ...runtime.checks import mismatch
+from ...runtime.checks import as_flag, mismatch
 from ..inputs import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_floating, is_additive, split_heads
 from ..parts import computed
 from . import torchs_attention
@@ -74,6 +74,8 @@ class MultiheadAttention(MultiheadProjections):
         """
         self = computed(self)
         check_floating(self, query=query, key=key, value=value)
+        need_weights, average_attn_weights = as_flag("need_weights", need_weights), as_flag("average_attn_weights", average_attn_weights)
+        is_causal = as_flag("is_causal", is_causal)
         if is_causal and attn_mask is None:
             raise ValueError(
                 mismatch("is_causal", "True without an attn_mask", "False, as it is only a hint about the mask; or pass the mask as well")

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ...intention import RidgeState, check_ridge, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
-from ...runtime.checks import mismatch
+from ...runtime.checks import as_float, mismatch
 from ...runtime.dtypes import state_dtype
+from ..constructors import extending
 from ..inputs import bool_mask
 from ..parts import computed
 from ..stream import RidgeStream, follow_weights, refuse_to_record, with_own_streams
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
-from .projections import extending, no_extra_keys
+from .projections import no_extra_keys
 
 
 class LearnedRidge(MatrixFreeAttention):
@@ -32,9 +33,9 @@ class LearnedRidge(MatrixFreeAttention):
 
     @extending(MatrixFreeAttention)
     def __init__(self, *args: Any, alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
-        if alpha is not None and not (isinstance(alpha, Real) and 0 <= alpha < math.inf):
+        if alpha is not None and not (isinstance(alpha, Real) and 0 <= as_float("alpha", alpha) < math.inf):
             raise ValueError(mismatch("alpha", repr(alpha), "None, to learn it, or a finite number >= 0"))
-        if not (isinstance(scale, Real) and math.isfinite(scale)):
+        if not (isinstance(scale, Real) and math.isfinite(as_float("scale", scale))):
             raise ValueError(mismatch("scale", repr(scale), "a finite number"))
         super().__init__(*args, **kwargs)
         self.fixed_alpha = alpha

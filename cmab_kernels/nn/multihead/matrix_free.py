@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...runtime.checks import kind_of, mismatch
+from ...runtime.checks import as_flag, kind_of, mismatch
+from ..constructors import extending
 from ..inputs import bool_mask
 from ..parts import computed
-from .projections import MultiheadProjections, extending
+from .projections import MultiheadProjections
 
 NO_DROPOUT = {"dropout": "0, as dropout acts on attention weights, which are never formed here"}
 
@@ -48,6 +49,7 @@ class MatrixFreeAttention(MultiheadProjections):
         read, and other numbers make every result NaN.
         """
         self = computed(self)
+        need_weights, average_attn_weights = as_flag("need_weights", need_weights), as_flag("average_attn_weights", average_attn_weights)
         self._refuse_masks("attn_mask", attn_mask, is_causal)
         key_padding_mask, key = bool_mask(key_padding_mask, key)
         self._check(key_padding_mask, query=query, key=key, value=value)
@@ -61,7 +63,7 @@ class MatrixFreeAttention(MultiheadProjections):
         """Raise if the caller gives a mask that hides different keys from different queries."""
         if mask is not None:
             raise ValueError(mismatch(name, kind_of(mask), f"None; {self.why_no_masks}"))
-        if is_causal:
+        if as_flag("is_causal", is_causal):
             raise ValueError(mismatch("is_causal", is_causal, f"False; {self.why_no_masks}"))
 
     def _project_query(self, query: Tensor, key_padding_mask: Tensor | None) -> Tensor:

@@ -19,11 +19,12 @@ from ...nystrom import (
     shared_landmark_values,
 )
 from ...runtime.checks import as_autocast, as_they_are, check_count, mismatch
+from ..constructors import extending
 from ..inputs import check_features
 from ..parts import computed
 from .matrix_free import NO_DROPOUT, MatrixFreeAttention
 from .official import nystrom_weights
-from .projections import extending, no_extra_keys
+from .projections import no_extra_keys
 
 if TYPE_CHECKING:
     from typing import Self
@@ -193,8 +194,9 @@ class NystromAttention(MatrixFreeAttention):
             fitted = [own._project(part, centres)[0] for part in range(2)]
         else:
             fitted = [own._centres_of_heads("tokens", 0, tokens, seed), own._centres_of_heads("keys", 1, keys, seed)]
-        for name, landmarks in zip(LANDMARKS, fitted, strict=True):
-            setattr(self, name, torch.nn.Parameter(landmarks.contiguous()))
+        with torch.inference_mode(False):  # a parameter that was made in inference mode could not be trained
+            for name, landmarks in zip(LANDMARKS, fitted, strict=True):
+                setattr(self, name, torch.nn.Parameter(landmarks.clone(memory_format=torch.contiguous_format)))
 
     def _centres_of_heads(self, name: str, part: int, tokens: Tensor, seed: int) -> Tensor:
         heads = self._project(part, tokens).transpose(0, 1).flatten(1, 2)

@@ -2,77 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.checks import check_count, check_heads, check_mask, mismatch
+from ..constructors import naming_options
 from ..inputs import check_features, hide_padding, split_heads
 from ..parts import called, is_own, one_like
 
 if TYPE_CHECKING:
     from typing import Self
-
-Init = TypeVar("Init", bound=Callable[..., None])
-
-
-def extending(parent: type) -> Callable[[Init], Init]:
-    """Return a decorator for a constructor that passes `*args` and `**kwargs` on to the constructor of `parent`.
-
-    `inspect.signature` and `help` then show the parent's arguments, followed by the keyword arguments of the decorated constructor.
-    """
-
-    def shown(init: Init) -> Init:
-        theirs, ours = inspect.signature(parent.__init__), inspect.signature(init)  # type: ignore[misc]
-        parameters = dict(theirs.parameters)
-        parameters.update({name: each for name, each in ours.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY})
-        return naming_options(init, theirs.replace(parameters=list(parameters.values())))
-
-    return shown
-
-
-def naming_options(init: Init, signature: inspect.Signature | None = None) -> Init:
-    """Return the constructor with errors that name the class and the unknown or missing option.
-
-    The constructor shows `signature`, or its own signature if that is None.
-    """
-    shown = inspect.signature(init) if signature is None else signature
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **options: Any) -> None:
-        check_options(type(self).__name__, shown, options, self, *args)
-        init(self, *args, **options)
-
-    checked.__signature__ = shown  # type: ignore[attr-defined]  # a function may be given this attribute
-    return cast("Init", checked)
-
-
-def check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], *args: Any) -> None:
-    """Raise `TypeError` for an unknown or a missing option of the class `name`, and for arguments that do not fit."""
-    for option in options:
-        if option not in signature.parameters:
-            close = difflib.get_close_matches(option, signature.parameters, 1)
-            meant = f"; did you mean {close[0]}?" if close else "; did you mean the argument of forward?" if option in _OF_FORWARD else ""
-            known = ", ".join(each for each in signature.parameters if each != "self")
-            raise TypeError(mismatch(option, f"an unknown option of {name}", f"one of {known}{meant}"))
-    try:
-        signature.bind(*args, **options)
-    except TypeError as error:
-        text = str(error)
-        missing = re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", text)
-        if missing:
-            raise TypeError(mismatch(missing[1], "nothing", f"a value, as {name} has no default for it")) from None
-        raise TypeError(f"{name}: {text}") from None
-
-
-_OF_FORWARD = inspect.signature(torch.nn.MultiheadAttention.forward).parameters
 
 
 def no_extra_keys(why: str) -> dict[str, str]:

@@ -42,7 +42,10 @@ def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 _CALLING: dict[type, type[nn.MultiheadAttention]] = {}
-"""Kind of attention -> its subclass that calls `out_proj`."""
+"""Kind of attention -> its subclass that calls `out_proj`: the last `MOST_KINDS` kinds, because an entry keeps its class
+alive, and `parametrize` makes a class for each module."""
+
+MOST_KINDS = 64
 
 
 def _calling_out_proj(kind: type[nn.MultiheadAttention]) -> type[nn.MultiheadAttention]:
@@ -55,6 +58,8 @@ def _calling_out_proj(kind: type[nn.MultiheadAttention]) -> type[nn.MultiheadAtt
         attention.__dict__ = calling.__dict__
         return forward(attention, *args, **kwargs)
 
+    if len(_CALLING) == MOST_KINDS:
+        del _CALLING[next(iter(_CALLING))]
     _CALLING[kind] = type(kind.__name__, (kind,), {"forward": forward_of})
     return _CALLING[kind]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ...runtime.checks import kind_of, mismatch
-from ..multihead.projections import MultiheadProjections, check_options
+from ...runtime.checks import as_flag, kind_of, mismatch
+from ..constructors import check_options
+from ..multihead.projections import MultiheadProjections
 from ..transformer.informer import InformerEncoderLayer
 from ..transformer.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from .report import Replacement, Replacements
@@ -88,6 +89,7 @@ def replace_modules(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(mismatch("model", repr(model), "a torch.nn.Module"))
+    verbose = as_flag("verbose", verbose)
     if not isinstance(mapping, Mapping):
         allowed = "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}"
         raise TypeError(mismatch("mapping", repr(mapping), allowed))
@@ -183,7 +185,7 @@ def _check_options(new: Any, options: Mapping[str, Any]) -> None:
             )
         return
     signature = inspect.signature(new.__init__)
-    check_options(new.__name__, signature, {"embed_dim": None, "num_heads": None, **options}, None)
+    check_options(new.__name__, signature, {"embed_dim": 1, "num_heads": 1, **options}, None)
 
 
 def _sharing(path: str, module: nn.Module, made: Any) -> nn.Module:

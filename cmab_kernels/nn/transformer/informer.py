@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...runtime.checks import mismatch
+from ...runtime.checks import check_choice, mismatch
+from ..constructors import extending
 from ..inputs import bool_mask
 from ..multihead.intention import LearnedRidge, MultiheadIntention, MultiheadSigmaIntention
-from ..multihead.projections import extending
 
 if TYPE_CHECKING:
     from typing import Self
@@ -51,8 +51,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     @extending(torch.nn.TransformerEncoderLayer)
     def __init__(self, *args: Any, kind: str = "intention", alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
-        if not isinstance(kind, str) or kind not in KINDS:
-            raise ValueError(mismatch("kind", repr(kind), f"one of {', '.join(KINDS)}"))
+        check_choice("kind", kind, KINDS)
         super().__init__(*args, **kwargs)
         self.self_attn = KINDS[kind].sharing(self.self_attn, dropout=0.0, alpha=alpha, scale=scale)
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...layers import attention_layer, feed_forward_layer
-from ...runtime.checks import kind_of, mismatch
+from ...runtime.checks import as_flag, kind_of, mismatch
+from ..constructors import extending
 from ..inputs import ADDITIVE, DROPOUT, NO_ATTENTION_MASK, bool_mask, check_features, check_floating, is_additive
 from ..multihead import torchs_attention
 from ..parts import layer_impl, of_one_dtype, one_like, own_parameters, plain_parameters
@@ -223,6 +224,10 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
 
     theirs = nn.TransformerEncoderLayer
 
+    @extending(nn.TransformerEncoderLayer)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
     def forward(
         self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
@@ -231,6 +236,7 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         The shape is (B, N, d_model) with `batch_first`, else (N, B, d_model), or (N, d_model) without a batch.
         """
         check_floating(self, src=src)
+        is_causal = as_flag("is_causal", is_causal)
         if self.why_torch(src, src_mask, src_key_padding_mask, is_causal) is None:
             self._check(src=src)
             self._check_padding("src_key_padding_mask", src_key_padding_mask, src, self.self_attn)
@@ -287,6 +293,10 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
     theirs = nn.TransformerDecoderLayer
     multihead_attn: nn.MultiheadAttention
 
+    @extending(nn.TransformerDecoderLayer)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy or a pickle. torch's method would shadow an activation module with relu."""
         nn.Module.__setstate__(self, state)
@@ -315,6 +325,7 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         The shape is (B, L, d_model) with `batch_first`, else (L, B, d_model), or (L, d_model) without a batch.
         """
         check_floating(self, tgt=tgt, memory=memory)
+        tgt_is_causal, memory_is_causal = as_flag("tgt_is_causal", tgt_is_causal), as_flag("memory_is_causal", memory_is_causal)
         own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
         why_own, why_cross, why_feed = self._why_parts(tgt, own, cross).values()
         if isinstance(self.self_attn, nn.MultiheadAttention) and isinstance(self.linear1, nn.Linear) and self._why_no_operator(tgt) is None:

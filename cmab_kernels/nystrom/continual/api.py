@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.backends import check_name, choose, imported
-from ...runtime.checks import as_autocast, as_they_are, autocasts, check_key_value, check_operands, fixed, mismatch, refuse_not_finite
+from ...runtime.checks import (
+    as_autocast,
+    as_they_are,
+    autocasts,
+    check_choice,
+    check_key_value,
+    check_operands,
+    fixed,
+    mismatch,
+    refuse_not_finite,
+)
 from ...runtime.dtypes import state_dtype
 from ...runtime.setting import now
 from ...runtime.tracing import as_row, extent, is_observed, is_profiled
@@ -180,7 +190,7 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
     retroactive = output == "retroactive"
     form = None
     is_seen = is_observed() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
-    if output in OUTPUTS and not is_seen:
+    if isinstance(output, str) and isinstance(impl, str) and output in OUTPUTS and not is_seen:
         named = now().impl if impl == "auto" else impl  # a compiler does not trace this branch
         if named in FAST and (result := _native(step.name)(state, query, key, value, retroactive)) is not None:
             return result
@@ -237,8 +247,7 @@ def _window(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str) -> None:
-    if output not in OUTPUTS:
-        raise ValueError(mismatch("output", repr(output), f"one of {', '.join(OUTPUTS)}"))
+    check_choice("output", output, OUTPUTS)
     check_state(state, kind)
     check_operands(query=query, key=key, value=value)
     batch, heads, _, width = state.keys.shape

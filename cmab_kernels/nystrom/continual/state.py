@@ -194,7 +194,7 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
     >>> cmab_kernels.state_from_tensors(cmab_kernels.ContinualAttentionState, tensors).position
     tensor([[64, 64, 64, 64]])
     """
-    if kind not in KINDS:
+    if not any(kind is each for each in KINDS):
         raise TypeError(mismatch("kind", repr(kind), "ContinualNystromState or ContinualAttentionState"))
     if not isinstance(tensors, Mapping):
         raise TypeError(mismatch(name, kind_of(tensors), "a mapping from names to tensors"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from textwrap import shorten
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cmab_kernels.runtime.checks import mismatch
+from cmab_kernels.runtime.checks import is_dense, kind_of, mismatch
 
 
 class Events(NamedTuple):
@@ -26,7 +27,7 @@ class Events(NamedTuple):
     """(B,) float64, not before the last event"""
 
     @staticmethod
-    def pad(times: Sequence[Any], marks: Sequence[Any], end: Sequence[float] | Tensor) -> Events:
+    def pad(times: Iterable[Any], marks: Iterable[Any], end: Iterable[float] | Tensor) -> Events:
         """Return sequences of any lengths as one batch.
 
         A sequence of times or marks is a tensor (events,), or an array or a list that `torch.as_tensor` accepts. Marks
@@ -35,7 +36,8 @@ class Events(NamedTuple):
         `ValueError` for no sequence, for another number of marks or ends than of sequences, and for an invalid
         sequence, which it names.
         """
-        if not len(times):
+        times, marks = _sequences("times", times), _sequences("marks", marks)
+        if not times:
             raise ValueError(mismatch("times", "no sequence", "at least one"))
         if len(marks) != len(times):
             raise ValueError(mismatch("marks", f"{len(marks)} sequences", f"{len(times)}, as many as times has"))
@@ -66,8 +68,12 @@ class Events(NamedTuple):
 
     def take(self, rows: Tensor) -> Events:
         """Return the sequences `rows` (R,) int64, cut to the longest of them. Without rows, the shapes are (0, 0) and
-        (0,)."""
-        lengths = self.lengths[rows]
+        (0,). `ValueError` for a number, or for rows that do not exist."""
+        lengths = None
+        with suppress(IndexError, TypeError):
+            lengths = self.lengths[rows]
+        if lengths is None or lengths.dim() != 1:
+            raise ValueError(mismatch("rows", shorten(repr(rows), 60), f"(R,) int64 below {len(self.lengths)}, the number of sequences"))
         longest = int(lengths.max()) if len(lengths) else 0
         return Events(self.times[rows, :longest], self.marks[rows, :longest], lengths, self.end[rows])
 
@@ -81,9 +87,21 @@ class Events(NamedTuple):
         return self.times.diff(dim=1, prepend=torch.zeros_like(self.times[:, :1])).where(self.there, 0.0)
 
 
-def _as_tensor(name: str, given: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return what was given as a tensor; `ValueError` with the name if torch makes none of it."""
+def _sequences(name: str, given: Iterable[Any]) -> list[Any]:
     try:
-        return torch.as_tensor(given, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError) as error:
+        return list(given)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(mismatch(name, kind_of(given), "a list of sequences")) from error
+
+
+def _as_tensor(name: str, given: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what was given as a tensor of real numbers, ints by default as int64; `ValueError` with the name if it is
+    none."""
+    try:
+        # A dtype would silently drop the imaginary part of an array. It keeps the digits of a list.
+        tensor = torch.as_tensor(given) if hasattr(given, "__array__") else torch.as_tensor(given, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(mismatch(name, shorten(repr(given), 60), "numbers")) from error
+    if not is_dense(tensor) or tensor.is_complex() or tensor.is_quantized or tensor.is_meta:
+        raise ValueError(mismatch(name, shorten(repr(given), 60), "a dense tensor of real numbers"))
+    return tensor.to(dtype or (tensor.dtype if tensor.is_floating_point() else torch.int64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from textwrap import shorten
@@ -9,9 +10,9 @@ from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from cmab_kernels.runtime.checks import mismatch
+from cmab_kernels.runtime.checks import is_dense, kind_of, mismatch
 
 FORMAT = "cmab_models checkpoint, version 1"
 NEEDED = "the checkpoint.pt of a training; without it, train again in another --folder"
@@ -55,12 +56,32 @@ def load(path: Path, run: dict[str, Any]) -> Checkpoint:
     if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT or entries.keys() != set(Checkpoint._fields):
         raise BadCheckpoint(mismatch(str(path), f"a file that is no {FORMAT}", NEEDED))
     checkpoint = Checkpoint(**entries)
-    if not isinstance(checkpoint.run, dict) or not isinstance(checkpoint.step, int):
-        raise BadCheckpoint(mismatch(str(path), "a file with no settings or no number of steps", NEEDED))
+    for name in ("run", "model", "optimizer"):
+        _check_dict(f"{path}, {name}", entries[name])
+    if type(checkpoint.step) is not int or checkpoint.step < 0:
+        raise BadCheckpoint(mismatch(f"{path}, step", repr(checkpoint.step), "an int >= 0"))
+    for name in ("cpu_seconds", "wall_seconds"):
+        if type(entries[name]) not in (int, float) or not 0 <= entries[name] < math.inf:
+            raise BadCheckpoint(mismatch(f"{path}, {name}", repr(entries[name]), "a finite number >= 0"))
     for name in run:
         if checkpoint.run.get(name) != run[name]:
             raise BadCheckpoint(mismatch(name, repr(run[name]), f"{checkpoint.run.get(name)!r}, as {path} was trained with"))
     return checkpoint
+
+
+def _check_dict(name: str, entry: Any) -> None:
+    if not isinstance(entry, dict):
+        raise BadCheckpoint(mismatch(name, kind_of(entry), "a dict"))
+
+
+def _check_tensor(name: str, entry: Any, like: Tensor) -> None:
+    """Raise unless an entry can be copied to a tensor. torch's optimiser writes out of bounds if the shape differs."""
+    if not isinstance(entry, Tensor):
+        raise BadCheckpoint(mismatch(name, kind_of(entry), "a torch.Tensor"))
+    kinds = (entry.is_floating_point(), entry.is_complex()), (like.is_floating_point(), like.is_complex())
+    if not is_dense(entry) or entry.is_meta or entry.shape != like.shape or kinds[0] != kinds[1]:
+        given = f"a tensor {tuple(entry.shape)}, {entry.dtype}, {entry.layout}, on {entry.device}"
+        raise BadCheckpoint(mismatch(name, given, f"a dense tensor {tuple(like.shape)}, {like.dtype}"))
 
 
 def _unreadable(path: Path) -> str:
@@ -78,12 +99,30 @@ def _unreadable(path: Path) -> str:
 def resumed(path: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
     """Load the checkpoint of this run into its model and optimiser, and return it; `BadCheckpoint` also if it does not
     fit them."""
-    checkpoint = load(path, run)
+    checkpoint, own = load(path, run), model.state_dict()
+    if checkpoint.step > run["steps"]:
+        raise BadCheckpoint(mismatch(f"{path}, step", checkpoint.step, f"an int from 0 to steps = {run['steps']}"))
+    for name in checkpoint.model.keys() & own.keys():
+        _check_tensor(f"{path}, model, {name}", checkpoint.model[name], own[name])
+    state = checkpoint.optimizer.get("state")
+    _check_state(f"{path}, optimizer, state", state, optimizer)
     try:
-        model.load_state_dict(checkpoint.model)
-        optimizer.load_state_dict(checkpoint.optimizer)
-    except (RuntimeError, ValueError, KeyError) as error:
+        model.load_state_dict({str(name): entry for name, entry in checkpoint.model.items()})
+    except RuntimeError as error:
         raise BadCheckpoint(
             mismatch(str(path), f"weights of another version ({shorten(str(error), 300)})", f"those of {run['system']}")
         ) from error
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # its settings follow from the run
     return checkpoint
+
+
+def _check_state(name: str, state: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless `state` is that of Adam. A parameter that has had no gradient yet has no state."""
+    _check_dict(name, state)
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    for number, moments in state.items():
+        if number not in parameters:
+            raise BadCheckpoint(mismatch(f"{name}, {number}", "a state", f"none, as the model has {len(parameters)} parameters"))
+        _check_dict(f"{name}, {number}", moments)
+        for moment, like in (("step", torch.zeros(())), ("exp_avg", parameters[number]), ("exp_avg_sq", parameters[number])):
+            _check_tensor(f"{name}, {number}, {moment}", moments.get(moment), like)

@@ -130,7 +130,7 @@ def test_gradient_with_padding_and_where_no_key_is_present() -> None:
 
 def test_gradients_of_one_and_of_several_derivatives_agree() -> None:
     """The gradient equals the one from which further derivatives are taken,
-    also for equal points, `vmap` and a compiler."""
+    also for equal points, `vmap`, a compiler, and a compiled transform."""
     query, key = torch.randn(3, 1, 2, 4, 3, dtype=torch.float64), torch.randn(1, 2, 6, 3, dtype=torch.float64)
     query[:, :, :, :2] = key[:, :, :2]
     query.requires_grad_()
@@ -143,7 +143,9 @@ def test_gradients_of_one_and_of_several_derivatives_agree() -> None:
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     for total in (sum(run(rows) for rows in query), torch.vmap(run)(query).sum(), sum(compiled(rows) for rows in query)):
         torch.testing.assert_close(torch.autograd.grad(total, query)[0], wanted, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(torch.vmap(torch.func.grad(run))(query.detach()), wanted, rtol=1e-11, atol=1e-12)
+    mapped = torch.vmap(torch.func.grad(run))
+    for gradients in (mapped, torch.compile(mapped, backend="aot_eager")):
+        torch.testing.assert_close(gradients(query.detach()), wanted, rtol=1e-11, atol=1e-12)
 
 
 def test_points_that_coincide_have_a_gradient() -> None:
