@@ -13,6 +13,7 @@ from ..intention import RidgeState, check_ridge, merge_ridge, ridge_state
 from ..nn import CMAB, Attended, CMABStack, CMABUpdate, MultiheadAttention, MultiheadIntention
 from ..nn.inputs import split_heads
 from ..nn.parts import computed
+from ..nn.stream import with_own_streams
 from ..runtime.checks import mismatch, over_batch
 from .merge import State, accepted, all_merge_state
 from .messages import announced, members
@@ -45,14 +46,15 @@ class ContextSharded(nn.Module, Generic[State]):
 
     The wrapped module is the attribute `module`, with its parameters and its own stream. All ranks advance the stream
     in the same way. If one rank raises an error for its arguments or its stream, all ranks raise, and no stream
-    advances. A copy has weights of its own and the same group. A module with a group cannot be pickled (`TypeError`):
-    save its `state_dict`.
+    advances. A copy has a stream of its own, a deep copy also weights, and both have the same group. A module with a
+    group cannot be pickled (`TypeError`): save its `state_dict`.
     """
 
     wraps: ClassVar[tuple[type[nn.Module], ...]]
     """The classes of modules that this class wraps."""
     merge: ClassVar[Callable[..., Any]]
     """The function that merges two states of the wrapped module."""
+    __copy__ = with_own_streams
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..nn import CircularPositionalEncoding, ContinualAttention, ContinualEncoder, ContinualEncoderLayer, ContinualNystromAttention
+from ..nn.stream import with_own_streams
 from ..runtime.checks import mismatch
 
 try:
@@ -27,6 +28,7 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
     tokens, as `forward_steps` of a new stream does, and records gradients.
     """
 
+    __copy__ = with_own_streams
     _state_shape = 0
     _dynamic_state_inds: list[bool] = []  # noqa: RUF012  # the base class declares it so
 

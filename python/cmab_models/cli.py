@@ -22,7 +22,7 @@ from cmab_kernels.runtime.checks import mismatch
 from .pretrained import Pretrained
 from .systems import SYSTEMS
 from .tasks import TASKS, seeded
-from .training import Diverged, Interrupted, Run, append, provenance, train
+from .training import BadCheckpoint, Diverged, Interrupted, Run, append, provenance, train
 from .training.checkpoint import load
 
 EXAMPLES = """\
@@ -106,7 +106,7 @@ def _run(asked: argparse.Namespace) -> Run:
     """
     given = _settings(asked.config, asked.set)
     run = _made(asked, given)
-    if asked.command == "train":
+    if asked.command == "train" and not asked.resume:
         return run
     settings = {name: value for name, value in _trained(run).items() if name not in ("system", "task", "seed", "code")}
     return _made(asked, settings | given)
@@ -127,8 +127,14 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
 def _trained(run: Run) -> dict[str, Any]:
     """Return the settings with which the kept model was trained; empty without a checkpoint. `BadCheckpoint` if it is
     another model's."""
-    of_model = {name: value for name, value in run.described().items() if name in ("system", "task", "seed") or name.startswith("model.")}
-    return load(run.checkpoint, of_model).run if run.checkpoint.exists() else {}
+    if not run.checkpoint.exists():
+        return {}
+    checkpoint, defaults = load(run.checkpoint), run.defaults()
+    for name, value in run.described().items():
+        trained = checkpoint.run.get(name, defaults.get(name))
+        if (name in ("system", "task", "seed") or name.startswith("model.")) and value != trained:
+            raise BadCheckpoint(mismatch(name, repr(value), f"{trained!r}, as {run.checkpoint} was trained with"))
+    return checkpoint.run
 
 
 def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:

@@ -44,6 +44,8 @@ def test_a_copy_has_weights_of_its_own_and_the_same_group(kind: Any, group: Any)
     ):
         assert other.group is group and other is not sharded
         torch.testing.assert_close(other(*given), sharded(*given))
+    if hasattr(sharded.module, "stream"):
+        assert copy.copy(sharded).module.stream is not sharded.module.stream
     own = copy.deepcopy(sharded)
     assert not {id(each) for each in own.parameters()} & {id(each) for each in sharded.parameters()}
 

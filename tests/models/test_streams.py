@@ -143,6 +143,24 @@ def test_an_error_in_a_layer_leaves_the_stream(kind: str, depth: int) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_goes_on_by_itself_and_a_save_keeps_the_place(kind: str, tmp_path: Path) -> None:
+    model, tokens = made(kind, 2), stream(N + 6)
+    model.positions.set_state(3)
+    model.save_pretrained(tmp_path)
+    assert model.positions.get_state() == 3
+    for token in tokens[:, : N + 2].unbind(1):
+        model.forward_step(token)
+    before, other = copy.deepcopy(model.state_dict()), copy.copy(model)
+    for token in tokens[:, N + 2 :].unbind(1):
+        ours = other.forward_step(token)
+    assert all(torch.equal(before[name], entry) for name, entry in model.state_dict().items())
+    for token in tokens[:, N + 2 :].unbind(1):
+        theirs = model.forward_step(token)
+    assert torch.equal(ours, theirs)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("seen", [3, N + 3])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)

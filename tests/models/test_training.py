@@ -15,8 +15,9 @@ import pytest
 import torch
 from cmab_models import cli
 from cmab_models.neural_processes import Batch
+from cmab_models.reproduce.runner import finished
 from cmab_models.tasks import TASKS, Task, seeded
-from cmab_models.training import BadCheckpoint, Diverged, Interrupted, Run, train
+from cmab_models.training import BadCheckpoint, Diverged, Interrupted, Run, append, train
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -166,6 +167,19 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
         train(run, resume=True)
 
 
+def test_a_model_setting_is_neither_lost_nor_changed_by_a_resumption(toy: type[Task], tmp_path: Path) -> None:
+    """A setting that does not change a shape would otherwise resume another model, without an error."""
+    bounded, plain = Run("cnp", toy(), tmp_path, model_settings={"bound_std": True}), Run("cnp", toy(), tmp_path)
+    train(bounded)
+    append(tmp_path / "results.jsonl", {**bounded.recorded(), "cpu_seconds": 1.0, "scores": {}})
+    with pytest.raises(BadCheckpoint, match=r"^model\.bound_std: got False, expected True, as .* was trained with"):
+        train(plain, resume=True)
+    assert finished(plain) is None and finished(bounded) is not None
+    train(Run("cnp", toy(), tmp_path))
+    model, _ = train(Run("cnp", toy(), tmp_path, model_settings={"bound_std": False}), resume=True)  # its default
+    assert torch.equal(weights(model), weights(train(plain, resume=True)[0]))
+
+
 @pytest.mark.parametrize(
     ("entry", "value", "said"),
     [
@@ -283,6 +297,11 @@ def test_an_evaluation_tells_what_was_trained(
     assert run_command("train", *asked, "--set", "steps=2", "--set", "model.dim=4") == 0
     assert run_command("evaluate", *asked) == 0
     assert run_command("evaluate", *asked, "--set", "slope=0.5") == 0
+    assert run_command("train", *asked, "--resume") == 0
+    assert json.loads(Path("run/model/config.json").read_text())["dim"] == 4  # what is not set is as in the training
+    assert run_command("evaluate", *asked, "--set", "model.bound_std=false") == 0  # as it is by default
+    Path("kept.jsonl").write_text("".join(Path("run/results.jsonl").read_text().splitlines(True)[:3]))
+    Path("kept.jsonl").replace("run/results.jsonl")
     Path("run/checkpoint.pt").rename("kept.pt")
     assert run_command("evaluate", *asked) == 0
     trained, same, changed, unknown = (json.loads(line) for line in Path("run/results.jsonl").read_text().splitlines())

@@ -282,6 +282,15 @@ def memory_mapped(inputs: Tensor, folder: Path) -> Any:
     return np.load(folder / "rows.npy", mmap_mode="r")
 
 
+class Refilling(list[Any]):
+    """A list that writes each of its rows to the same memory."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        memory = torch.empty_like(self[0])
+        for index in range(len(self)):
+            yield memory[: len(self[index])].copy_(self[index])
+
+
 SOURCES = {
     "a tensor": lambda rows, _: rows,
     "an array": lambda rows, _: rows.numpy(),
@@ -291,6 +300,7 @@ SOURCES = {
     "a loader": lambda rows, _: DataLoader(TensorDataset(rows), batch_size=10),
     "a list of arrays": lambda rows, _: np.array_split(rows.numpy(), 5),
     "a list of tensors": lambda rows, _: rows.split(10),
+    "a list that refills its memory": lambda rows, _: Refilling(rows.split(10)),
 }
 
 

@@ -65,7 +65,7 @@ def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContext
     A chunk that does not fit raises a `ValueError` or `TypeError` that names the chunk. All chunks must have the batch
     size of the first chunk, and of a state if `batch` is given.
     """
-    refilled = not (_is_array(source) or isinstance(source, list | tuple))
+    refilled = not (_is_array(source) or type(source) in (list, tuple))
     named = ((f"chunks[{i}]", chunk) for i, chunk in enumerate(_cut(source)))
     for name, chunk in _prefetched(((name, _rows(name, chunk, weight, refilled)) for name, chunk in named), modes):
         if not isinstance(chunk, Tensor):

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..training import BadCheckpoint, Run, records
-from ..training.checkpoint import load
+from ..training.checkpoint import check_same, differences, load
 
 
 def finished(run: Run) -> dict[str, Any] | None:
     """Return the record of this run if it finished with exactly these settings and this code."""
-    recorded = json.loads(json.dumps(run.recorded()))
+    recorded, defaults = json.loads(json.dumps([run.recorded(), run.defaults()]))
     for record in reversed(list(records(run.folder / "results.jsonl"))):
-        if "cpu_seconds" in record and {name: record.get(name) for name in recorded} == recorded:
+        if "cpu_seconds" in record and not any(differences(recorded, record, defaults)):
             return record
     return None
 
@@ -64,7 +64,7 @@ def run_all(runs: Sequence[Run], workers: int, report: Callable[[Run, int], None
 def _started(run: Run) -> subprocess.Popen[bytes]:
     run.folder.mkdir(parents=True, exist_ok=True)
     try:
-        load(run.checkpoint, run.recorded())
+        check_same(run.checkpoint, load(run.checkpoint), run.recorded(), run.defaults())
     except BadCheckpoint:
         run.checkpoint.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer, RecentTokens
 from cmab_kernels.nn.inputs import check_features
-from cmab_kernels.nn.stream import extent, follow_weights
+from cmab_kernels.nn.stream import extent, follow_weights, with_own_streams
 from cmab_kernels.runtime.checks import kind_of, mismatch, refuse_not_finite
 
 from ..precision import weight_of
@@ -59,6 +59,8 @@ class StreamClassifier(Pretrained):
         sequence_len: n, tokens of the window.
         dim: width of all features.
     """
+
+    __copy__ = with_own_streams
 
     def __init__(self, layers: Sequence[nn.Module], dim_in: int, num_classes: int, sequence_len: int, dim: int) -> None:
         super().__init__()
@@ -161,12 +163,13 @@ class StreamClassifier(Pretrained):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         """Save the parameters; streams are not saved."""
-        state = self.get_state()
+        state, place = self.get_state(), self.positions.get_state()
         self.clean_state()
         try:
             super()._save_pretrained(save_directory)
         finally:
             self.set_state(state)
+            self.positions.set_state(place)  # also if no token was read yet
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Refuse a window without the last layer's stream that belongs to it, and a stream without its window."""

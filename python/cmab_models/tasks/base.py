@@ -84,6 +84,13 @@ class Task(ABC):
         """Yield what is known, such as scores, after each new point, event or token of one held-out stream."""
         raise NotImplementedError(f"task: {self.name} has no stream; choose another task")
 
+    def arguments(self, system: str) -> dict[str, Any]:
+        """Return the arguments of the system's constructor for this task: its defaults, and the sizes that suit the
+        task."""
+        parameters = inspect.signature(SYSTEMS[system].__init__).parameters.values()
+        defaults = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+        return defaults | self.sizes(system)
+
     def model(self, system: str, **changes: Any) -> nn.Module:
         """Return a new model of the size that suits this task, with `changes` to the arguments of its constructor.
 

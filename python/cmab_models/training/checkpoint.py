@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -44,9 +45,8 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     os.replace(beside, path)
 
 
-def load(path: Path, run: dict[str, Any]) -> Checkpoint:
-    """Return the checkpoint of this run; `BadCheckpoint` if there is none, it is broken, or it belongs to another
-    run."""
+def load(path: Path) -> Checkpoint:
+    """Return a checkpoint; `BadCheckpoint` if there is none, or it is broken."""
     if not path.exists():
         raise BadCheckpoint(mismatch(str(path), "no such file", "a checkpoint to resume; leave out --resume"))
     try:
@@ -63,10 +63,25 @@ def load(path: Path, run: dict[str, Any]) -> Checkpoint:
     for name in ("cpu_seconds", "wall_seconds"):
         if type(entries[name]) not in (int, float) or not 0 <= entries[name] < math.inf:
             raise BadCheckpoint(mismatch(f"{path}, {name}", repr(entries[name]), "a finite number >= 0"))
-    for name in run:
-        if checkpoint.run.get(name) != run[name]:
-            raise BadCheckpoint(mismatch(name, repr(run[name]), f"{checkpoint.run.get(name)!r}, as {path} was trained with"))
     return checkpoint
+
+
+def differences(run: Mapping[str, Any], other: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name and both values of each setting in which a record differs from a run.
+
+    Settings of a model that only one of them names have the values of `defaults`. A record may have further entries.
+    """
+    of_model = (name for name in other if name.startswith("model."))
+    for name in dict.fromkeys((*run, *of_model)):
+        ours, theirs = (each.get(name, defaults.get(name)) for each in (run, other))
+        if ours != theirs:
+            yield name, ours, theirs
+
+
+def check_same(path: Path, checkpoint: Checkpoint, run: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise `BadCheckpoint` if the checkpoint belongs to another run."""
+    for name, ours, theirs in differences(run, checkpoint.run, defaults):
+        raise BadCheckpoint(mismatch(name, repr(ours), f"{theirs!r}, as {path} was trained with"))
 
 
 def _check_dict(name: str, entry: Any) -> None:
@@ -96,10 +111,13 @@ def _unreadable(path: Path) -> str:
     return "a file that holds something else" if is_zipfile(path) else "a file that is cut short or damaged"
 
 
-def resumed(path: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
+def resumed(
+    path: Path, run: Mapping[str, Any], defaults: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Checkpoint:
     """Load the checkpoint of this run into its model and optimiser, and return it; `BadCheckpoint` also if it does not
     fit them."""
-    checkpoint, own = load(path, run), model.state_dict()
+    checkpoint, own = load(path), model.state_dict()
+    check_same(path, checkpoint, run, defaults)
     if checkpoint.step > run["steps"]:
         raise BadCheckpoint(mismatch(f"{path}, step", checkpoint.step, f"an int from 0 to steps = {run['steps']}"))
     for name in checkpoint.model.keys() & own.keys():

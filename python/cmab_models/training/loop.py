@@ -54,6 +54,10 @@ class Run:
         model = {f"model.{name}": value for name, value in self.model_settings.items()}
         return {"system": self.system, "task": self.task.name, "seed": self.seed, **asdict(self.task), **model}
 
+    def defaults(self) -> dict[str, Any]:
+        """Return the values of all `model.` entries of `described` that it leaves out."""
+        return {f"model.{name}": value for name, value in self.task.arguments(self.system).items()}
+
     def recorded(self) -> dict[str, Any]:
         """Return the entries of `described`, and `code`, a digest of the code of the system, the task and the
         training."""
@@ -78,7 +82,7 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
     done, cpu, wall = 0, time.process_time(), time.perf_counter()
     if resume:
-        last = checkpoint.resumed(run.checkpoint, run.described(), model, optimizer)
+        last = checkpoint.resumed(run.checkpoint, run.described(), run.defaults(), model, optimizer)
         done, cpu, wall = last.step, cpu - last.cpu_seconds, wall - last.wall_seconds
 
     def seconds() -> dict[str, float]:
