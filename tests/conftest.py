@@ -157,6 +157,12 @@ def impl(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def impls(request: pytest.FixtureRequest) -> list[str]:
+    """The implementations of `impl` that can be imported, for a test whose expected values are costly."""
+    return [name for name in ("reference", "native") if name == "reference" or backends.imported(_operator_set(request.path), name)]
+
+
+@pytest.fixture
 def native(request: pytest.FixtureRequest) -> str:
     """Run a test for the native implementation only; skip where there is none."""
     return _importable(request, "native")
