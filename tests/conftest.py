@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
             item.add_marker("gpu")
-        if _traces_a_definition_of_any_shape(item):
+        if _traces_a_definition_of_any_shape(item) or _is_beyond_pairs(item):
             item.add_marker("nightly")
 
 
@@ -82,6 +82,24 @@ def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
     which takes four times as long as the others."""
     chosen = getattr(getattr(item, "callspec", None), "params", {})
     return isinstance(chosen.get("compiled"), tuple) and chosen["compiled"][0] == "reference" and chosen.get("dynamic") is True
+
+
+def _is_beyond_pairs(item: pytest.Item) -> bool:
+    """Return whether the accuracy of a suite is checked for this dtype, law and shape without need.
+
+    What fails for three of them together fails for two of them. All pairs are checked, which the two longest lists have
+    with one element of the third each, in turn.
+    """
+    if OperatorSuite.gpu or not isinstance(item, pytest.Function) or item.originalname != "test_accuracy":
+        return False
+    if not issubclass(suite := item.cls or object, OperatorSuite):
+        return False
+    chosen, lists = item.callspec.params, {name: list(getattr(suite, f"{name}s")) for name in ("dtype", "law")}
+    lists["shape"] = list(range(len(suite.shapes)))
+    (_, first), (_, second), (count, third) = sorted(
+        ((len(each), each.index(chosen[name])) for name, each in lists.items()), key=lambda each: -each[0]
+    )
+    return (first + second + suite.impls.index(chosen["impl"])) % count != third
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
