@@ -51,7 +51,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-in", type=int, default=1, help="run a sample of the tests: one in N of each function, always the same")
+    parser.addoption("--one-in", type=int, default=1, help="run a sample of the tests: one in N of each file, always the same")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,13 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(items: list[pytest.Item], one_in: int) -> Iterator[pytest.Item]:
-    """Yield the first test of every function, and then every `one_in`-th."""
-    met: Counter[str] = Counter()
+    """Yield the first test of every file, and then every `one_in`-th."""
+    met: Counter[Path] = Counter()
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        if met[function] % one_in == 0:
+        if met[item.path] % one_in == 0:
             yield item
-        met[function] += 1
+        met[item.path] += 1
 
 
 def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
