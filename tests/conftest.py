@@ -16,6 +16,8 @@ from cmab_kernels.runtime import backends
 from cmab_kernels.runtime.extension import load
 from cmab_kernels.testing import OperatorSuite
 
+from .forked import Forks
+
 TESTS = Path(__file__).parent
 # Triton kernels run in the interpreter, in a process of their own that tests/test_interpreter.py starts.
 collect_ignore_glob = [] if testing.INTERPRETING else ["*/test_kernels*.py"]
@@ -183,6 +185,13 @@ def impls(request: pytest.FixtureRequest) -> list[str]:
 def native(request: pytest.FixtureRequest) -> str:
     """Run a test for the native implementation only; skip where there is none."""
     return _importable(request, "native")
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """A process that has imported torch and the package, for tests of programs."""
+    with Forks() as forks:
+        yield forks
 
 
 @pytest.fixture

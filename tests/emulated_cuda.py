@@ -3,6 +3,7 @@ and takes the place of `cmab_kernels._cuda`."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
 import os
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pybind11
+import pytest
 
 from cmab_kernels.runtime import constants
 
@@ -43,6 +45,20 @@ def build(folder: Path, *flags: str) -> Path:
     includes = [f"-I{folder}" for folder in (ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
     subprocess.run([str(COMPILER), *FLAGS, *flags, *includes, *CONSTANTS, str(source), "-o", str(library)], check=True)
     return library
+
+
+def shared(factory: pytest.TempPathFactory) -> Path:
+    """Return the path of the emulated extension, which the first process of a run compiles, while the others wait.
+
+    The environment variable CMAB_EMULATED_FLAGS adds flags.
+    """
+    own = factory.getbasetemp()  # a worker's folder lies in that of the run
+    folder = (own.parent if own.name == f"popen-{os.environ.get('PYTEST_XDIST_WORKER')}" else own) / "emulated"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        library = folder / "emulated_cuda.so"
+        return library if library.exists() else build(folder, *os.environ.get("CMAB_EMULATED_FLAGS", "").split())
 
 
 @functools.cache
