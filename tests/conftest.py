@@ -65,15 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
             item.add_marker("gpu")
-        if _traces_a_definition_of_any_shape(item) or _is_beyond_pairs(item):
+        if _traces_a_definition_of_any_shape(item) or _compiles_a_variant_for_one_shape(item) or _is_beyond_pairs(item):
             item.add_marker("nightly")
 
 
 def _sample(items: list[pytest.Item], one_in: int) -> Iterator[pytest.Item]:
-    """Yield the first test of every file, and then every `one_in`-th."""
+    """Yield the first test of every file, then every `one_in`-th, and those with the mark `sampled`."""
     met: Counter[Path] = Counter()
     for item in items:
-        if met[item.path] % one_in == 0:
+        if met[item.path] % one_in == 0 or item.get_closest_marker("sampled"):
             yield item
         met[item.path] += 1
 
@@ -83,6 +83,17 @@ def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
     which takes four times as long as the others."""
     chosen = getattr(getattr(item, "callspec", None), "params", {})
     return isinstance(chosen.get("compiled"), tuple) and chosen["compiled"][0] == "reference" and chosen.get("dynamic") is True
+
+
+def _compiles_a_variant_for_one_shape(item: pytest.Item) -> bool:
+    """Return whether a suite compiles a kernel for one shape that it also compiles for any,
+    and that the suite from which it inherits compiles for one, too."""
+    suite = getattr(item, "cls", None) or object
+    if not issubclass(suite, OperatorSuite) or item.originalname != "test_compile":
+        return False
+    chosen = item.callspec.params
+    variant = any(getattr(base, "operator", "") == suite.operator and base.test_compile for base in suite.__mro__[1:])
+    return variant and chosen["dynamic"] is False and chosen["compiled"][0] != suite.definition
 
 
 def _is_beyond_pairs(item: pytest.Item) -> bool:
