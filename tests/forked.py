@@ -15,15 +15,16 @@ from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTS = "import torch, cmab_kernels"
+LIMIT = 120
+"""The most seconds that a program may take; a signal ends it then."""
 
 _SERVER = """
-import json, os, runpy, sys, traceback
+import json, os, runpy, signal, sys, traceback
 
 def run(request):
     for stream, name in enumerate((os.devnull, request["out"], request["err"])):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), stream)
-    os.environ.update(request["environment"])
-    os.chdir(request["folder"])
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), stream)
+    signal.alarm(LIMIT)
     sys.argv = request["arguments"]
     code = 0
     try:
@@ -60,25 +61,18 @@ class Forks:
         self._first = first
 
     def __enter__(self) -> Forks:
-        command = [sys.executable, "-c", f"{self._first}\n{_SERVER}"]
+        command = [sys.executable, "-c", f"{self._first}\nLIMIT = {LIMIT}\n{_SERVER}"]
         self._server = subprocess.Popen(command, env=self._environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._server.communicate()
 
-    def run(self, scratch: Path, arguments: Sequence[str] = ("",), program: str = "", **environment: str) -> subprocess.CompletedProcess:
-        """Run a program with these arguments, or the file or module that the first of them names; what it prints is kept
-        in the folder `scratch`."""
+    def run(self, scratch: Path, arguments: Sequence[str] = ("",), program: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a program, or the file or module that the first of the arguments names, in the root of the checkout; what
+        it prints is kept in the folder `scratch`."""
         out, err = scratch / "stdout", scratch / "stderr"
-        request = {
-            "program": program,
-            "arguments": list(arguments),
-            "environment": environment,
-            "folder": str(ROOT),
-            "out": str(out),
-            "err": str(err),
-        }
+        request = {"program": program, "arguments": list(arguments), "out": str(out), "err": str(err)}
         assert self._server.stdin is not None and self._server.stdout is not None
         print(json.dumps(request), file=self._server.stdin, flush=True)
         code = int(self._server.stdout.readline())
