@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from cmab_kernels.runtime import backends
 from cmab_kernels.runtime.extension import load
 from cmab_kernels.testing import OperatorSuite
 
+from .forked import Forks
+
 TESTS = Path(__file__).parent
 # Triton kernels run in the interpreter, in a process of their own that tests/test_interpreter.py starts.
 collect_ignore_glob = [] if testing.INTERPRETING else ["*/test_kernels*.py"]
@@ -27,6 +30,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's own products have the same bits on every run
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the tests and their modules out of garbage collections.
+
+    They are more than a million objects that stay to the end, and half the time of reading the tests went to looking at
+    them again and again, as did a second of each later `gc.collect()`.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m gpu`, read only the files with tests for it:
     others import packages that a machine with a GPU may not have."""
@@ -35,7 +53,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-in", type=int, default=1, help="run a sample of the tests: one in N of each function, always the same")
+    parser.addoption("--one-in", type=int, default=1, help="run a sample of the tests: one in N of each file, always the same")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -47,18 +65,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
             item.add_marker("gpu")
-        if _traces_a_definition_of_any_shape(item):
+        if _traces_a_definition_of_any_shape(item) or _compiles_a_variant_for_one_shape(item) or _is_beyond_pairs(item):
             item.add_marker("nightly")
 
 
 def _sample(items: list[pytest.Item], one_in: int) -> Iterator[pytest.Item]:
-    """Yield the first test of every function, and then every `one_in`-th."""
-    met: Counter[str] = Counter()
+    """Yield the first test of every file, then every `one_in`-th, and those with the mark `sampled`."""
+    met: Counter[Path] = Counter()
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        if met[function] % one_in == 0:
+        if met[item.path] % one_in == 0 or item.get_closest_marker("sampled"):
             yield item
-        met[function] += 1
+        met[item.path] += 1
 
 
 def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
@@ -66,6 +83,35 @@ def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
     which takes four times as long as the others."""
     chosen = getattr(getattr(item, "callspec", None), "params", {})
     return isinstance(chosen.get("compiled"), tuple) and chosen["compiled"][0] == "reference" and chosen.get("dynamic") is True
+
+
+def _compiles_a_variant_for_one_shape(item: pytest.Item) -> bool:
+    """Return whether a suite compiles a kernel for one shape that it also compiles for any,
+    and that the suite from which it inherits compiles for one, too."""
+    suite = getattr(item, "cls", None) or object
+    if not issubclass(suite, OperatorSuite) or item.originalname != "test_compile":
+        return False
+    chosen = item.callspec.params
+    variant = any(getattr(base, "operator", "") == suite.operator and base.test_compile for base in suite.__mro__[1:])
+    return variant and chosen["dynamic"] is False and chosen["compiled"][0] != suite.definition
+
+
+def _is_beyond_pairs(item: pytest.Item) -> bool:
+    """Return whether the accuracy of a suite is checked for this dtype, law and shape without need.
+
+    What fails for three of them together fails for two of them. All pairs are checked, which the two longest lists have
+    with one element of the third each, in turn.
+    """
+    if OperatorSuite.gpu or not isinstance(item, pytest.Function) or item.originalname != "test_accuracy":
+        return False
+    if not issubclass(suite := item.cls or object, OperatorSuite):
+        return False
+    chosen, lists = item.callspec.params, {name: list(getattr(suite, f"{name}s")) for name in ("dtype", "law")}
+    lists["shape"] = list(range(len(suite.shapes)))
+    (_, first), (_, second), (count, third) = sorted(
+        ((len(each), each.index(chosen[name])) for name, each in lists.items()), key=lambda each: -each[0]
+    )
+    return (first + second + (chosen["impl"] == suite.definition)) % count != third
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -141,9 +187,22 @@ def impl(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def impls(request: pytest.FixtureRequest) -> list[str]:
+    """The implementations of `impl` that can be imported, for a test whose expected values are costly."""
+    return [name for name in ("reference", "native") if name == "reference" or backends.imported(_operator_set(request.path), name)]
+
+
+@pytest.fixture
 def native(request: pytest.FixtureRequest) -> str:
     """Run a test for the native implementation only; skip where there is none."""
     return _importable(request, "native")
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """A process that has imported torch and the package, for tests of programs."""
+    with Forks() as forks:
+        yield forks
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ and takes the place of `cmab_kernels._cuda`."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
 import os
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pybind11
+import pytest
 
 from cmab_kernels.runtime import constants
 
@@ -33,16 +35,38 @@ FLAGS = (
     "-shared",
     *(["-Werror"] if os.environ.get("CMAB_KERNELS_WERROR") == "1" else []),  # as setup.py
 )
+LIBRARY = "emulated_cuda.so"
 CONSTANTS = [f"-DCMAB_{name}={value}" for name, value in vars(constants).items() if name.isupper()]
 
 
 def build(folder: Path, *flags: str) -> Path:
     """Compile the emulated extension into `folder`, with more flags such as a sanitizer's, and return its path."""
-    library = folder / "emulated_cuda.so"
+    library = folder / LIBRARY
     source = ROOT / "csrc" / "cuda_emulated.cpp"
     includes = [f"-I{folder}" for folder in (ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
     subprocess.run([str(COMPILER), *FLAGS, *flags, *includes, *CONSTANTS, str(source), "-o", str(library)], check=True)
     return library
+
+
+def shared(factory: pytest.TempPathFactory) -> Path:
+    """Return the path of the emulated extension, which is compiled once in a run.
+
+    The environment variable CMAB_EMULATED_FLAGS adds flags.
+    """
+    return once(factory, "emulated", lambda folder: build(folder, *os.environ.get("CMAB_EMULATED_FLAGS", "").split())) / LIBRARY
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder of this name, which the first process of a run fills by `make`, while the others wait."""
+    own = factory.getbasetemp()  # a worker's folder lies in that of the run
+    folder = (own.parent if own.name == f"popen-{os.environ.get('PYTEST_XDIST_WORKER')}" else own) / name
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            make(folder)
+            (folder / "made").touch()
+    return folder
 
 
 @functools.cache

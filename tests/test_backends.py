@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ import torch.utils.checkpoint
 
 import cmab_kernels as ck
 from cmab_kernels.runtime import backends
+
+from .forked import Forks
 
 Q, K = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
 
@@ -306,13 +309,18 @@ FIRST_CALLS = {
 }
 
 
+@pytest.fixture(scope="module")
+def without_the_extension() -> Iterator[Forks]:
+    with Forks('import sys\nsys.modules["cmab_kernels._C"] = None\nimport torch._dynamo\nfrom cmab_kernels import info, nn') as forks:
+        yield forks
+
+
 @pytest.mark.parametrize("name", FIRST_CALLS)
-def test_without_the_extension_the_first_call_says_so_once(name: str) -> None:
+def test_without_the_extension_the_first_call_says_so_once(name: str, without_the_extension: Forks, tmp_path: Path) -> None:
     """A call that runs no native code anyway does not warn: by its own choice, on another device, or because it only
     asks."""
     code = f"""
-import sys, warnings
-sys.modules["cmab_kernels._C"] = None
+import warnings
 import torch, cmab_kernels as ck
 from cmab_kernels import info, integrations, nn
 q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
@@ -328,7 +336,8 @@ with warnings.catch_warnings(record=True) as caught:
 said = ["has no native kernels" in str(warning.message) for warning in caught]
 print(before, said[0], sum(said))
 """
-    assert _run(code).strip() == "0 True 1"
+    done = without_the_extension.run(tmp_path, program=code)
+    assert done.stdout.strip() == "0 True 1", done.stderr
 
 
 def test_without_the_extension_an_exported_graph_says_what_it_needs() -> None:

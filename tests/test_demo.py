@@ -21,6 +21,8 @@ from cmab_kernels.demo.cmab import conditioning as c
 from cmab_kernels.demo.intention import cloud, digits
 from cmab_kernels.measure import Peak, peak_memory, readable
 
+from .forked import ROOT, Forks
+
 pytestmark = pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
 MIB = 2**20
 
@@ -265,11 +267,6 @@ def test_a_missing_package_is_named(demo, package, monkeypatch):
         demo.run("demo.png")
 
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cmab_kernels", "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -284,8 +281,8 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("stream", "--output", "/proc/demo.png"),
     ],
 )
-def test_bad_arguments_are_one_line_before_anything_is_printed(arguments):
-    done = run_demo(*arguments)
+def test_bad_arguments_are_one_line_before_anything_is_printed(arguments, forks: Forks, tmp_path: Path):
+    done = forks.run(tmp_path, ["cmab_kernels", "demo", *arguments])
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(arguments[-2]) and done.stderr.count("\n") == 1
 
@@ -308,14 +305,15 @@ def test_to_check_the_output_writes_nothing(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "said"), [(("intention", "--points", "9"), "--points belongs to the demo cmab"), (("nystrom",), "nystrom")]
 )
-def test_what_no_demo_takes_is_refused(arguments, said):
-    done = run_demo(*arguments)
+def test_what_no_demo_takes_is_refused(arguments, said, forks: Forks, tmp_path: Path):
+    done = forks.run(tmp_path, ["cmab_kernels", "demo", *arguments])
     assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
 
 
 def test_help_in_an_encoding_without_all_letters(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = run_demo("--help")
+    command = [sys.executable, "-m", "cmab_kernels", "demo", "--help"]  # a new process: the encoding is read at its start
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0 and "Nystr?m" in done.stdout
 
 

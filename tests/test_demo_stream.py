@@ -13,7 +13,7 @@ from cmab_kernels.__main__ import main
 from cmab_kernels.demo import stream
 from cmab_kernels.demo.stream import tokens as t
 
-from .test_demo import run_demo
+from .forked import Forks
 
 pytestmark = pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
 
@@ -187,6 +187,6 @@ def test_arguments_reach_the_demo(monkeypatch):
     assert called == [("demo_stream.png", None, None), ("a.png", 9, 3)]
 
 
-def test_bad_arguments_end_the_process_with_one_line():
-    done = run_demo("stream", "--window", "0")
+def test_bad_arguments_end_the_process_with_one_line(forks: Forks, tmp_path: Path):
+    done = forks.run(tmp_path, ["cmab_kernels", "demo", "stream", "--window", "0"])
     assert done.returncode == 1 and done.stderr.startswith("--window: got 0") and done.stderr.count("\n") == 1

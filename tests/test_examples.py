@@ -6,15 +6,35 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+import pytest
+
+from .forked import ROOT, Forks
+
+EXAMPLES = ROOT / "python" / "examples"
 
 
-def printed(name: str) -> str:
+Printed = Callable[[str], str]
+
+
+@pytest.fixture
+def printed(forks: Forks, tmp_path: Path) -> Printed:
+    """Run the example of a name and return what it prints."""
+
+    def run(name: str) -> str:
+        finished = forks.run(tmp_path, [str(EXAMPLES / f"{name}.py")])
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout
+
+    return run
+
+
+def printed_alone(name: str) -> str:
+    """Run an example that starts processes: each of these reads its file again, so that it must be that of a process."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, ROOT / "python" / "examples" / f"{name}.py"]
-    finished = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    finished = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], env=environment, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -23,7 +43,7 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in re.findall(pattern, text)]
 
 
-def test_swap_attention() -> None:
+def test_swap_attention(printed: Printed) -> None:
     text = printed("swap_attention")
     assert "replaced 1 module; model.attention is now a cmab_kernels.nn" in text
     (difference,) = numbers(r"difference of the outputs: (\S+)", text)
@@ -31,7 +51,7 @@ def test_swap_attention() -> None:
     assert len(numbers(r"([\d.]+) ms", text)) == 2
 
 
-def test_stream_to_cmab() -> None:
+def test_stream_to_cmab(printed: Printed) -> None:
     text = printed("stream_to_cmab")
     states, grown, history = (numbers(rf"(-?[\d.]+) {unit}", text) for unit in ("KiB", r"MiB(?=.*MiB)", r"MiB(?!.*MiB)"))
     assert len(states) == len(grown) == len(history) == 5
@@ -41,21 +61,21 @@ def test_stream_to_cmab() -> None:
 
 
 def test_merge_two_processes() -> None:
-    text = printed("merge_two_processes")
+    text = printed_alone("merge_two_processes")
     (difference,) = numbers(r"largest difference (\S+)", text)
     (without,) = numbers(r"off by (\S+)", text)
     assert difference < 1e-6 < 1e-3 < without
 
 
 def test_train_on_two_processes() -> None:
-    text = printed("train_on_two_processes")
+    text = printed_alone("train_on_two_processes")
     weights, states = numbers(r"largest difference (\S+)", text)
     (moved,) = numbers(r"moved weights by (\S+)", text)
     assert weights < 1e-6 < 1e-3 < moved
     assert states < 1e-5
 
 
-def test_train_on_every_prefix() -> None:
+def test_train_on_every_prefix(printed: Printed) -> None:
     text = printed("train_on_every_prefix")
     late = numbers(r"([\d.]+) after 30", text)
     assert late[-1] < 0.7 * late[0] and "the same 39 predictions" in text
@@ -63,7 +83,7 @@ def test_train_on_every_prefix() -> None:
     assert one_pass > 0 and loop > 0
 
 
-def test_stream_regression() -> None:
+def test_stream_regression(printed: Printed) -> None:
     text = printed("stream_regression")
     sizes, counts = numbers(r"([\d,]+) bytes", text), numbers(r"(\d+) readings", text)
     assert counts == [20, 40, 60, 80, 60, 40]
@@ -76,14 +96,14 @@ def test_stream_regression() -> None:
     assert learned[-1] < learned[0] == fitted[5]
 
 
-def test_slide_a_window() -> None:
+def test_slide_a_window(printed: Printed) -> None:
     text = printed("slide_a_window")
     steps, windows = (numbers(pattern, text) for pattern in (r"a step +(\S+) us", r"anew +(\S+) us"))
     assert len(steps) == len(windows) == 3 and min(steps + windows) > 0
     assert text.rstrip().endswith("the same bits: True")
 
 
-def test_swap_encoder_layers() -> None:
+def test_swap_encoder_layers(printed: Printed) -> None:
     text = printed("swap_encoder_layers")
     (difference,) = numbers(r"replaced 2 layers: logits differ by (\S+)", text)
     before, after = numbers(r"accuracy ([\d.]+)", text)
@@ -91,12 +111,12 @@ def test_swap_encoder_layers() -> None:
     assert after > before + 0.05
 
 
-def test_river_regression() -> None:
+def test_river_regression(printed: Printed) -> None:
     before, after = zip(*(numbers(r"([\d.]+) (?:before|after)", line) for line in printed("river_regression").splitlines()), strict=True)
     assert max(before) < 0.1 and after[1] < 0.1 < 1 < after[0]
 
 
-def test_online_regression() -> None:
+def test_online_regression(printed: Printed) -> None:
     text = printed("online_regression")
     scores, counts = numbers(r"accuracy ([\d.]+)", text), numbers(r"(\d+) examples", text)
     assert counts == [200, 400, 600, 800, 1000, 1200, 1500, 1200, 1500]
@@ -107,21 +127,21 @@ def test_online_regression() -> None:
     assert len(set(numbers(r"([\d,]+) bytes", text))) == 1
 
 
-def test_serve_departures() -> None:
+def test_serve_departures(printed: Printed) -> None:
     text = printed("serve_departures")
     hit, chance = numbers(r"(?:likely|chance) ([\d.]+)", text)
     assert hit > 5 * chance
     assert len(numbers(r"surprise +([\d.]+)", text)) == 14
 
 
-def test_forgetful_bandit() -> None:
+def test_forgetful_bandit(printed: Printed) -> None:
     text = printed("forgetful_bandit")
     remembers, forgets = numbers(r"([\d.]+) long after", text)
     assert forgets < remembers - 0.02
     assert len(numbers(r"an update takes (\d+) us", text)) == 2
 
 
-def test_complete_photograph() -> None:
+def test_complete_photograph(printed: Printed) -> None:
     text = printed("complete_photograph")
     errors, (plain,) = numbers(r"others off by ([\d.]+)", text), numbers(r"for all: off by ([\d.]+)", text)
     assert errors == sorted(errors, reverse=True)

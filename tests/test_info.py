@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,12 @@ import cmab_kernels
 from cmab_kernels import info
 from cmab_kernels.runtime.backends import IMPLEMENTATIONS, OPERATORS
 
+from .forked import Forks
+
 
 @pytest.fixture(scope="module")
-def printed() -> str:
-    return subprocess.run([sys.executable, "-m", "cmab_kernels", "info"], check=True, capture_output=True, text=True).stdout
+def printed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return forks.run(tmp_path_factory.mktemp("info"), ["cmab_kernels", "info"]).stdout
 
 
 def test_every_section_is_there(printed: str) -> None:
@@ -41,9 +44,8 @@ def test_one_reason_stands_once(printed: str) -> None:
     assert set(re.findall(r" (?:not )?\w+ \[(\d+)\]", section)) == {number for number, _ in notes}
 
 
-def test_version() -> None:
-    command = [sys.executable, "-m", "cmab_kernels", "--version"]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def test_version(forks: Forks, tmp_path: Path) -> None:
+    told = forks.run(tmp_path, ["cmab_kernels", "--version"]).stdout
     assert told == f"cmab_kernels {cmab_kernels.__version__}\n"
 
 

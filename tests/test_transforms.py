@@ -241,9 +241,13 @@ def test_compiled_transforms(name: str) -> None:
     def slope(x: Tensor) -> Tensor:
         return grad(lambda y: call(y).sin().sum())(x)
 
+    def both(x: Tensor, several: Tensor) -> tuple[Tensor, Tensor]:
+        return slope(x), vmap(slope)(several)
+
     torch._dynamo.reset()
-    close(torch.compile(slope, backend="eager")(at), slope(at))
-    close(torch.compile(vmap(slope), backend="eager")(torch.stack([at, 2 * at])), torch.stack([slope(at), slope(2 * at)]))
+    one, several = torch.compile(both, backend="eager")(at, torch.stack([at, 2 * at]))
+    close(one, slope(at))
+    close(several, torch.stack([slope(at), slope(2 * at)]))
 
 
 SQUARE = torch.randn(8, 4, dtype=torch.float64)

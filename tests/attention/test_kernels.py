@@ -183,7 +183,7 @@ def test_a_state_that_is_not_clean(lse: float, inside: float, keys: int) -> None
         assert not rest or (torch.equal(rest[0][~spoilt], wanted[0][~spoilt]) and not rest[0][spoilt].any())
 
 
-@pytest.mark.parametrize("latents, keys", [(129, 70), (300, 140)])
+@pytest.mark.parametrize("latents, keys", [pytest.param(129, 70, marks=pytest.mark.sampled), (300, 140)])
 def test_several_blocks_of_queries(latents: int, keys: int) -> None:
     Case(*_inputs(1, 1, latents, keys, 16, 8, torch.float64)).check(1e-12)
 

@@ -1,7 +1,6 @@
-"""Runs cases on every rank of a process group: `torchrun ... -m tests.distributed.ranks FOLDER cases_merge ...`.
+"""Runs cases on every rank of process groups of several sizes: `python -m tests.distributed.ranks FOLDER`.
 
-Each rank writes the outcome of each case to FOLDER/RANK.json: "" for a case that passed, else its traceback. After the
-first failure the ranks no longer agree on what comes next, so they stop.
+The ranks are forks of one process, as most of the time would go to starting Python and importing torch for each.
 """
 
 from __future__ import annotations
@@ -16,6 +15,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
+
+LAUNCHES = {
+    "two": (2, ["cases_merge", "cases_gradients", "cases_modules"]),
+    "three": (3, ["cases_merge", "cases_gradients", "cases_modules"]),
+    "four": (4, ["cases_levels"]),
+    "compiled": (2, ["cases_compiled"]),
+}
+"""name -> the number of processes, and the modules whose cases they run"""
 
 
 def cases(*modules: str) -> dict[str, Callable[[], None]]:
@@ -27,8 +35,14 @@ def cases(*modules: str) -> dict[str, Callable[[], None]]:
     return found
 
 
-def main(folder: Path, *modules: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+def run(rank: int, folder: Path, processes: int, modules: list[str]) -> None:
+    """Run the cases on one rank, and write the outcome of each to FOLDER/RANK.json:
+    "" for a case that passed, else its traceback.
+
+    After the first failure the ranks no longer agree on what comes next, so they stop.
+    """
+    meeting = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=100))
     outcomes: dict[str, str] = {}
     for name, case in cases(*modules).items():
         torch.manual_seed(0)
@@ -37,11 +51,21 @@ def main(folder: Path, *modules: str) -> None:
             outcomes[name] = ""
         except Exception:
             outcomes[name] = traceback.format_exc()
-        (folder / f"{dist.get_rank()}.json").write_text(json.dumps(outcomes))
+        (folder / f"{rank}.json").write_text(json.dumps(outcomes))
         if outcomes[name]:
             sys.exit(1)
     dist.destroy_process_group()
 
 
+def main(folder: Path) -> None:
+    for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"):  # which the cases would import on every rank
+        importlib.import_module(name)
+    for _, modules in LAUNCHES.values():
+        cases(*modules)
+    for name, (processes, modules) in LAUNCHES.items():
+        (folder / name).mkdir()
+        multiprocessing.start_processes(run, (folder / name, processes, modules), processes, start_method="fork")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]))

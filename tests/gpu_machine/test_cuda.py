@@ -21,6 +21,7 @@ pytest.importorskip("cmab_kernels.intention.cuda", exc_type=ImportError)
 
 from cmab_kernels.intention.solve.contract import RegularisedSolve
 
+from ..emulated_cuda import once
 from ..intention.solve import test_cuda as ridge
 from ..nystrom.continual import test_cuda as steps
 
@@ -31,7 +32,7 @@ Run = Callable[..., set[str]]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> cuda_launch.Built:
-    return cuda_launch.build(tmp_path_factory.mktemp("cuda"))
+    return cuda_launch.built_in(once(tmp_path_factory, "cuda", cuda_launch.build))
 
 
 @pytest.fixture

@@ -255,34 +255,65 @@ def ran(module: nn.Module, run: Run, training: bool) -> tuple[Tensor, list[Tenso
     return out.detach(), [p.grad for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("how", ["adapter", "hook", "forward", "parametrization", "subclass", *NO_PARAMETERS])
+WITHOUT_WEIGHTS = ["adapter", "hook", "forward"]
+"""The ways to change a part that has no weights, too."""
+WAYS = [*WITHOUT_WEIGHTS, "parametrization", "subclass", *NO_PARAMETERS]
+
+
+def cases(module: nn.Module, runs: dict[str, list[Run]]) -> list[tuple[str, str, str, Run]]:
+    """Return a part, a way to change it, a mode and a run of each case: all pairs of two of them, and every combination
+    for a module of few parts."""
+    calls = [(mode, run) for mode, ways in runs.items() for run in ways]
+    weighty, found = with_weights(module), []
+    for parts, ways in ((weighty, WAYS), ([name for name in leaves(module) if name not in weighty], WITHOUT_WEIGHTS)):
+        for at, part in enumerate(parts):
+            if len(parts) < len(calls):
+                found += [(part, how, *call) for how in ways for call in calls]
+            else:
+                found += [(part, ways[i % len(ways)], *calls[(at + i) % len(calls)]) for i in range(max(len(ways), len(calls)))]
+    return found
+
+
+def with_weights(module: nn.Module) -> list[str]:
+    return [name for name in leaves(module) if [*module.get_submodule(name).parameters()]]
+
+
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_changed_part_is_called(kind: str, how: str) -> None:
     make, runs = MODULES[kind]
     torch.manual_seed(1)
     made = make().double()
-    for name in leaves(made):
-        weights = [*made.get_submodule(name).parameters()]
-        if how not in ("adapter", "hook", "forward") and not weights:
+    for name, way, mode, run in cases(made, runs):
+        if way != how:
             continue
-        for mode, ways in runs.items():
-            for run in ways:
-                ours_, theirs = copy.deepcopy(made), copy.deepcopy(made)
-                if weights:
-                    with torch.no_grad():
-                        for each in theirs.get_submodule(name).parameters():
-                            each.mul_(2)
-                else:  # a dropout of 0 or an activation
-                    changed(theirs, name, "hook")
-                count = changed(ours_, name, how)
-                expected, gradients = ran(theirs, run, mode == "train")
-                result, found = ran(ours_, run, mode == "train")
-                assert count(), (name, mode, run.__name__)
-                torch.testing.assert_close(
-                    result, expected, rtol=1e-9, atol=1e-9, msg=lambda m, at=(name, mode, run.__name__): f"{at}: {m}"
-                )
-                lost = len(weights) if how in NO_PARAMETERS and mode == "train" else 0
-                assert len(found) == len(gradients) - lost, (name, mode, run.__name__)
+        weights = [*made.get_submodule(name).parameters()]
+        ours_, theirs = copy.deepcopy(made), copy.deepcopy(made)
+        if weights:
+            with torch.no_grad():
+                for each in theirs.get_submodule(name).parameters():
+                    each.mul_(2)
+        else:  # a dropout of 0 or an activation
+            changed(theirs, name, "hook")
+        count = changed(ours_, name, how)
+        expected, gradients = ran(theirs, run, mode == "train")
+        result, found = ran(ours_, run, mode == "train")
+        assert count(), (name, mode, run.__name__)
+        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9, msg=lambda m, at=(name, mode, run.__name__): f"{at}: {m}")
+        lost = len(weights) if how in NO_PARAMETERS and mode == "train" else 0
+        assert len(found) == len(gradients) - lost, (name, mode, run.__name__)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_cases_have_all_pairs(kind: str) -> None:
+    make, runs = MODULES[kind]
+    module = make()
+    found = cases(module, runs)
+    calls = {(mode, run) for mode, ways in runs.items() for run in ways}
+    ways = {part: WAYS if part in with_weights(module) else WITHOUT_WEIGHTS for part in leaves(module)}
+    assert {(part, how) for part, how, *_ in found} == {(part, how) for part in ways for how in ways[part]}
+    assert {(part, *call) for part, _, *call in found} == {(part, *call) for part in ways for call in calls}
+    assert {(how, *call) for _, how, *call in found} == {(how, *call) for how in WAYS for call in calls}
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -136,9 +136,15 @@ class TestWholeTiles(Variant):
 
 
 class TestOneChunk(Variant):
-    """A chunk longer than all keys gives one state, the state of all keys."""
+    """A chunk longer than all keys gives one state, the state of all keys.
+
+    The few keys of the checks below are one chunk in `TestWholeTiles`, too.
+    """
 
     every = 1000
+    test_gradcheck = test_gradgradcheck = test_only_the_gradients_that_are_asked_for = test_any_order = None
+    test_forward_mode = test_derivatives_of_forward_mode = test_checkpointing = None
+    test_opcheck = test_compile = test_vmap = test_empty_extents = None
 
 
 class TestIncomingState(Variant):

@@ -8,7 +8,6 @@ missing fence between blocks nor what a GPU makes of the instructions.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +30,7 @@ Emulated = emulated_cuda.EmulatedCuda
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emulated_cuda.build(tmp_path_factory.mktemp("emulated"), *os.environ.get("CMAB_EMULATED_FLAGS", "").split())
+    return emulated_cuda.shared(tmp_path_factory)
 
 
 @pytest.fixture(autouse=True)

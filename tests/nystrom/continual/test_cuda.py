@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +55,7 @@ BUILT = cuda_step.CUDA
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emulated_cuda.build(tmp_path_factory.mktemp("emulated"), *os.environ.get("CMAB_EMULATED_FLAGS", "").split())
+    return emulated_cuda.shared(tmp_path_factory)
 
 
 class Player:
