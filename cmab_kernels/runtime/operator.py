@@ -16,7 +16,7 @@ from .autograd import differentiable, gradient_of_formula
 from .backends import kernel
 from .checks import as_they_are, mismatch
 from .flops import flop_formula
-from .tracing import has_tangent, is_differentiated, is_exporting, is_profiled, is_traced_by_jit, may_bypass_dispatcher, under_transform
+from .tracing import has_tangent, is_differentiated, is_profiled, may_bypass_dispatcher, records_no_function, under_transform
 from .vmap import Rule, mapped_rule
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -163,7 +163,7 @@ class Operator(Generic[Inputs]):
         if self._reference is not None and args[-1] == "reference":
             return self._by_definition(inputs)
         tensors = args[: self._tensors]
-        if is_differentiated(*tensors) and not (is_exporting() or is_traced_by_jit()):
+        if is_differentiated(*tensors) and not records_no_function():
             return self._differentiable(*args)
         return self._by_kernel(inputs) if _may_bypass_dispatcher(tensors) else self._overload(*args)
 

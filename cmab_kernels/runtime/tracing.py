@@ -86,6 +86,12 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambd
 """Whether `torch.export` records the call."""
 
 
+def records_no_function() -> bool:
+    """Whether a recorder is on that an autograd Function does not survive: `torch.export` drops its gradient, and
+    `torch.jit.trace` cannot save it."""
+    return is_exporting() if _is_compiling() else is_traced_by_jit()
+
+
 def is_recorded() -> bool:
     """Whether a call is recorded as a separate program, by `torch.export`, `torch.jit.trace` or `make_fx`. The program
     keeps constants fixed.
