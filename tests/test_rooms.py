@@ -27,7 +27,7 @@ SHARED = {"checks", "dtypes", "tracing"}
 MAY = {
     "contract": {"contract", "operator"},
     "api": {"api", "contract", "schema", "reference", "state", "dual", "backends", "setting", "public", *SHARED},
-    "dual": {"api", "contract", "schema", "reference", "autograd", "backends", *SHARED},
+    "dual": {"api", "contract", "schema", "reference", "operator", "backends", *SHARED},
     "block": {"contract", "schema", "reference", "autograd", "backends", "public", *SHARED},
     "schema": {"contract", "schema", "reference", "state", "costs", "operator", "vmap", "backends", "flops", *SHARED},
     "reference": {"reference", "state", "constants", "dtypes", "tracing"},
@@ -102,14 +102,15 @@ def test_no_room_is_missing(name: str) -> None:
     assert not strangers, f"{name} has rooms that are none: {strangers}"
 
 
-SHARED_ROOMS = {"inputs", "parts", "stream"}
+SHARED_ROOMS = {"constructors", "inputs", "parts", "stream"}
 ROOMS_OF_NN = {
     **{shared: set() for shared in SHARED_ROOMS},
+    "stream": {"constructors"},
     "cmab": SHARED_ROOMS,
     "multihead": SHARED_ROOMS,
     "continual": SHARED_ROOMS | {"multihead"},
     "transformer": SHARED_ROOMS | {"multihead"},
-    "replace": {"parts", "multihead", "transformer"},
+    "replace": {"constructors", "parts", "multihead", "transformer"},
 }
 """The rooms of `nn`, and which of them each may import."""
 
