@@ -3,7 +3,7 @@
 from .api import attention_state, latent_attention, merge_states, remove_from_state
 from .prefix import prefix_attention_states
 from .projected import NO_CHUNK, AfterChunk, attention_state_of_chunks, projected_attention_state
-from .state import AttentionState, Removal, check_state, empty_state, subtract_state
+from .state import AttentionState, Removal, check_state, decayed, empty_state, subtract_state
 
 __all__ = [
     "NO_CHUNK",
@@ -13,6 +13,7 @@ __all__ = [
     "attention_state",
     "attention_state_of_chunks",
     "check_state",
+    "decayed",
     "empty_state",
     "latent_attention",
     "merge_states",

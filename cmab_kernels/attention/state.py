@@ -88,6 +88,12 @@ def counted(state: AttentionState) -> AttentionState:
     return AttentionState(state.out.masked_fill((state.lse == -math.inf).unsqueeze(-1), 0.0), state.lse)
 
 
+def decayed(state: AttentionState, decay: float | Tensor) -> AttentionState:
+    """The state with the weight of all its keys multiplied by a decay that was checked: log(decay) is added to every
+    logit, and so to lse."""
+    return AttentionState(state.out, state.lse + (decay.log() if isinstance(decay, Tensor) else math.log(decay)))
+
+
 def share_gradient(part: AttentionState, whole: AttentionState, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
     """The float64 gradient for a part of a merged state, given the gradient (dout, dlse) of the whole.
 

@@ -65,6 +65,13 @@ def merge_ridge(first: RidgeState, *others: RidgeState) -> RidgeState:
     return RidgeState(*(sum(parts[1:], start=parts[0]) for parts in zip(*states, strict=True)))
 
 
+def decayed_ridge(state: RidgeState, decay: float | Tensor) -> RidgeState:
+    """The state with the weight of all its keys, and so both sums, multiplied by a decay that was checked. As with
+    weights, `count` stays the number of keys."""
+    factor = decay[..., None, None] if isinstance(decay, Tensor) else decay
+    return RidgeState(state.gram * factor, state.moment * factor, state.count)
+
+
 def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
     """`state` without `part`, the state of a subset of its keys; heads left with no key have sums of exactly 0."""
     count = state.count - part.count

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
-from ...attention import AttentionState, subtract_state
-from ...runtime.checks import check_mask, kind_of, mismatch
+from ...attention import AttentionState, check_state, decayed, subtract_state
+from ...runtime.checks import as_decay, check_mask, kind_of, mismatch
 from ..inputs import check_features
 from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
 from . import one_call
@@ -54,12 +54,20 @@ class StreamingBlocks(nn.Module):
     __copy__ = with_own_streams
 
     def update(
-        self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+        self,
+        new_inputs: Tensor,
+        latents: Tensor,
+        state: AttentionState | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        decay: float | Tensor | None = None,
     ) -> CMABUpdate:
         """Return the result over all inputs so far, in time O(new inputs).
 
         With `state` None the update advances the module's own stream. Streaming equals `forward` over all inputs at
-        once, for any division into chunks. Gradients flow through a chain of states that the caller passes.
+        once, for any division into chunks. Gradients flow through a chain of states that the caller passes. `decay`
+        lets the earlier inputs fade, as in `cmab_kernels.attention_state`: a number in (0, 1], or a tensor of such
+        numbers that broadcasts to the state's `lse`.
         """
         if state is None:
             refuse_to_record("update", "update(..., state)")
@@ -67,6 +75,8 @@ class StreamingBlocks(nn.Module):
         self._check_streamed()
         self._check(new_inputs, latents, key_padding_mask)
         before = self.stream.held if state is None else state
+        if decay is not None:
+            before = self._decayed(before, decay, new_inputs)
         found = one_call.update(self._blocks, new_inputs, latents, before, key_padding_mask, self.stream.lead)
         if found is None:
             after = self._read(new_inputs, before, key_padding_mask)
@@ -74,6 +84,15 @@ class StreamingBlocks(nn.Module):
         if state is None:
             self.stream.state = found[1]
         return CMABUpdate(*found)
+
+    def _decayed(self, state: AttentionState | None, decay: float | Tensor, new_inputs: Tensor) -> AttentionState | None:
+        """Return the state with the weight of its inputs multiplied by `decay`; None stays None."""
+        shape = (*self.stream.lead, new_inputs.shape[0], *self.stream.shape)
+        decay = as_decay(decay, shape[:-1], new_inputs.device)
+        if state is None:
+            return None
+        check_state(state, shape, self.stream.state_dtype, new_inputs.device)
+        return decayed(state, decay)
 
     def remove(
         self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
