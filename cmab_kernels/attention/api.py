@@ -24,7 +24,7 @@ from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_differentiated, may_bypass_dispatcher, may_call_native
 from .contract import Attention
 from .schema import attention_op
-from .state import AttentionState, Removal, check_fit, check_parts, check_state, decayed, merged, subtract_state
+from .state import AttentionState, Removal, check_mergeable, check_state, decayed, merged, subtract_state
 
 
 def latent_attention(
@@ -127,13 +127,7 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     """
     states = (first, *others)
     for position, state in enumerate(states):
-        check_parts(state, f"states[{position}]")
-    if first.out.dim() == 0:
-        raise ValueError(mismatch("states[0].out", "shape ()", "(B, H, L, E)"))
-    if first.out.dtype != state_dtype(first.out.dtype):
-        raise TypeError(mismatch("states[0].out", first.out.dtype, "float32 or float64; states are never half precision"))
-    for position, state in enumerate(states):
-        check_fit(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
+        check_mergeable(state, f"states[{position}]", first if position else None)
     return union(*states)
 
 

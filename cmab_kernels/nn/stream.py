@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionState, check_state, empty_state
-from ..intention import RidgeState, check_ridge, empty_ridge
+from ..attention import AttentionState, check_state, empty_state, unlikely_attention
+from ..intention import RidgeState, check_ridge, empty_ridge, unlikely_ridge
 from ..runtime.checks import check_count, mismatch
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_observed, is_recorded, is_transformed
@@ -337,12 +337,7 @@ class AttentionStream(Stream[AttentionState]):
         return {"out": Part(shape, self.state_dtype), "lse": Part(shape[:-1], torch.float64)}
 
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        out, lse = entries["out"], entries["lse"]
-        if (lse.isnan() | (lse == torch.inf)).any():
-            return mismatch(f"{prefix}lse", "a NaN or +inf", "finite numbers, or -inf where no key was seen")
-        if not out[lse != -torch.inf].isfinite().all():
-            return mismatch(f"{prefix}out", "a NaN or an infinity", "finite numbers where a key was seen")
-        return ""
+        return unlikely_attention(prefix, entries)
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> AttentionState:
         state = AttentionState(**copied(entries, device))
@@ -391,18 +386,7 @@ class RidgeStream(Stream[RidgeState]):
         }
 
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        gram, count = entries["gram"], entries["count"]
-        for name in ("gram", "moment"):
-            if not entries[name].isfinite().all():
-                return mismatch(prefix + name, "a NaN or an infinity", "finite numbers")
-            if entries[name][count == 0].any():
-                return mismatch(prefix + name, f"numbers other than 0 where {prefix}count is 0", "0, the sums of no keys")
-        if (count < 0).any():
-            return mismatch(f"{prefix}count", "a negative element", "numbers >= 0")
-        rounding = 1e-9 * gram.abs().amax((-2, -1), keepdim=True)
-        if ((gram - gram.mT).abs() > rounding).any():
-            return mismatch(f"{prefix}gram", "a matrix that is not symmetric", "a sum of products k'k")
-        return ""  # after removals, rounding may make a gram indefinite; `solve_ridge` reports that in `info`
+        return unlikely_ridge(prefix, entries)
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> RidgeState:
         return RidgeState(**copied(entries, device))
