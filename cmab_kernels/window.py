@@ -52,24 +52,31 @@ class Held(ABC, Generic[State]):
         """The number of states that are held."""
 
     @abstractmethod
-    def _kept(self) -> Sequence[State]:
-        """The states from which all others can be computed again."""
+    def parts(self) -> Sequence[State]:
+        """The states, and partial merges, from which all else that is held can be computed."""
 
     def _refuse_nothing(self) -> None:
         if not len(self):
             raise ValueError(mismatch(type(self).__name__, "no state that is held", "at least one"))
 
     def _stacked(self) -> dict[str, Tensor]:
-        """The parts of `_kept`, each stacked in a new first dimension, in memory of their own and without graphs."""
-        kept = self._kept()
-        names = kept[0]._fields if kept else ()
-        return {name: torch.stack([part.detach() for part in parts]) for name, parts in zip(names, zip(*kept, strict=True), strict=True)}
+        """The tensors of all `parts`, stacked in a new first dimension, in memory of their own and without graphs."""
+        parts = self.parts()
+        names = parts[0]._fields if parts else ()
+        return {name: torch.stack([each.detach() for each in all_]) for name, all_ in zip(names, zip(*parts, strict=True), strict=True)}
 
 
-def _unstacked(entries: Mapping[str, Any], prefix: str) -> list[Any]:
-    """The states whose parts `_stacked` stacked, in memory of their own. Raise for what cannot be parts of states."""
+def _unstacked(entries: Mapping[str, Tensor]) -> list[Any]:
+    """The states that `_stacked` stacked, in memory of their own; other entries are ignored."""
+    kind = AttentionState if "out" in entries else RidgeState
+    tensors = [entries[name].detach() for name in kind._fields if name in entries]
+    return [kind(*(part.clone(memory_format=torch.contiguous_format) for part in each)) for each in zip(*tensors, strict=True)]
+
+
+def _count(entries: Mapping[str, Any], prefix: str) -> int:
+    """The number of states that `_stacked` stacked. Raise for what cannot be states."""
     if not entries:
-        return []
+        return 0
     kind = next((kind for kind in (AttentionState, RidgeState) if {*kind._fields} & {*entries}), None)
     if kind is None or {*kind._fields} != {*entries}:
         every = " or ".join(", ".join(each._fields) for each in (AttentionState, RidgeState))
@@ -83,16 +90,12 @@ def _unstacked(entries: Mapping[str, Any], prefix: str) -> list[Any]:
         counts.append(part.shape[0] if part.dim() else 0)
         if not counts[0] or counts[-1] != counts[0]:
             raise ValueError(mismatch(prefix + name, f"shape {tuple(part.shape)}", f"({counts[0] or 'n'}, ...), one row for each state"))
-    states = [
-        kind(*(part.detach().clone(memory_format=torch.contiguous_format) for part in each))
-        for each in zip(*(part.unbind() for part in parts), strict=True)
-    ]
-    check_fits(states[0], None, prefix.rstrip(".") or "state")
+    check_fits(kind(*(part[0] for part in parts)), None, prefix.rstrip(".") or "state")
     if not parts[0].is_meta:
-        problem = (unlikely_attention if kind is AttentionState else unlikely_ridge)(prefix, entries)
+        problem = unlikely_attention(prefix, entries) if kind is AttentionState else unlikely_ridge(prefix, entries)
         if problem:
             raise ValueError(problem)
-    return states
+    return len(parts[0])
 
 
 def _refuse_names(entries: Any, needed: Sequence[str], prefix: str) -> dict[str, Any]:
@@ -184,7 +187,7 @@ class StateWindow(Held[State]):
             front.append(merge(state, front[-1]) if front else state)
         self._front, self._back, self._total = front, [], None
 
-    def _kept(self) -> list[State]:
+    def parts(self) -> list[State]:
         return self._front + self._back
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -201,11 +204,16 @@ class StateWindow(Held[State]):
                 raise TypeError(mismatch(prefix + name, repr(entry), "an int64 tensor ()"))
         if state_dict["size"] != self.size:
             raise ValueError(mismatch(f"{prefix}size", int(state_dict["size"]), f"{self.size}, the size of this window"))
-        states, front = _unstacked(parts, prefix), int(state_dict["front"])
-        if len(states) > self.size:
-            raise ValueError(mismatch(prefix + next(iter(parts)), f"{len(states)} states", f"at most {self.size}, the size of this window"))
-        if not 0 <= front <= len(states):
-            raise ValueError(mismatch(f"{prefix}front", front, f"an int from 0 to {len(states)}, the number of states"))
+        count, front = _count(parts, prefix), int(state_dict["front"])
+        if count > self.size:
+            raise ValueError(mismatch(prefix + next(iter(parts)), f"{count} states", f"at most {self.size}, the size of this window"))
+        if not 0 <= front <= count:
+            raise ValueError(mismatch(f"{prefix}front", front, f"an int from 0 to {count}, the number of states"))
+        self.restore(state_dict)
+
+    def restore(self, entries: Mapping[str, Tensor]) -> None:
+        """`load_state_dict` for entries that are known to be those of a window, whatever their values."""
+        states, front = _unstacked(entries), int(entries["front"])
         total = None
         for state in states[front:]:
             total = state if total is None else merge(total, state)
@@ -305,7 +313,7 @@ class StateTree(Held[State]):
             del levels[level][length:]
         del levels[len(counts) :]
 
-    def _kept(self) -> list[State]:
+    def parts(self) -> list[State]:
         return self._levels[0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -315,18 +323,16 @@ class StateTree(Held[State]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hold what `state_dict` returned, in memory of its own."""
         prefix = "state_dict."
-        states = _unstacked(_refuse_names(state_dict, ("keys",), prefix), prefix)
+        count = _count(_refuse_names(state_dict, ("keys",), prefix), prefix)
         keys: Any = state_dict["keys"]
         if not isinstance(keys, (list, tuple)):
             raise TypeError(mismatch(f"{prefix}keys", kind_of(keys), "a list of keys"))
         for key in keys:
             _refuse_unhashable(key)
-        if len({*keys}) != len(keys) or len(keys) != len(states):
-            raise ValueError(
-                mismatch(f"{prefix}keys", f"{len({*keys})} different keys of {len(keys)}", f"{len(states)}, one for each state")
-            )
+        if len({*keys}) != len(keys) or len(keys) != count:
+            raise ValueError(mismatch(f"{prefix}keys", f"{len({*keys})} different keys of {len(keys)}", f"{count}, one for each state"))
         made: StateTree[State] = StateTree()
-        made._write(dict(enumerate(states)), len(states))
+        made._write(dict(enumerate(_unstacked(state_dict))), count)
         self._keys, self._places, self._levels = [*keys], {key: place for place, key in enumerate(keys)}, made._levels
 
 
