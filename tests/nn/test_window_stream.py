@@ -52,10 +52,12 @@ def test_padding_and_one_by_one(stacked: bool) -> None:
     other.load_state_dict(block.state_dict())
     for module in other.modules():
         module.register_forward_hook(lambda *_: None)
-    for _ in range(5):
-        new, mask = chunk(), torch.rand(2, 4) < 0.4
+    points, masks = torch.randn(2, 20, DIM, dtype=torch.float64), torch.rand(2, 20) < 0.4
+    for new, mask in zip(points.split(4, 1), masks.split(4, 1), strict=True):
         found = block.update(new, wanted_latents, key_padding_mask=mask), other.update(new, wanted_latents, key_padding_mask=mask)
         torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    right = block(points[:, -4 * WINDOW :], wanted_latents, key_padding_mask=masks[:, -4 * WINDOW :])
+    torch.testing.assert_close(found[0].latents, right, rtol=1e-12, atol=1e-12)
 
 
 @BOTH
