@@ -113,8 +113,8 @@ class StateWindow(Held[State]):
 
     The window is a queue of two stacks. `push` merges the new state into the merge of the newer part. The older part
     holds the merges of all its ends, so that `pop` only drops the outermost one. When the older part is used up, the
-    newer part becomes the older part, with a merge for each of its states. A step therefore takes two merges on
-    average, but n in one step of n. `StateTree` takes log2(n) in every step. Memory is that of at most n + 1 states.
+    newer part becomes the older part, with a merge for each of its states. A push therefore takes two merges on
+    average, but n in one push of n. `StateTree` never takes more than log2(n). Memory is that of at most n + 1 states.
 
     Args:
         size: n, how many states are held at most; an int >= 1 (`ValueError` otherwise).
@@ -223,8 +223,8 @@ class StateWindow(Held[State]):
 class StateTree(Held[State]):
     """The state of a set whose members come and go in any order, exactly: nothing is subtracted.
 
-    The states are the leaves of a binary tree, and every other node is the merge of the two below it. To put n states,
-    replace or discard them takes at most 2 log2(n) merges each. Memory is that of 2 n states.
+    The states are the leaves of a binary tree, and every other node is the merge of the two below it. Among n states,
+    `put` takes at most log2(n) merges, rounded up, and `discard` twice as many. Memory is that of 2 n states.
 
     States, gradients and saving are as in `StateWindow`. Keys are hashable (`TypeError` otherwise). `state_dict` has
     the list `keys` beside the stacked parts. `torch.load` reads it with `weights_only=True` if keys are strings,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import cmab_kernels as ck
 from cmab_kernels import nn
@@ -103,7 +104,17 @@ def test_saved_copied_and_cast(stacked: bool) -> None:
         second, third = made(stacked), made(stacked)
         second.load_state_dict(saved(block))
         third.load_state_dict(block.state_dict(), assign=True)
-        others = [second, third, copy.copy(block), copy.deepcopy(block), pickle.loads(pickle.dumps(block)), copy.deepcopy(block).to("cpu")]
+        fourth = made(stacked)
+        set_model_state_dict(fourth, get_model_state_dict(block))
+        others = [
+            second,
+            third,
+            fourth,
+            copy.copy(block),
+            copy.deepcopy(block),
+            pickle.loads(pickle.dumps(block)),
+            copy.deepcopy(block).to("cpu"),
+        ]
         new = chunk()
         right = copy.deepcopy(block).update(new, wanted_latents)
         for other in others:
