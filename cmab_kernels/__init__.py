@@ -48,6 +48,7 @@ from .nystrom import (
 from .online import OnlineRidge
 from .runtime.backends import Explanation, explain, use_impl
 from .runtime.calls import ModuleExplanation
+from .window import StateTree, StateWindow
 
 # `torch.load` reads states as `torch.save` wrote them: these classes hold tensors and ints, and to make one executes nothing.
 torch.serialization.add_safe_globals([AttentionState, RidgeState, ContinualAttentionState, ContinualNystromState])
@@ -68,6 +69,8 @@ __all__ = [
     "RidgeSolution",
     "RidgeState",
     "RidgeStep",
+    "StateTree",
+    "StateWindow",
     "StepResult",
     "attention_layer",
     "attention_state",

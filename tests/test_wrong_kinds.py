@@ -37,7 +37,7 @@ LABELLED = {"key": K, "labels": LABELS, "num_classes": 3, **WEIGHTED}
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "latent_attention": (ck.latent_attention, {**ROWS, **PADDED}),
     "latent_attention packed": (ck.latent_attention, {"query": Q[:1], "key": K[:1], "value": V[:1], "cu_seqlens": OFFSETS}),
-    "attention_state": (ck.attention_state, {**ROWS, "state": STATE, **PADDED}),
+    "attention_state": (ck.attention_state, {**ROWS, "state": STATE, "decay": torch.tensor(0.5), **PADDED}),
     "remove_from_state": (ck.remove_from_state, {"state": STATE, **ROWS, **PADDED}),
     "prefix_attention_states": (ck.prefix_attention_states, {**ROWS, "state": STATE, **PADDED}),
     "merge_states": (ck.merge_states, {"first": STATE}),
@@ -71,10 +71,13 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sigma_intention": (ck.sigma_intention, {**ROWS, "alpha": torch.tensor(0.1), **WEIGHTED}),
     "nystrom_attention": (ck.nystrom_attention, {**ROWS, "query": K, "num_landmarks": 3, **PADDED}),
     "iterative_pinv": (ck.iterative_pinv, {"matrix": GRAM}),
-    "ridge_state": (ck.ridge_state, {"key": K, "value": V, "state": SUMS, **WEIGHTED}),
+    "ridge_state": (ck.ridge_state, {"key": K, "value": V, "state": SUMS, "decay": torch.tensor(0.5), **WEIGHTED}),
     "remove_ridge": (ck.remove_ridge, {"state": SUMS, "key": K, "value": V, **WEIGHTED}),
     "prefix_ridge_states": (ck.prefix_ridge_states, {"key": K, "value": V, "state": SUMS, **WEIGHTED}),
-    "ridge_step": (ck.ridge_step, {"state": SUMS, "key": K, "value": V, "alpha": torch.tensor(0.1), **WEIGHTED}),
+    "ridge_step": (
+        ck.ridge_step,
+        {"state": SUMS, "key": K, "value": V, "alpha": torch.tensor(0.1), "decay": torch.tensor(0.5), **WEIGHTED},
+    ),
     "solve_ridge": (ck.solve_ridge, {"state": SUMS, "alpha": torch.tensor(0.1)}),
     "regularised_solve": (ck.regularised_solve, {"gram": GRAM, "rhs": GRAM, "alpha": torch.tensor(0.1)}),
     "regularised_inverse": (ck.regularised_inverse, {"gram": GRAM, "alpha": torch.tensor(0.1)}),
@@ -103,7 +106,7 @@ OTHERS = {"empty_state", "empty_ridge", "explain", "use_impl"}
 """Functions that take no tensor, or any arguments."""
 ALONE = {"iterative_pinv", "regularised_inverse"}
 """Functions of one tensor, with any dimensions before the last two."""
-NUMBERS = {"alpha", "gamma", "shrinkage", "regularisation"}
+NUMBERS = {"alpha", "decay", "gamma", "shrinkage", "regularisation"}
 """Arguments that may be a number, be it of NumPy's."""
 
 

@@ -3,7 +3,7 @@
 from .api import attention_state, latent_attention, merge_states, remove_from_state
 from .prefix import prefix_attention_states
 from .projected import NO_CHUNK, AfterChunk, attention_state_of_chunks, projected_attention_state
-from .state import AttentionState, Removal, check_state, empty_state, subtract_state
+from .state import AttentionState, Removal, check_mergeable, check_state, decayed, empty_state, subtract_state, unlikely_attention
 
 __all__ = [
     "NO_CHUNK",
@@ -12,7 +12,9 @@ __all__ = [
     "Removal",
     "attention_state",
     "attention_state_of_chunks",
+    "check_mergeable",
     "check_state",
+    "decayed",
     "empty_state",
     "latent_attention",
     "merge_states",
@@ -20,4 +22,5 @@ __all__ = [
     "projected_attention_state",
     "remove_from_state",
     "subtract_state",
+    "unlikely_attention",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..runtime.backends import choose, is_available, kernel
 from ..runtime.checks import (
     as_autocast,
+    as_decay,
     check_dense,
     check_key_value,
     check_mask,
@@ -23,7 +24,7 @@ from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_differentiated, may_bypass_dispatcher, may_call_native
 from .contract import Attention
 from .schema import attention_op
-from .state import AttentionState, Removal, check_fit, check_parts, check_state, merged, subtract_state
+from .state import AttentionState, Removal, check_mergeable, check_state, decayed, merged, subtract_state
 
 
 def latent_attention(
@@ -74,6 +75,7 @@ def attention_state(
     value: Tensor,
     *,
     state: AttentionState | None = None,
+    decay: float | Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
@@ -87,6 +89,12 @@ def attention_state(
     An lse of +inf, or an lse of NaN in a row whose `out` holds numbers, is a `ValueError` on the CPU; on a GPU and in
     traces it makes its row NaN.
 
+    `decay` lets old keys fade: it multiplies the weight exp(S) of every key in `state`, and so adds log(decay) to its
+    logit S and to the state's lse. After t further calls a key has the weight decay^t exp(S). `decay` is a number in
+    (0, 1], or a tensor of such numbers that broadcasts to (B, H, L) and may require a gradient; None means 1. Other
+    numbers are a `ValueError`; on a GPU and in traces those in a tensor make their rows NaN. Without `state` there is
+    nothing to fade, and `decay` has no effect.
+
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
     >>> state = None
     >>> for chunk in points.split(100, dim=2):
@@ -97,6 +105,9 @@ def attention_state(
     inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale)
     if state is not None:
         _check_incoming(state, inputs)
+    if decay is not None:
+        decay = as_decay(decay, inputs.query.shape[:3], inputs.query.device)
+        state = None if state is None else decayed(state, decay)
     return _state(inputs, state, impl)
 
 
@@ -116,13 +127,7 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
     """
     states = (first, *others)
     for position, state in enumerate(states):
-        check_parts(state, f"states[{position}]")
-    if first.out.dim() == 0:
-        raise ValueError(mismatch("states[0].out", "shape ()", "(B, H, L, E)"))
-    if first.out.dtype != state_dtype(first.out.dtype):
-        raise TypeError(mismatch("states[0].out", first.out.dtype, "float32 or float64; states are never half precision"))
-    for position, state in enumerate(states):
-        check_fit(state, first.out.shape, first.out.dtype, first.out.device, f"states[{position}]")
+        check_mergeable(state, f"states[{position}]", first if position else None)
     return union(*states)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..runtime.backends import imported
 from ..runtime.checks import check_dense, check_extents, device_of, is_read, mismatch, not_a_state, not_a_tensor
+from ..runtime.dtypes import state_dtype
 
 SURE_ROUNDING = 2.0**-5
 """The share of the mass left by a removal is trusted if rounding changes logits by at most this part of the share."""
@@ -88,6 +89,12 @@ def counted(state: AttentionState) -> AttentionState:
     return AttentionState(state.out.masked_fill((state.lse == -math.inf).unsqueeze(-1), 0.0), state.lse)
 
 
+def decayed(state: AttentionState, decay: float | Tensor) -> AttentionState:
+    """The state with the weight of all its keys multiplied by a decay that was checked: log(decay) is added to every
+    logit, and so to lse."""
+    return AttentionState(state.out, state.lse + (decay.log() if isinstance(decay, Tensor) else math.log(decay)))
+
+
 def share_gradient(part: AttentionState, whole: AttentionState, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
     """The float64 gradient for a part of a merged state, given the gradient (dout, dlse) of the whole.
 
@@ -140,6 +147,18 @@ def check_parts(state: AttentionState, name: str) -> None:
         check_dense(f"{name}.{part}", tensor)
 
 
+def check_mergeable(state: AttentionState, name: str, like: AttentionState | None = None) -> None:
+    """Raise unless `state` can be merged with the state `like`; None stands for any."""
+    check_parts(state, name)
+    if like is None:
+        if state.out.dim() == 0:
+            raise ValueError(mismatch(f"{name}.out", "shape ()", "(B, H, L, E)"))
+        if state.out.dtype != state_dtype(state.out.dtype):
+            raise TypeError(mismatch(f"{name}.out", state.out.dtype, "float32 or float64; states are never half precision"))
+        like = state
+    check_fit(state, like.out.shape, like.out.dtype, like.out.device, name)
+
+
 def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state") -> None:
     """Raise unless `out` has this shape (B, H, L, E), dtype and device, and `lse` fits `out`."""
     check_parts(state, name)
@@ -156,6 +175,16 @@ def check_fit(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, d
         if tensor.device != device:
             raise ValueError(mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}, the device of the other arguments"))
     refuse_wrong_sums(state, name)
+
+
+def unlikely_attention(prefix: str, entries: Mapping[str, Tensor]) -> str:
+    """Return why loaded parts of attention states cannot come from any keys, or "" if they can."""
+    out, lse = entries["out"], entries["lse"]
+    if (lse.isnan() | (lse == math.inf)).any():
+        return mismatch(f"{prefix}lse", "a NaN or +inf", "finite numbers, or -inf where no key was seen")
+    if not out[lse != -math.inf].isfinite().all():
+        return mismatch(f"{prefix}out", "a NaN or an infinity", "finite numbers where a key was seen")
+    return ""
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionState, check_state, merge_states
 from ..intention import RidgeState, check_ridge, merge_ridge, ridge_state
-from ..nn import CMAB, Attended, CMABStack, CMABUpdate, MultiheadAttention, MultiheadIntention
+from ..nn import CMAB, Attended, CMABStack, CMABUpdate, MultiheadAttention, MultiheadIntention, WindowStream
 from ..nn.inputs import split_heads
 from ..nn.parts import computed
 from ..nn.stream import with_own_streams
@@ -130,9 +130,11 @@ class ShardedCMAB(ContextSharded[AttentionState]):
         `CMAB.update`.
 
         `state` is the state of all ranks, as an earlier call returned it. With None, every rank advances the module's
-        own stream in the same way.
+        own stream in the same way; a module with a `window` needs a state (`ValueError`).
         """
         stream = self.module.stream
+        if state is None and isinstance(stream, WindowStream):
+            raise ValueError(mismatch("state", None, "a state, as the window of the module's own stream cannot be spread over ranks"))
         result = self._updated(new_inputs, latents, stream.held if state is None else state, key_padding_mask)
         if state is None:
             stream.state = result.state

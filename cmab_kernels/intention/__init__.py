@@ -12,7 +12,7 @@ from .api import (
     solve_ridge,
 )
 from .solve import RidgeSolution, regularised_inverse, regularised_solve
-from .state import RidgeState, check_ridge, empty_ridge, merge_ridge
+from .state import RidgeState, check_ridge, empty_ridge, merge_ridge, unlikely_ridge
 
 __all__ = [
     "RidgeSolution",
@@ -30,5 +30,6 @@ __all__ = [
     "ridge_step",
     "sigma_intention",
     "solve_ridge",
+    "unlikely_ridge",
     "variants",
 ]

@@ -11,6 +11,7 @@ from ..attention import latent_attention
 from ..runtime.backends import choose, impl_for, kernel
 from ..runtime.checks import (
     as_autocast,
+    as_decay,
     as_they_are,
     check_choice,
     check_every,
@@ -29,7 +30,7 @@ from .schema import SCANNED, apply_rows_op, check_weights, gram_op, prefix_ridge
 from .solve.api import RidgeSolution, penalty_of, solve_heads
 from .solve.contract import RidgeSolve
 from .solve.schema import FUSED, ridge_solve_op
-from .state import RidgeState, check_ridge, in_chunks, subtract_ridge
+from .state import RidgeState, check_ridge, decayed_ridge, in_chunks, subtract_ridge
 
 FORMS = ("auto", "primal", "dual")
 
@@ -150,6 +151,7 @@ def ridge_state(
     value: Tensor,
     *,
     state: RidgeState | None = None,
+    decay: float | Tensor | None = None,
     weights: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
@@ -159,6 +161,12 @@ def ridge_state(
     Arguments and errors are those of `intention`. Products and sums are float64: after a million updates, in chunks of
     any size, the state equals the state of all keys at once. `state` is not changed. Gradients flow to key, value,
     weights and the state.
+
+    `decay` lets old keys fade: it multiplies the weight of every key in `state`, and so both sums. After t further
+    calls a key has the weight decay^t. Like weights, it does not change `count`. `decay` is a number in (0, 1], or a
+    tensor of such numbers that broadcasts to (B, H) and may require a gradient; None means 1. Other numbers are a
+    `ValueError`; on a GPU and in traces those in a tensor make their sums NaN. Without `state` there is nothing to
+    fade, and `decay` has no effect.
 
     >>> key, value = torch.randn(1, 2, 1000, 8), torch.randn(1, 2, 1000, 3)
     >>> state = None
@@ -172,6 +180,9 @@ def ridge_state(
     if state is not None:
         batch, heads, _, width = inputs.key.shape
         check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
+    if decay is not None:
+        decay = as_decay(decay, inputs.key.shape[:2], inputs.key.device)
+        state = None if state is None else decayed_ridge(state, decay)
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
     gram, moment, count = state or (None, None, None)
     update = RidgeUpdate(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, gram, moment, count, chosen)
@@ -277,6 +288,7 @@ def ridge_step(
     value: Tensor,
     alpha: float | Tensor,
     *,
+    decay: float | Tensor | None = None,
     weights: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
@@ -285,7 +297,7 @@ def ridge_step(
 
     The result equals, bit for bit, `ridge_state` with this `state`, followed by `solve_ridge` with `alpha`. Arguments,
     errors and gradients are those of the two functions. `state` is not changed. A stream begins with the state of
-    `empty_ridge`.
+    `empty_ridge`. With a `decay` below 1 this is recursive least squares with a forgetting factor.
 
     >>> state, stream = cmab_kernels.empty_ridge(1, 2, 8, 3), torch.randn(1, 2, 100, 11)
     >>> for row in stream.split(1, dim=2):
@@ -298,6 +310,8 @@ def ridge_step(
     batch, heads, _, width = inputs.key.shape
     check_ridge(state, (batch, heads, width, inputs.value.shape[3]), inputs.key.device)
     penalty = penalty_of(alpha, (batch, heads), inputs.key.device)
+    if decay is not None:
+        state = decayed_ridge(state, as_decay(decay, (batch, heads), inputs.key.device))
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
     update = RidgeUpdate(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, *state, chosen)
     if may_call_native(chosen, *inputs, *state, penalty):

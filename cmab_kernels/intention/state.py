@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +65,13 @@ def merge_ridge(first: RidgeState, *others: RidgeState) -> RidgeState:
     return RidgeState(*(sum(parts[1:], start=parts[0]) for parts in zip(*states, strict=True)))
 
 
+def decayed_ridge(state: RidgeState, decay: float | Tensor) -> RidgeState:
+    """The state with the weight of all its keys, and so both sums, multiplied by a decay that was checked. As with
+    weights, `count` stays the number of keys."""
+    factor = decay[..., None, None] if isinstance(decay, Tensor) else decay
+    return RidgeState(state.gram * factor, state.moment * factor, state.count)
+
+
 def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
     """`state` without `part`, the state of a subset of its keys; heads left with no key have sums of exactly 0."""
     count = state.count - part.count
@@ -101,6 +108,22 @@ def in_chunks(
 
     masks = None if key_padding_mask is None else cut(key_padding_mask[:, None, :, None].expand(batch, heads, length, 1))[:, 0, :, 0]
     return cut(key), cut(value), None if weights is None else cut(weights.unsqueeze(-1)).squeeze(-1), masks
+
+
+def unlikely_ridge(prefix: str, entries: Mapping[str, Tensor]) -> str:
+    """Return why loaded parts of ridge states cannot come from any keys, or "" if they can."""
+    gram, count = entries["gram"], entries["count"]
+    for name in ("gram", "moment"):
+        if not entries[name].isfinite().all():
+            return mismatch(prefix + name, "a NaN or an infinity", "finite numbers")
+        if entries[name][count == 0].any():
+            return mismatch(prefix + name, f"numbers other than 0 where {prefix}count is 0", "0, the sums of no keys")
+    if (count < 0).any():
+        return mismatch(f"{prefix}count", "a negative element", "numbers >= 0")
+    rounding = 1e-9 * gram.abs().amax((-2, -1), keepdim=True)
+    if ((gram - gram.mT).abs() > rounding).any():
+        return mismatch(f"{prefix}gram", "a matrix that is not symmetric", "a sum of products k'k")
+    return ""  # after removals, rounding may make a gram indefinite; `solve_ridge` reports that in `info`
 
 
 def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state") -> None:

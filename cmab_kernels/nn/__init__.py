@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-from .cmab import CMAB, CMABRemoval, CMABStack, CMABUpdate, CrossAttention, FeedForward, LatentLayer, SelfAttention
+from .cmab import CMAB, CMABRemoval, CMABStack, CMABUpdate, CrossAttention, FeedForward, LatentLayer, SelfAttention, WindowStream
 from .continual import (
     CircularPositionalEncoding,
     ContinualAttention,
@@ -66,5 +66,6 @@ __all__ = [
     "SelfAttention",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
+    "WindowStream",
     "replace_modules",
 ]

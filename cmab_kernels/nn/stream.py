@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionState, check_state, empty_state
-from ..intention import RidgeState, check_ridge, empty_ridge
+from ..attention import AttentionState, check_state, empty_state, unlikely_attention
+from ..intention import RidgeState, check_ridge, empty_ridge, unlikely_ridge
 from ..runtime.checks import check_count, mismatch
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_observed, is_recorded, is_transformed
@@ -161,22 +161,20 @@ class Stream(Keeper[State]):
         graph would grow with every step.
         """
         held = self.held
-        return None if held is None else type(held)(*held)  # new references to the tensors: while they exist, steps write elsewhere
+        return None if held is None else self._given(held)
 
     @state.setter
     def state(self, state: State | None) -> None:
         if state is not None:
             self._check(state)
-            if any(isinstance(field, Tensor) and field.requires_grad for field in state):
-                what, advice = "it requires a gradient, and a module's own stream holds no graph", "or pass and keep the states yourself"
-                raise RuntimeError(f"state: {what}; run the module under torch.no_grad(), {advice}")
+            self._refuse_graph(state)
         self.hold(None if state is None else self._taken(state))
 
     def hold(self, value: State | None) -> None:
         """Replace the value. Raise for tensors that belong to a transform or a mode, because they would outlive it."""
         if value is not None and is_observed() and not torch.compiler.is_compiling():
             is_real = not hasattr(self.weight_like, "fake_mode")
-            for field in value:
+            for field in self._tensors(value):
                 if isinstance(field, Tensor) and (is_transformed(field) or (is_real and hasattr(field, "fake_mode"))):
                     what = "it would hold what a transform of torch.func, forward mode or FakeTensorMode made"
                     raise RuntimeError(f"stream: {what}; pass the states yourself, or call the module outside")
@@ -205,9 +203,29 @@ class Stream(Keeper[State]):
     def _check(self, state: State) -> None:
         """Raise unless `state` has the type, shapes, dtypes and device of this module. Any batch size is valid."""
 
+    def _refuse_graph(self, state: State) -> None:
+        """Raise if a state requires a gradient."""
+        if any(isinstance(field, Tensor) and field.requires_grad for field in state):
+            what, advice = "it requires a gradient, and a module's own stream holds no graph", "or pass and keep the states yourself"
+            raise RuntimeError(f"state: {what}; run the module under torch.no_grad(), {advice}")
+
     def _taken(self, state: State) -> State:
-        """Return the state to hold after `state` was assigned. By default this is `state` itself."""
+        """Return the value to hold after `state` was assigned. By default this is `state` itself."""
         return state
+
+    def _given(self, value: State) -> State:
+        """Return the state for a value that is held. By default these are new references to the tensors: while they
+        exist, steps write elsewhere."""
+        return type(value)(*value)
+
+    def _tensors(self, value: State) -> Iterable[Any]:
+        """Return all tensors of a value, perhaps among other things."""
+        return value
+
+    @property
+    def _before_batch(self) -> int:
+        """The number of dimensions of an entry that come before the batch dimension."""
+        return len(self.lead)
 
     @abstractmethod
     def _parts(self, entries: Mapping[str, Any]) -> dict[str, Part]:
@@ -223,7 +241,7 @@ class Stream(Keeper[State]):
             entry = entries.get(name)
             if not isinstance(entry, Tensor) or entry.shape != shape or entry.dtype != dtype:
                 given = f"{entry.dtype} {tuple(entry.shape)}" if isinstance(entry, Tensor) else repr(entry)
-                lead = len(self.lead)
+                lead = self._before_batch
                 shown = (*shape[:lead], "B", *shape[lead + 1 :]) if shape else ()
                 allowed = f"{dtype} ({', '.join(map(str, shown))}), with one B for all entries"
                 return mismatch(prefix + name, given, allowed)
@@ -298,7 +316,7 @@ class AttentionStream(Stream[AttentionState]):
     (['out', 'lse'], torch.float32)
     """
 
-    fields = AttentionState._fields
+    fields: ClassVar[tuple[str, ...]] = AttentionState._fields
 
     @naming_options
     def __init__(
@@ -339,12 +357,7 @@ class AttentionStream(Stream[AttentionState]):
         return {"out": Part(shape, self.state_dtype), "lse": Part(shape[:-1], torch.float64)}
 
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        out, lse = entries["out"], entries["lse"]
-        if (lse.isnan() | (lse == torch.inf)).any():
-            return mismatch(f"{prefix}lse", "a NaN or +inf", "finite numbers, or -inf where no key was seen")
-        if not out[lse != -torch.inf].isfinite().all():
-            return mismatch(f"{prefix}out", "a NaN or an infinity", "finite numbers where a key was seen")
-        return ""
+        return unlikely_attention(prefix, entries)
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> AttentionState:
         state = AttentionState(**copied(entries, device))
@@ -394,18 +407,7 @@ class RidgeStream(Stream[RidgeState]):
         }
 
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
-        gram, count = entries["gram"], entries["count"]
-        for name in ("gram", "moment"):
-            if not entries[name].isfinite().all():
-                return mismatch(prefix + name, "a NaN or an infinity", "finite numbers")
-            if entries[name][count == 0].any():
-                return mismatch(prefix + name, f"numbers other than 0 where {prefix}count is 0", "0, the sums of no keys")
-        if (count < 0).any():
-            return mismatch(f"{prefix}count", "a negative element", "numbers >= 0")
-        rounding = 1e-9 * gram.abs().amax((-2, -1), keepdim=True)
-        if ((gram - gram.mT).abs() > rounding).any():
-            return mismatch(f"{prefix}gram", "a matrix that is not symmetric", "a sum of products k'k")
-        return ""  # after removals, rounding may make a gram indefinite; `solve_ridge` reports that in `info`
+        return unlikely_ridge(prefix, entries)
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> RidgeState:
         return RidgeState(**copied(entries, device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral, Real
 from typing import Any
@@ -215,6 +215,34 @@ def as_flag(name: str, given: object) -> bool:
         return bool(given)
     except (ValueError, RuntimeError, TypeError):
         raise TypeError(mismatch(name, kind_of(given), "True or False")) from None
+
+
+def check_broadcast(name: str, tensor: Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """Raise unless a tensor broadcasts to `shape` and is on `device`; a number () may be on another device."""
+    if tensor.device != device and (tensor.dim() > 0 or tensor.is_meta):
+        raise ValueError(mismatch(name, f"device {tensor.device}", f"{device}, the device of the other arguments"))
+    above = len(shape) - tensor.dim()
+    # Not `in (1, wanted)`: the compiler of torch 2.6 cannot search a tuple that holds a symbolic size.
+    if above < 0 or any(given != 1 and given != wanted for given, wanted in zip(tensor.shape, shape[above:], strict=True)):
+        raise ValueError(mismatch(name, f"shape {tuple(tensor.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}"))
+
+
+def as_decay(decay: float | Tensor, shape: Sequence[int], device: torch.device) -> float | Tensor:
+    """Return a decay as a float, or as a float64 tensor on `device`. Raise unless it is a number in (0, 1], or a tensor
+    of such numbers that broadcasts to `shape`. Where values are not read, elements outside (0, 1] become NaN."""
+    if not isinstance(decay, Tensor):
+        check_number("decay", decay)
+        if not 0 < decay <= 1:
+            raise ValueError(mismatch("decay", decay, "a number in (0, 1]"))
+        return float(decay)
+    check_floats("decay", decay)
+    check_broadcast("decay", decay, shape, device)
+    refused = ~((decay > 0) & (decay <= 1))
+    if not is_read(decay):
+        return decay.to(device, torch.float64).masked_fill(refused.to(device), math.nan)
+    if refused.any():
+        raise ValueError(mismatch("decay", "an element outside (0, 1]", "numbers in (0, 1]"))
+    return decay.to(device, torch.float64)
 
 
 def check_count(name: str, count: int, least: int = 1) -> int:

@@ -44,6 +44,7 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[tuple[int, ...], ...] | None]]
     "NystromAttention": (lambda: nn.NystromAttention(12, 3, num_landmarks=3), (TOKENS,) * 3),
     "AttentionStream": (lambda: nn.AttentionStream(3, 5, 4), None),
     "RidgeStream": (lambda: nn.RidgeStream(3, 4, 4), None),
+    "WindowStream": (lambda: nn.WindowStream(2, 3, 5, 4), None),
     "RecentStream": (lambda: nn.RecentStream(6, 12), None),
     "ContinualStream": (lambda: nn.ContinualAttention(12, 3, **WINDOW).stream, None),
 }

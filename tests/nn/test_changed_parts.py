@@ -141,7 +141,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, list[Run]]]] = {
         {"train": [pair, causal_pair], "eval": [pair, causal_pair]},
     ),
 }
-NO_PARTS = {"AttentionStream", "ContinualStream", "RecentStream", "RidgeStream", "CircularPositionalEncoding"}
+NO_PARTS = {"AttentionStream", "ContinualStream", "RecentStream", "RidgeStream", "WindowStream", "CircularPositionalEncoding"}
 """Public modules that have no parts."""
 
 

@@ -85,7 +85,7 @@ def test_the_mask_is_on_the_device_of_the_inputs() -> None:
 
 HEADS = {nn.MultiheadAttention: {"num_heads": 2}, nn.TransformerEncoderLayer: {"nhead": 2}}
 SIZES: dict[type[nn.Module], dict[str, Any]] = {
-    ours.CMAB: {"dim": 8, "num_latents": 4, "num_heads": 2, "ff_dim": 4},
+    ours.CMAB: {"dim": 8, "num_latents": 4, "num_heads": 2, "ff_dim": 4, "window": 3},
     ours.CMABStack: {"dim": 8, "num_latents": 4, "num_heads": 2, "depth": 2, "ff_dim": 4},
     ours.CrossAttention: {"dim": 8, "num_heads": 2},
     ours.SelfAttention: {"dim": 8, "num_heads": 2},
@@ -99,6 +99,7 @@ SIZES: dict[type[nn.Module], dict[str, Any]] = {
     ours.CircularPositionalEncoding: {"embed_dim": 8, "sequence_len": 4},
     ours.AttentionStream: {"heads": 2, "latents": 4, "width": 4},
     ours.RidgeStream: {"heads": 2, "width": 4, "value_width": 4},
+    ours.WindowStream: {"window": 3, "heads": 2, "latents": 4, "width": 4},
 }
 
 

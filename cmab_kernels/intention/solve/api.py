@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.backends import choose
-from ...runtime.checks import check_floats, check_number, check_operands, is_read, mismatch
+from ...runtime.checks import check_broadcast, check_floats, check_number, check_operands, is_read, mismatch
 from ...runtime.dtypes import state_dtype
 from .contract import RegularisedSolve
 from .schema import regularised_solve_op
@@ -100,14 +100,9 @@ def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.devi
             raise ValueError(mismatch("alpha", alpha, f"a number >= 0, finite in {dtype}"))
         return torch.full(shape, number, dtype=dtype, device=device)
     check_floats("alpha", alpha)
-    if alpha.device != device and (alpha.dim() > 0 or alpha.is_meta):
-        raise ValueError(mismatch("alpha", f"device {alpha.device}", f"{device}, the device of the other arguments"))
+    check_broadcast("alpha", alpha, shape, device)
     if alpha.dtype != dtype and is_read(alpha) and (alpha > _LARGEST[dtype]).any():
         raise ValueError(mismatch("alpha", "a number that is too large", f"numbers >= 0, finite in {dtype}"))
-    above = len(shape) - alpha.dim()
-    # Not `in (1, wanted)`: the compiler of torch 2.6 cannot search a tuple that holds a symbolic size.
-    if above < 0 or any(given != 1 and given != wanted for given, wanted in zip(alpha.shape, shape[above:], strict=True)):
-        raise ValueError(mismatch("alpha", f"shape {tuple(alpha.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}"))
     return alpha.to(device, dtype).expand(shape)
 
 

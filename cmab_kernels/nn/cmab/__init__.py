@@ -4,6 +4,7 @@ from .block import CMAB
 from .layers import CrossAttention, FeedForward, LatentLayer, SelfAttention
 from .stack import CMABStack
 from .streaming import CMABRemoval, CMABUpdate
+from .window import WindowStream
 
 __all__ = [
     "CMAB",
@@ -14,4 +15,5 @@ __all__ = [
     "FeedForward",
     "LatentLayer",
     "SelfAttention",
+    "WindowStream",
 ]

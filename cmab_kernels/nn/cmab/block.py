@@ -13,10 +13,10 @@ from ...runtime.checks import check_count, check_heads, mismatch
 from ..constructors import naming_options
 from ..inputs import for_part
 from ..parts import computed, plain_parameters
-from ..stream import AttentionStream
 from . import official, one_call
 from .layers import CrossAttention, LatentLayer
 from .streaming import StreamingBlocks
+from .window import own_stream
 
 if TYPE_CHECKING:
     from typing import Self
@@ -38,6 +38,8 @@ class CMAB(StreamingBlocks):
         device, dtype: of the parameters: float64, float32, bfloat16 or float16.
         residual: "input": each layer adds its result to its input x, as in a pre-norm Transformer. "normed": each layer
             adds its result to norm(x), as in the authors' code. `from_official` makes blocks of this kind.
+        window: None, or an int >= 1 (`ValueError` otherwise): the module's own stream then holds the newest `window`
+            chunks, and `update` lets older ones go (see `cmab_kernels.StateWindow`).
 
     Inputs are (B, N, dim) for any N, including 0. Latents are (B, L_I, dim), or (L_I, dim) shared over the batch. Both
     have the module's dtype. A `key_padding_mask` (B, N) bool is True at inputs to ignore. The values of ignored inputs
@@ -55,8 +57,8 @@ class CMAB(StreamingBlocks):
     part of the `state_dict`, in float32 even in a half-precision module (see `AttentionStream`). The module's own
     stream holds no autograd graph, so advancing the stream with a gradient raises a `RuntimeError`. `forward` neither
     reads nor writes the stream. A state is valid only with the weights that made it. Heads may be pruned. After heads
-    that read the inputs are pruned, assign `stream = AttentionStream(heads, latents, width)` with the sizes that
-    remain.
+    that read the inputs are pruned, assign `stream = AttentionStream(heads, latents, width)`, or a `WindowStream`, with
+    the sizes that remain.
 
     The parameters are listed in the order of the computation, so that weights trained elsewhere can be mapped. First
     comes `latents` (L_B, dim). Then come `compress` (block latents over inputs) and `retrieve` (latents over block
@@ -87,6 +89,7 @@ class CMAB(StreamingBlocks):
         dtype: torch.dtype | None = None,
         *,
         residual: str = "input",
+        window: int | None = None,
     ) -> None:
         dim, num_heads = check_heads("dim", dim, num_heads)
         num_latents = check_count("num_latents", num_latents, least=0)
@@ -95,7 +98,7 @@ class CMAB(StreamingBlocks):
         self.latents = nn.Parameter(torch.randn(num_latents, dim, device=device, dtype=dtype))
         self.compress = LatentLayer(dim, num_heads, ff_dim, residual, device=device, dtype=dtype)
         self.retrieve = LatentLayer(dim, num_heads, ff_dim, residual, device=device, dtype=dtype)
-        self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, device=device, dtype=dtype)
+        self.stream = own_stream(window, num_heads, num_latents, dim // num_heads, device=device, dtype=dtype)
 
     @classmethod
     def from_official(cls, state_dict: Mapping[str, Tensor], *, num_heads: int) -> Self:

@@ -14,11 +14,11 @@ from ...attention import NO_CHUNK, AttentionState, Removal, attention_state_of_c
 from ...runtime.checks import as_flag, check_count, kind_of, mismatch
 from ..constructors import naming_options
 from ..parts import computed, own_parameters, plain_parameters, projects_inside
-from ..stream import AttentionStream
 from . import one_call
 from .block import CMAB, calls_compress
 from .chunks import callers_modes, check_source, progress_bar, read_chunks
 from .streaming import StreamingBlocks, check_inputs, check_latents
+from .window import own_stream
 
 
 class CMABStack(StreamingBlocks):
@@ -29,7 +29,7 @@ class CMABStack(StreamingBlocks):
     Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
 
     Args:
-        dim, num_latents, num_heads, ff_dim, device, dtype, residual: as in `CMAB`, the same for all blocks.
+        dim, num_latents, num_heads, ff_dim, device, dtype, residual, window: as in `CMAB`, the same for all blocks.
         depth: K, the number of blocks, at least 1 (`ValueError` otherwise).
 
     Arguments, errors and streams are those of `CMAB`. One state covers all blocks: out (K, B, H, L_B, dim / H) and lse
@@ -68,11 +68,12 @@ class CMABStack(StreamingBlocks):
         dtype: torch.dtype | None = None,
         *,
         residual: str = "input",
+        window: int | None = None,
     ) -> None:
         super().__init__()
         depth = check_count("depth", depth)
         self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype, residual=residual) for _ in range(depth))
-        self.stream = AttentionStream(num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
+        self.stream = own_stream(window, num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
         self._streamed = _readers(self.blocks)
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None, all_blocks: bool = False) -> Tensor:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
-from ...attention import AttentionState, subtract_state
-from ...runtime.checks import check_mask, kind_of, mismatch
+from ...attention import AttentionState, check_state, decayed, subtract_state
+from ...runtime.checks import as_decay, check_mask, kind_of, mismatch
 from ..inputs import check_features
 from ..stream import AttentionStream, follow_weights, refuse_to_record, with_own_streams
 from . import one_call
+from .window import WindowStream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,19 +55,35 @@ class StreamingBlocks(nn.Module):
     __copy__ = with_own_streams
 
     def update(
-        self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+        self,
+        new_inputs: Tensor,
+        latents: Tensor,
+        state: AttentionState | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        decay: float | Tensor | None = None,
     ) -> CMABUpdate:
         """Return the result over all inputs so far, in time O(new inputs).
 
         With `state` None the update advances the module's own stream. Streaming equals `forward` over all inputs at
-        once, for any division into chunks. Gradients flow through a chain of states that the caller passes.
+        once, for any division into chunks. Gradients flow through a chain of states that the caller passes. `decay`
+        lets the earlier inputs fade, as in `cmab_kernels.attention_state`: a number in (0, 1], or a tensor of such
+        numbers that broadcasts to the state's `lse`.
+
+        In a module with a `window`, the module's own stream holds the newest `window` chunks: the inputs of a call are
+        one chunk, and the result is over the inputs of the chunks that are held. They leave instead of fading, so a
+        `decay` is a `ValueError`. A `state` that the caller passes has no window.
         """
         if state is None:
             refuse_to_record("update", "update(..., state)")
         self = self._computed()
         self._check_streamed()
         self._check(new_inputs, latents, key_padding_mask)
+        if state is None and isinstance(self.stream, WindowStream):
+            return self._slide(self.stream, new_inputs, latents, key_padding_mask, decay)
         before = self.stream.held if state is None else state
+        if decay is not None:
+            before = self._decayed(before, decay, new_inputs)
         found = one_call.update(self._blocks, new_inputs, latents, before, key_padding_mask, self.stream.lead)
         if found is None:
             after = self._read(new_inputs, before, key_padding_mask)
@@ -75,6 +92,27 @@ class StreamingBlocks(nn.Module):
             self.stream.state = found[1]
         return CMABUpdate(*found)
 
+    def _slide(
+        self, stream: WindowStream, new_inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, decay: float | Tensor | None
+    ) -> CMABUpdate:
+        """`update` of the module's own stream, which holds a window."""
+        if decay is not None:
+            raise ValueError(mismatch("decay", kind_of(decay), "None, as inputs leave the module's own window instead of fading"))
+        window = stream.pushed(self._read(new_inputs, None, key_padding_mask))
+        state = window.state
+        result = CMABUpdate(self._retrieve(latents, state), state)
+        stream.hold(window)
+        return result
+
+    def _decayed(self, state: AttentionState | None, decay: float | Tensor, new_inputs: Tensor) -> AttentionState | None:
+        """Return the state with the weight of its inputs multiplied by `decay`; None stays None."""
+        shape = (*self.stream.lead, new_inputs.shape[0], *self.stream.shape)
+        decay = as_decay(decay, shape[:-1], new_inputs.device)
+        if state is None:
+            return None
+        check_state(state, shape, self.stream.state_dtype, new_inputs.device)
+        return decayed(state, decay)
+
     def remove(
         self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> CMABRemoval:
@@ -82,10 +120,13 @@ class StreamingBlocks(nn.Module):
 
         With `state` None the removal changes the module's own stream. The state must contain the old inputs. A removal
         loses digits to cancellation; see `cmab_kernels.remove_from_state` for `reliable`. A `RuntimeError` is raised if
-        the module's own stream has seen no input.
+        the module's own stream has seen no input. A window lets its inputs go by itself: without `state`, a module that
+        has a `window` raises a `ValueError`.
         """
         if state is None:
             refuse_to_record("remove", "remove(..., state)")
+            if isinstance(self.stream, WindowStream):
+                raise ValueError(mismatch("state", None, "a state, as inputs leave the module's own window by themselves"))
         self = self._computed()
         self._check_streamed()
         before = self.stream.started(state)

@@ -113,7 +113,13 @@ class MultiheadAttention(MultiheadProjections):
         return None if has_kernel("attention", heads, heads, heads) else "no kernel runs here for such heads"
 
     def attend_state(
-        self, query: Tensor, inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        inputs: Tensor,
+        state: AttentionState | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        decay: float | Tensor | None = None,
     ) -> Attended:
         """Attend to a stream in time O(new inputs). `state` summarises the past inputs, and `inputs` are the new ones.
 
@@ -121,7 +127,8 @@ class MultiheadAttention(MultiheadProjections):
         as in `forward`. The queries must be the same at every call. `state` is the state of the previous result, or
         None at the start. Streaming equals `forward` over all inputs at once, for any division into chunks, and
         gradients flow through the chain of states. The keys of `add_bias_kv` and `add_zero_attn` count in the output
-        but not in the state, so that states can be merged. A `ValueError` is raised if kdim and vdim differ, and a
+        but not in the state, so that states can be merged. `decay` lets the inputs of `state` fade, as in
+        `cmab_kernels.attention_state`. A `ValueError` is raised if kdim and vdim differ, and a
         `RuntimeError` if dropout would apply.
 
         >>> attention = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
@@ -138,17 +145,33 @@ class MultiheadAttention(MultiheadProjections):
             )
         self._refuse_to_drop()
         self._check(key_padding_mask, query=query, inputs=inputs)
-        return self._attend(query, inputs, inputs, state, key_padding_mask)
+        return self._attend(query, inputs, inputs, state, key_padding_mask, decay)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> Attended:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: AttentionState | None,
+        key_padding_mask: Tensor | None,
+        decay: float | Tensor | None = None,
+    ) -> Attended:
         q = self._project(0, query)
-        state = self._read(q, key, value, state, key_padding_mask)
+        state = self._read(q, key, value, state, key_padding_mask, decay)
         return Attended(self._answer(q, state, query), state)
 
-    def _read(self, q: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
+    def _read(
+        self,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: AttentionState | None,
+        key_padding_mask: Tensor | None,
+        decay: float | Tensor | None = None,
+    ) -> AttentionState:
         """Return the state of queries (B, H, L, D) with these keys and values added."""
         k, v, mask = self._project_pair(key, value, key_padding_mask)
-        return attention_state(q, k, v, state=state, key_padding_mask=mask)
+        return attention_state(q, k, v, state=state, decay=decay, key_padding_mask=mask)
 
     def _answer(self, q: Tensor, state: AttentionState, query: Tensor) -> Tensor:
         """Return the output from the state of queries (B, H, L, D), in the layout of `query`."""

@@ -155,16 +155,24 @@ class MultiheadIntention(LearnedRidge):
     __copy__ = with_own_streams
 
     def update(
-        self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
+        self,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        state: RidgeState | None = None,
+        key_padding_mask: Tensor | None = None,
+        decay: float | Tensor | None = None,
     ) -> RidgeState:
         """Return the state with these keys and values added, in time O(new keys).
 
         With `batch_first`, `key` is (B, N, kdim) and `value` (B, N, vdim); otherwise N comes before B. A `value` of
-        None means that the values are the keys. With `state` None the update advances the module's own stream.
+        None means that the values are the keys. With `state` None the update advances the module's own stream. `decay`
+        lets the earlier keys fade, as in `cmab_kernels.ridge_state`.
         """
         if state is None:
             refuse_to_record("update", "update(..., state=state)")
-        updated = ridge_state(state=self.stream.held if state is None else state, **self._pairs(key, value, key_padding_mask))
+        before = self.stream.held if state is None else state
+        updated = ridge_state(state=before, decay=decay, **self._pairs(key, value, key_padding_mask))
         if state is None:
             self.stream.state = updated
         return updated

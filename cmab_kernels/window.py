@@ -1,0 +1,343 @@
+"""The state of a set that points leave, without subtraction: a sliding window, and a tree for points that leave in any order.
+
+States merge, so both hold the states of the points that are there, and partial merges of them. Nothing is ever
+subtracted, so that no digits are lost, however little is left.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from .attention import AttentionState, check_mergeable, unlikely_attention
+from .attention.api import union
+from .intention import RidgeState, check_ridge, merge_ridge, unlikely_ridge
+from .runtime.checks import check_count, check_dense, kind_of, mismatch, not_a_tensor
+
+State = TypeVar("State", AttentionState, RidgeState)
+
+
+def merge(*states: State) -> State:
+    """The merge of states that fit each other, in new memory."""
+    union_of: Any = union if isinstance(states[0], AttentionState) else merge_ridge
+    return cast("State", union_of(*states))
+
+
+def check_fits(state: Any, like: Any, name: str) -> None:
+    """Raise unless `state` is a state that can be merged with the state `like`; None stands for any."""
+    kind = type(state if like is None else like)
+    if kind is AttentionState:
+        check_mergeable(state, name, like)
+    elif kind is RidgeState:
+        shape, device = (None, None) if like is None else (like.moment.shape, like.gram.device)
+        check_ridge(state, shape, device, name)
+    else:
+        raise TypeError(mismatch(name, kind_of(state), "an AttentionState or a RidgeState"))
+
+
+class Held(ABC, Generic[State]):
+    """Base class of both containers: how the states that they hold are saved and restored."""
+
+    @property
+    @abstractmethod
+    def state(self) -> State:
+        """The merge of all states that are held, in new memory. `ValueError` if there are none."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of states that are held."""
+
+    @abstractmethod
+    def parts(self) -> Sequence[State]:
+        """The states, and partial merges, from which all else that is held can be computed."""
+
+    def _refuse_nothing(self) -> None:
+        if not len(self):
+            raise ValueError(mismatch(type(self).__name__, "no state that is held", "at least one"))
+
+    def _stacked(self) -> dict[str, Tensor]:
+        """The tensors of all `parts`, stacked in a new first dimension, in memory of their own and without graphs."""
+        parts = self.parts()
+        names = parts[0]._fields if parts else ()
+        return {name: torch.stack([each.detach() for each in all_]) for name, all_ in zip(names, zip(*parts, strict=True), strict=True)}
+
+
+def _unstacked(entries: Mapping[str, Tensor]) -> list[Any]:
+    """The states that `_stacked` stacked, in memory of their own; other entries are ignored."""
+    kind = AttentionState if "out" in entries else RidgeState
+    tensors = [entries[name].detach() for name in kind._fields if name in entries]
+    return [kind(*(part.clone(memory_format=torch.contiguous_format) for part in each)) for each in zip(*tensors, strict=True)]
+
+
+def _count(entries: Mapping[str, Any], prefix: str) -> int:
+    """The number of states that `_stacked` stacked. Raise for what cannot be states."""
+    if not entries:
+        return 0
+    kind = next((kind for kind in (AttentionState, RidgeState) if {*kind._fields} & {*entries}), None)
+    if kind is None or {*kind._fields} != {*entries}:
+        every = " or ".join(", ".join(each._fields) for each in (AttentionState, RidgeState))
+        raise ValueError(mismatch(prefix.rstrip(".") or "entries", ", ".join(map(str, entries)), f"the parts of states, {every}"))
+    parts = [entries[name] for name in kind._fields]
+    counts = []
+    for name, part in zip(kind._fields, parts, strict=True):
+        if not isinstance(part, Tensor):
+            raise TypeError(not_a_tensor(prefix + name, part))
+        check_dense(prefix + name, part)
+        counts.append(part.shape[0] if part.dim() else 0)
+        if not counts[0] or counts[-1] != counts[0]:
+            raise ValueError(mismatch(prefix + name, f"shape {tuple(part.shape)}", f"({counts[0] or 'n'}, ...), one row for each state"))
+    check_fits(kind(*(part[0] for part in parts)), None, prefix.rstrip(".") or "state")
+    if not parts[0].is_meta:
+        problem = unlikely_attention(prefix, entries) if kind is AttentionState else unlikely_ridge(prefix, entries)
+        if problem:
+            raise ValueError(problem)
+    return len(parts[0])
+
+
+def _refuse_names(entries: Any, needed: Sequence[str], prefix: str) -> dict[str, Any]:
+    """The entries other than those that are `needed`. Raise if one of these is missing."""
+    if not isinstance(entries, Mapping):
+        raise TypeError(mismatch(prefix.rstrip("."), kind_of(entries), "a mapping from names to tensors"))
+    for name in needed:
+        if name not in entries:
+            raise ValueError(mismatch(prefix + name, "nothing", "an entry of this name"))
+    return {name: entry for name, entry in entries.items() if name not in needed}
+
+
+class StateWindow(Held[State]):
+    """The state of the newest chunks of a stream, exactly: each push lets the oldest chunk go, and nothing is subtracted.
+
+    The window is a queue of two stacks. `push` merges the new state into the merge of the newer part. The older part
+    holds the merges of all its ends, so that `pop` only drops the outermost one. When the older part is used up, the
+    newer part becomes the older part, with a merge for each of its states. A push therefore takes two merges on
+    average, but n in one push of n. `StateTree` never takes more than log2(n). Memory is that of at most n + 1 states.
+
+    Args:
+        size: n, how many states are held at most; an int >= 1 (`ValueError` otherwise).
+
+    States may be `AttentionState`s, also with further dimensions before L, or `RidgeState`s. All states of a window
+    must have the kind, shapes, dtypes and device of the others. The window holds the tensors themselves, like the
+    stream of a module: do not write to them. If grad mode is on, merges are recorded, and gradients flow from `state`
+    to all states that are held; the graphs of states that have left are freed.
+
+    `state_dict` returns tensors: the parts of the states, stacked in a new first dimension, and the ints `front` and
+    `size` (). `load_state_dict` takes them into a window of the same size, which then goes on with the same bits.
+    Entries that no window can have are a `ValueError` or `TypeError`, and leave the window as it was. `copy.copy`
+    returns a window that goes on independently.
+
+    >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
+    >>> window = cmab_kernels.StateWindow(3)
+    >>> for chunk in points.split(100, dim=2):
+    ...     window.push(cmab_kernels.attention_state(latents, chunk, chunk))
+    >>> newest = points[:, :, -300:]
+    >>> len(window), torch.allclose(window.state.out, cmab_kernels.latent_attention(latents, newest, newest), atol=1e-5)
+    (3, True)
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = check_count("size", size)
+        self._front: list[State] = []
+        """The older part: the last is the merge of all its states, the one before is without the oldest, and so on."""
+        self._back: list[State] = []
+        """The states of the newer part, oldest first."""
+        self._total: State | None = None
+        """The merge of the newer part."""
+
+    def __len__(self) -> int:
+        return len(self._front) + len(self._back)
+
+    def __copy__(self) -> StateWindow[State]:
+        made: StateWindow[State] = StateWindow(self.size)
+        made._front, made._back, made._total = self._front.copy(), self._back.copy(), self._total
+        return made
+
+    @property
+    def state(self) -> State:
+        self._refuse_nothing()
+        parts = self._front[-1:]
+        return merge(*parts) if self._total is None else merge(*parts, self._total)
+
+    def push(self, state: State) -> None:
+        """Take the state of one chunk, and let go of the oldest if more than `size` are then held."""
+        check_fits(state, self._total or next(iter(self._front), None), "state")
+        full = len(self) == self.size
+        if full and not self._front:
+            self._turn()
+        total = state if self._total is None else merge(self._total, state)
+        if full:
+            self._front.pop()
+        self._back.append(state)
+        self._total = total
+
+    def pop(self) -> None:
+        """Let go of the oldest state. `ValueError` if there is none."""
+        self._refuse_nothing()
+        if not self._front:
+            self._turn()
+        self._front.pop()
+
+    def _turn(self) -> None:
+        """Make the newer part the older part, which is used up."""
+        front: list[State] = []
+        for state in reversed(self._back):
+            front.append(merge(state, front[-1]) if front else state)
+        self._front, self._back, self._total = front, [], None
+
+    def parts(self) -> list[State]:
+        return self._front + self._back
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the window as tensors, in memory of their own, for `torch.save` or a file of safetensors."""
+        front, size = (torch.tensor(count, device="cpu") for count in (len(self._front), self.size))
+        return {**self._stacked(), "front": front, "size": size}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str = "state_dict.") -> None:
+        """Hold what `state_dict` returned, in memory of its own. `prefix` comes before names in error messages."""
+        parts = _refuse_names(state_dict, ("front", "size"), prefix)
+        for name in ("front", "size"):
+            entry = state_dict[name]
+            if not isinstance(entry, Tensor) or entry.dtype != torch.int64 or entry.shape != () or entry.is_meta:
+                raise TypeError(mismatch(prefix + name, repr(entry), "an int64 tensor ()"))
+        if state_dict["size"] != self.size:
+            raise ValueError(mismatch(f"{prefix}size", int(state_dict["size"]), f"{self.size}, the size of this window"))
+        count, front = _count(parts, prefix), int(state_dict["front"])
+        if count > self.size:
+            raise ValueError(mismatch(prefix + next(iter(parts)), f"{count} states", f"at most {self.size}, the size of this window"))
+        if not 0 <= front <= count:
+            raise ValueError(mismatch(f"{prefix}front", front, f"an int from 0 to {count}, the number of states"))
+        self.restore(state_dict)
+
+    def restore(self, entries: Mapping[str, Tensor]) -> None:
+        """`load_state_dict` for entries that are known to be those of a window, whatever their values."""
+        states, front = _unstacked(entries), int(entries["front"])
+        total = None
+        for state in states[front:]:
+            total = state if total is None else merge(total, state)
+        self._front, self._back, self._total = states[:front], states[front:], total
+
+
+class StateTree(Held[State]):
+    """The state of a set whose members come and go in any order, exactly: nothing is subtracted.
+
+    The states are the leaves of a binary tree, and every other node is the merge of the two below it. Among n states,
+    `put` takes at most log2(n) merges, rounded up, and `discard` twice as many. Memory is that of 2 n states.
+
+    States, gradients and saving are as in `StateWindow`. Keys are hashable (`TypeError` otherwise). `state_dict` has
+    the list `keys` beside the stacked parts. `torch.load` reads it with `weights_only=True` if keys are strings,
+    numbers, or tuples of them.
+
+    >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
+    >>> tree = cmab_kernels.StateTree()
+    >>> for day, chunk in enumerate(points.split(100, dim=2)):
+    ...     tree.put(day, cmab_kernels.attention_state(latents, chunk, chunk))
+    >>> for day in (4, 0, 7, 99):
+    ...     tree.discard(day)
+    >>> left = torch.cat([points[:, :, 100 * day : 100 * (day + 1)] for day in (1, 2, 3, 5, 6, 8, 9)], dim=2)
+    >>> len(tree), 4 in tree, torch.allclose(tree.state.out, cmab_kernels.latent_attention(latents, left, left), atol=1e-5)
+    (7, False, True)
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Hashable] = []
+        """The keys of the leaves."""
+        self._places: dict[Hashable, int] = {}
+        """The place of each key in this list."""
+        self._levels: list[list[State]] = [[]]
+        """The leaves, then the merges of pairs of neighbours, and so on up to the root; a last node without a neighbour
+        goes up as it is."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._places
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """Iterate over the keys."""
+        return iter(self._keys)
+
+    def __copy__(self) -> StateTree[State]:
+        made: StateTree[State] = StateTree()
+        made._keys, made._places = self._keys.copy(), self._places.copy()
+        made._levels = [nodes.copy() for nodes in self._levels]
+        return made
+
+    @property
+    def state(self) -> State:
+        self._refuse_nothing()
+        return merge(self._levels[-1][0])
+
+    def put(self, key: Hashable, state: State) -> None:
+        """Hold a state under a key, in the place of the state that the key had, if any."""
+        _refuse_unhashable(key)
+        check_fits(state, next(iter(self._levels[0]), None), "state")
+        place = self._places.get(key, len(self))
+        self._write({place: state}, max(place + 1, len(self)))
+        if place == len(self):
+            self._keys.append(key)
+            self._places[key] = place
+
+    def discard(self, key: Hashable) -> None:
+        """Let go of the state of a key. A key without a state is no error."""
+        _refuse_unhashable(key)
+        place, last = self._places.get(key), len(self) - 1
+        if place is None:
+            return
+        self._write({place: self._levels[0][last]} if place < last else {}, last)
+        self._places[self._keys[last]] = place  # the last leaf has moved to the place that became free
+        self._keys[place] = self._keys[last]
+        self._keys.pop()
+        del self._places[key]
+
+    def _write(self, leaves: dict[int, State], count: int) -> None:
+        """Write leaves to their places, keep `count` leaves, and compute all that lies above what has changed."""
+        levels, changed, counts, shrinks = self._levels, [leaves], [count], count < len(self._levels[0])
+        while counts[-1] > 1:
+            below, known, length = changed[-1], levels[len(counts) - 1] if len(counts) <= len(levels) else [], counts[-1]
+            pairs = {place // 2 for place in below} | ({(length - 1) // 2} if shrinks else set())  # this pair may have lost a node
+            nodes: dict[int, State] = {}
+            for pair in pairs:
+                two = [below[place] if place in below else known[place] for place in range(2 * pair, min(2 * pair + 2, length))]
+                nodes[pair] = merge(*two) if len(two) == 2 else two[0]
+            changed.append(nodes)
+            counts.append((length + 1) // 2)
+        for level, (nodes, length) in enumerate(zip(changed, counts, strict=True)):
+            if level == len(levels):
+                levels.append([])
+            for place in sorted(nodes):
+                levels[level][place : place + 1] = [nodes[place]]
+            del levels[level][length:]
+        del levels[len(counts) :]
+
+    def parts(self) -> list[State]:
+        return self._levels[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tree as a list of keys, and as tensors in memory of their own."""
+        return {**self._stacked(), "keys": list(self)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hold what `state_dict` returned, in memory of its own."""
+        prefix = "state_dict."
+        count = _count(_refuse_names(state_dict, ("keys",), prefix), prefix)
+        keys: Any = state_dict["keys"]
+        if not isinstance(keys, (list, tuple)):
+            raise TypeError(mismatch(f"{prefix}keys", kind_of(keys), "a list of keys"))
+        for key in keys:
+            _refuse_unhashable(key)
+        if len({*keys}) != len(keys) or len(keys) != count:
+            raise ValueError(mismatch(f"{prefix}keys", f"{len({*keys})} different keys of {len(keys)}", f"{count}, one for each state"))
+        made: StateTree[State] = StateTree()
+        made._write(dict(enumerate(_unstacked(state_dict))), count)
+        self._keys, self._places, self._levels = [*keys], {key: place for place, key in enumerate(keys)}, made._levels
+
+
+def _refuse_unhashable(key: Any) -> None:
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(mismatch("key", kind_of(key), "a hashable value, such as an int or a string")) from None
