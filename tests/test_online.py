@@ -31,7 +31,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 def do_not_apply(estimator: OnlineRidge) -> dict[str, str]:
     """Return the checks that an estimator cannot pass, and why."""
     reason = "the ages of all examples before it change where one is repeated or removed"
-    return {} if estimator.forgetting == 1 else {"check_sample_weight_equivalence_on_dense_data": reason}
+    checks = (f"check_sample_weight_equivalence_on_{kind}_data" for kind in ("dense", "sparse"))
+    return {} if estimator.forgetting == 1 else dict.fromkeys(checks, reason)
 
 
 ESTIMATORS = [OnlineRidge(), OnlineRidge(fit_intercept=False), OnlineRidge(forgetting=0.99)]
