@@ -113,9 +113,10 @@ def _spread(held: Sums) -> tuple[Tensor, Tensor]:
     if held.squares is None:
         allowed = "a regression whose examples come anew; this one was saved by a version that kept no squares of targets"
         raise ValueError(mismatch("examples", "sums without the squares of targets", allowed))
-    total = held.squares.sums[-1]
-    mean = as_tensor(held.centred().offset) - held.target_origin
-    return held.squares.sums[:-1] - total * mean.square(), total
+    spread, total = held.squares.sums[:-1], held.squares.sums[-1]
+    if held.intercept:
+        spread = spread - held.state.moment[0, 0, -1].square() / total
+    return spread, total
 
 
 def _estimated(held: Sums, weight: Tensor, determined: Tensor) -> Tensor:

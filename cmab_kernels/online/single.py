@@ -107,7 +107,7 @@ class Waiting:
 def vector(x: Any) -> np.ndarray:
     """Return a sequence of numbers as an array (D,)."""
     try:
-        row = np.array(x, dtype=np.float64)
+        row = np.array(x.numpy(force=True) if isinstance(x, torch.Tensor) else x, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise TypeError(mismatch("x", kind_of(x), f"a dict of numbers, or a sequence of them; {error}")) from error
     if row.ndim != 1 or not len(row):
