@@ -325,7 +325,6 @@ class OnlineRidge(Interface):
     @torch.no_grad()
     def _hold(self, X: Any, y: Any, sample_weight: Any, held: Sums | None, names: list[str] | None = None) -> Self:
         """Add examples to the sums `held`; None stands for the sums of no examples, whose features have these names."""
-        self._check_parameters()
         rows = Rows(type(self).__name__, X, y, sample_weight, held)
         self._check_parameters(rows.y.shape[1])
         if held is None:

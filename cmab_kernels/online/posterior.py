@@ -108,15 +108,14 @@ class Posterior:
         return (self._solution.at(points.double())[:, :, None] + around / self.precision.sqrt()[:, None]).to(points.dtype)
 
 
-def _spread(held: Sums) -> tuple[Tensor, Tensor]:
-    """Return the centred sums (E,) of w y^2, and the sum of w."""
+def _spread(held: Sums) -> tuple[Tensor, Any]:
+    """Return the centred sums (E,) of w y^2, and the sum of w, a scalar."""
     if held.squares is None:
         allowed = "a regression whose examples come anew; this one was saved by a version that kept no squares of targets"
         raise ValueError(mismatch("examples", "sums without the squares of targets", allowed))
-    spread, total = held.squares.sums[:-1], held.squares.sums[-1]
-    if held.intercept:
-        spread = spread - held.state.moment[0, 0, -1].square() / total
-    return spread, total
+    sums, total, _ = held.squares
+    spread = as_tensor(sums)
+    return spread - held.state.moment[0, 0, -1].square() / total if held.intercept else spread, total
 
 
 def _estimated(held: Sums, weight: Tensor, determined: Tensor) -> Tensor:
@@ -128,7 +127,7 @@ def _estimated(held: Sums, weight: Tensor, determined: Tensor) -> Tensor:
     if bool((free <= 0).any()):
         shown = f"None for a sum of weights of {float(total):g}, of which the coefficients use {float(determined.max()):g}"
         raise ValueError(mismatch("noise_precision", shown, "a number > 0, or more examples"))
-    if held.squares is not None and bool((errors < LOST * held.squares.peak[:-1]).any()):
+    if held.squares is not None and bool((errors < LOST * as_tensor(held.squares.peak)).any()):
         warnings.warn(
             "noise_precision: got None for examples with so little noise that few digits of it may be right", RuntimeWarning, stacklevel=5
         )

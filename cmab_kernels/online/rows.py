@@ -14,6 +14,7 @@ from ..intention.state import subtract_ridge
 from ..runtime.checks import kind_of, mismatch
 from ..runtime.dtypes import FLOATING, state_dtype
 from .results import column_names, result_dtype, target_names
+from .sums import Squares, quick
 
 if TYPE_CHECKING:
     from .sums import Sums
@@ -74,12 +75,15 @@ class Rows:
             return subtract_ridge(held.state, self._sparse(held, self.weights))
         return remove_ridge(held.state, _key(held, self.x), _value(held, self.y), weights=self.weights)
 
-    def squares(self, held: Sums, weights: Tensor | None) -> Tensor:
-        """Return the sums (E + 1,) of w (y - target_origin)^2 for each target, and of w."""
-        squared = _value(held, self.y)[0, 0].square()
+    def squares(self, held: Sums, weights: Tensor | None) -> Squares:
+        y = quick(self.y) - quick(held.target_origin)
+        squared = y * y
         if weights is None:
-            return torch.cat([squared.sum(0), squared.new_full((1,), len(self))])
-        return torch.cat([weights[0] @ squared, weights.sum(1)])
+            sums, total = squared.sum(0), float(len(self))
+        else:
+            w = quick(weights)[0]
+            sums, total = w @ squared, w.sum()
+        return Squares(sums, total, sums)
 
     def blocks(self) -> Iterator[tuple[Tensor, slice]]:
         """Yield x as dense blocks, each with the rows that it has."""

@@ -119,7 +119,7 @@ def test_what_a_merge_sends_does_not_depend_on_the_rows() -> None:
 
 
 def test_merges_form_a_tree() -> None:
-    """Of 5 partitions: 2, then 1, then 1 merges. The states of partitions stay as they are."""
+    """5 partitions take 2 merges, then 1, then 1. The states of partitions stay as they are."""
     x, y = _data()
     states = [ck.OnlineRidge().fit(x[rows], y[rows]) for rows in PARTS]
     client = Counted()

@@ -87,7 +87,7 @@ def test_draws_have_the_covariance() -> None:
 
 
 def test_equals_a_gaussian_process() -> None:
-    """That of a dot product, with the same noise; its draws, and ours, have these means and this covariance."""
+    """It has the kernel of a dot product and the same noise; our draws have its means and covariance."""
     x, y, _ = examples(targets=1)
     y, noise, prior = y - 7, 4.0, 0.5
     kernel = ConstantKernel(1 / prior, "fixed") * DotProduct(0.0, "fixed") + WhiteKernel(1 / noise, "fixed")

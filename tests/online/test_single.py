@@ -44,7 +44,7 @@ def test_predicts_before_it_learns(alpha: float, intercept: bool) -> None:
 
 @pytest.mark.parametrize("rows", [20_000, pytest.param(100_000, marks=pytest.mark.thorough)])
 def test_errors_do_not_grow(rows: int) -> None:
-    """Of examples that drift, the rank-one updates stay by the sums, and the sums by those of one fit."""
+    """The rank-one updates stay by the sums, and the sums by those of one fit, of examples that drift."""
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, 5)) + np.linspace(0, 30, rows)[:, None]
     y = x @ np.arange(5.0) + 2 + 0.1 * random.normal(size=rows)
