@@ -118,6 +118,38 @@ def test_what_a_merge_sends_does_not_depend_on_the_rows() -> None:
     assert few == many and len(few) == 2 and max(few) < 10_000
 
 
+class Remote:
+    """A stand-in for a future of Dask, which is no future of Python's: only a worker reads it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.read = value, False
+
+    def result(self) -> Any:
+        self.read = True
+        return self.value
+
+    def cancel(self) -> None: ...
+
+
+class Workers:
+    """A stand-in for a client of Dask: a worker puts values in the place of futures among its arguments."""
+
+    def __init__(self) -> None:
+        self.futures: list[Remote] = []
+
+    def submit(self, function: Any, *arguments: Any) -> Remote:
+        values = [each.value if isinstance(each, Remote) else each for each in arguments]
+        self.futures.append(Remote(function(*values)))
+        return self.futures[-1]
+
+
+def test_states_stay_on_the_workers() -> None:
+    """The caller fetches the last state alone, and a partition may be a future."""
+    client = Workers()
+    merged = reduce_states(client, _regression, [Remote(PARTS[0]), *PARTS[1:]])
+    assert merged.n_samples_seen_ == 100 and [future.read for future in client.futures] == [False] * 8 + [True]
+
+
 def test_merges_form_a_tree() -> None:
     """5 partitions take 2 merges, then 1, then 1. The states of partitions stay as they are."""
     x, y = _data()
