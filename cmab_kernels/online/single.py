@@ -48,10 +48,10 @@ class Recursion:
         along = self.inverse.dot(self.key)
         spread = w * float(along.dot(self.key))
         self.growth *= 1 + spread
-        along *= math.sqrt(w / (1 + spread))
+        share = math.sqrt(w / (1 + spread))
+        along *= share
         self.inverse -= along[:, None] * along
-        # the new P k is the old one / (1 + spread), and theta moves by w times it
-        self.theta += along * (error * math.sqrt(w / (1 + spread)))
+        self.theta += along * (error * share)  # w times the new P k, which is the old one / (1 + spread)
 
 
 class Waiting:
