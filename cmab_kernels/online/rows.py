@@ -76,14 +76,11 @@ class Rows:
         return remove_ridge(held.state, _key(held, self.x), _value(held, self.y), weights=self.weights)
 
     def squares(self, held: Sums, weights: Tensor | None) -> Squares:
-        y = quick(self.y) - quick(held.target_origin)
-        squared = y * y
-        if weights is None:
-            sums, total = squared.sum(0), float(len(self))
-        else:
-            w = quick(weights)[0]
-            sums, total = w @ squared, w.sum()
-        return Squares(sums, total, sums)
+        y = self.y - held.target_origin
+        if weights is not None:
+            y *= weights.sqrt().T  # before they are squared: a row of weight 0 may hold any number
+        sums = quick(y.square_().sum(0))
+        return Squares(sums, float(len(self)) if weights is None else quick(weights).sum(), sums)
 
     def blocks(self) -> Iterator[tuple[Tensor, slice]]:
         """Yield x as dense blocks, each with the rows that it has."""
