@@ -38,6 +38,11 @@ def ridge(fit_intercept: bool) -> Learner:
     return of_estimator(OnlineRidge(ALPHA, fit_intercept=fit_intercept), "n_features_in_")
 
 
+def one_by_one() -> Learner:
+    """`OnlineRidge` by its methods for one example, which takes dicts, as river does."""
+    return of_dicts(OnlineRidge(ALPHA))
+
+
 def recursive_least_squares(width: int) -> Learner:
     """Ridge regression without an intercept, by the inverse of its system, updated for each example."""
     inverse, weight = np.eye(width) / ALPHA, np.zeros(width)
@@ -61,8 +66,10 @@ def stochastic_gradient_of_sklearn() -> Learner:
 def of_river(name: str) -> Learner:
     from river import linear_model
 
-    model = getattr(linear_model, name)()
+    return of_dicts(getattr(linear_model, name)())
 
+
+def of_dicts(model: Any) -> Learner:
     def one(x: np.ndarray, y: float) -> float:
         features = dict(enumerate(x.tolist()))
         guess = model.predict_one(features)
@@ -75,6 +82,7 @@ def of_river(name: str) -> Learner:
 def learners(width: int) -> Iterator[tuple[str, Learner]]:
     yield "OnlineRidge, without an intercept", ridge(False)
     yield "OnlineRidge", ridge(True)
+    yield "OnlineRidge, predict_one and learn_one", one_by_one()
     yield "recursive least squares in NumPy", recursive_least_squares(width)
     if importlib.util.find_spec("sklearn"):
         yield "scikit-learn, SGDRegressor.partial_fit", stochastic_gradient_of_sklearn()
@@ -111,7 +119,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| features | examples in a call | learner | us an example: least | quartiles | error (0.1 is the noise) |")
     print("|---|---|---|---|---|---|")
-    for width, block in ((8, 1), (32, 1), (8, 40), (8, 100)):
+    for width, block in ((5, 1), (8, 1), (32, 1), (8, 40), (8, 100)):
         for name, error, (least, low, middle, high) in measured(width, block):
             print(f"| {width} | {block} | {name} | {least:.1f} | {low:.1f}, {middle:.1f}, {high:.1f} | {error:.3f} |")
 

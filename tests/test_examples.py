@@ -116,6 +116,14 @@ def test_river_regression(printed: Printed) -> None:
     assert max(before) < 0.1 and after[1] < 0.1 < 1 < after[0]
 
 
+def test_reduce_partitions() -> None:
+    text = printed_alone("reduce_partitions")
+    assert numbers(r"([\d,]+) (?:examples|points)", text) == [3000, 3000, 120_000, 120_000]
+    assert max(numbers(r"off by (\S+),", text)) < 1e-5
+    few, many = numbers(r"sends ([\d,]+) bytes", text)[:2], numbers(r"sends ([\d,]+) bytes", text)[2:]
+    assert few == many
+
+
 def test_online_regression(printed: Printed) -> None:
     text = printed("online_regression")
     scores, counts = numbers(r"accuracy ([\d.]+)", text), numbers(r"(\d+) examples", text)

@@ -18,13 +18,14 @@ REASONS = {
     ("cmab_kernels/nn/replace/modules.py", "_sharing"): "it puts the module before the message of an argument",
     ("cmab_kernels/runtime/tiles.py", "entries"): "it puts the entry of a file before the message of a field",
     (
-        "cmab_kernels/online.py",
+        "cmab_kernels/online/rows.py",
         "_array",
     ): "scikit-learn's checks want this text for complex and infinite numbers, and `mismatch` quotes the third",
-    ("cmab_kernels/online.py", "_tensor"): "scikit-learn's checks want this text for complex and infinite numbers",
-    ("cmab_kernels/online.py", "__init__"): "scikit-learn's checks want this text for no targets",
-    ("cmab_kernels/online.py", "_points"): "scikit-learn's checks want this text for empty data and for other features",
-    ("cmab_kernels/online.py", "set_params"): "scikit-learn's own text for an unknown parameter",
+    ("cmab_kernels/online/rows.py", "_csr"): "scikit-learn's checks want this text for complex and infinite numbers",
+    ("cmab_kernels/online/rows.py", "_tensor"): "scikit-learn's checks want this text for complex and infinite numbers",
+    ("cmab_kernels/online/rows.py", "__init__"): "scikit-learn's checks want this text for no targets",
+    ("cmab_kernels/online/rows.py", "read_points"): "scikit-learn's checks want this text for empty data and for other features",
+    ("cmab_kernels/online/interface.py", "set_params"): "scikit-learn's own text for an unknown parameter",
     ("python/cmab_models/neural_processes/official.py", "shape"): "its caller puts it into `mismatch`",
 }
 """(file, function) -> why its message has another form."""

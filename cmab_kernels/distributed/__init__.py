@@ -1,6 +1,7 @@
-"""States merged over the processes of a `torch.distributed` group, and modules whose context is spread over them."""
+"""States merged over a `torch.distributed` group or the workers of a pool, and modules whose context is spread over ranks."""
 
 from .merge import all_merge_state
 from .sharded import ShardedCMAB, ShardedMultiheadAttention, ShardedMultiheadIntention
+from .tree import reduce_states
 
-__all__ = ["ShardedCMAB", "ShardedMultiheadAttention", "ShardedMultiheadIntention", "all_merge_state"]
+__all__ = ["ShardedCMAB", "ShardedMultiheadAttention", "ShardedMultiheadIntention", "all_merge_state", "reduce_states"]

@@ -1,7 +1,7 @@
 """A regressor with the methods of the package river, whose examples are dicts that come one at a time, and one more, which forgets them.
 
 Readings of a sensor drift, so that a window of the newest 500 of them is regressed, exactly: each new one is learned, and the oldest is
-forgotten. Without river, whose models have `learn_one` and `predict_one`, the class is the same and stands by itself.
+forgotten. `OnlineRidge` has `learn_one` and `predict_one` itself; river's tools want an object of river's class `Regressor`.
 """
 
 import random
@@ -21,21 +21,16 @@ class Ridge(Regressor):
     def __init__(self, alpha: float = 1.0) -> None:
         self.alpha = alpha
         self.model = OnlineRidge(alpha)
-        self.features: list[str] = []
 
     def learn_one(self, x: dict[str, float], y: float) -> None:
-        self.features = self.features or sorted(x)
-        self.model.partial_fit([self._row(x)], [y])
+        self.model.learn_one(x, y)
 
     def forget_one(self, x: dict[str, float], y: float) -> None:
-        self.model.forget([self._row(x)], [y])
+        self.model.forget([[x.get(name, 0.0) for name in self.model.feature_names_in_]], [y])
 
     def predict_one(self, x: dict[str, float]) -> float:
         """Return 0.0 before the first example."""
-        return float(self.model.predict([self._row(x)])[0]) if self.features else 0.0
-
-    def _row(self, x: dict[str, float]) -> list[float]:
-        return [x.get(name, 0.0) for name in self.features]
+        return self.model.predict_one(x)
 
 
 def readings(number: int) -> list[tuple[dict[str, float], float]]:

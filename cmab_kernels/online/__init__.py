@@ -1,0 +1,8 @@
+"""Ridge regression that takes examples in and lets them go, with the methods of an estimator of scikit-learn."""
+
+from .estimator import OnlineRidge
+from .sums import Solution, Sums
+
+_Solution, _Sums = Solution, Sums  # pickles of earlier versions name them here
+
+__all__ = ["OnlineRidge"]
