@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -160,13 +160,13 @@ class Stream(Keeper[State]):
         graph would grow with every step.
         """
         held = self.held
-        return None if held is None else type(held)(*held)  # new references to the tensors: while they exist, steps write elsewhere
+        return None if held is None else _again(held)  # new references to the tensors: while they exist, steps write elsewhere
 
     @state.setter
     def state(self, state: State | None) -> None:
         if state is not None:
             self._check(state)
-            if any(isinstance(field, Tensor) and field.requires_grad for field in state):
+            if any(isinstance(field, Tensor) and field.requires_grad for field in _leaves(state)):
                 what, advice = "it requires a gradient, and a module's own stream holds no graph", "or pass and keep the states yourself"
                 raise RuntimeError(f"state: {what}; run the module under torch.no_grad(), {advice}")
         self.hold(None if state is None else self._taken(state))
@@ -175,7 +175,7 @@ class Stream(Keeper[State]):
         """Replace the value. Raise for tensors that belong to a transform or a mode, because they would outlive it."""
         if value is not None and is_observed() and not torch.compiler.is_compiling():
             is_real = not hasattr(self.weight_like, "fake_mode")
-            for field in value:
+            for field in _leaves(value):
                 if isinstance(field, Tensor) and (is_transformed(field) or (is_real and hasattr(field, "fake_mode"))):
                     what = "it would hold what a transform of torch.func, forward mode or FakeTensorMode made"
                     raise RuntimeError(f"stream: {what}; pass the states yourself, or call the module outside")
@@ -247,6 +247,16 @@ class Stream(Keeper[State]):
             entries = self._entries(held)
             self.hold(self._built(self._cast(entries) if cast else entries, self.weight_like.device))
         return self
+
+
+def _again(state: Any) -> Any:
+    """Return an equal state of the same tensors; a field of it may be a state too."""
+    return type(state)(*(_again(field) if isinstance(field, tuple) else field for field in state))
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    for field in state:
+        yield from _leaves(field) if isinstance(field, tuple) else (field,)
 
 
 def refuse_to_record(method: str, instead: str) -> None:
