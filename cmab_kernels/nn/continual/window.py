@@ -117,12 +117,15 @@ class ContinualStream(Stream[WindowState]):
     def _check(self, state: WindowState) -> None:
         if isinstance(state, StaggeredWindow):
             check_state(state.window, self.kind, "state.window")
-        elif not isinstance(state, FillingWindow):
+            count, keys = state.tokens, state.keys
+            _check_tensors(tokens=count)
+            if count.dtype != torch.int64 or count.shape != keys.shape[:1] or count.device != keys.device:
+                given = f"{count.dtype} {tuple(count.shape)} on {count.device}"
+                raise ValueError(mismatch("state.tokens", given, f"torch.int64 (B,) = ({keys.shape[0]},) on {keys.device}"))
+        elif isinstance(state, FillingWindow):
+            _check_tensors(**state._asdict())
+        else:
             check_state(state, self.kind)
-            return
-        for name, tokens in ({"tokens": state.tokens} if isinstance(state, StaggeredWindow) else state._asdict()).items():
-            if not isinstance(tokens, Tensor):
-                raise TypeError(mismatch(f"state.{name}", kind_of(tokens), "a torch.Tensor"))
 
     def _taken(self, state: WindowState) -> WindowState:
         entries = self._entries(state)
@@ -154,9 +157,9 @@ class ContinualStream(Stream[WindowState]):
             parts["inverse"] = Part((batch, self.heads, rows, rows), sums)
         given = entries.get("position")
         common = isinstance(given, Tensor) and not given.dim()  # older files have one number for all streams
-        parts["position"] = Part(() if common else (batch, self.heads), torch.int64)
         if "tokens" in entries:
-            parts["tokens"] = Part((batch,), torch.int64)
+            parts["tokens"], common = Part((batch,), torch.int64), False
+        parts["position"] = Part(() if common else (batch, self.heads), torch.int64)
         return {**parts, "scale": Part((), torch.float64), **dict.fromkeys(self.counts, Part((), torch.int64))}
 
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
@@ -178,12 +181,13 @@ class ContinualStream(Stream[WindowState]):
         for extreme in map(int, entries["position"].aminmax() if entries["position"].numel() else ()):
             if not self.window <= extreme <= LAST_POSITION:
                 return mismatch(prefix + "position", extreme, f"a position from {self.window}, the window, to {LAST_POSITION}")
-        held = entries.get("tokens", entries["position"].new_tensor([self.window]))
-        for extreme in map(int, held.aminmax() if held.numel() else ()):
-            if not 0 <= extreme <= self.window:
-                return mismatch(f"{prefix}tokens", extreme, f"0 to {self.window}, the window")
-        if (entries["position"].expand(len(held), -1)[held < self.window] != self.window).any():
-            return mismatch(f"{prefix}position", "another number", f"{self.window} where a stream has fewer tokens than the window")
+        if "tokens" in entries:
+            held = entries["tokens"]
+            for extreme in map(int, held.aminmax() if held.numel() else ()):
+                if not 0 <= extreme <= self.window:
+                    return mismatch(f"{prefix}tokens", extreme, f"0 to {self.window}, the window")
+            if (entries["position"][held < self.window] != self.window).any():
+                return mismatch(f"{prefix}position", "another number", f"{self.window} where a stream has fewer tokens than the window")
         if entries["scale"] != self.width**-0.5:
             return mismatch(prefix + "scale", float(entries["scale"]), f"{self.width**-0.5}, as in this module")
         return unlikely_totals(prefix + "sums", entries["sums"])
@@ -208,6 +212,12 @@ class ContinualStream(Stream[WindowState]):
             if name in entries:
                 entries[name][filling] = 1.0
         return {**entries, "tokens": value.tokens.clone()}
+
+
+def _check_tensors(**fields: Any) -> None:
+    for name, field in fields.items():
+        if not isinstance(field, Tensor):
+            raise TypeError(mismatch(f"state.{name}", kind_of(field), "a torch.Tensor"))
 
 
 class RecentStream(Stream[RecentTokens]):
