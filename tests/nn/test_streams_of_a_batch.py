@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     ),
     "a mask on another device": (
         lambda module, token: module.forward_step(token, key_padding_mask=torch.zeros(ROWS, dtype=torch.bool, device="meta")),
-        "key_padding_mask: got device meta, expected cpu, the device of query",
+        "key_padding_mask: got device meta, expected cpu, the device of the tokens",
     ),
     "a row that is not there": (lambda module, token: module.clean_state(ROWS), "rows: got 5, expected a row from 0 to 4"),
     "a negative row": (lambda module, token: module.clean_state([0, -1]), "rows: got -1, expected a row from 0 to 4"),

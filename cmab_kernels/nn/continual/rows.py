@@ -39,25 +39,25 @@ def rows_of(rows: Any, batch: int, device: torch.device) -> Tensor:
     return mask
 
 
-def absent_of(mask: Any, query: Tensor, batch_first: bool, one: bool = False) -> Tensor | None:
-    """Return a `key_padding_mask` as (B, T), for tokens `query` in the layout of a module, or for `one` token; None for None."""
+def absent_of(mask: Any, tokens: Tensor, batch_first: bool, one: bool = False) -> Tensor | None:
+    """Return a `key_padding_mask` as (B, T), for tokens in the layout of a module, or for `one` token; None for None."""
     if mask is None:
         return None
-    batched = query.dim() == (2 if one else 3)
-    batch = query.shape[0 if one or batch_first else 1] if batched else 1
-    tokens = 1 if one else query.shape[1 if batched and batch_first else 0]
+    batched = tokens.dim() == (2 if one else 3)
+    batch = tokens.shape[0 if one or batch_first else 1] if batched else 1
+    count = 1 if one else tokens.shape[1 if batched and batch_first else 0]
     if not isinstance(mask, Tensor):
         raise TypeError(mismatch("key_padding_mask", kind_of(mask), f"{MASK}, or None"))
     check_dense("key_padding_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(mismatch("key_padding_mask", mask.dtype, MASK))
-    short = (batch,) if one else None if batched else (tokens,)
-    if mask.shape not in ((batch, tokens), short):
-        allowed = f"(B, {'1) or (B,' if one else 'T'}) = ({batch}, {tokens}), as query has it"
+    short = (batch,) if one else None if batched else (count,)
+    if mask.shape not in ((batch, count), short):
+        allowed = f"(B, {'1) or (B,' if one else 'T'}) = ({batch}, {count}), for these tokens"
         raise ValueError(mismatch("key_padding_mask", f"shape {tuple(mask.shape)}", allowed))
-    if mask.device != query.device:
-        raise ValueError(mismatch("key_padding_mask", f"device {mask.device}", f"{query.device}, the device of query"))
-    return mask.reshape(batch, tokens)
+    if mask.device != tokens.device:
+        raise ValueError(mismatch("key_padding_mask", f"device {mask.device}", f"{tokens.device}, the device of the tokens"))
+    return mask.reshape(batch, count)
 
 
 def staggered(module: Any, state: WindowState | None, batch: int) -> StaggeredWindow:
