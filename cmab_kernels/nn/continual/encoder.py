@@ -310,6 +310,16 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         return windows if self.self_attn.batch_first else windows.movedim(0, -2)
 
 
+def _are_apart(layers: list[Any]) -> bool:
+    """Whether the streams of the batch have different numbers of tokens in a layer."""
+    return any(type(_stream(layer).held) is StaggeredWindow for layer in layers)
+
+
+def _stream(layer: Any) -> Any:
+    """Return the stream of a layer's attention, without torch's attribute lookup, which is slow."""
+    return layer._modules["self_attn"]._modules["stream"]
+
+
 def _pair(state: Any) -> tuple[Any, Any]:
     """Return (tokens, state of the attention), or (None, None). Raise for a state that has only one of the two."""
     if state is None:
@@ -396,24 +406,26 @@ class ContinualEncoder(nn.Module):
 
     def forward_step(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before all windows are full."""
-        if key_padding_mask is not None or self._are_apart():
-            first = self._each()[0].self_attn
+        layers = self._each()
+        if key_padding_mask is not None or _are_apart(layers):
+            first = layers[0].self_attn
             first._check_token(src=src)
             absent = absent_of(key_padding_mask, src, first.batch_first, one=True)
             out = self._through_apart(src.unsqueeze(-2 if first.batch_first else 0), update_state, absent)
             return None if out is None else out.squeeze(-2 if first.batch_first else 0)
-        return self._through("forward_step", src, update_state, batched=2)
+        return self._through(layers, "forward_step", src, update_state, batched=2)
 
     def forward_steps(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of the tokens with full windows, or None.
 
         The windows of all layers must be full. Retroactive layers hold T windows during the call.
         """
-        if key_padding_mask is not None or self._are_apart():
-            first = self._each()[0].self_attn
+        layers = self._each()
+        if key_padding_mask is not None or _are_apart(layers):
+            first = layers[0].self_attn
             first._check(None, src=src)
             return self._through_apart(src, update_state, absent_of(key_padding_mask, src, first.batch_first))
-        return self._through("forward_steps", src, update_state, batched=3)
+        return self._through(layers, "forward_steps", src, update_state, batched=3)
 
     def clean_state(self, rows: Rows | None = None) -> None:
         """Forget all tokens, or those of some rows of the batch, as `ContinualAttention` does."""
@@ -456,27 +468,24 @@ class ContinualEncoder(nn.Module):
         for stream, state in held:
             stream.hold(state)
 
-    def _are_apart(self) -> bool:
-        """Whether the streams of the batch have different numbers of tokens in a layer."""
-        return any(type(layer._modules["self_attn"].stream.held) is StaggeredWindow for layer in self._each())
-
     def _through_apart(self, src: Tensor, update_state: bool, absent: Tensor | None) -> Tensor | None:
         """Pass tokens through the layers, where rows of the batch lack some, `absent` (B, T), or differ in their number.
 
         A layer has no token in a row where the layer before has no result.
         """
-        first = self._each()[0].self_attn
+        layers = self._each()
+        first = layers[0].self_attn
         along = -2 if first.batch_first else 0
         if absent is None:
             batch = src.shape[0 if first.batch_first else 1] if src.dim() == 3 else 1
             absent = torch.zeros(batch, src.shape[along], dtype=torch.bool, device=src.device)
         pairs = list(zip(src.unbind(along), absent.unbind(1), strict=True))
-        outs = self._guarded(lambda: [self._one_apart(*pair) for pair in pairs], kept=not update_state)
+        outs = self._guarded(_stream(layers[0]), lambda: [self._one_apart(layers, *pair) for pair in pairs], kept=not update_state)
         return torch.stack(outs, along) if outs else None
 
-    def _one_apart(self, token: Tensor, absent: Tensor) -> Tensor:
+    def _one_apart(self, layers: list[Any], token: Tensor, absent: Tensor) -> Tensor:
         """Return the result (B, C) of one token of the rows that are not `absent` (B,)."""
-        layers, batched = self._each(), token.dim() == 2
+        batched = token.dim() == 2
         for layer in layers[:1] if self.retroactive else layers:
             token = layer.forward_step(token, key_padding_mask=absent)
             absent = absent | ~layer.ready
@@ -486,12 +495,11 @@ class ContinualEncoder(nn.Module):
             token = read.masked_fill(absent[:, None] if batched else absent, math.nan)
         return self._normed(token)
 
-    def _guarded(self, run: Callable[[], Result], kept: bool = False) -> Result:
+    def _guarded(self, first: Stream, run: Callable[[], Result], kept: bool = False) -> Result:
         """Run a step of all layers. After an error, no layer is ahead of another; if `kept`, the streams stay as they are."""
         # A step copies the windows while another reference to the states exists. That is accepted in grad mode, where
         # a step may raise.
         before = self._held() if kept or torch.is_grad_enabled() else None
-        first = self._each()[0].self_attn.stream
         first_before = first.held
         try:
             result = run()
@@ -505,18 +513,18 @@ class ContinualEncoder(nn.Module):
             self._put_back(before)
         return result
 
-    def _through(self, method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
+    def _through(self, layers: list[Any], method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
         """Pass `src` through this method of each layer. `src` has a batch dimension if it has `batched` dimensions."""
 
         def run() -> Tensor | None:
-            tokens, layers = src, self._each()
+            tokens = src
             for layer in layers[:1] if self.retroactive else layers:
                 tokens = getattr(layer, method)(tokens, update_state=update_state)
                 if tokens is None:
                     return None
             return self._normed(self._read(tokens, src.dim() == batched) if self.retroactive else tokens)
 
-        return self._guarded(run)
+        return self._guarded(_stream(layers[0]), run)
 
     def _read(self, windows: Tensor, batched: bool) -> Tensor:
         """Apply the layers after the first to its windows ([T',] n, [B,] C), or (B, [T',] n, C) with `batch_first`."""

@@ -94,7 +94,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         """
         encodings = self._checked("token", token, (1, 2))
         refuse_to_record("forward_step", "forward_stream, or the sum with a row of `encodings`")
-        absent = absent_of(key_padding_mask, token, self.batch_first, one=True)
+        absent = None if key_padding_mask is None else absent_of(key_padding_mask, token, self.batch_first, one=True)
         place = self._place(token.shape[0] if token.dim() == 2 else 1, absent, token)
         out = token + encodings[place if token.dim() == 2 or isinstance(place, int) else place[0]]
         if update_state:

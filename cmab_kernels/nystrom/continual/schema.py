@@ -218,13 +218,13 @@ class StepOperator:
     def masked(self, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str, absent: Tensor) -> Any:
         """Do what `__call__` does, where the rows of the batch that are `absent` (B,) have no token."""
         state = with_sums(state) if retroactive else state
-        tokens = [token.masked_fill(absent[:, None, None, None], 0.0) for token in (query, key, value)]  # else it might be NaN
-        if impl == "native" and _may_bypass_dispatcher(state, absent, *tokens):
-            mask = _plain(absent).contiguous()
-            return run_step(self.name.replace("_step", "_masked_step"), impl, own_memory(state), *tokens, retroactive, mask)
+        query, key, value = (token.masked_fill(absent[:, None, None, None], 0.0) for token in (query, key, value))  # else perhaps NaN
+        if impl == "native" and _may_bypass_dispatcher(state, absent, query, key, value):
+            mask, name = _plain(absent).contiguous(), self.name.replace("_step", "_masked_step")
+            return run_step(name, impl, own_memory(state), query, key, value, retroactive, mask)
         outs = []
-        for token in zip(*(each.split(1, 2) for each in tokens), strict=True):  # a step of more could write over the window's oldest row
-            out, state = kept_where(absent, state, *self(state, *token, retroactive, impl))
+        for one in zip(query.split(1, 2), key.split(1, 2), value.split(1, 2), strict=True):  # more could overwrite the window's oldest row
+            out, state = kept_where(absent, state, *self(state, *one, retroactive, impl))
             state = state if impl == "reference" else remembered(state)
             outs.append(out)
         return outs[-1] if retroactive else torch.cat(outs, 2), state
