@@ -156,3 +156,11 @@ def test_complete_photograph(printed: Printed) -> None:
     assert errors[0] < plain
     assert errors[-1] < 0.6 * plain
     assert len(errors) == 4 and len(set(numbers(r"([\d,]+) bytes", text))) == 1
+
+
+def test_serve_streams() -> None:
+    text = printed("serve_streams")
+    (difference,) = numbers(r"largest difference (\S+)", text)
+    together, alone = numbers(r"([\d,]+) tokens per second", text)
+    assert difference < 1e-4
+    assert together > alone

@@ -51,6 +51,7 @@ def test_a_new_process_reads_it(tmp_path: Path):
         "ContinualNystromState",
         "FillingWindow",
         "RecentTokens",
+        "StaggeredWindow",
     ], run.stderr
 
 

@@ -15,6 +15,7 @@ from .continual import (
     RecentStream,
     RecentTokens,
     RetroactiveEncoderLayer,
+    StaggeredWindow,
 )
 from .multihead import Attended, MultiheadAttention, MultiheadIntention, MultiheadSigmaIntention, NystromAttention
 from .replace import Replacement, Replacements, replace_modules
@@ -64,6 +65,7 @@ __all__ = [
     "RetroactiveEncoderLayer",
     "RidgeStream",
     "SelfAttention",
+    "StaggeredWindow",
     "TransformerDecoderLayer",
     "TransformerEncoderLayer",
     "WindowStream",

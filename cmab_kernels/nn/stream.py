@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -205,7 +205,7 @@ class Stream(Keeper[State]):
 
     def _refuse_graph(self, state: State) -> None:
         """Raise if a state requires a gradient."""
-        if any(isinstance(field, Tensor) and field.requires_grad for field in state):
+        if any(isinstance(field, Tensor) and field.requires_grad for field in _leaves(state)):
             what, advice = "it requires a gradient, and a module's own stream holds no graph", "or pass and keep the states yourself"
             raise RuntimeError(f"state: {what}; run the module under torch.no_grad(), {advice}")
 
@@ -216,11 +216,11 @@ class Stream(Keeper[State]):
     def _given(self, value: State) -> State:
         """Return the state for a value that is held. By default these are new references to the tensors: while they
         exist, steps write elsewhere."""
-        return type(value)(*value)
+        return _again(value)
 
     def _tensors(self, value: State) -> Iterable[Any]:
         """Return all tensors of a value, perhaps among other things."""
-        return value
+        return _leaves(value)
 
     @property
     def _before_batch(self) -> int:
@@ -266,6 +266,16 @@ class Stream(Keeper[State]):
             entries = self._entries(held)
             self.hold(self._built(self._cast(entries) if cast else entries, self.weight_like.device))
         return self
+
+
+def _again(state: Any) -> Any:
+    """Return an equal state of the same tensors; a field of it may be a state too."""
+    return type(state)(*(_again(field) if isinstance(field, tuple) else field for field in state))
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    for field in state:
+        yield from _leaves(field) if isinstance(field, tuple) else (field,)
 
 
 def refuse_to_record(method: str, instead: str) -> None:

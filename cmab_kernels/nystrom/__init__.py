@@ -17,6 +17,7 @@ from .continual import (
     state_from_tensors,
     state_to_tensors,
     unlikely_totals,
+    with_sums,
 )
 from .reference import landmark_values_reference, logits, segment_ends
 
@@ -45,4 +46,5 @@ __all__ = [
     "state_from_tensors",
     "state_to_tensors",
     "unlikely_totals",
+    "with_sums",
 ]

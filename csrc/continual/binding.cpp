@@ -1,5 +1,6 @@
 // Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult,
-// or None, with nothing written, for arguments that this fast path does not take; the caller then finds out why.
+// or None, with nothing written, for arguments that this fast path does not take; the caller then finds out why. The
+// masked steps take a sixth argument, (B,) bool: True where a row of the batch has no token.
 #include <pybind11/critical_section.h>
 
 #include <algorithm>
@@ -17,13 +18,13 @@ using namespace cmab::cpu;
 namespace cmab {
 namespace {
 
-// The arguments of a step: a state and the new tokens.
+// The arguments of a step: a state, the new tokens, and a mask or null.
 class StepArguments {
  public:
   static constexpr Py_ssize_t kCount = 5;
 
-  StepArguments(PyObject* const* given, const Fields& fields)
-      : state_(given[0]), tokens_(given + 1), retroactive_(given[4] == Py_True), fields_(fields) {}
+  StepArguments(PyObject* const* given, PyObject* mask, const Fields& fields)
+      : state_(given[0]), tokens_(given + 1), retroactive_(given[4] == Py_True), mask_(mask), fields_(fields) {}
 
   // Reads what Nyström and exact attention share, except the sums; false where the fast path does not apply.
   bool read(Stream& stream) const {
@@ -52,7 +53,8 @@ class StepArguments {
     stream.queries = rings[0].data, stream.keys = rings[1].data, stream.values = rings[2].data;
     shape.retroactive = retroactive_;
     return count(fields_.window, shape.window) && scale(shape.scale) && shape.window >= 1 &&
-           positions(shape, stream.positions) && shape.capacity > shape.window && shape.tokens >= 1;
+           positions(shape, stream.positions) && absent(shape, stream.absent) && shape.capacity > shape.window &&
+           shape.tokens >= 1;
   }
 
   // Reads the number of rows of the sums, their memory, and the spare memory of the same shape; false as read().
@@ -101,6 +103,19 @@ class StepArguments {
                        [&](int64_t number) { return number >= shape.window && number <= kLastPosition; });
   }
 
+  // Reads which rows of the batch have no token; null if there is no mask. A gap is at most a window long, so that new
+  // rings hold the window of every row.
+  bool absent(const StreamShape& shape, const char*& rows) const {
+    rows = nullptr;
+    if (!mask_) return true;
+    TensorView tensor;
+    if (!view_plain(mask_, tensor) || tensor.dims != 1 || tensor.dtype != DType::kBool ||
+        tensor.shape[0] != shape.batch || !tensor.contiguous() || shape.tokens > shape.window)
+      return false;
+    rows = static_cast<const char*>(tensor.data);
+    return true;
+  }
+
   bool scale(double& number) const {
     TensorView tensor;
     if (!view_plain(field(fields_.scale), tensor) || tensor.dtype != DType::kFloat64 || tensor.dims != 0) return false;
@@ -111,6 +126,7 @@ class StepArguments {
   PyObject* const state_;
   PyObject* const* const tokens_;
   const bool retroactive_;
+  PyObject* const mask_;
   const Fields& fields_;
 };
 
@@ -167,7 +183,7 @@ class Step {
     py::object out = new_tensor(shape.dtype, {shape.batch, shape.heads, rows, shape.value_width}, stream.out);
     const auto work = [&] { run(stream); };
     heavy_ ? unlocked(work) : work();
-    next.advance_positions(shape, stream.positions);
+    next.advance_positions(stream);
     return step_result(std::move(out), next.make());
   }
 
@@ -188,9 +204,9 @@ class Step {
 
 PyObject* none() { return Py_NewRef(Py_None); }
 
-PyObject* nystrom_step(PyObject* const* given) {
+PyObject* nystrom_step(PyObject* const* given, PyObject* mask) {
   const Fields& fields = nystrom_fields();
-  const StepArguments arguments(given, fields);
+  const StepArguments arguments(given, mask, fields);
   NystromStream stream{};
   const StreamShape& shape = stream.shape;
   int64_t iterations, fixed;
@@ -214,15 +230,16 @@ PyObject* nystrom_step(PyObject* const* given) {
   return step.result(next, stream);
 }
 
-PyObject* attention_step(PyObject* const* given) {
+PyObject* attention_step(PyObject* const* given, PyObject* mask) {
   const Fields& fields = attention_fields();
-  const StepArguments arguments(given, fields);
+  const StepArguments arguments(given, mask, fields);
   AttentionStream stream{};
   const StreamShape& shape = stream.shape;
   int64_t rows;
   void *sums, *spare;
   if (!arguments.read(stream) || !arguments.read_sums(shape, rows, sums, spare) || (rows != 0 && rows != shape.window))
     return none();
+  if (mask && shape.retroactive && !rows) return none();  // a row without a token would have no sums
   stream.sums = rows ? sums : nullptr;
   Step step(arguments, fields, shape, multiplications(stream));
   if (!step.finite(stream)) return none();
@@ -232,11 +249,19 @@ PyObject* attention_step(PyObject* const* given) {
 }
 
 // Of two threads that step one state, the second must see which memory the first has taken.
-template <PyObject* (*kStep)(PyObject* const*)>
+template <PyObject* (*kStep)(PyObject* const*, PyObject*)>
 PyObject* call(Arguments& in) {
   PyObject* const* given = in.by_position(StepArguments::kCount, "(state, query, key, value, retroactive) is needed");
   const py::scoped_critical_section alone(given[0]);
-  return kStep(given);
+  return kStep(given, nullptr);
+}
+
+template <PyObject* (*kStep)(PyObject* const*, PyObject*)>
+PyObject* call_masked(Arguments& in) {
+  constexpr Py_ssize_t kCount = StepArguments::kCount;
+  PyObject* const* given = in.by_position(kCount + 1, "(state, query, key, value, retroactive, mask) is needed");
+  const py::scoped_critical_section alone(given[0]);
+  return kStep(given, given[kCount]);
 }
 
 PyObject* owns_alone(Arguments& in) {
@@ -256,6 +281,8 @@ void bind_continual(PyObject* module) {
   step_result_type();
   define<call<nystrom_step>>(module, "continual_nystrom_step");
   define<call<attention_step>>(module, "continual_attention_step");
+  define<call_masked<nystrom_step>>(module, "continual_nystrom_masked_step");
+  define<call_masked<attention_step>>(module, "continual_attention_masked_step");
   define<owns_alone>(module, "is_sole_owner");
   define<remember_state>(module, "remember");
 }

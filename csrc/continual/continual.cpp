@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <limits>
 
 #include "common/instruction_sets.h"
 #include "common/plan.h"
@@ -47,6 +48,18 @@ void move_landmarks(const NystromStream& stream, const OldLandmarks& old, int64_
   move(old.inverse, stream.inverse, stream.landmarks * stream.landmarks);
 }
 
+// Leaves the state of a head as it is, with its `rows` rows of sums in the memory of the new ones.
+void keep(const Stream& stream, int64_t head, int64_t rows) {
+  const StreamShape& shape = stream.shape;
+  const int64_t bytes = rows * (shape.value_width + kExtraSums) * element_bytes(state_type(shape.dtype));
+  if (bytes)
+    std::memcpy(static_cast<char*>(stream.new_sums) + head * bytes,
+                static_cast<const char*>(stream.sums) + head * bytes, bytes);
+  const int64_t elements = (shape.retroactive ? shape.window : shape.tokens) * shape.value_width;
+  for (int64_t i = 0; i < elements; ++i)
+    narrow_to(shape.dtype, std::numeric_limits<double>::quiet_NaN(), stream.out, head * elements + i);
+}
+
 // Calls step(head, scratch) for every head. Small scratch is on the stack, because an allocation would take too long.
 template <class Step>
 void for_each_head(int64_t heads, size_t scratch_bytes, int threads, const Step& step) {
@@ -88,7 +101,8 @@ bool replaces_landmark(const NystromStream& stream) {
     return false;
   };
   for (int64_t head = 0; head < shape.batch * shape.heads; ++head)  // usually all heads have one position
-    if ((head == 0 || stream.positions[head] != stream.positions[head - 1]) && replaces(stream.positions[head]))
+    if ((stream.absent || head == 0 || stream.positions[head] != stream.positions[head - 1]) &&
+        stream.has_tokens(head) && replaces(stream.positions[head]))
       return true;
   return false;
 }
@@ -112,7 +126,7 @@ double multiplications(const AttentionStream& stream) {
 bool finite(const ContinualKernel& kernel, const Stream& stream, int threads) {
   std::atomic<bool> all{true};
   for_each_head(stream.shape.batch * stream.shape.heads, 0, threads, [&](int64_t head, char*) {
-    if (!kernel.finite(stream, head)) all.store(false, std::memory_order_relaxed);
+    if (stream.has_tokens(head) && !kernel.finite(stream, head)) all.store(false, std::memory_order_relaxed);
   });
   return all;
 }
@@ -123,7 +137,10 @@ void continual_nystrom(const ContinualKernel& kernel, const NystromStream& strea
                 [&](int64_t head, char* scratch) {
                   move_window(stream, rings, head);
                   move_landmarks(stream, landmarks, head);
-                  kernel.nystrom(stream, head, scratch);
+                  if (stream.has_tokens(head))
+                    kernel.nystrom(stream, head, scratch);
+                  else
+                    keep(stream, head, stream.landmarks);
                 });
 }
 
@@ -132,7 +149,10 @@ void continual_attention(const ContinualKernel& kernel, const AttentionStream& s
   for_each_head(stream.shape.batch * stream.shape.heads, kernel.attention_bytes(stream), threads,
                 [&](int64_t head, char* scratch) {
                   move_window(stream, rings, head);
-                  kernel.attention(stream, head, scratch);
+                  if (stream.has_tokens(head))
+                    kernel.attention(stream, head, scratch);
+                  else
+                    keep(stream, head, stream.shape.retroactive ? stream.shape.window : 0);
                 });
 }
 

@@ -29,11 +29,14 @@ struct StreamShape {
 struct Stream {
   StreamShape shape;
   const int64_t* positions;       // (B, H), the number of tokens that each head's stream had before this step
+  const char* absent;             // (B), nonzero where a row of the batch has no token and keeps its state; or null
   Operand query, key, value;      // the new tokens
   void *queries, *keys, *values;  // rings
   const void* sums;               // before the step
   void* new_sums;                 // after the step; never the memory of `sums`
-  void* out;                      // (B, H, t, E), or retroactive (B, H, n, E)
+  void* out;                      // (B, H, t, E), or retroactive (B, H, n, E); NaN where a row has no token
+
+  bool has_tokens(int64_t head) const { return !absent || !absent[head / shape.heads]; }
 };
 
 // A step of Nyström attention; `sums` has a row for each landmark.

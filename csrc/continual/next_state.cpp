@@ -53,11 +53,12 @@ void* NextState::allocate(int field, DType dtype, const cpu::StreamShape& shape,
   return data;
 }
 
-void NextState::advance_positions(const cpu::StreamShape& shape, const int64_t* before) {
+void NextState::advance_positions(const cpu::Stream& stream) {
+  const cpu::StreamShape& shape = stream.shape;
   void* data;
   set(fields_.position, new_tensor(DType::kInt64, {shape.batch, shape.heads}, data));
-  std::transform(before, before + shape.batch * shape.heads, static_cast<int64_t*>(data),
-                 [&](int64_t position) { return position + shape.tokens; });
+  for (int64_t head = 0; head < shape.batch * shape.heads; ++head)
+    static_cast<int64_t*>(data)[head] = stream.positions[head] + (stream.has_tokens(head) ? shape.tokens : 0);
 }
 
 }  // namespace cmab

@@ -71,8 +71,8 @@ class NextState {
     inverse = allocate(fields_.inverse, dtype, shape, landmarks, landmarks);
   }
 
-  // Sets the positions after the step: those before it, (batch, heads), and its number of tokens.
-  void advance_positions(const cpu::StreamShape& shape, const int64_t* before);
+  // Sets the positions after the step: those before it, and the number of tokens of each head.
+  void advance_positions(const cpu::Stream& stream);
 
   py::object make();
 

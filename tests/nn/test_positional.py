@@ -133,7 +133,7 @@ def test_saved_at_any_place() -> None:
         assert ("position" in module.state_dict()) == (places % PERIOD > 0)
         assert torch.equal(module.forward_steps(x), other.forward_steps(x))
     before = other.get_state()
-    for entry in (torch.tensor(PERIOD), torch.tensor(-1), torch.tensor(1.0), torch.tensor([1]), 1):
+    for entry in (torch.tensor(PERIOD), torch.tensor(-1), torch.tensor(1.0), torch.tensor([[1]]), torch.tensor([0, PERIOD]), 1):
         with pytest.raises(RuntimeError, match=r"\tposition: "):
             other.load_state_dict({**module.state_dict(), "position": entry})
         assert other.get_state() == before
@@ -190,3 +190,59 @@ def test_the_place_is_saved_under_any_default_device() -> None:
     with torch.device("meta"):
         saved = encoding.state_dict()
     assert int(saved["position"]) == 1
+
+
+def test_rows_have_places_of_their_own() -> None:
+    """Each row of a batch has the encodings of a stream that is alone, whatever the others do."""
+    for batch_first in (False, True):
+        module, alone = made(batch_first=batch_first), [made() for _ in range(BATCH)]
+        for row in alone:
+            row.load_state_dict(module.state_dict())
+        for at in range(40):
+            if at in (9, 21):
+                module.clean_state(at % 2 if at == 9 else torch.arange(BATCH) == 1)
+                alone[1].clean_state()
+            x = tokens(1 if at % 3 else 4)
+            absent = torch.rand(x.shape[:2]) < 0.4 if at > 4 and at % 4 else None
+            shown = x if batch_first else x.transpose(0, 1)
+            if at == 12:
+                saved, module = module.state_dict(), made(batch_first=batch_first)
+                module.load_state_dict(saved)
+                module = copy.deepcopy(module)
+            before = module.get_state()
+            assert at < 10 or isinstance(before, Tensor)
+            if x.shape[1] == 1 and at % 2:
+                module.forward_step(x[:, 0], update_state=False, key_padding_mask=None if absent is None else absent[:, 0])
+                assert torch.equal(torch.as_tensor(module.get_state()), torch.as_tensor(before))
+                out = module.forward_step(x[:, 0], key_padding_mask=absent).unsqueeze(1)
+            else:
+                module.forward_steps(shown, update_state=False, key_padding_mask=absent)
+                assert torch.equal(torch.as_tensor(module.get_state()), torch.as_tensor(before))
+                assert absent is not None or torch.equal(module(shown), module.forward_steps(shown, update_state=False))
+                out = module.forward_steps(shown, key_padding_mask=absent)
+                out = out if batch_first else out.transpose(0, 1)
+            for row in range(BATCH):
+                there = slice(None) if absent is None else ~absent[row]
+                assert torch.equal(out[row, there], alone[row].forward_steps(x[row, there]))
+
+
+def test_rows_that_are_refused() -> None:
+    module, x = made(), tokens(3)
+    module.clean_state(1)  # nothing to forget
+    module.set_state(3)
+    with pytest.raises(ValueError, match=r"rows: got 1, expected a bool tensor \(B,\), as no step has told the batch"):
+        module.clean_state(1)
+    module.clean_state(torch.tensor([False, True]))
+    assert module.get_state().tolist() == [3, 0]  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="rows: got 2, expected a row from 0 to 1"):
+        module.clean_state(2)
+    with pytest.raises(ValueError, match="tokens: got batch 1, expected batch 2"):
+        module.forward_steps(x[:1])
+    for state in (torch.tensor([0, PERIOD]), torch.tensor([0.0, 1.0]), torch.tensor(1)):
+        with pytest.raises(ValueError, match="state: "):
+            module.set_state(state)
+    with pytest.raises(ValueError, match="key_padding_mask: got shape"):
+        module.forward_steps(x, key_padding_mask=torch.zeros(BATCH, dtype=torch.bool))
+    assert module.get_state().tolist() == [3, 0]  # type: ignore[union-attr]
+    module.set_state(torch.tensor([1, 2]))
+    assert module.forward_step(x[:, 0]).shape == (BATCH, DIM) and module.get_state().tolist() == [2, 3]  # type: ignore[union-attr]

@@ -3,7 +3,7 @@
 from .attention import ContinualAttention, ContinualNystromAttention
 from .encoder import ContinualEncoder, ContinualEncoderLayer, RetroactiveEncoderLayer
 from .positional import CircularPositionalEncoding
-from .window import ContinualStream, FillingWindow, RecentStream, RecentTokens
+from .window import ContinualStream, FillingWindow, RecentStream, RecentTokens, StaggeredWindow
 
 __all__ = [
     "CircularPositionalEncoding",
@@ -16,4 +16,5 @@ __all__ = [
     "RecentStream",
     "RecentTokens",
     "RetroactiveEncoderLayer",
+    "StaggeredWindow",
 ]

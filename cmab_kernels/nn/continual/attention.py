@@ -30,8 +30,9 @@ from ..multihead.nystrom import ONLY_TOKENS, NystromAttention
 from ..multihead.projections import MultiheadProjections, no_extra_keys
 from ..parts import called, computed, is_own
 from ..stream import follow_weights, refuse_to_record, with_own_streams
+from .rows import Rows, absent_of, cleaned, ready_rows, walked
 from .training import attention_over_stream, nystrom_over_stream
-from .window import ContinualStream, FillingWindow, WindowState
+from .window import ContinualStream, FillingWindow, StaggeredWindow, WindowState
 
 
 class Continual(MultiheadProjections):
@@ -42,6 +43,11 @@ class Continual(MultiheadProjections):
     window is full there is no output, and the result is None. A stream holds no autograd graph: a step that would lose
     a gradient raises a `RuntimeError`. Use `torch.no_grad()` for steps, and train with `forward_stream`, which returns
     the same results as the steps. Errors leave the stream unchanged.
+
+    The rows of a batch are streams of their own. `clean_state(rows)` lets some of them start anew, and a step with a
+    `key_padding_mask` passes over rows that have no token, whose states keep their bits. From such a call on, and until
+    all rows have a full window, a step returns a result for every row: NaN where a row has no token or no full window.
+    `ready` tells which windows are full. Rows do not change the bits of other rows.
     """
 
     sequence_len: int
@@ -77,30 +83,42 @@ class Continual(MultiheadProjections):
         return super().why_torch(query, query if key is None else key, query if value is None else value, *args, **kwargs)
 
     def forward_step(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        update_state: bool = True,
+        key_padding_mask: Tensor | None = None,
     ) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C).
 
         A retroactive module returns the outputs of the window, in the layout of `forward`. With `update_state=False`
-        the stream does not change.
+        the stream does not change. `key_padding_mask` (B,) or (B, 1) is True where a row has no token: the row of the
+        result is NaN, as it is where the window is not full.
         """
         self = computed(self)
         self._check_given(query, key, value, one=True)
-        return self._stepped(query, key, value, update_state)
+        return self._stepped(query, key, value, update_state, key_padding_mask)
 
     def forward_steps(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, update_state: bool = True
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        update_state: bool = True,
+        key_padding_mask: Tensor | None = None,
     ) -> Tensor | None:
         """Take T tokens, and return the results of `forward_step` for them, stacked along the axis of the tokens.
 
         There are T' <= T results, because tokens have no result before the window is full. For tokens (B, T, C) the
         shape is (B, T', C), or (B, T', n, C) if retroactive. For tokens (T, B, C) it is (T', B, C), or (T', n, B, C) if
-        retroactive.
+        retroactive. With a `key_padding_mask` (B, T), True where a row has no token, T' = T.
         """
         self = computed(self)
         self._check_given(query, key, value)
+        absent = absent_of(key_padding_mask, query, self.batch_first)
         self._refuse_to_drop()
-        attended = self._advance(self._heads(query, key, value), update_state)
+        attended = self._advance(self._heads(query, key, value), update_state, absent)
         return None if attended is None else self._joined(attended, batched=query.dim() == 3)
 
     def forward_stream(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor | None:
@@ -120,16 +138,30 @@ class Continual(MultiheadProjections):
         attended = self._over_stream(*heads)
         return self._joined(attended if self.output == "retroactive" else attended.squeeze(3), batched=query.dim() == 3)
 
-    def clean_state(self) -> None:
-        """Forget all tokens."""
-        self.stream.state = None
+    def clean_state(self, rows: Rows | None = None) -> None:
+        """Forget all tokens, or those of some rows of the batch: an index, several, or a bool tensor (B,).
+
+        These rows start anew with the next step, and the others go on. Before the first token no batch is known, and
+        nothing is left to forget.
+        """
+        held = self.stream.held
+        if rows is None or held is None:
+            self.stream.state = None
+        else:
+            self.stream.hold(cleaned(self, held, rows))
+
+    @property
+    def ready(self) -> Tensor | None:
+        """Which rows of the batch have a full window, (B,) bool, or None before the first token."""
+        return ready_rows(self.stream.held, self.sequence_len)
 
     def get_state(self) -> WindowState | None:
         """Return the state of the stream, or None before the first token.
 
         The state consists of tensors and ints, which later steps do not change. It is a `FillingWindow` before the
-        window is full, and then a `ContinualAttentionState` or `ContinualNystromState` of the operators. The next step
-        after this call copies the window, in O(n).
+        window is full, and then a `ContinualAttentionState` or `ContinualNystromState` of the operators. It is a
+        `StaggeredWindow` while rows have different numbers of tokens, fewer than n in some of them. The next step after
+        this call copies the window, in O(n).
         """
         return self.stream.state
 
@@ -157,8 +189,8 @@ class Continual(MultiheadProjections):
         """Return the state of a whole window, given as heads (B, H, n, *)."""
 
     @abstractmethod
-    def _step(self, state: Any, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
-        """Call the operator with a state and t new tokens, given as heads (B, H, t, *)."""
+    def _step(self, state: Any, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None = None) -> StepResult:
+        """Call the operator with a state and t new tokens, given as heads (B, H, t, *), which the rows `absent` (B,) lack."""
 
     __copy__ = with_own_streams
 
@@ -176,16 +208,22 @@ class Continual(MultiheadProjections):
         check_choice("output", output, OUTPUTS)
         self._start(self._like)
 
-    def _stepped(self, query: Tensor, key: Tensor | None, value: Tensor | None, update_state: bool) -> Tensor | None:
+    def _stepped(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, update_state: bool, mask: Tensor | None = None
+    ) -> Tensor | None:
         """Return what `forward_step` returns, for a token that was checked before."""
         self._refuse_to_drop()
-        attended = self._advance(self._heads_of_one(query, key, value), update_state)
+        absent = None if mask is None else absent_of(mask, query, self.batch_first, one=True)
+        attended = self._advance(self._heads_of_one(query, key, value), update_state, absent)
         if attended is None:
             return None
         return self._joined(attended.flatten(1) if self.output == "single" else attended.squeeze(2), batched=query.dim() == 2)
 
-    def _advance(self, heads: tuple[Tensor, ...], update_state: bool) -> Tensor | None:
-        """Take tokens as heads (B, H, T, D), and return outputs (B, H, T', E), or (B, H, T', n, E) if retroactive."""
+    def _advance(self, heads: tuple[Tensor, ...], update_state: bool, absent: Tensor | None = None) -> Tensor | None:
+        """Take tokens as heads (B, H, T, D), and return outputs (B, H, T', E), or (B, H, T', n, E) if retroactive.
+
+        `absent` (B, T) is True where a row has no token.
+        """
         update_state = as_flag("update_state", update_state)
         refuse_to_record("forward_step", self._recordable)
         stream: Any = self._modules["stream"]  # read directly, for speed: torch's attribute lookup is slow Python code
@@ -193,14 +231,18 @@ class Continual(MultiheadProjections):
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
             given, advice = "query: it, or a weight, requires a gradient, and a stream holds no graph", "train with forward_stream"
             raise RuntimeError(f"{given}; use torch.no_grad(), or {advice}, which takes a stream as a whole")
-        self._check_heads(heads, held)
+        apart = absent is not None or type(held) is StaggeredWindow
+        self._check_heads(heads, held, absent)
         tokens = heads[0].shape[2]
         if tokens == 0:
             return None
         # A step does not change the state that it gets, so an error at a later token leaves the stream unchanged. The
         # exception is the capture of a CUDA graph, which advances the state in place.
         with as_they_are(heads[0].device):
-            state, outs = self._walked(held if update_state else stream.state, heads)
+            if apart:
+                state, outs = walked(self, held if update_state else stream.state, heads, absent)
+            else:
+                state, outs = self._walked(held if update_state else stream.state, heads)
         if update_state:
             stream.hold(state)
         if len(outs) > 1:
@@ -268,10 +310,10 @@ class Continual(MultiheadProjections):
             check_features(name, features, "(B, C), or (C) for all", dims, widths[name], weight)
             dims = (features.dim(),)
 
-    def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None) -> None:
+    def _check_heads(self, heads: tuple[Tensor, ...], held: WindowState | None, absent: Tensor | None = None) -> None:
         """Raise if the heads (B, H, T, D) do not fit each other or the stream's state `held`."""
         shape, batch = heads[0].shape, None if held is None else held.keys.shape[0]
-        fills = held is None or type(held) is FillingWindow
+        fills = held is None or type(held) is FillingWindow or type(held) is StaggeredWindow
         for name, head in zip(("query", "key", "value"), heads, strict=True):
             if head.shape != shape:
                 given, wanted = ((each[0], each[2]) for each in (head.shape, shape))
@@ -279,7 +321,7 @@ class Continual(MultiheadProjections):
             if batch is not None and shape[0] != batch:
                 raise ValueError(mismatch(name, f"batch {shape[0]}", f"batch {batch}, that of the stream; clean_state() ends it"))
             # Once the window is full, the operators make this check. On a GPU there is none: it would synchronise.
-            if fills and head.device.type == "cpu" and has_values(head) and not head.isfinite().all():
+            if fills and head.device.type == "cpu" and has_values(head) and not _finite(head, absent):
                 raise ValueError(mismatch(name, "tokens with a NaN or an infinity, or that lead to one", "finite tokens"))
 
     def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:
@@ -326,6 +368,12 @@ class Continual(MultiheadProjections):
         if not batched:
             return out.squeeze(0)
         return out if self.batch_first or out.dim() == 2 else out.movedim(0, -2)
+
+
+def _finite(head: Tensor, absent: Tensor | None) -> bool:
+    """Whether all tokens of heads (B, H, T, D) are finite, except those that are absent (B, T)."""
+    finite = head.isfinite()
+    return bool((finite if absent is None else finite | absent[:, None, :, None]).all())
 
 
 class ContinualAttention(Continual, MultiheadAttention):
@@ -387,8 +435,8 @@ class ContinualAttention(Continual, MultiheadAttention):
     def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualAttentionState:
         return continual_attention_init(query, key, value)
 
-    def _step(self, state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
-        return continual_attention_step(state, query, key, value, output=self.output)
+    def _step(self, state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None = None) -> StepResult:
+        return continual_attention_step(state, query, key, value, output=self.output, key_padding_mask=absent)
 
     def _start(self, like: Tensor) -> None:
         n = self.sequence_len
@@ -470,8 +518,8 @@ class ContinualNystromAttention(Continual, NystromAttention):
     def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualNystromState:
         return continual_nystrom_init(query, key, value, **self._options())
 
-    def _step(self, state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor) -> StepResult:
-        return continual_nystrom_step(state, query, key, value, output=self.output)
+    def _step(self, state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None = None) -> StepResult:
+        return continual_nystrom_step(state, query, key, value, output=self.output, key_padding_mask=absent)
 
     def _start(self, like: Tensor) -> None:
         counts = {

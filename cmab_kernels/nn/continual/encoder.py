@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,10 @@ from ..constructors import extending, naming_options
 from ..parts import called, computed
 from ..stream import Stream, extent, follow_weights, with_own_streams
 from .attention import ContinualAttention, ContinualNystromAttention
-from .window import RecentStream, RecentTokens, WindowState
+from .rows import Rows, absent_of, rows_of, windows_without
+from .window import RecentStream, RecentTokens, StaggeredWindow, WindowState
 
+Result = TypeVar("Result")
 LayerState = WindowState | tuple[RecentTokens, WindowState]
 
 
@@ -35,7 +38,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     windows, as `forward_steps` of a new stream does. For T = n the output equals that of torch's layer at the last
     token. `forward_step`, `forward_steps`, `clean_state`, `get_state` and `set_state` are those of
     `ContinualAttention`. Steps in training mode with dropout raise a `RuntimeError`. Parameters have torch's names, so
-    a `state_dict` of torch's layer loads as it is. There are no masks.
+    a `state_dict` of torch's layer loads as it is. There are no masks but the `key_padding_mask` of a step.
 
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the
     single-output layer. `RetroactiveEncoderLayer` is the paper's other layer.
@@ -86,7 +89,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         """
         return self._added(src, self._attended(src))
 
-    def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+    def forward_step(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
         self._refuse_to_drop()
         parts: Any = self._modules
@@ -95,19 +98,24 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         if self.norm_first:
             query = called(parts["norm1"], src)
             attention._check_token(query=query)
-        attended = attention._stepped(query, None, None, update_state)
+        attended = attention._stepped(query, None, None, update_state, key_padding_mask)
         return None if attended is None else self._fed(src, attended)
 
-    def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+    def forward_steps(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of tokens with a full window, or None."""
         self._refuse_to_drop()
         self.self_attn._check(None, src=src)
-        attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
+        attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state, key_padding_mask=key_padding_mask)
         return None if attended is None else self._added(src, attended)
 
-    def clean_state(self) -> None:
-        """Forget all tokens."""
-        self.self_attn.clean_state()
+    def clean_state(self, rows: Rows | None = None) -> None:
+        """Forget all tokens, or those of some rows of the batch, as `ContinualAttention` does."""
+        self.self_attn.clean_state(rows)
+
+    @property
+    def ready(self) -> Tensor | None:
+        """Which rows of the batch have a full window, (B,) bool, or None before the first token."""
+        return self.self_attn.ready
 
     def get_state(self) -> LayerState | None:
         """Return the state of the stream of `self_attn`, or None before the first token."""
@@ -199,34 +207,49 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         attended = self._attended(src)
         return self._fed(self._windows(self.self_attn._batch_first(src), attended), attended)
 
-    def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+    def forward_step(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
         """Take one more token (B, C), and return the outputs of the window, or None before the window is full.
 
         The outputs are (B, n, C) with `batch_first`, else (n, B, C).
         """
         self.self_attn._check_token(src=src)
-        outs = self.forward_steps(src.unsqueeze(-2 if self.self_attn.batch_first else 0), update_state)
+        absent = absent_of(key_padding_mask, src, self.self_attn.batch_first, one=True)
+        outs = self._stepped(src.unsqueeze(-2 if self.self_attn.batch_first else 0), update_state, absent)
         return None if outs is None else outs.squeeze(1 if self.self_attn.batch_first and src.dim() == 2 else 0)
 
-    def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+    def forward_steps(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of the windows ending at them, or None."""
+        self.self_attn._check(None, src=src)
+        return self._stepped(src, update_state, absent_of(key_padding_mask, src, self.self_attn.batch_first))
+
+    def _stepped(self, src: Tensor, update_state: bool, absent: Tensor | None) -> Tensor | None:
+        """Return what `forward_steps` returns; `absent` (B, T) is its mask."""
         self._refuse_to_drop()
         update_state = as_flag("update_state", update_state)
         recent, before, attention = self._recent(src), self.stream.held, self.self_attn.stream
         attended_before = attention.held
+        windows = None if absent is None or not absent.shape[1] else windows_without(recent, absent)
+        newest = recent[:, -self.sequence_len :] if windows is None else windows[:, -1]
         try:  # store the tokens first, so that after an error the attention's state shows whether it took them
             if update_state and recent.shape[1] > self.sequence_len:  # the attention has no state before its first token
-                self.stream.hold(RecentTokens(recent[:, -self.sequence_len :].clone()))
-            attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state)
+                self.stream.hold(RecentTokens(newest.clone()))
+            attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state, key_padding_mask=absent)
         except BaseException:
             if attention.held is attended_before:
                 self.stream.hold(before)
             raise
-        return None if attended is None else self._fed(self._windows(recent, attended), attended)
+        if attended is None:
+            return None
+        return self._fed(self._windows(recent, attended) if windows is None else self._laid_out(windows, attended), attended)
 
-    def clean_state(self) -> None:
-        super().clean_state()
-        self.stream.state = None
+    def clean_state(self, rows: Rows | None = None) -> None:
+        super().clean_state(rows)
+        held = self.stream.held
+        if rows is None or held is None:
+            self.stream.state = None
+        else:
+            gone = rows_of(rows, held.tokens.shape[0], held.tokens.device)
+            self.stream.hold(RecentTokens(held.tokens.masked_fill(gone[:, None, None], 0.0)))
 
     def get_state(self) -> tuple[RecentTokens, WindowState] | None:
         """Return the tokens of the window and the state of the attention, or None before the first token."""
@@ -279,10 +302,23 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
     def _windows(self, tokens: Tensor, attended: Tensor) -> Tensor:
         """Return the newest windows of tokens (B, T, C), one for each attention output, in the layout of `attended`."""
         batched, batch_first = attended.dim() == 4, self.self_attn.batch_first
-        windows = tokens.unfold(1, self.sequence_len, 1).mT[:, -attended.shape[int(batched and batch_first)] :]
-        if not batched:
+        return self._laid_out(tokens.unfold(1, self.sequence_len, 1).mT[:, -attended.shape[int(batched and batch_first)] :], attended)
+
+    def _laid_out(self, windows: Tensor, attended: Tensor) -> Tensor:
+        """Return windows (B, T, n, C) in the layout of `attended`."""
+        if attended.dim() < 4:
             return windows.squeeze(0)
-        return windows if batch_first else windows.movedim(0, -2)
+        return windows if self.self_attn.batch_first else windows.movedim(0, -2)
+
+
+def _are_apart(layers: list[Any]) -> bool:
+    """Whether the streams of the batch have different numbers of tokens in a layer."""
+    return any(type(_stream(layer).held) is StaggeredWindow for layer in layers)
+
+
+def _stream(layer: Any) -> Any:
+    """Return the stream of a layer's attention, without torch's attribute lookup, which is slow."""
+    return layer._modules["self_attn"]._modules["stream"]
 
 
 def _pair(state: Any) -> tuple[Any, Any]:
@@ -370,21 +406,40 @@ class ContinualEncoder(nn.Module):
             src = layer(src)
         return self._normed(src)
 
-    def forward_step(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+    def forward_step(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before all windows are full."""
-        return self._through("forward_step", src, update_state, batched=2)
+        layers = self._each()
+        if key_padding_mask is not None or _are_apart(layers):
+            first = layers[0].self_attn
+            first._check_token(src=src)
+            absent = absent_of(key_padding_mask, src, first.batch_first, one=True)
+            out = self._through_apart(src.unsqueeze(-2 if first.batch_first else 0), update_state, absent)
+            return None if out is None else out.squeeze(-2 if first.batch_first else 0)
+        return self._through(layers, "forward_step", src, update_state, batched=2)
 
-    def forward_steps(self, src: Tensor, update_state: bool = True) -> Tensor | None:
+    def forward_steps(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of the tokens with full windows, or None.
 
         The windows of all layers must be full. Retroactive layers hold T windows during the call.
         """
-        return self._through("forward_steps", src, update_state, batched=3)
+        layers = self._each()
+        if key_padding_mask is not None or _are_apart(layers):
+            first = layers[0].self_attn
+            first._check(None, src=src)
+            return self._through_apart(src, update_state, absent_of(key_padding_mask, src, first.batch_first))
+        return self._through(layers, "forward_steps", src, update_state, batched=3)
 
-    def clean_state(self) -> None:
-        """Forget all tokens."""
+    def clean_state(self, rows: Rows | None = None) -> None:
+        """Forget all tokens, or those of some rows of the batch, as `ContinualAttention` does."""
         for layer in self._each():
-            layer.clean_state()
+            layer.clean_state(rows)
+
+    @property
+    def ready(self) -> Tensor | None:
+        """Which rows of the batch have full windows in all layers, (B,) bool, or None before all layers have a token."""
+        each = [layer.ready for layer in (self._each()[:1] if self.retroactive else self._each())]
+        known = [ready for ready in each if ready is not None]
+        return torch.stack(known).all(0) if len(known) == len(each) else None
 
     def get_state(self) -> tuple[LayerState | None, ...]:
         """Return the states of the layers, first to last."""
@@ -415,25 +470,63 @@ class ContinualEncoder(nn.Module):
         for stream, state in held:
             stream.hold(state)
 
-    def _through(self, method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
-        """Pass `src` through this method of each layer. `src` has a batch dimension if it has `batched` dimensions."""
+    def _through_apart(self, src: Tensor, update_state: bool, absent: Tensor | None) -> Tensor | None:
+        """Pass tokens through the layers, where rows of the batch lack some, `absent` (B, T), or differ in their number.
+
+        A layer has no token in a row where the layer before has no result.
+        """
+        layers = self._each()
+        first = layers[0].self_attn
+        along = -2 if first.batch_first else 0
+        if absent is None:
+            batch = src.shape[0 if first.batch_first else 1] if src.dim() == 3 else 1
+            absent = torch.zeros(batch, src.shape[along], dtype=torch.bool, device=src.device)
+        pairs = list(zip(src.unbind(along), absent.unbind(1), strict=True))
+        outs = self._guarded(_stream(layers[0]), lambda: [self._one_apart(layers, *pair) for pair in pairs], kept=not update_state)
+        return torch.stack(outs, along) if outs else None
+
+    def _one_apart(self, layers: list[Any], token: Tensor, absent: Tensor) -> Tensor:
+        """Return the result (B, C) of one token of the rows that are not `absent` (B,)."""
+        batched = token.dim() == 2
+        for layer in layers[:1] if self.retroactive else layers:
+            token = layer.forward_step(token, key_padding_mask=absent)
+            absent = absent | ~layer.ready
+        if self.retroactive:
+            over_batch = absent[:, None, None] if batched and layers[0].self_attn.batch_first else absent[:, None]
+            read = self._read(token.masked_fill(over_batch, 0.0), batched)
+            token = read.masked_fill(absent[:, None] if batched else absent, math.nan)
+        return self._normed(token)
+
+    def _guarded(self, first: Stream, run: Callable[[], Result], kept: bool = False) -> Result:
+        """Run a step of all layers. After an error, no layer is ahead of another; if `kept`, the streams stay as they are."""
         # A step copies the windows while another reference to the states exists. That is accepted in grad mode, where
         # a step may raise.
-        before, tokens, layers = self._held() if torch.is_grad_enabled() else None, src, self._each()
-        first = layers[0].self_attn.stream
+        before = self._held() if kept or torch.is_grad_enabled() else None
         first_before = first.held
         try:
-            for layer in layers[:1] if self.retroactive else layers:
-                tokens = getattr(layer, method)(tokens, update_state=update_state)
-                if tokens is None:
-                    return None
-            return self._normed(self._read(tokens, src.dim() == batched) if self.retroactive else tokens)
+            result = run()
         except BaseException:
             if before is not None:
                 self._put_back(before)
             elif first.held is not first_before:  # layers are at different tokens, and the old states are overwritten
                 self.clean_state()
             raise
+        if kept and before is not None:
+            self._put_back(before)
+        return result
+
+    def _through(self, layers: list[Any], method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
+        """Pass `src` through this method of each layer. `src` has a batch dimension if it has `batched` dimensions."""
+
+        def run() -> Tensor | None:
+            tokens = src
+            for layer in layers[:1] if self.retroactive else layers:
+                tokens = getattr(layer, method)(tokens, update_state=update_state)
+                if tokens is None:
+                    return None
+            return self._normed(self._read(tokens, src.dim() == batched) if self.retroactive else tokens)
+
+        return self._guarded(_stream(layers[0]), run)
 
     def _read(self, windows: Tensor, batched: bool) -> Tensor:
         """Apply the layers after the first to its windows ([T',] n, [B,] C), or (B, [T',] n, C) with `batch_first`."""

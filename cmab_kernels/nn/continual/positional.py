@@ -13,9 +13,10 @@ from ...runtime.checks import as_flag, check_count, mismatch
 from ..constructors import naming_options
 from ..inputs import check_features
 from ..stream import Keeper, refuse_to_record
+from .rows import Rows, absent_of, rows_of
 
 
-class CircularPositionalEncoding(Keeper[int]):
+class CircularPositionalEncoding(Keeper[int | Tensor]):
     """Adds to every token of a stream the encoding of its place on a circle of 2 n - 1 places, for windows of n tokens.
 
     A token keeps its encoding while it is in the window, so its key and value need not be recomputed. Two tokens of a
@@ -36,7 +37,8 @@ class CircularPositionalEncoding(Keeper[int]):
     drawn at every call, so that all places are trained and only differences carry information. In eval mode they start
     at the stream's place, which both methods leave unchanged. `forward_step` takes one token (B, C) and `forward_steps`
     takes any number. Both advance the stream. `clean_state` resets the stream to place 0. The `state_dict` contains the
-    place unless the place is 0.
+    place unless the place is 0. From a `key_padding_mask` or a `clean_state(rows)` on, each row of the batch has a
+    place of its own, and the place is a tensor (B,).
 
     The package continual-inference calls this `RecyclingPositionalEncoding`. That class takes (B, C, T) and advances at
     every `forward`.
@@ -53,6 +55,8 @@ class CircularPositionalEncoding(Keeper[int]):
 
     fields = ("position",)
     encodings: Tensor
+    _rows: int | None = None
+    """The batch of the last step."""
 
     @naming_options
     def __init__(
@@ -85,38 +89,66 @@ class CircularPositionalEncoding(Keeper[int]):
         """Return a stream of any length with its encodings added, in the layout of `forward`."""
         return self._added(tokens, self._checked("tokens", tokens, (2, 3)), self._start(tokens))
 
-    def forward_step(self, token: Tensor, update_state: bool = True) -> Tensor:
-        """Return one token (B, C), or (C,), with its encoding added. `update_state=False` keeps the stream's place."""
+    def forward_step(self, token: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Return one token (B, C), or (C,), with its encoding added. `update_state=False` keeps the stream's place.
+
+        `key_padding_mask` (B,) or (B, 1) is True where a row has no token: the row keeps its place.
+        """
         encodings = self._checked("token", token, (1, 2))
         refuse_to_record("forward_step", "forward_stream, or the sum with a row of `encodings`")
-        out = token + encodings[self.position]
-        self._move(int(as_flag("update_state", update_state)))
+        absent = None if key_padding_mask is None else absent_of(key_padding_mask, token, self.batch_first, one=True)
+        place = self._place(token.shape[0] if token.dim() == 2 else 1, absent, token)
+        out = token + encodings[place if token.dim() == 2 or isinstance(place, int) else place[0]]
+        if as_flag("update_state", update_state):
+            self._move(place, 1, absent)
         return out
 
-    def forward_steps(self, tokens: Tensor, update_state: bool = True) -> Tensor:
-        """Return any number of tokens with their encodings added, in the layout of `forward`."""
+    def forward_steps(self, tokens: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Return any number of tokens with their encodings added, in the layout of `forward`.
+
+        `key_padding_mask` (B, N) is True where a row has no token.
+        """
         encodings = self._checked("tokens", tokens, (2, 3))
         refuse_to_record("forward_steps", "forward_stream, or the sum with rows of `encodings`")
-        out = self._added(tokens, encodings, self.position)
-        self._move(tokens.shape[self._along(tokens)] if as_flag("update_state", update_state) else 0)
+        absent = absent_of(key_padding_mask, tokens, self.batch_first)
+        place = self._place(self._batch(tokens), absent, tokens)
+        out = self._added(tokens, encodings, place, absent)
+        if as_flag("update_state", update_state):
+            self._move(place, tokens.shape[self._along(tokens)], absent)
         return out
 
     @property
-    def position(self) -> int:
-        """The place of the next token, from 0 to 2 n - 2."""
-        return self.held or 0
+    def position(self) -> int | Tensor:
+        """The place of the next token, from 0 to 2 n - 2, or the place of each row of the batch, (B,) int64."""
+        held = self.held
+        return 0 if held is None else held
 
-    def clean_state(self) -> None:
-        """Go back to place 0."""
-        self.hold(None)
+    def clean_state(self, rows: Rows | None = None) -> None:
+        """Go back to place 0, or let some rows of the batch go back: an index, several, or a bool tensor (B,)."""
+        held, batch = self.held, self._rows
+        if rows is None or held is None:
+            self.hold(None)
+            return
+        if isinstance(held, Tensor):
+            batch = len(held)
+        elif isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() == 1:
+            batch = len(rows)
+        if batch is None:
+            raise ValueError(mismatch("rows", repr(rows), "a bool tensor (B,), as no step has told the batch"))
+        gone = rows_of(rows, batch, self.encodings.device)
+        self.hold(self._of_rows(held, batch).masked_fill(gone, 0))
 
-    def get_state(self) -> int:
-        """Return the place of the next token, from 0 to 2 n - 2."""
+    def get_state(self) -> int | Tensor:
+        """Return the place of the next token, from 0 to 2 n - 2, or the place of each row of the batch, (B,) int64."""
         return self.position
 
-    def set_state(self, state: int | None) -> None:
-        """Continue from a place. None acts as `clean_state`."""
-        if state is not None and (isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)):
+    def set_state(self, state: int | Tensor | None) -> None:
+        """Continue from a place, or from one for each row. None acts as `clean_state`."""
+        if isinstance(state, Tensor):
+            if state.dtype != torch.int64 or state.dim() != 1 or not ((state >= 0) & (state < self.period)).all():
+                raise ValueError(mismatch("state", repr(state), f"an int64 tensor (B,) from 0 to {self.period - 1}"))
+            state = state.clone()
+        elif state is not None and (isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)):
             raise ValueError(mismatch("state", repr(state), f"an int from 0 to {self.period - 1}"))
         self.hold(state)
 
@@ -151,25 +183,50 @@ class CircularPositionalEncoding(Keeper[int]):
     def _along(self, tokens: Tensor) -> int:
         return 1 if self.batch_first and tokens.dim() == 3 else 0
 
-    def _added(self, tokens: Tensor, encodings: Tensor, start: int | Tensor) -> Tensor:
+    def _batch(self, tokens: Tensor) -> int:
+        return tokens.shape[1 - self._along(tokens)] if tokens.dim() == 3 else 1
+
+    def _place(self, batch: int, absent: Tensor | None, tokens: Tensor) -> int | Tensor:
+        """Return the place of the stream, or (B,) where rows may differ."""
+        place = self.position
+        self.__dict__["_rows"] = batch  # for `clean_state`: a place that all rows share does not tell how many there are
+        if isinstance(place, int) and absent is None:
+            return place
+        if isinstance(place, Tensor) and len(place) != batch:
+            raise ValueError(mismatch("tokens", f"batch {batch}", f"batch {len(place)}, that of the stream; clean_state() ends it"))
+        return self._of_rows(place, batch).to(tokens.device)
+
+    def _of_rows(self, place: int | Tensor, batch: int) -> Tensor:
+        return place if isinstance(place, Tensor) else torch.full((batch,), place, dtype=torch.int64, device=self.encodings.device)
+
+    def _added(self, tokens: Tensor, encodings: Tensor, start: int | Tensor, absent: Tensor | None = None) -> Tensor:
+        if isinstance(start, Tensor) and start.dim():
+            present = torch.ones(len(start), tokens.shape[self._along(tokens)], dtype=torch.int64, device=tokens.device)
+            present = present if absent is None else present.masked_fill(absent, 0)
+            added = encodings[(start[:, None].to(tokens.device) + present.cumsum(1) - present) % self.period]
+            return tokens + (added[0] if tokens.dim() == 2 else added if self.batch_first else added.transpose(0, 1))
         places = torch.arange(tokens.shape[self._along(tokens)], device=tokens.device)
         added = encodings[(places + start) % self.period]
         return tokens + (added if self.batch_first or tokens.dim() == 2 else added.unsqueeze(1))
 
-    def _move(self, places: int) -> None:
-        self.hold((self.position + places) % self.period)
+    def _move(self, place: int | Tensor, tokens: int, absent: Tensor | None) -> None:
+        self.hold((place + (tokens if absent is None else (~absent).sum(1))) % self.period)
 
-    def _entries(self, value: int) -> dict[str, Tensor]:
+    def _entries(self, value: int | Tensor) -> dict[str, Tensor]:
+        if isinstance(value, Tensor):
+            return {"position": value.clone()}
         return {"position": torch.tensor(value, device="cpu")} if value else {}
 
     def _problem(self, prefix: str, entries: Mapping[str, Any]) -> str:
         entry = entries["position"]
-        if isinstance(entry, Tensor) and entry.shape == () and entry.dtype == torch.int64 and 0 <= int(entry) < self.period:
+        known = isinstance(entry, Tensor) and entry.dim() < 2 and entry.dtype == torch.int64
+        if known and ((entry >= 0) & (entry < self.period)).all():
             return ""
-        return mismatch(f"{prefix}position", repr(entry), f"an int64 tensor () from 0 to {self.period - 1}")
+        return mismatch(f"{prefix}position", repr(entry), f"an int64 tensor () or (B,) from 0 to {self.period - 1}")
 
-    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> int:
-        return int(entries["position"])
+    def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> int | Tensor:
+        place = entries["position"]
+        return place.clone() if place.dim() else int(place)
 
 
 def _waves(period: int, width: int) -> Tensor:

@@ -35,7 +35,25 @@ class FillingWindow(NamedTuple):
     """(B, H, p, E)"""
 
 
-WindowState = FillingWindow | ContinualNystromState | ContinualAttentionState
+class StaggeredWindow(NamedTuple):
+    """The state of a batch of streams while some of them have fewer than n tokens, and others may have more."""
+
+    tokens: Tensor
+    """(B,) int64: how many tokens of its window each stream has, 0 to n"""
+    window: ContinualNystromState | ContinualAttentionState
+    """The state of all streams. One with p < n tokens has them in rows 0 to p - 1 of its rings, and its position is n;
+    the rest of its rings, its sums and its landmarks mean nothing yet."""
+
+    @property
+    def queries(self) -> Tensor:
+        return self.window.queries
+
+    @property
+    def keys(self) -> Tensor:
+        return self.window.keys
+
+
+WindowState = FillingWindow | StaggeredWindow | ContinualNystromState | ContinualAttentionState
 
 
 class RecentTokens(NamedTuple):
@@ -45,9 +63,8 @@ class RecentTokens(NamedTuple):
     """(B, n, C), oldest first. Rows before the first token are 0."""
 
 
-_SAFE = (FillingWindow, RecentTokens)
-_OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in _SAFE]  # their place in 0.1.0
-torch.serialization.add_safe_globals([*_SAFE, *_OLDER])  # also done for the states in cmab_kernels
+_OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in (FillingWindow, RecentTokens)]  # their place in 0.1.0
+torch.serialization.add_safe_globals([FillingWindow, StaggeredWindow, RecentTokens, *_OLDER])  # also done for the states in cmab_kernels
 
 
 class ContinualStream(Stream[WindowState]):
@@ -55,8 +72,9 @@ class ContinualStream(Stream[WindowState]):
 
     `state_dict` contains the window if there is one. Before the window is full, the entries are `queries`, `keys` and
     `values` (B, H, p, D) of the p < n tokens so far. Once it is full, the entries are these for all n tokens, oldest
-    first, and the other fields of the state except `spare`, with ints as int64 tensors. See `Stream` for the rules of
-    loading. A window that is assigned to `state` is checked and copied.
+    first, and the other fields of the state except `spare`, with ints as int64 tensors. While the streams of a batch
+    differ and one has fewer than n tokens, `tokens` (B,) is one more entry; such a stream has its tokens first, and
+    zeros. See `Stream` for the rules of loading. A window that is assigned to `state` is checked and copied.
 
     The window moves with the module between devices, with the same bits. A cast of the module casts the tokens, and the next step
     recomputes the sums over them.
@@ -79,7 +97,7 @@ class ContinualStream(Stream[WindowState]):
     []
     """
 
-    fields = tuple(dict.fromkeys((*ContinualNystromState._fields, *ContinualAttentionState._fields)))
+    fields = tuple(dict.fromkeys((*ContinualNystromState._fields, *ContinualAttentionState._fields, "tokens")))
 
     @naming_options
     def __init__(
@@ -99,12 +117,17 @@ class ContinualStream(Stream[WindowState]):
         self.window = counts["window"]
 
     def _check(self, state: WindowState) -> None:
-        if not isinstance(state, FillingWindow):
+        if isinstance(state, StaggeredWindow):
+            check_state(state.window, self.kind, "state.window")
+            count, keys = state.tokens, state.keys
+            _check_tensors(tokens=count)
+            if count.dtype != torch.int64 or count.shape != keys.shape[:1] or count.device != keys.device:
+                given = f"{count.dtype} {tuple(count.shape)} on {count.device}"
+                raise ValueError(mismatch("state.tokens", given, f"torch.int64 (B,) = ({keys.shape[0]},) on {keys.device}"))
+        elif isinstance(state, FillingWindow):
+            _check_tensors(**state._asdict())
+        else:
             check_state(state, self.kind)
-            return
-        for name, tokens in state._asdict().items():
-            if not isinstance(tokens, Tensor):
-                raise TypeError(mismatch(f"state.{name}", kind_of(tokens), "a torch.Tensor"))
 
     def _taken(self, state: WindowState) -> WindowState:
         entries = self._entries(state)
@@ -136,6 +159,8 @@ class ContinualStream(Stream[WindowState]):
             parts["inverse"] = Part((batch, self.heads, rows, rows), sums)
         given = entries.get("position")
         common = isinstance(given, Tensor) and not given.dim()  # older files have one number for all streams
+        if "tokens" in entries:
+            parts["tokens"], common = Part((batch,), torch.int64), False
         parts["position"] = Part(() if common else (batch, self.heads), torch.int64)
         return {**parts, "scale": Part((), torch.float64), **dict.fromkeys(self.counts, Part((), torch.int64))}
 
@@ -158,6 +183,13 @@ class ContinualStream(Stream[WindowState]):
         for extreme in map(int, entries["position"].aminmax() if entries["position"].numel() else ()):
             if not self.window <= extreme <= LAST_POSITION:
                 return mismatch(prefix + "position", extreme, f"a position from {self.window}, the window, to {LAST_POSITION}")
+        if "tokens" in entries:
+            held = entries["tokens"]
+            for extreme in map(int, held.aminmax() if held.numel() else ()):
+                if not 0 <= extreme <= self.window:
+                    return mismatch(f"{prefix}tokens", extreme, f"0 to {self.window}, the window")
+            if (entries["position"][held < self.window] != self.window).any():
+                return mismatch(f"{prefix}position", "another number", f"{self.window} where a stream has fewer tokens than the window")
         if entries["scale"] != self.width**-0.5:
             return mismatch(prefix + "scale", float(entries["scale"]), f"{self.width**-0.5}, as in this module")
         return unlikely_totals(prefix + "sums", entries["sums"])
@@ -165,14 +197,29 @@ class ContinualStream(Stream[WindowState]):
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> WindowState:
         if "sums" not in entries:
             return FillingWindow(**copied(entries, device))
-        moved = {name: entry.to(device) if entry.dim() else entry for name, entry in entries.items()}
-        state: WindowState = state_from_tensors(self.kind, moved)
-        return state
+        moved = {name: entry.to(device) if entry.dim() else entry for name, entry in entries.items() if name != "tokens"}
+        state: Any = state_from_tensors(self.kind, moved)
+        return StaggeredWindow(**copied({"tokens": entries["tokens"]}, device), window=state) if "tokens" in entries else state
 
     def _entries(self, value: WindowState) -> dict[str, Tensor]:
         if isinstance(value, FillingWindow):
             return {name: tensor.clone() for name, tensor in value._asdict().items()}
-        return state_to_tensors(value)
+        if not isinstance(value, StaggeredWindow):
+            return state_to_tensors(value)
+        entries, filling = state_to_tensors(value.window), value.tokens < self.window
+        for name in FillingWindow._fields:
+            later = torch.arange(self.window, device=filling.device) >= value.tokens[:, None]
+            entries[name].masked_fill_(later[:, None, :, None], 0.0)  # tokens of a stream that has ended
+        for name in ("sums", "landmark_queries", "landmark_keys", "inverse"):
+            if name in entries:
+                entries[name][filling] = 1.0
+        return {**entries, "tokens": value.tokens.clone()}
+
+
+def _check_tensors(**fields: Any) -> None:
+    for name, field in fields.items():
+        if not isinstance(field, Tensor):
+            raise TypeError(mismatch(f"state.{name}", kind_of(field), "a torch.Tensor"))
 
 
 class RecentStream(Stream[RecentTokens]):

@@ -12,6 +12,7 @@ from .state import (
     state_from_tensors,
     state_to_tensors,
     unlikely_totals,
+    with_sums,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "state_from_tensors",
     "state_to_tensors",
     "unlikely_totals",
+    "with_sums",
 ]

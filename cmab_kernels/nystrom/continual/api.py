@@ -16,9 +16,11 @@ from ...runtime.checks import (
     as_they_are,
     autocasts,
     check_choice,
+    check_dense,
     check_key_value,
     check_operands,
     fixed,
+    kind_of,
     mismatch,
     refuse_not_finite,
 )
@@ -94,7 +96,14 @@ def continual_nystrom_init(
 
 
 def continual_nystrom_step(
-    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
+    state: ContinualNystromState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    output: str = "single",
+    impl: str = "auto",
 ) -> StepResult[ContinualNystromState]:
     """Move the window on by t >= 1 tokens. Each token costs O(m (D + E)), for a window of any length.
 
@@ -111,6 +120,8 @@ def continual_nystrom_step(
         query: (B, H, t, D), in the dtype of the state's window, any strides.
         key: (B, H, t, D).
         value: (B, H, t, E).
+        key_padding_mask: (B,) bool, True where a row of the batch has no token in this step. Such a row keeps its state
+            bit for bit, and its outputs are NaN. Its entries in query, key and value are not read. Then t <= n.
         output: "single": one output for each of the t tokens, over the window that ends with the token. "retroactive":
             the outputs of all n tokens of the window after the last token.
         impl: "auto", "reference", "native", "cuda" or "triton". A step that records a gradient, or runs under a
@@ -138,6 +149,8 @@ def continual_nystrom_step(
     >>> out.shape, state.position
     (torch.Size([1, 4, 1, 16]), tensor([[100, 100, 100, 100]]))
     """
+    if key_padding_mask is not None:
+        return _masked(nystrom_step_op, ContinualNystromState, state, query, key, value, key_padding_mask, output, impl)
     return _step(nystrom_step_op, ContinualNystromState, state, query, key, value, output, impl)
 
 
@@ -160,7 +173,14 @@ def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale
 
 
 def continual_attention_step(
-    state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, *, output: str = "single", impl: str = "auto"
+    state: ContinualAttentionState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_padding_mask: Tensor | None = None,
+    output: str = "single",
+    impl: str = "auto",
 ) -> StepResult[ContinualAttentionState]:
     """Move a window of exact softmax attention on by t >= 1 tokens. Each token costs O(n (D + E)), for both kinds of
     output.
@@ -179,6 +199,8 @@ def continual_attention_step(
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(token, window, window), atol=1e-6)
     True
     """
+    if key_padding_mask is not None:
+        return _masked(attention_step_op, ContinualAttentionState, state, query, key, value, key_padding_mask, output, impl)
     return _step(attention_step_op, ContinualAttentionState, state, query, key, value, output, impl)
 
 
@@ -205,6 +227,26 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
         step.remember(form, chosen)
         with as_row(f"cmab::{step.name}"):
             return StepResult(*step(state, query, key, value, retroactive, chosen))
+
+
+def _masked(
+    step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, absent: Any, output: str, impl: str
+) -> StepResult:
+    """Do what `_step` does, where the rows of the batch that are `absent` have no token."""
+    retroactive = output == "retroactive"
+    is_seen = is_observed() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
+    if output in OUTPUTS and not is_seen and (now().impl if impl == "auto" else impl) in FAST:
+        result = _native(step.name.replace("_step", "_masked_step"))(state, query, key, value, retroactive, absent)
+        if result is not None:
+            return result
+    _check_step(kind, state, query, key, value, output)
+    _check_absent(absent, state, key)
+    if autocasts(key.device):
+        query, key, value = (t.to(state.keys.dtype) for t in (query, key, value))
+    with as_they_are(key.device):
+        chosen = _choose(state, impl, query, key, value)
+        with as_row(f"cmab::{step.name}"):
+            return StepResult(*step.masked(state, query, key, value, retroactive, chosen, absent))
 
 
 @functools.cache
@@ -263,6 +305,21 @@ def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tenso
             )
         if tensor.dtype != state.keys.dtype and not autocasts(tensor.device):
             raise TypeError(mismatch(name, tensor.dtype, f"{state.keys.dtype} as the state's window has; cast them alike"))
+
+
+def _check_absent(absent: Any, state: Any, key: Tensor) -> None:
+    if not isinstance(absent, Tensor):
+        raise TypeError(mismatch("key_padding_mask", kind_of(absent), "a torch.Tensor or None"))
+    check_dense("key_padding_mask", absent)
+    if absent.dtype != torch.bool or absent.shape != key.shape[:1]:
+        given = f"{absent.dtype} {tuple(absent.shape)}"
+        raise ValueError(mismatch("key_padding_mask", given, f"torch.bool (B,) = ({key.shape[0]},), True where a row has no token"))
+    if absent.device != key.device:
+        raise ValueError(mismatch("key_padding_mask", f"device {absent.device}", f"{key.device}, the device of key"))
+    if key.shape[2] > state.window:
+        raise ValueError(mismatch("key", f"{key.shape[2]} tokens with a key_padding_mask", f"at most {state.window}, the window"))
+    if key.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(mismatch("key_padding_mask", "a mask", "None while a CUDA graph is captured, where a step writes in place"))
 
 
 # ---- parts of a new state

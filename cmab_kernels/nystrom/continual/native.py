@@ -2,7 +2,7 @@
 
 Each takes (state, query, key, value, retroactive) and returns a `StepResult`. It returns None, without having written
 anything, if the checked path must decide: for an unexpected shape, dtype, device or layout, a token that is not finite,
-or a tensor subclass.
+or a tensor subclass. The masked steps take (B,) bool too: True where a row of the batch has no token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import FLOATING
 from ...runtime.extension import load
-from .state import ContinualAttentionState, ContinualNystromState, StepResult
+from .state import ContinualAttentionState, ContinualNystromState, State, StepResult
 
 _C = load()
 
@@ -21,6 +21,10 @@ continual_nystrom_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor,
 is_sole_owner: Callable[[ContinualNystromState | ContinualAttentionState], bool] = _C.is_sole_owner
 remember: Callable[[ContinualNystromState | ContinualAttentionState], None] = _C.remember
 continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Tensor, bool], StepResult | None] = _C.continual_attention_step
+
+Masked = Callable[[State, Tensor, Tensor, Tensor, bool, Tensor], StepResult | None]
+continual_nystrom_masked_step: Masked[ContinualNystromState] = _C.continual_nystrom_masked_step
+continual_attention_masked_step: Masked[ContinualAttentionState] = _C.continual_attention_masked_step
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:

@@ -16,6 +16,7 @@ pseudo-inverse of kept rows, the new landmark's column subtracted). Recomputatio
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -56,6 +57,19 @@ def segment_ending(position: Tensor, window: int, landmarks: int) -> Tensor:
     bounds = torch.tensor([0, *segment_ends(window, landmarks)], device=position.device)
     phase = (position - 1) % window + 1
     return ((phase[..., None] == bounds[1:]) * bounds.diff()).sum(-1)
+
+
+def kept_where(absent: Tensor, before: State, out: Tensor, after: State) -> tuple[Tensor, State]:
+    """Return (out, state) after a step of one token in which some rows of the batch had none.
+
+    `out` and `after` are the step's results with any finite token in these rows, `absent` (B,) bool. The rows get the
+    state that they had before, and outputs of NaN. Their rings need no change: the step wrote to a free row.
+    """
+    rows = absent[:, None, None, None]
+    changed = [name for name in ("sums", "landmark_queries", "landmark_keys", "inverse") if hasattr(before, name)]
+    kept = {name: getattr(before, name).where(rows, getattr(after, name)) for name in changed if getattr(after, name).shape[2]}
+    position = before.position.where(absent[:, None], after.position)
+    return out.masked_fill(rows, math.nan), _with(after, position=position, **kept)
 
 
 def nystrom_step_reference(

@@ -21,16 +21,16 @@ from ...runtime.operator import LIB, schema_of
 from ...runtime.tracing import has_memory, is_differentiated, may_bypass_dispatcher
 from ..costs import executed_attention_operations, mean_operations
 from .contract import AttentionStep, NystromStep
-from .reference import attention_step_reference, nystrom_step_reference
-from .state import ContinualAttentionState, ContinualNystromState, own_memory, remembered
+from .reference import attention_step_reference, kept_where, nystrom_step_reference
+from .state import ContinualAttentionState, ContinualNystromState, own_memory, remembered, with_sums
 
 
-def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Any:
+def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, *mask: Tensor) -> Any:
     """Run an implementation's kernel and return (out, state). Raise if the kernel returns None, as it does for tokens
     that are not finite."""
     if impl == "native":  # native code takes plain Tensors only
         state, query, key, value = _plain_state(state), _plain(query), _plain(key), _plain(value)
-    result = kernel("nystrom.continual", impl, name)(state, query, key, value, retroactive)
+    result = kernel("nystrom.continual", impl, name)(state, query, key, value, retroactive, *mask)
     if result is None:
         refuse_not_finite(query=query, key=key, value=value)
         raise RuntimeError(f'{name}: {impl!r} refused a step that passes every check; report this as a bug, and take impl="reference"')
@@ -214,6 +214,20 @@ class StepOperator:
         if not _may_bypass_dispatcher(state, query, key, value):
             return self._dispatched(state, query, key, value, retroactive, impl)
         return run_step(self.name, impl, own_memory(state), query, key, value, retroactive)
+
+    def masked(self, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str, absent: Tensor) -> Any:
+        """Do what `__call__` does, where the rows of the batch that are `absent` (B,) have no token."""
+        state = with_sums(state) if retroactive else state
+        query, key, value = (token.masked_fill(absent[:, None, None, None], 0.0) for token in (query, key, value))  # else perhaps NaN
+        if impl == "native" and _may_bypass_dispatcher(state, absent, query, key, value):
+            mask, name = _plain(absent).contiguous(), self.name.replace("_step", "_masked_step")
+            return run_step(name, impl, own_memory(state), query, key, value, retroactive, mask)
+        outs = []
+        for one in zip(query.split(1, 2), key.split(1, 2), value.split(1, 2), strict=True):  # more could overwrite the window's oldest row
+            out, state = kept_where(absent, state, *self(state, *one, retroactive, impl))
+            state = state if impl == "reference" else remembered(state)
+            outs.append(out)
+        return outs[-1] if retroactive else torch.cat(outs, 2), state
 
 
 # Separate functions look at the state's tensors and return before the step. A local variable left over would be one

@@ -87,6 +87,9 @@ class ContinualAttentionState(NamedTuple):
 EXTRA_SUMS = 5
 """The columns of a row of sums besides those of the values."""
 
+UNSURE = 2.0**100
+"""A log-scale at which kernels recompute a row of sums, because a subtraction might not remove what was added."""
+
 LAST_POSITION = 2**62
 """The largest position that a state may have. Sums of positions and lengths then stay within 64 bits."""
 
@@ -134,6 +137,20 @@ def ring_of(tokens: Tensor, position: Tensor, capacity: int) -> Tensor:
 def _rows_of(position: Tensor, tokens: int, capacity: int) -> Tensor:
     """Return the rows (B, H, t) of the newest `tokens` tokens in a ring of `capacity` rows, oldest first."""
     return (position[..., None] + torch.arange(-tokens, 0, device=position.device)) % capacity
+
+
+def with_sums(state: State) -> State:
+    """Return a state whose next retroactive step updates sums, in place of one that has none yet.
+
+    The log-scale of these sums is so large that every step recomputes them.
+    """
+    if state.sums.shape[2]:
+        return state
+    batch, heads, _, columns = state.sums.shape
+    sums = state.sums.new_zeros(batch, heads, state.window, columns)
+    sums[..., -EXTRA_SUMS] = 1
+    sums[..., 1 - EXTRA_SUMS] = UNSURE
+    return type(state)(**{**state._asdict(), "sums": sums, "spare": torch.zeros_like(sums)})
 
 
 def move_state(state: State, device: torch.device | str) -> State:

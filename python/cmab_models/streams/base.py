@@ -22,7 +22,7 @@ from .window import TokenWindow
 class StreamState(NamedTuple):
     """The state of a stream."""
 
-    place: int
+    place: int | Tensor
     """The place of the next token on the circle of the positional encoding."""
     window: Tensor | None
     """The newest tokens (B, at most n, dim), embedded, for layers that read the whole window at every step; None if

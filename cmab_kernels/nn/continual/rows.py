@@ -1,0 +1,172 @@
+"""A batch of streams that begin and end by themselves: each row has tokens of its own, and steps with or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...nystrom import ContinualAttentionState, ContinualNystromState, with_sums
+from ...runtime.checks import check_dense, kind_of, mismatch
+from .window import FillingWindow, StaggeredWindow, WindowState
+
+Rows = int | Sequence[int] | Tensor
+"""What `clean_state` takes for some rows of a batch: an index, several, or a bool tensor (B,)."""
+
+MASK = "torch.bool, True where a stream has no token"
+
+
+def rows_of(rows: Any, batch: int, device: torch.device) -> Tensor:
+    """Return `rows` of a batch as a mask (B,) of bool; raise unless all of them are rows of the batch."""
+    allowed = f"a row from 0 to {batch - 1}, several, or a bool tensor ({batch},)"
+    if isinstance(rows, Tensor):
+        check_dense("rows", rows)
+        if rows.dtype == torch.bool and rows.shape == (batch,):
+            return rows.to(device)
+        if rows.dtype != torch.int64 or rows.dim() > 1:
+            raise ValueError(mismatch("rows", f"{rows.dtype} {tuple(rows.shape)}", allowed))
+    given = rows.flatten().tolist() if isinstance(rows, Tensor) else rows if isinstance(rows, list | tuple | range) else [rows]
+    for row in given:
+        if not isinstance(row, int) or isinstance(row, bool):
+            raise TypeError(mismatch("rows", kind_of(row), allowed))
+        if not 0 <= row < batch:
+            raise ValueError(mismatch("rows", row, allowed))
+    mask = torch.zeros(batch, dtype=torch.bool, device=device)
+    mask[torch.tensor(given, dtype=torch.int64, device=device)] = True
+    return mask
+
+
+def absent_of(mask: Any, tokens: Tensor, batch_first: bool, one: bool = False) -> Tensor | None:
+    """Return a `key_padding_mask` as (B, T), for tokens in the layout of a module, or for `one` token; None for None."""
+    if mask is None:
+        return None
+    batched = tokens.dim() == (2 if one else 3)
+    batch = tokens.shape[0 if one or batch_first else 1] if batched else 1
+    count = 1 if one else tokens.shape[1 if batched and batch_first else 0]
+    if not isinstance(mask, Tensor):
+        raise TypeError(mismatch("key_padding_mask", kind_of(mask), f"{MASK}, or None"))
+    check_dense("key_padding_mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(mismatch("key_padding_mask", mask.dtype, MASK))
+    short = (batch,) if one else None if batched else (count,)
+    if mask.shape not in ((batch, count), short):
+        allowed = f"(B, {'1) or (B,' if one else 'T'}) = ({batch}, {count}), for these tokens"
+        raise ValueError(mismatch("key_padding_mask", f"shape {tuple(mask.shape)}", allowed))
+    if mask.device != tokens.device:
+        raise ValueError(mismatch("key_padding_mask", f"device {mask.device}", f"{tokens.device}, the device of the tokens"))
+    return mask.reshape(batch, count)
+
+
+def staggered(module: Any, state: WindowState | None, batch: int) -> StaggeredWindow:
+    """Return a state of a module's stream in the form in which each row has its own number of tokens."""
+    n = module.sequence_len
+    if type(state) is StaggeredWindow:
+        return state
+    if state is None or type(state) is FillingWindow:
+        held = 0 if state is None else state.queries.shape[2]
+        none = module._like.new_zeros(batch, module.num_heads, 0, module.head_dim)
+        window = module._init(*(F.pad(tokens, (0, 0, 0, n - held)) for tokens in state or (none, none, none)))
+    else:
+        held, window = n, state
+    return StaggeredWindow(torch.full((batch,), held, dtype=torch.int64, device=window.position.device), window)
+
+
+def cleaned(module: Any, state: WindowState, rows: Any) -> WindowState:
+    """Return a state in which some rows of the batch start anew."""
+    batch = state.keys.shape[0]
+    gone = rows_of(rows, batch, state.keys.device)
+    if not gone.any():
+        return state
+    tokens, window = staggered(module, state, batch)
+    # Its tokens stay in memory until others come, and are never read. A state of operators has full windows only.
+    position = window.position.masked_fill(gone[:, None], module.sequence_len)
+    return StaggeredWindow(tokens.masked_fill(gone, 0), window._replace(position=position))
+
+
+def ready_rows(state: WindowState | None, window: int) -> Tensor | None:
+    """Return (B,) bool: which rows have a full window of tokens. None before the first token, when no batch is known."""
+    if state is None:
+        return None
+    if type(state) is StaggeredWindow:
+        return state.tokens == window
+    filled = type(state) is not FillingWindow
+    return torch.full((state.keys.shape[0],), filled, device=state.keys.device)
+
+
+def windows_without(recent: Tensor, absent: Tensor) -> Tensor:
+    """Return the windows (B, T, n, C) after each of T >= 1 tokens, where rows lack those that are `absent` (B, T).
+
+    `recent` (B, n + T, C) has the window before, and then the tokens.
+    """
+    count = absent.shape[1]
+    window = recent[:, : recent.shape[1] - count]
+    windows = []
+    for token, gone in zip(recent[:, -count:].split(1, 1), absent.unbind(1), strict=True):
+        window = window.where(gone[:, None, None], torch.cat([window[:, 1:], token], 1))
+        windows.append(window)
+    return torch.stack(windows, 1)
+
+
+def walked(module: Any, state: WindowState | None, heads: tuple[Tensor, ...], absent: Tensor | None) -> tuple[WindowState, list[Tensor]]:
+    """Return the state after T >= 1 tokens (B, H, T, *), and the outputs (B, H, *, E) after each.
+
+    `absent` (B, T) is True where a row has no token; None means that all rows have all tokens. Outputs of a row without
+    a token, or without a full window, are NaN.
+    """
+    outs: list[Tensor] = []
+    if type(state) is StaggeredWindow or state is None or type(state) is FillingWindow:
+        if absent is not None:  # a window that is not full yet is read, so what stands for no token must be finite
+            heads = tuple(head.masked_fill(absent[:, None, :, None], 0.0) for head in heads)
+        state = staggered(module, state, heads[0].shape[0])
+    for t in range(heads[0].shape[2]):
+        token = [head[:, :, t : t + 1] for head in heads]
+        gone = None if absent is None else absent[:, t]
+        out, state = (_one if type(state) is StaggeredWindow else module._step)(*_bound(module, state), *token, gone)
+        outs.append(out)
+    return state, outs
+
+
+def _bound(module: Any, state: Any) -> tuple[Any, ...]:
+    return (module, state) if type(state) is StaggeredWindow else (state,)
+
+
+@torch.compiler.disable
+def _one(
+    module: Any, state: StaggeredWindow, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None
+) -> tuple[Tensor, WindowState]:
+    """Return (out, state) after one token of each row that is not absent."""
+    n, heads = module.sequence_len, (query, key, value)
+    filling = state.tokens < n
+    out, window = module._step(state.window, *heads, filling if absent is None else filling | absent)
+    rows = (filling if absent is None else filling & ~absent).nonzero().flatten()
+    tokens = state.tokens.index_add(0, rows, torch.ones_like(rows))
+    # The step has left rings and sums that no other state reads in these rows. They may be tensors of inference mode.
+    with torch.inference_mode():
+        for ring, head in zip((window.queries, window.keys, window.values), heads, strict=True):
+            ring[rows, :, state.tokens[rows]] = head[rows, :, 0]
+    full = rows[tokens[rows] == n]
+    if full.numel():
+        first = tuple(ring[full, :, :n] for ring in (window.queries, window.keys, window.values))
+        out = out.index_copy(0, full, module._whole(*first))
+        window = _with_first_windows(window, full, module._init(*first))
+    return out, StaggeredWindow(tokens, window) if (tokens < n).any() else window
+
+
+def _with_first_windows(
+    window: ContinualNystromState | ContinualAttentionState, rows: Tensor, first: Any
+) -> ContinualNystromState | ContinualAttentionState:
+    """Return the state of a batch with the states of some rows after their first full windows, which its rings hold already."""
+    if window.sums.shape[2]:
+        with torch.inference_mode():
+            window.sums[rows] = with_sums(first).sums
+    if isinstance(window, ContinualAttentionState):
+        return window
+    landmarks: Any = {name: getattr(window, name).index_copy(0, rows, getattr(first, name)) for name in LANDMARKS}
+    return window._replace(**landmarks)
+
+
+LANDMARKS = ("landmark_queries", "landmark_keys", "inverse")
+"""The fields of a state that belong to its landmarks."""
