@@ -12,6 +12,7 @@ from torch import Tensor
 from ...attention import AttentionState
 from ...runtime.checks import check_count
 from ...window import StateWindow
+from ..constructors import naming_options
 from ..stream import AttentionStream, Part, extent
 
 
@@ -31,6 +32,7 @@ class WindowStream(AttentionStream):
 
     fields = (*AttentionState._fields, "front", "size")
 
+    @naming_options
     def __init__(
         self,
         window: int,
