@@ -125,9 +125,9 @@ class StateWindow(Held[State]):
     to all states that are held; the graphs of states that have left are freed.
 
     `state_dict` returns tensors: the parts of the states, stacked in a new first dimension, and the ints `front` and
-    `size` (). `load_state_dict` takes them into a window of the same size, which then goes on with the same bits
-    (up to rounding if merges were recorded). Entries that no window can have are a `ValueError` or `TypeError`, and leave the window as it was. `copy.copy`
-    returns a window that goes on independently.
+    `size` (). `load_state_dict` takes them into a window of the same size, which then goes on with the same bits (up to
+    rounding if merges were recorded). Entries that no window can have are a `ValueError` or `TypeError`, and leave the
+    window as it was. `copy.copy` returns a window that goes on independently.
 
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
     >>> window = cmab_kernels.StateWindow(3)
