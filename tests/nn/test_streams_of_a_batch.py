@@ -296,6 +296,22 @@ def test_a_masked_step_of_full_windows_compiles() -> None:
         torch.testing.assert_close(out, wanted, equal_nan=True)
 
 
+@pytest.mark.thorough
+@torch.no_grad()
+def test_windows_that_fill_go_through_a_compiled_step() -> None:
+    module = attention("continual", sequence_len=WINDOW, dtype=torch.float32, batch_first=True)
+    other = copy.deepcopy(module)
+    torch._dynamo.reset()
+    step = torch.compile(module.forward_step, backend="aot_eager")
+    for at in range(3 * WINDOW):
+        if at == 2 * WINDOW:
+            module.clean_state(1), other.clean_state(1)
+        tokens, absent = torch.randn(ROWS, DIM), torch.rand(ROWS) < 0.2
+        out, wanted = step(tokens, key_padding_mask=absent), other.forward_step(tokens, key_padding_mask=absent)
+        torch.testing.assert_close(out, wanted, equal_nan=True)
+        assert torch.equal(module.ready, other.ready)
+
+
 @torch.no_grad()
 def test_an_unbatched_stream_may_have_gaps() -> None:
     module = attention("exact", sequence_len=3)
