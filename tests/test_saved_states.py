@@ -21,12 +21,13 @@ STATES = {
     "continual Nystrom": lambda: ck.continual_nystrom_init(KEYS, KEYS, KEYS, 3),
     "a window that fills": lambda: _first_token(nn.ContinualAttention(4, 2, sequence_len=3)),
     "tokens of a window": lambda: _first_token(nn.RetroactiveEncoderLayer(4, 2, 8, sequence_len=3).eval())[0],
+    "streams of several ages": lambda: _first_token(nn.ContinualAttention(4, 2, sequence_len=3), torch.tensor([False])),
 }
 
 
 @torch.no_grad()
-def _first_token(module: torch.nn.Module) -> object:
-    module.forward_step(torch.ones(1, 4))
+def _first_token(module: torch.nn.Module, *mask: torch.Tensor) -> object:
+    module.forward_step(torch.ones(1, 4), **({"key_padding_mask": mask[0]} if mask else {}))
     return module.get_state()
 
 

@@ -76,9 +76,45 @@ MODULES = {
     ),
     "a circle of positions that closes too early": Fault(
         "cmab_kernels/nn/continual/positional.py",
-        "self.hold((self.position + places) % self.period)",
-        "self.hold((self.position + places) % self.sequence_len)",
+        "(~absent).sum(1))) % self.period)",
+        "(~absent).sum(1))) % self.sequence_len)",
         "tests/nn/test_positional.py::test_steps_blocks_and_windows_agree",
+    ),
+    "a stream that begins anew with the tokens of another": Fault(
+        "cmab_kernels/nn/continual/rows.py",
+        "StaggeredWindow(tokens.masked_fill(gone, 0), ",
+        "StaggeredWindow(tokens, ",
+        "tests/nn/test_streams_of_a_batch.py::test_each_row_is_a_stream_of_its_own",
+    ),
+    "a stream that begins anew at the position of another": Fault(
+        "cmab_kernels/nn/continual/rows.py",
+        "position = window.position.masked_fill(gone[:, None], module.sequence_len)",
+        "position = window.position",
+        "tests/nn/test_streams_of_a_batch.py::test_each_row_is_a_stream_of_its_own",
+    ),
+    "a pause that a stream does not make": Fault(
+        "cmab_kernels/nn/continual/rows.py",
+        "filling if absent is None else filling | absent",
+        "filling",
+        "tests/nn/test_streams_of_a_batch.py::test_each_row_is_a_stream_of_its_own",
+    ),
+    "sums of a stream that ended": Fault(
+        "cmab_kernels/nn/continual/rows.py",
+        "window.sums[rows] = with_sums(first).sums",
+        "window.sums[rows] = window.sums[rows]",
+        "tests/nn/test_streams_of_a_batch.py::test_long_windows",
+    ),
+    "a layer that takes what the layer before has not given": Fault(
+        "cmab_kernels/nn/continual/encoder.py",
+        "absent = absent | ~layer.ready",
+        "layer.ready",
+        "tests/nn/test_streams_of_a_batch.py::test_each_row_is_a_stream_of_its_own",
+    ),
+    "a saved stream with tokens of one that ended": Fault(
+        "cmab_kernels/nn/continual/window.py",
+        "entries[name].masked_fill_(later[:, None, :, None], 0.0)",
+        "entries[name].masked_fill_(later[:, None, :, None] & False, 0.0)",
+        "tests/nn/test_streams_of_a_batch.py::test_a_saved_stream_has_nothing_of_one_that_ended",
     ),
     "a norm that is forgotten": Fault(
         "cmab_kernels/nn/transformer/informer.py",

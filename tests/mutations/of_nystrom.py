@@ -13,6 +13,7 @@ OWNERSHIP = "tests/nystrom/continual/test_ownership.py"
 KERNELS = "tests/nystrom/test_kernels.py"
 STEP_KERNELS = "tests/nystrom/continual/test_kernels.py"
 CUDA = "tests/nystrom/continual/test_cuda.py"
+MASKED = "tests/nystrom/continual/test_masked.py"
 
 IN_CPP = {
     "a huge logit that is subtracted": Fault(
@@ -74,6 +75,30 @@ IN_CPP = {
         "stream.positions[head] != stream.positions[head - 1]",
         "stream.positions[head] == stream.positions[0] - 1",
         f"{STATE}::test_streams_joined_by_hand",
+    ),
+    "a row without a token that steps": Fault(
+        "csrc/continual/continual.cpp",
+        "keep(stream, head, stream.landmarks);",
+        "kernel.nystrom(stream, head, scratch);",
+        f"{MASKED}::test_each_row_is_a_stream_of_its_own",
+    ),
+    "a row without a token whose position moves": Fault(
+        "csrc/continual/next_state.cpp",
+        "(stream.has_tokens(head) ? shape.tokens : 0)",
+        "shape.tokens",
+        f"{MASKED}::test_each_row_is_a_stream_of_its_own",
+    ),
+    "a row without a token whose position moves in the definition": Fault(
+        "cmab_kernels/nystrom/continual/reference.py",
+        "position = before.position.where(absent[:, None], after.position)",
+        "position = after.position",
+        f"{MASKED}::test_each_row_is_a_stream_of_its_own",
+    ),
+    "sums that are not there yet taken for sums": Fault(
+        "cmab_kernels/nystrom/continual/state.py",
+        "UNSURE = 2.0**100",
+        "UNSURE = 0.0",
+        f"{MASKED}::test_a_first_retroactive_step_may_be_masked",
     ),
     "a longer segment taken for a shorter one": Fault(
         "csrc/continual/schedule.h", "== 0 ? size + 1 : 0;", "== 0 ? size : 0;", f"{STEPS}::test_every_step {STATE}"

@@ -116,7 +116,10 @@ def through(
     assert results > steps / 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.float32, torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in (torch.float64, torch.float16))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODULES)
 @torch.no_grad()
 def test_each_row_is_a_stream_of_its_own(name: str, dtype: torch.dtype) -> None:
@@ -147,7 +150,7 @@ def test_saved_copied_and_set_in_midstream(name: str) -> None:
             return other
         return copy.copy(module) if at % 7 == 0 else pickle.loads(pickle.dumps(module)) if at % 11 == 0 else module
 
-    through(MODULES[name](torch.float32), change)
+    through(MODULES[name](torch.float32), change, steps=60)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -174,7 +177,7 @@ def test_what_is_held_elsewhere_does_not_move(name: str) -> None:
         return module
 
     module = MODULES[name](torch.float32)
-    through(module, change, steps=45)
+    through(module, change, steps=36)
     for state, copied in kept:
         assert same(module, state, copied)
 
@@ -291,6 +294,22 @@ def test_a_masked_step_of_full_windows_compiles() -> None:
         tokens, absent = torch.randn(ROWS, DIM), torch.tensor([False, True, True, False, False])
         out, wanted = step(tokens, key_padding_mask=absent), other.forward_step(tokens, key_padding_mask=absent)
         torch.testing.assert_close(out, wanted, equal_nan=True)
+
+
+@pytest.mark.thorough
+@torch.no_grad()
+def test_windows_that_fill_go_through_a_compiled_step() -> None:
+    module = attention("continual", sequence_len=WINDOW, dtype=torch.float32, batch_first=True)
+    other = copy.deepcopy(module)
+    torch._dynamo.reset()
+    step = torch.compile(module.forward_step, backend="aot_eager")
+    for at in range(3 * WINDOW):
+        if at == 2 * WINDOW:
+            module.clean_state(1), other.clean_state(1)
+        tokens, absent = torch.randn(ROWS, DIM), torch.rand(ROWS) < 0.2
+        out, wanted = step(tokens, key_padding_mask=absent), other.forward_step(tokens, key_padding_mask=absent)
+        torch.testing.assert_close(out, wanted, equal_nan=True)
+        assert torch.equal(module.ready, other.ready)
 
 
 @torch.no_grad()

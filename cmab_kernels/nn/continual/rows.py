@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -133,7 +134,6 @@ def _bound(module: Any, state: Any) -> tuple[Any, ...]:
     return (module, state) if type(state) is StaggeredWindow else (state,)
 
 
-@torch.compiler.disable
 def _one(
     module: Any, state: StaggeredWindow, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None
 ) -> tuple[Tensor, WindowState]:
@@ -143,8 +143,8 @@ def _one(
     out, window = module._step(state.window, *heads, filling if absent is None else filling | absent)
     rows = (filling if absent is None else filling & ~absent).nonzero().flatten()
     tokens = state.tokens.index_add(0, rows, torch.ones_like(rows))
-    # The step has left rings and sums that no other state reads in these rows. They may be tensors of inference mode.
-    with torch.inference_mode():
+    # The step has left rings and sums that no other state reads in these rows.
+    with _writing(window.keys):
         for ring, head in zip((window.queries, window.keys, window.values), heads, strict=True):
             ring[rows, :, state.tokens[rows]] = head[rows, :, 0]
     full = rows[tokens[rows] == n]
@@ -155,12 +155,17 @@ def _one(
     return out, StaggeredWindow(tokens, window) if (tokens < n).any() else window
 
 
+def _writing(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which the tensor may be written to: one of inference mode may be only there."""
+    return torch.inference_mode() if tensor.is_inference() else nullcontext()
+
+
 def _with_first_windows(
     window: ContinualNystromState | ContinualAttentionState, rows: Tensor, first: Any
 ) -> ContinualNystromState | ContinualAttentionState:
     """Return the state of a batch with the states of some rows after their first full windows, which its rings hold already."""
     if window.sums.shape[2]:
-        with torch.inference_mode():
+        with _writing(window.sums):
             window.sums[rows] = with_sums(first).sums
     if isinstance(window, ContinualAttentionState):
         return window

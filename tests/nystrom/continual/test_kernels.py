@@ -317,3 +317,25 @@ def test_values_that_fade(law: str, dtype: torch.dtype) -> None:
 
 def test_log_scales() -> None:
     check_log_scales(lambda state, token: _step(state, token)[1])
+
+
+@kinds
+@torch.no_grad()
+def test_rows_without_a_token(landmarks: int | None, retroactive: bool) -> None:
+    """Rows of the batch that have no token keep their states bit for bit, and the others have the bits of a step of all."""
+    output = "retroactive" if retroactive else "single"
+    take = ck.continual_attention_step if landmarks is None else ck.continual_nystrom_step
+    stream = tokens(3, 1, 15, 4, 5)
+    states = [start(part(stream, 0, 9), landmarks) for _ in range(2)]
+    absent = torch.tensor([False, True, False])
+    for at in range(9, 15):
+        new = part(stream, at, at + 1)
+        before = ck.state_to_tensors(states[1])
+        wanted, states[0] = take(states[0], *new, output=output, impl="triton")
+        masked = tuple(t.masked_fill(absent[:, None, None, None], math.nan) for t in new)
+        out, states[1] = take(states[1], *masked, output=output, impl="triton", key_padding_mask=absent)
+        assert torch.equal(out[~absent], wanted[~absent]) and out[absent].isnan().all()
+        other, after = (ck.state_to_tensors(state) for state in states)
+        for name in ("queries", "keys", "values", "sums", "position", *(("landmark_keys", "inverse") if landmarks else ())):
+            assert torch.equal(after[name][~absent], other[name][~absent])
+            assert after[name].shape != before[name].shape or torch.equal(after[name][absent], before[name][absent])
