@@ -330,33 +330,31 @@ def test_an_emptied_holder_takes_any_kind() -> None:
     assert isinstance(window.state, RidgeState) and isinstance(tree.state, RidgeState)
 
 
-@pytest.mark.parametrize("make", [attention, ridge])
-def test_a_failing_merge_leaves_the_window_whole(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory may run out in a merge: what is held is then as before."""
+@KINDS
+@pytest.mark.parametrize("pushed", [6, 8])
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_failing_merge_leaves_what_is_held(make: Maker, pushed: int, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may run out in any merge of a change: it then changes nothing."""
     merge, calls = module.merge, []
 
     def fail(*states: State) -> State:
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) >= failing:
             raise MemoryError
         return merge(*states)
 
-    window, tree = StateWindow(6), StateTree()
-    states = [make() for _ in range(6)]
-    for key, state in enumerate(states):
-        window.push(state)
-        tree.put(key, state)
-    for holder, change in (
-        (window, lambda: window.push(make())),
-        (window, window.pop),
-        (tree, lambda: tree.put(3, make())),
-        (tree, lambda: tree.discard(0)),
-    ):
-        before, _ = holder.state, calls.clear()
+    for change, arguments in (("push", (make(),)), ("pop", ()), ("put", (3, make())), ("discard", (0,))):
+        holder = StateWindow(6) if change in ("push", "pop") else StateTree()
+        for key in range(pushed):
+            holder.push(make()) if isinstance(holder, StateWindow) else holder.put(key, make())
+        if isinstance(holder, StateWindow) and pushed == 8 and (change == "pop" or failing == 3):
+            continue  # this needs one merge or none
+        before, count = holder.state, len(holder)
+        calls.clear()
         with monkeypatch.context() as patched, pytest.raises(MemoryError):
             patched.setattr(module, "merge", fail)
-            change()
-        assert len(holder) == 6 and same(holder.state, before)
+            getattr(holder, change)(*arguments)
+        assert len(holder) == count and same(holder.state, before)
 
 
 def _mutated(saved: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:

@@ -5,6 +5,36 @@ from __future__ import annotations
 from .fault import Fault
 
 MODULES = {
+    "a window whose newer part stays when it becomes the older part": Fault(
+        "cmab_kernels/window.py",
+        "self._front, self._back, self._total = front, [], None",
+        "self._front, self._back = front, []",
+        "tests/test_window.py::test_a_window_equals_the_merge_of_the_newest",
+    ),
+    "a window that lets the oldest go before a merge fails": Fault(
+        "cmab_kernels/window.py",
+        "        total = state if self._total is None else merge(self._total, state)\n        if full:\n            self._front.pop()\n",
+        "        if full:\n            self._front.pop()\n        total = state if self._total is None else merge(self._total, state)\n",
+        "tests/test_window.py::test_a_failing_merge_leaves_what_is_held",
+    ),
+    "a tree that keeps the merge with a state that left": Fault(
+        "cmab_kernels/window.py",
+        "{(length - 1) // 2} if shrinks else set()",
+        "set()",
+        "tests/test_window.py::test_random_members_of_a_tree",
+    ),
+    "a block's window that a failed update changes": Fault(
+        "cmab_kernels/nn/cmab/window.py",
+        "copy.copy(self.held)",
+        "self.held",
+        "tests/nn/test_window_stream.py::test_what_is_refused_leaves_the_window",
+    ),
+    "keys that fade twice as fast": Fault(
+        "cmab_kernels/attention/state.py",
+        "decay.log() if isinstance(decay, Tensor)",
+        "2 * decay.log() if isinstance(decay, Tensor)",
+        "tests/test_decay.py::test_attention_equals_a_softmax_of_shifted_logits",
+    ),
     "a load that was refused and counts": Fault(
         "cmab_kernels/nn/stream.py", "return self._value if errors else value", "return value", "tests/nn/test_refused_load.py"
     ),
