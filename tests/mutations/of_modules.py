@@ -247,8 +247,8 @@ MODELS = {
     ),
     "a checkpoint of another run": Fault(
         "python/cmab_models/training/checkpoint.py",
-        "if checkpoint.run.get(name) != run[name]:",
-        "if checkpoint.run.get(name) is None:",
+        "if ours != theirs:",
+        "if theirs is None:",
         "tests/models/test_training.py::test_checkpoints_that_cannot_be_resumed_say_why",
     ),
     "a first full window of which only the newest token is read": Fault(
