@@ -123,15 +123,14 @@ def walked(module: Any, state: WindowState | None, heads: tuple[Tensor, ...], ab
             heads = tuple(head.masked_fill(absent[:, None, :, None], 0.0) for head in heads)
         state = staggered(module, state, heads[0].shape[0])
     for t in range(heads[0].shape[2]):
-        token = [head[:, :, t : t + 1] for head in heads]
+        query, key, value = (head[:, :, t : t + 1] for head in heads)
         gone = None if absent is None else absent[:, t]
-        out, state = (_one if type(state) is StaggeredWindow else module._step)(*_bound(module, state), *token, gone)
+        if type(state) is StaggeredWindow:
+            out, state = _one(module, state, query, key, value, gone)
+        else:
+            out, state = module._step(state, query, key, value, gone)
         outs.append(out)
     return state, outs
-
-
-def _bound(module: Any, state: Any) -> tuple[Any, ...]:
-    return (module, state) if type(state) is StaggeredWindow else (state,)
 
 
 def _one(
