@@ -158,7 +158,7 @@ def test_complete_photograph(printed: Printed) -> None:
     assert len(errors) == 4 and len(set(numbers(r"([\d,]+) bytes", text))) == 1
 
 
-def test_serve_streams() -> None:
+def test_serve_streams(printed: Printed) -> None:
     text = printed("serve_streams")
     (difference,) = numbers(r"largest difference (\S+)", text)
     together, alone = numbers(r"([\d,]+) tokens per second", text)

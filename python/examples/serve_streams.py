@@ -39,12 +39,17 @@ class Server:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(0)  # clients send
-            if self.waiting:
-                self.step()
+            waiting, self.waiting = self.waiting, {}
+            try:
+                if waiting:
+                    self.step(waiting)
+            except Exception as error:  # for those who wait: else they would wait for ever
+                for _, future in waiting.values():
+                    future.set_exception(error)
 
     @torch.inference_mode()
-    def step(self) -> None:
-        waiting, self.waiting, new, self.new = self.waiting, {}, self.new, []
+    def step(self, waiting: dict[int, tuple[Tensor, asyncio.Future]]) -> None:
+        new, self.new = self.new, []
         self.model.clean_state(new)
         rows, absent = list(waiting), torch.ones(len(self.tokens), dtype=torch.bool)
         absent[rows] = False

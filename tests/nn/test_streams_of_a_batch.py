@@ -312,16 +312,40 @@ def test_windows_that_fill_go_through_a_compiled_step() -> None:
         assert torch.equal(module.ready, other.ready)
 
 
+LAYOUTS: dict[str, Callable[[bool], Any]] = {
+    "exact": lambda batch_first: attention("exact", sequence_len=3, batch_first=batch_first),
+    "retroactive": lambda batch_first: attention("continual", sequence_len=3, output="retroactive", batch_first=batch_first),
+    "retroactive layer": lambda batch_first: Retroactive(DIM, 3, 32, sequence_len=3, dtype=torch.float64, batch_first=batch_first),
+    "encoder": lambda batch_first: ContinualEncoder(
+        ContinualEncoderLayer(DIM, 3, 32, sequence_len=2, dtype=torch.float64, batch_first=batch_first), 2
+    ),
+    "retroactive encoder": lambda batch_first: ContinualEncoder(
+        Retroactive(DIM, 3, 32, sequence_len=3, dtype=torch.float64, batch_first=batch_first), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
-def test_an_unbatched_stream_may_have_gaps() -> None:
-    module = attention("exact", sequence_len=3)
-    other, tokens = copy.deepcopy(module), torch.randn(6, DIM, dtype=torch.float64)
-    gaps = torch.tensor([False, True, False, False, True, False])
-    out = module.forward_steps(tokens, key_padding_mask=gaps)
-    wanted = other.forward_steps(tokens[~gaps])
-    assert out[[0, 1, 2, 4]].isnan().all()
-    torch.testing.assert_close(out[[3, 5]], wanted)
+def test_an_unbatched_stream_may_have_gaps(name: str, batch_first: bool) -> None:
+    """So may one of any layout, of no tokens, and of no rows."""
+    module = LAYOUTS[name](batch_first).eval()
+    other, tokens = copy.deepcopy(module), torch.randn(7, DIM, dtype=torch.float64)
+    gaps = torch.tensor([False, True, False, False, True, False, False])
+    out, wanted = module.forward_steps(tokens, key_padding_mask=gaps), other.forward_steps(tokens[~gaps])
+    assert out.shape[0] == 7 and out[[0, 1, 2, 4]].isnan().all()
+    torch.testing.assert_close(out[[3, 5, 6]], wanted)
     assert module.forward_step(tokens[0], key_padding_mask=torch.tensor([True])).isnan().all()
+    torch.testing.assert_close(module.forward_step(tokens[0], key_padding_mask=torch.tensor([False])), other.forward_step(tokens[0]))
+    for batch in (0, 2):
+        module.clean_state()
+        none = torch.randn((batch, 0, DIM) if batch_first else (0, batch, DIM), dtype=torch.float64)
+        assert module.forward_steps(none, key_padding_mask=torch.zeros(batch, 0, dtype=torch.bool)) is None
+        for _ in range(4):
+            out = module.forward_step(torch.randn(batch, DIM, dtype=torch.float64), key_padding_mask=torch.zeros(batch, dtype=torch.bool))
+            module.clean_state(torch.zeros(batch, dtype=torch.bool))
+        assert batch in out.shape and not out.isnan().any() and module.ready.all()
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
