@@ -389,6 +389,26 @@ def test_refusals_leave_the_streams(kind: str, name: str) -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[each], after[each]) for each in before)
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.no_grad()
+def test_a_later_token_that_is_refused_leaves_the_streams(name: str, full: bool) -> None:
+    module = LAYOUTS[name](True).eval()
+    for at in range(9):
+        gone = torch.tensor([not full and at % 3 > 0, False])
+        module.forward_step(torch.randn(2, DIM, dtype=torch.float64), key_padding_mask=gone)
+    module.clean_state([] if full else 0)
+    before, tokens = copy.deepcopy(module.state_dict()), torch.randn(2, 4, DIM, dtype=torch.float64)
+    tokens[1, 3] = torch.inf
+    with pytest.raises(ValueError, match="a NaN or an infinity"):
+        module.forward_steps(tokens, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool))
+    after = module.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[each], after[each]) for each in before)
+    absent = torch.zeros(2, 4, dtype=torch.bool)
+    absent[1, 3] = True
+    module.forward_steps(tokens, key_padding_mask=absent)
+
+
 def test_states_that_no_batch_has_are_refused() -> None:
     module = attention("exact", sequence_len=WINDOW, dtype=torch.float32).requires_grad_(False)
     for at in range(2 * WINDOW):

@@ -482,7 +482,10 @@ class ContinualEncoder(nn.Module):
             batch = src.shape[0 if first.batch_first else 1] if src.dim() == 3 else 1
             absent = torch.zeros(batch, src.shape[along], dtype=torch.bool, device=src.device)
         pairs = list(zip(src.unbind(along), absent.unbind(1), strict=True))
-        outs = self._guarded(_stream(layers[0]), lambda: [self._one_apart(layers, *pair) for pair in pairs], kept=not update_state)
+        before = None if update_state and len(pairs) == 1 else self._held()  # of several tokens, a later one may be refused
+        outs = self._guarded(_stream(layers[0]), lambda: [self._one_apart(layers, *pair) for pair in pairs], before)
+        if before is not None and not update_state:
+            self._put_back(before)
         return torch.stack(outs, along) if outs else None
 
     def _one_apart(self, layers: list[Any], token: Tensor, absent: Tensor) -> Tensor:
@@ -497,23 +500,20 @@ class ContinualEncoder(nn.Module):
             token = read.masked_fill(absent[:, None] if batched else absent, math.nan)
         return self._normed(token)
 
-    def _guarded(self, first: Stream, run: Callable[[], Result], kept: bool = False) -> Result:
-        """Run a step of all layers. After an error, no layer is ahead of another; if `kept`, the streams stay as they are."""
+    def _guarded(self, first: Stream, run: Callable[[], Result], before: list[tuple[Stream, Any]] | None = None) -> Result:
+        """Run a step of all layers. After an error no layer is ahead of another, and the streams are what they were `before`, if given."""
         # A step copies the windows while another reference to the states exists. That is accepted in grad mode, where
         # a step may raise.
-        before = self._held() if kept or torch.is_grad_enabled() else None
+        before = self._held() if before is None and torch.is_grad_enabled() else before
         first_before = first.held
         try:
-            result = run()
+            return run()
         except BaseException:
             if before is not None:
                 self._put_back(before)
             elif first.held is not first_before:  # layers are at different tokens, and the old states are overwritten
                 self.clean_state()
             raise
-        if kept and before is not None:
-            self._put_back(before)
-        return result
 
     def _through(self, layers: list[Any], method: str, src: Tensor, update_state: bool, batched: int) -> Tensor | None:
         """Pass `src` through this method of each layer. `src` has a batch dimension if it has `batched` dimensions."""
