@@ -28,7 +28,8 @@ class OnlineRidge(Interface):
     It minimises sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over the examples that it holds. It keeps sums of products
     in float64. Their size does not depend on the number of examples read. `partial_fit` adds to the sums, `forget`
     subtracts from them, and `merge` adds those of another estimator. The result is then as if one `fit` had read the
-    examples held, up to rounding. If rounding is large, `info_` says so.
+    examples held, up to rounding. `info_` says if the products of features have lost their digits. It does not say so of
+    the products with targets: fit anew after forgetting examples that were many orders of magnitude larger.
 
     Args:
         alpha: the penalty, a number >= 0, or an array with one penalty for each of the E targets. The intercept b is

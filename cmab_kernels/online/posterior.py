@@ -1,8 +1,8 @@
 """What the sums say besides the coefficients: the best penalty of a few, the noise, and how sure a prediction is.
 
-With the eigenvalues l and eigenvectors V of the centred Gram matrix, the penalty a and the precision p of the noise, the
-coefficients have the covariance V diag(1 / (l + a)) V' / p, and gamma = sum l / (l + a) coefficients are determined by
-the examples (MacKay, Bayesian interpolation, 1992).
+With the centred Gram matrix G, its eigenvalues l and eigenvectors V, the penalty a and the precision p of the noise, the
+coefficients have the covariance P / p with P = (G + a I)^-1, and gamma = sum l / (l + a) = D - a tr P coefficients are
+determined by the examples (MacKay, Bayesian interpolation, 1992).
 """
 
 from __future__ import annotations
@@ -82,19 +82,20 @@ class Posterior:
     """
 
     def __init__(self, held: Sums, solution: Solution, penalties: tuple[float, ...], noise_precision: Any) -> None:
-        values, self._vectors = held.spectrum()
-        self._solution = solution
-        self._shares = 1 / (values[:, None] + values.new_tensor(penalties)).expand(-1, held.targets)
-        """The variances of the coefficients along each eigenvector, times the precision of the noise, (D, E)."""
+        self._solution, like = solution, as_tensor(held.state.gram)
+        self._factors = [held.factor(each) for each in penalties]
+        """Of P for each penalty: one for all targets, or one for each."""
         if noise_precision is None:
-            self.precision = _estimated(held, solution.weight, (values[:, None] * self._shares).sum(0))
+            traces = torch.stack([each.inverse().diagonal().sum() for each in self._factors])
+            self.precision = _estimated(held, solution.weight, (held.width - traces * like.new_tensor(penalties)).expand(held.targets))
         else:
-            self.precision = values.new_tensor(precisions_of(noise_precision, held.targets)).expand(held.targets)
+            self.precision = like.new_tensor(precisions_of(noise_precision, held.targets)).expand(held.targets)
 
     def deviation(self, points: Tensor) -> Tensor:
         """Return the standard deviation (N, E) of the targets at points (N, D), with their noise, in the dtype of points."""
-        places = (points - self._solution.centre) @ self._vectors
-        return ((1 + places.square() @ self._shares) / self.precision).sqrt().to(points.dtype)
+        places = points - self._solution.centre
+        spread = torch.stack([factor.halves(places).square().sum(1) for factor in self._factors], 1)
+        return ((1 + spread) / self.precision).sqrt().to(points.dtype)
 
     def sample(self, points: Tensor, number: int, normal: Any) -> Tensor:
         """Return `number` joint draws (N, E, number) of the targets at points (N, D); `normal(shape)` draws numbers."""
@@ -102,8 +103,10 @@ class Posterior:
         def drawn(*shape: int) -> Tensor:
             return torch.from_numpy(normal(shape)).to(points.device)
 
-        places = (points - self._solution.centre) @ self._vectors
-        around = torch.einsum("nd,de,des->nes", places, self._shares.sqrt(), drawn(*self._shares.shape, number))
+        places = points - self._solution.centre
+        halves = torch.stack([factor.halves(places) for factor in self._factors])
+        targets = len(self.precision)
+        around = torch.einsum("end,des->nes", halves.expand(targets, -1, -1), drawn(places.shape[1], targets, number))
         around += drawn(*around.shape)
         return (self._solution.at(points.double())[:, :, None] + around / self.precision.sqrt()[:, None]).to(points.dtype)
 

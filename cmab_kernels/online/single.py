@@ -28,11 +28,10 @@ class Recursion:
     """
 
     def __init__(self, held: Sums, solution: Solution, alpha: float) -> None:
-        values, vectors = (part.cpu().numpy() for part in held.spectrum())
         width, intercept = held.width, held.intercept
         self.width, self.centre, self.growth = width, solution.centre.cpu().numpy(), 1.0
         self.inverse = np.zeros((width + intercept,) * 2)
-        self.inverse[:width, :width] = vectors / (values + alpha) @ vectors.T
+        self.inverse[:width, :width] = held.factor(alpha).inverse().cpu().numpy()
         self.theta = solution.weight[:, 0].cpu().numpy().copy()
         if intercept:
             self.inverse[width, width] = 1 / float(held.state.gram[0, 0, -1, -1])

@@ -79,6 +79,27 @@ class Squares(NamedTuple):
         return Squares(*(faded * mine + more for mine, more in zip(self, by, strict=True)))
 
 
+class Factor:
+    """P = (G + a I)^-1 = H H', H = D^-1 L'^-1, from the Cholesky factor L of the matrix that is scaled to a diagonal of 1
+    by D. The scaling keeps the digits of features of unlike scales, which eigenvectors of G would lose."""
+
+    def __init__(self, gram: Tensor, penalty: float) -> None:
+        with torch.inference_mode(False):
+            system = gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+            self._scale = system.diagonal().clamp(min=torch.finfo(gram.dtype).tiny).sqrt()
+            lower, self._info = torch.linalg.cholesky_ex(system / self._scale / self._scale[:, None])
+            self._lower = lower.where(self._info == 0, math.nan)
+
+    def halves(self, rows: Tensor) -> Tensor:
+        """Return rows (N, D) times H."""
+        scaled: Tensor = (rows / self._scale).to(self._lower)
+        return torch.linalg.solve_triangular(self._lower, scaled.mT, upper=False).mT
+
+    def inverse(self) -> Tensor:
+        half = self.halves(torch.eye(len(self._scale), dtype=self._scale.dtype, device=self._scale.device))
+        return half @ half.mT
+
+
 class Sums:
     """The examples held, as the sums of a ridge regression of y - `target_origin` on x - `origin`.
 
@@ -215,6 +236,10 @@ class Sums:
                 values, vectors = torch.linalg.eigh(as_tensor(self.centred().gram))
                 self._spectrum = values.clamp(min=0.0), vectors
         return self._spectrum
+
+    def factor(self, penalty: float) -> Factor:
+        """Return a factor of the inverse of the centred Gram matrix with this penalty."""
+        return Factor(as_tensor(self.centred().gram), penalty)
 
     def solved(self, penalties: tuple[float, ...], said: Any = None) -> Solution:
         """Return the solution with these penalties.

@@ -57,12 +57,16 @@ def test_components_far_apart_have_a_quantile_in_one_of_them() -> None:
 def test_a_quantile_has_the_derivatives_of_the_implicit_function() -> None:
     given = [torch.randn(3, 4, dtype=torch.float64, generator=seeded(i)).requires_grad_() for i in range(3)]
     probability = torch.tensor([0.1, 0.5, 0.99], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda a, b, c, p: LogNormalMixture(a, b, c.exp()).icdf(p), [*given, probability])
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda a, b, c, p: LogNormalMixture(a, b, c.exp()).icdf(p), [*given, probability])
 
 
 def test_a_probability_out_of_range_is_named() -> None:
     with pytest.raises(ValueError, match=r"value: got from 0\.5 to 1\.5, expected probabilities from 0 to 1"):
         mixture(2).icdf(torch.tensor([0.5, 1.5]))
+    with pytest.raises(TypeError, match=r"value: got a float, expected a torch\.Tensor"):
+        mixture(2).icdf(0.5)  # type: ignore[arg-type]
+    assert mixture().draw(seeded(1)).shape == ()
 
 
 def test_gaps_are_drawn_from_the_distribution() -> None:
@@ -203,8 +207,12 @@ def test_a_table_becomes_events() -> None:
     found = cmab_models.events_from_frame(TABLE, "when", "what", "where", start="2026-01-01", end="2026-01-03")
     assert found.marks == ("rain", "snow", "sun") and found.sequences == (3, 7) and found.unit == "h"
     assert found.events.times.tolist() == [[9.0, 36.5], [8.0, 9.0]] and found.events.marks.tolist() == [[1, 2], [0, 0]]
-    assert found.events.end.tolist() == [48.0, 48.0] and found.start == pandas.Timestamp("2026-01-01", tz="UTC")
+    assert found.events.end.tolist() == [48.0, 48.0] and found.start == pandas.Timestamp("2026-01-01")
     zoned = TABLE.assign(when=TABLE.when.dt.tz_localize("Europe/Berlin"))
+    here = cmab_models.events_from_frame(zoned, "when", "what", "where", start="2026-01-01", end="2026-01-03")
+    assert all(map(torch.equal, here.events, found.events)) and str(here.start.tz) == "Europe/Berlin"
+    late = cmab_models.events_from_frame(TABLE.assign(number=[10**18, 10**18 + 1, 10**18 + 5, 10**18 + 9]), "number")
+    assert late.events.times.tolist() == [[0.0, 1.0, 5.0, 9.0]]  # a float64 cannot hold the times, but holds the differences
     in_minutes = cmab_models.events_from_frame(zoned, "when", unit="m")
     assert in_minutes.events.times.tolist() == [[0.0, 60.0, 60.0, 1710.0]] and in_minutes.marks == ()
     numbers = cmab_models.events_from_frame(TABLE, "number", "what", start=0)
@@ -229,6 +237,10 @@ def test_other_tables_become_pandas() -> None:
         ({"mark": "who"}, "mark: got 'who'"),
         ({"start": "2026-01-02"}, "start: got 2026-01-02 00:00:00"),
         ({"end": "2026-01-02"}, "end: got 2026-01-02 00:00:00"),
+        ({"start": "2026-01-01T00:00Z"}, "start: got '2026-01-01T00:00Z', expected a time without a time zone"),
+        ({"start": "soon"}, "start: got 'soon'"),
+        ({"end": math.nan}, "end: got nan, expected a time"),
+        ({"time": "number", "end": "soon"}, "end: got 'soon', expected a finite number"),
         ({"unit": "years"}, "unit: got 'years', expected one of D, h, m, s"),
         ({"frame": [1]}, "frame: got a list, expected a pandas.DataFrame"),
         ({"frame": TABLE.iloc[:0]}, "frame: got no row"),

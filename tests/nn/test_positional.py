@@ -246,3 +246,16 @@ def test_rows_that_are_refused() -> None:
     assert module.get_state().tolist() == [3, 0]  # type: ignore[union-attr]
     module.set_state(torch.tensor([1, 2]))
     assert module.forward_step(x[:, 0]).shape == (BATCH, DIM) and module.get_state().tolist() == [2, 3]  # type: ignore[union-attr]
+
+
+def test_only_a_step_that_is_kept_tells_the_batch() -> None:
+    encoding = made()
+    encoding.forward_step(torch.randn(2, DIM, dtype=torch.float64))
+    encoding.forward_step(torch.randn(5, DIM, dtype=torch.float64), update_state=False)
+    encoding.clean_state([0])
+    assert encoding.position.tolist() == [0, 1]  # type: ignore[union-attr]
+    encoding.get_state().zero_()  # type: ignore[union-attr]
+    assert encoding.position.tolist() == [0, 1]  # type: ignore[union-attr]
+    for tokens in (torch.randn(5, 2, DIM, dtype=torch.float64), torch.randn(2, DIM, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=f"tokens: got batch {5 if tokens.dim() == 3 else 1}, expected batch 2"):
+            encoding(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -174,3 +175,18 @@ def test_draws_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
     x, y, _ = examples()
     with pytest.raises((TypeError, ValueError), match=message):
         OnlineRidge().fit(x, y).sample_y(x, **arguments)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_features_of_unlike_scales_keep_their_digits(seed: int) -> None:
+    """Without a penalty, scales change no prediction. Eigenvectors of the unscaled Gram matrix would lose them."""
+    numbers = np.random.default_rng(seed)
+    scale = np.array([1.0, 1e-3, 1e3])
+    x, y = numbers.normal(size=(30, 3)), numbers.normal(size=30)
+    alike, unlike = OnlineRidge(0.0).fit(x, y), OnlineRidge(0.0).fit(x * scale, y)
+    for ours, right in zip(unlike.predict(x * scale, return_std=True), alike.predict(x, return_std=True), strict=True):
+        np.testing.assert_allclose(ours, right, rtol=1e-10)
+    for i in range(10):
+        unlike.learn_one(x[i] * scale, y[i])
+        one = unlike.predict_one(x[i + 1] * scale)
+        np.testing.assert_allclose(one, copy.copy(unlike).predict(x[None, i + 1] * scale)[0], rtol=1e-9, atol=1e-9)

@@ -100,7 +100,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         place = self._place(token.shape[0] if token.dim() == 2 else 1, absent, token)
         out = token + encodings[place if token.dim() == 2 or isinstance(place, int) else place[0]]
         if as_flag("update_state", update_state):
-            self._move(place, 1, absent)
+            self._move(place, 1, absent, token.shape[0] if token.dim() == 2 else 1)
         return out
 
     def forward_steps(self, tokens: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -114,7 +114,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         place = self._place(self._batch(tokens), absent, tokens)
         out = self._added(tokens, encodings, place, absent)
         if as_flag("update_state", update_state):
-            self._move(place, tokens.shape[self._along(tokens)], absent)
+            self._move(place, tokens.shape[self._along(tokens)], absent, self._batch(tokens))
         return out
 
     @property
@@ -140,7 +140,8 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
 
     def get_state(self) -> int | Tensor:
         """Return the place of the next token, from 0 to 2 n - 2, or the place of each row of the batch, (B,) int64."""
-        return self.position
+        place = self.position
+        return place.clone() if isinstance(place, Tensor) else place
 
     def set_state(self, state: int | Tensor | None) -> None:
         """Continue from a place, or from one for each row. None acts as `clean_state`."""
@@ -178,7 +179,9 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
 
     def _start(self, tokens: Tensor) -> int | Tensor:
         """Return the place where `forward` begins: a random place in training mode, else the place of the stream."""
-        return torch.randint(self.period, (), device=tokens.device) if self.training else self.position
+        if self.training:
+            return torch.randint(self.period, (), device=tokens.device)
+        return self._fitting(self.position, self._batch(tokens))
 
     def _along(self, tokens: Tensor) -> int:
         return 1 if self.batch_first and tokens.dim() == 3 else 0
@@ -189,12 +192,15 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
     def _place(self, batch: int, absent: Tensor | None, tokens: Tensor) -> int | Tensor:
         """Return the place of the stream, or (B,) where rows may differ."""
         place = self.position
-        self.__dict__["_rows"] = batch  # for `clean_state`: a place that all rows share does not tell how many there are
         if isinstance(place, int) and absent is None:
             return place
+        return self._of_rows(self._fitting(place, batch), batch).to(tokens.device)
+
+    def _fitting(self, place: int | Tensor, batch: int) -> int | Tensor:
+        """Return a place; raise if it is that of another batch."""
         if isinstance(place, Tensor) and len(place) != batch:
             raise ValueError(mismatch("tokens", f"batch {batch}", f"batch {len(place)}, that of the stream; clean_state() ends it"))
-        return self._of_rows(place, batch).to(tokens.device)
+        return place
 
     def _of_rows(self, place: int | Tensor, batch: int) -> Tensor:
         return place if isinstance(place, Tensor) else torch.full((batch,), place, dtype=torch.int64, device=self.encodings.device)
@@ -209,7 +215,8 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         added = encodings[(places + start) % self.period]
         return tokens + (added if self.batch_first or tokens.dim() == 2 else added.unsqueeze(1))
 
-    def _move(self, place: int | Tensor, tokens: int, absent: Tensor | None) -> None:
+    def _move(self, place: int | Tensor, tokens: int, absent: Tensor | None, batch: int) -> None:
+        self.__dict__["_rows"] = batch  # for `clean_state`: a place that all rows share does not tell how many there are
         self.hold((place + (tokens if absent is None else (~absent).sum(1))) % self.period)
 
     def _entries(self, value: int | Tensor) -> dict[str, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,8 +48,8 @@ def events_from_frame(
         mark: the column of labels, of any type that sorts; None: all marks are 0.
         sequence: the column that tells sequences apart, such as a user; None: one sequence.
         unit: of the times that timestamps become: "D", "h", "m" or "s". Numbers keep their unit.
-        start, end: the observation of all sequences, as the column of times has it. None: the first and the last time in
-            the table. An event at the start has a gap of 0.
+        start, end: the observation of all sequences, as the column of times has it; a time without a time zone is one of
+            the column's. None: the first and the last time in the table. An event at the start has a gap of 0.
 
     `ValueError` for a column that is not there, for missing values, which it counts, for an empty table, and for a time
     before the start or after the end.
@@ -100,19 +102,39 @@ def _clock(column: Any, unit: str, start: Any, end: Any) -> tuple[np.ndarray, fl
     import pandas
 
     one: Any
-    bounds: list[Any]
-    if pandas.api.types.is_numeric_dtype(column.dtype) and column.dtype != bool:
-        values, one = column.to_numpy(np.float64), 1.0
-        bounds = [None if each is None else float(each) for each in (start, end)]
+    if pandas.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind in "iuf":
+        one, bounds = 1, [None if each is None else _number(name, each) for name, each in (("start", start), ("end", end))]
     elif pandas.api.types.is_datetime64_any_dtype(column.dtype):
-        values, one = pandas.to_datetime(column, utc=True), pandas.Timedelta(1, unit)
-        bounds = [None if each is None else pandas.to_datetime(each, utc=True) for each in (start, end)]
+        one, bounds = (
+            pandas.Timedelta(1, unit),
+            [None if each is None else _time(name, each, column) for name, each in (("start", start), ("end", end))],
+        )
     else:
         raise TypeError(
             mismatch("time", f"a column of {column.dtype}", "numbers or timestamps; pandas.to_datetime makes timestamps of text")
         )
-    first, last = (given if given is not None else found for given, found in zip(bounds, (values.min(), values.max()), strict=True))
-    for name, given, beyond in (("start", first, values.min() < first), ("end", last, values.max() > last)):
+    first, last = (given if given is not None else found for given, found in zip(bounds, (column.min(), column.max()), strict=True))
+    for name, given, beyond in (("start", first, column.min() < first), ("end", last, column.max() > last)):
         if beyond:
-            raise ValueError(mismatch(name, given, f"times from {values.min()} to {values.max()} inside"))
-    return np.asarray((values - first) / one, dtype=np.float64), float((last - first) / one), first
+            raise ValueError(mismatch(name, given, f"times from {column.min()} to {column.max()} inside"))
+    return ((column - first) / one).to_numpy(np.float64), float((last - first) / one), first
+
+
+def _number(name: str, given: Any) -> Any:
+    if not isinstance(given, Real) or not math.isfinite(given):
+        raise ValueError(mismatch(name, repr(given), "a finite number, as the times are"))
+    return given
+
+
+def _time(name: str, given: Any, column: Any) -> Any:
+    """Return a time as the column has it: without a time zone it is one of the column's."""
+    import pandas
+
+    zone = column.dt.tz
+    try:
+        time = pandas.Timestamp(given)
+    except (ValueError, TypeError) as error:
+        raise ValueError(mismatch(name, f"{given!r} ({error})", "a time")) from None
+    if time is pandas.NaT or (zone is None and time.tz is not None):
+        raise ValueError(mismatch(name, repr(given), "a time" if time is pandas.NaT else "a time without a time zone, as in the column"))
+    return time if zone is None else time.tz_localize(zone) if time.tz is None else time.tz_convert(zone)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, LogNormal, MixtureSameFamily
 
-from cmab_kernels.runtime.checks import mismatch
+from cmab_kernels.runtime.checks import mismatch, not_a_tensor
 from cmab_kernels.runtime.tracing import has_values
 
 from ..precision import in_single
@@ -57,8 +57,10 @@ class LogNormalMixture(MixtureSameFamily):
         probability. A gap that the dtype cannot hold is infinite, or 0.
 
         The quantile has no closed form. A bisection finds its logarithm in float64, between the quantiles of the
-        components. Derivatives are those of the implicit function.
+        components. Derivatives are those of the implicit function, up to the third.
         """
+        if not isinstance(value, Tensor):
+            raise TypeError(not_a_tensor("value", value))
         if has_values(value) and not ((value >= 0) & (value <= 1)).all():
             raise ValueError(mismatch("value", f"from {float(value.min())} to {float(value.max())}", "probabilities from 0 to 1"))
         components = cast("LogNormal", self.component_distribution)
@@ -70,8 +72,11 @@ class LogNormalMixture(MixtureSameFamily):
             middle = low + (high - low) / 2
             below = self._probability(middle).detach() < inside
             low, high = middle.where(below, low), high.where(below, middle)
-        error = self._probability(high) - inside  # the numerator has a gradient, and a value of 0
-        gap = (high - (error - error.detach()) / self._density(high).detach().clamp(min=_LEAST)).exp()
+        log_gap = high
+        for _ in range(2):  # two steps of Newton's method have the right derivatives up to the third; they move nothing
+            error = self._probability(log_gap) - inside
+            log_gap = log_gap - (error - error.detach()) / self._density(log_gap).clamp(min=_LEAST)
+        gap = log_gap.exp()
         return gap.where(value > 0, 0.0).where(value < 1, math.inf).to(components.loc.dtype)
 
     @property
@@ -98,7 +103,7 @@ class LogNormalMixture(MixtureSameFamily):
         """Return one gap (...) float64 of each distribution. Unlike `sample`, it takes a generator."""
         components = cast("LogNormal", self.component_distribution)
         weights = self.mixture_distribution.probs
-        chosen = torch.multinomial(weights.flatten(0, -2), 1, generator=generator).view(*weights.shape[:-1], 1)
+        chosen = torch.multinomial(weights.reshape(-1, weights.shape[-1]), 1, generator=generator).view(*weights.shape[:-1], 1)
         loc, scale = (part.double().gather(-1, chosen).squeeze(-1) for part in (components.loc, components.scale))
         normal = torch.randn(loc.shape, dtype=loc.dtype, device=loc.device, generator=generator)
         return (loc + scale * normal).exp()

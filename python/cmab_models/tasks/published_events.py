@@ -37,6 +37,8 @@ class PublishedEvents(EventTask):
         return int(_read(self.name, self.folder).marks.max()) + 1
 
     def events(self, part: str) -> Events:
+        if part not in ("train", "test"):
+            raise ValueError(mismatch("part", repr(part), "'train' or 'test'"))
         return _part(self.name, self.folder, part)
 
     @torch.no_grad()
