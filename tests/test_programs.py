@@ -160,7 +160,8 @@ def _ridge_prefixes(every: tuple[int, int], given: str) -> None:
 
 
 def _projected(dtype: torch.dtype, given: str = "") -> None:
-    K, B, H, L, N = (random.choice(SIZES[:most]) for most in (3, 5, 3, 11, len(SIZES)))
+    """The number of heads is a width of the projections, for which kernels are compiled as for those of a layer."""
+    K, H, (B, L, N) = 2, 3, (random.choice(SIZES[:most]) for most in (5, 11, len(SIZES)))
     sums = torch.promote_types(dtype, torch.float32)
     q, out, lse = _some(K, B, H, L, 16, dtype=sums), _some(K, B, H, L, 16), _some(K, B, H, L, dtype=torch.float64)
     x = _some(1 if given == "offsets" else B, N, 24, dtype=dtype)

@@ -41,7 +41,7 @@ MAY = {
 
 BUILT_ON = {("layers", "triton"): {"the insides of attention"}}
 """(Family, room) -> its further imports:
-the Triton attention layers run attention kernels between their projections."""
+the Triton layers run attention kernels, and project with those of attention over projected inputs."""
 
 
 def _imports(file: Path) -> Iterator[tuple[str, ...]]:

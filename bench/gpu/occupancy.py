@@ -117,11 +117,11 @@ def _prefixes() -> None:
 def _projected(dtype: torch.dtype) -> Call:
     def call() -> None:
         out, lse = torch.empty(1, 1, 4, 128, 16), torch.empty(1, 1, 4, 128, dtype=F64)
-        given = (out, torch.empty(1, 10**6, 64, dtype=dtype), torch.empty(1, 128, 64), torch.empty(1, 128), None, None)
+        given = (out, torch.empty(1, 2**16, 64, dtype=dtype), torch.empty(1, 128, 64), torch.empty(1, 128), None, None)
         projected.projected_attention_forward(ProjectedAttention(*given, scale=1.0, eps=1e-5))
         projected.projected_attention_backward(ProjectedAttentionBackward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4))
 
-    return "projected_attention_state, 4 x (L 128, N 1e6, C 64, d 16)", 16, dtype, call
+    return "projected_attention_state, 4 x (L 128, N 65,536, C 64, d 16)", 16, dtype, call
 
 
 def _feed_forward() -> None:

@@ -160,22 +160,11 @@ def check_together(name: str, features: Tensor, **parts: Mapping[str, Tensor | N
                 raise ValueError(mismatch(f"{part}.{kind}", f"device {each.device}", allowed))
 
 
-TRAINED_COLUMNS = 128
-"""The largest number of input columns for which a GPU's kernels project inputs in training.
-
-Gradients of more columns are computed piece by piece, and each piece recomputes all scores.
-"""
-
-
 def projects_inside(query: Tensor, inputs: Tensor, *weights: Tensor) -> bool:
     """Return whether `projected_attention_state` should read the inputs.
 
-    On a CPU the result is always True. On a GPU it is True if there is a kernel for such heads and, in training, if the
-    inputs have few columns.
+    On a CPU the result is always True. On a GPU it is True if there is a kernel for such heads.
     """
     if not inputs.is_cuda:
         return True
-    trained = torch.is_grad_enabled() and any(part.requires_grad for part in (query, inputs, *weights))
-    if trained and inputs.shape[-1] > TRAINED_COLUMNS:
-        return False
     return any(found.usable for found in explain("projected_attention_state", query, inputs, *weights)[:-1])

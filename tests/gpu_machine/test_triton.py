@@ -41,8 +41,8 @@ LANDMARKS = {**FEW, "L": 20, "N": 21}
 SLOW = [pytest.param("fp64", marks=pytest.mark.nightly)]
 ATTENTION = {"_forward", "_row_terms", "_backward"}
 PREFIXES = {"_windows", "_scan", "_send_back", "_prefix_keys", "_prefix_queries"}
-PROJECTED = {"_projected_forward", "_row_terms", "_projected_backward", "_projected_backward_inputs"}
 MATRICES = {"_matrix_gradient", "_add_shares"}
+PROJECTED = {"_project", "_forward", "_row_terms", "_project_rows_back", *MATRICES}
 FEED_FORWARD = {"_feed_forward", "_feed_forward_back", *MATRICES}
 ATTENTION_LAYER = {"_project", "_join", "_part", "_project_back", *MATRICES}
 IN_PARTS = {"_forward", "_row_terms", "_backward_in_parts"}
@@ -222,6 +222,16 @@ def test_projected_attention_of_several_runs() -> None:
 
 def test_projected_attention_of_packed_sets() -> None:
     assert accuracy(projected.TestPackedSets, "fp32", {"H": 1}) >= {*PROJECTED, "_merge", "_vet"}
+
+
+@pytest.mark.parametrize("suite", [projected.TestIncomingState, projected.TestPackedSets])
+def test_projected_attention_of_several_chunks(suite: type[OperatorSuite], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk continues the state and adds to the shares of those before."""
+    chunks = importlib.import_module("cmab_kernels.attention.projected.triton.chunks")
+    monkeypatch.setattr(chunks, "STEP", 16)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    extents = {"B": 1, "L": 1, "N": 37, "M": 3} if suite is projected.TestIncomingState else {"L": 1}
+    assert accuracy(suite, "fp32", {"H": 1, **extents}) >= PROJECTED
 
 
 def test_projected_attention_without_a_norm() -> None:

@@ -14,11 +14,11 @@ pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from cmab_kernels.attention.projected.triton import launch as launches
+from cmab_kernels.attention.projected.triton.launch import Tiles
 from cmab_kernels.layers import triton as kernels
 from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
 from cmab_kernels.layers.reference import RESIDUALS
-from cmab_kernels.layers.triton import launch as launches
-from cmab_kernels.layers.triton.launch import Tiles
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 from tests.machine_code import wrong
 

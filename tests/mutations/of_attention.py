@@ -423,23 +423,41 @@ IN_TRITON = {
         "base_out * base_weight[:, None]",
         f"{PREFIX_KERNELS}",
     ),
-    "a projected value without its bias": Fault(
-        "cmab_kernels/attention/projected/triton/forward.py",
-        "values += biases[1][None, :]",
-        "values += 0.0",
+    "offsets of a chunk counted from the first row": Fault(
+        "cmab_kernels/attention/projected/triton/chunks.py",
+        "(offsets - start).clamp(",
+        "offsets.clamp(",
+        f"{PROJECTED_KERNELS}::test_chunks",
+    ),
+    "invalid offsets that are valid in a chunk": Fault(
+        "cmab_kernels/attention/projected/triton/chunks.py",
+        "checked[:-1].long() + checked[-1] * N",
+        "checked[:-1].long()",
+        f"{PROJECTED_KERNELS}::test_bad_offsets_make_everything_nan",
+    ),
+    "a gradient of the queries from the last chunk alone": Fault(
+        "cmab_kernels/attention/projected/triton/chunks.py",
+        "dquery = share if dquery is None else dquery.add_(share)",
+        "dquery = share",
+        f"{PROJECTED_KERNELS}::test_chunks",
+    ),
+    "a gradient of the projections from the last chunk alone": Fault(
+        "cmab_kernels/attention/projected/triton/projections.py",
+        "total + tl.load(pointers, mask=there & (more != 0), other=0.0)",
+        "total",
+        f"{PROJECTED_KERNELS}::test_chunks",
+    ),
+    "a mean along rows that counts the bias": Fault(
+        "cmab_kernels/attention/projected/triton/projections.py",
+        "(unbiased - vector(bias, M, TILE, dnormed.dtype, start)[None, :])",
+        "unbiased",
         f"{PROJECTED_KERNELS}::test_shapes",
     ),
-    "a projected key without its bias": Fault(
-        "cmab_kernels/attention/projected/triton/forward.py",
-        "keys += biases[0][None, :]",
-        "keys += 0.0",
-        f"{PROJECTED_KERNELS}::test_shapes",
-    ),
-    "a chunk of a wide head that counts twice": Fault(
-        "cmab_kernels/attention/projected/triton/backward.py",
-        "other = (chunk + ahead) % CHUNKS",
-        "other = ahead % CHUNKS",
-        f"{PROJECTED_KERNELS}::test_wide_heads",
+    "a tile of columns that no program projects": Fault(
+        "cmab_kernels/attention/projected/triton/projections.py",
+        "for start in range(part * TILE, M, parts * TILE):",
+        "for start in range(part * TILE, M, (parts + 1) * TILE):",
+        f"{PROJECTED_KERNELS}::test_columns_are_divided",
     ),
     "projected keys rounded to a half type": Fault(
         "cmab_kernels/runtime/triton_products.py",

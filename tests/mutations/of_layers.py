@@ -224,13 +224,13 @@ IN_TRITON = {
         f"{KERNELS}::test_attention",
     ),
     "columns past the last in a norm, in Triton": Fault(
-        "cmab_kernels/layers/triton/rows.py",
+        "cmab_kernels/attention/projected/triton/rows.py",
         "piece = tl.where(column + tl.arange(0, PIECE)[None, :] < C, piece - mean[:, None], 0.0)",
         "piece = piece - mean[:, None]",
         f"{KERNELS}::test_feed_forward",
     ),
     "heads that lie one in the other": Fault(
-        "cmab_kernels/layers/triton/rows.py",
+        "cmab_kernels/attention/projected/triton/rows.py",
         "first = ((row // length).to(tl.int64) * HEADS * length + row % length) * WIDTH",
         "first = ((row // length).to(tl.int64) * length + row % length) * WIDTH",
         f"{KERNELS}::test_attention",
@@ -263,13 +263,13 @@ IN_TRITON = {
         f"{KERNELS}::test_attention",
     ),
     "a gradient of the width of the one before": Fault(
-        "cmab_kernels/layers/triton/shares.py",
+        "cmab_kernels/attention/projected/triton/shares.py",
         "counts[2], widths[2]",
         "counts[2], widths[1]",
         f"{KERNELS}::test_feed_forward",
     ),
     "shares of a gradient that replace each other": Fault(
-        "cmab_kernels/layers/triton/shares.py",
+        "cmab_kernels/attention/projected/triton/shares.py",
         "total += tl.sum(tl.load(",
         "total = tl.sum(tl.load(",
         f"{KERNELS}::test_many_shares",

@@ -89,20 +89,6 @@ def test_keys_on_a_gpu_are_written_where_heads_are_wide(width: int, inside: bool
         assert projects_inside(query, inputs, weight, weight) is inside
 
 
-@pytest.mark.parametrize("columns, inside", [(128, True), (129, False)])
-def test_keys_on_a_gpu_are_written_where_wide_inputs_are_trained_on(columns: int, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' gradients would compute all scores again for each piece of the columns."""
-    launch = pytest.importorskip("cmab_kernels.attention.projected.triton.launch", exc_type=ImportError)
-    monkeypatch.setattr(launch, "device_problem", lambda _: None)
-    with FakeTensorMode():
-        query, inputs, weight = (torch.empty(*shape, device="cuda") for shape in ((2, 8, 16), (1, 9, columns), (32, columns)))
-        assert projects_inside(query, inputs, weight, weight)
-        weight.requires_grad_()
-        assert projects_inside(query, inputs, weight, weight) is inside
-        with torch.no_grad():
-            assert projects_inside(query, inputs, weight, weight)
-
-
 def test_padding_may_hold_anything_and_sets_may_be_empty() -> None:
     module = block()
     inputs, latents = points()

@@ -41,9 +41,10 @@ def projected_attention_state(
     The result is `attention_state(query, key, value, ...)` with the key `heads(F.linear(x, key_weight, key_bias))` and
     the value `heads(F.linear(x, value_weight, value_bias))`, where x is `inputs`, or
     `F.layer_norm(inputs, (C,), *context_norm)`. Keys and values are computed in float32 (float64 for float64 inputs; on
-    a GPU, values of bfloat16 inputs by products of bfloat16) from a few hundred rows at a time. The backward pass
-    computes them again. Memory therefore does not grow with N, apart from the gradient of the inputs if it is needed.
-    K stacked blocks, each with its own queries, projections and norm, share one pass over the inputs.
+    a GPU, values of bfloat16 inputs in bfloat16) from a chunk of rows at a time: from a few hundred rows on a CPU, and
+    on a GPU from so many that keys and values take 32 MiB. The backward pass computes them again. Memory therefore does
+    not grow with N, apart from the gradient of the inputs if it is needed. K stacked blocks, each with its own queries,
+    projections and norm, share one pass over the inputs.
 
     Args:
         query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16. Stacked: (K, B, H, L, D) or

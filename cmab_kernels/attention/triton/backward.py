@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ...runtime.tiles import chosen_once
-from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device, triton_dtype
+from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, on_device, triton_dtype
 from ...runtime.triton_products import in_place, product, product_of_wide
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from ..contract import AttentionBackward
 from .backward_in_parts import _backward_in_parts
 from .forward import IN_SHARED, LOG2_E
-from .launch import WIDEST_BLOCK, backward_keys_tiles, backward_products, backward_tiles, piece_of_columns
+from .launch import WIDEST_BLOCK, backward_keys_tiles, backward_products, backward_tiles, piece_of_columns, tile_alignment
 from .rows import load_rows, row_terms, sum_runs
 from .runs import checked_offsets, cut_keys, locate
 
@@ -56,21 +56,17 @@ def weigh(
     SLOPES: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
-    others=None,
     HIDDEN: tl.constexpr = True,
 ):
     """The weights P of a tile and the gradient dS of its scores: (queries, keys), or (keys, queries) if TURNED.
 
     A thread has few rows of a tile. If the queries are the rows, they and their terms take few registers; if they are
-    the columns, P' and dS' lie where the products dV = P' dout and dK = dS' Q need them. `others` are the contributions
-    of other columns of keys and values to the products with the rows.
+    the columns, P' and dS' lie where the products dV = P' dout and dK = dS' Q need them.
     """
     queries, douts, high, low, delta = rows
     KEYS: tl.constexpr = 0 if TURNED else 1
     high, low, delta = tl.expand_dims(high, KEYS), tl.expand_dims(low, KEYS), tl.expand_dims(delta, KEYS)
     scores = scores_of(keys, queries, TURNED, OPERAND, PRECISION, HIDDEN)
-    if others is not None:
-        scores += others[0]
     exponents = (scores - high) * log2_scale - low
     if high.dtype == tl.float64:  # beyond 2**53, lse no longer tells neighbouring scores apart
         exponents = tl.where(exponents > 0, 0.0, exponents)
@@ -80,8 +76,6 @@ def weigh(
     slopes = weights
     if SLOPES:
         dweights = scores_of(values, douts, TURNED, OPERAND, PRECISION, HIDDEN)
-        if others is not None:
-            dweights += others[1]
         slopes = weights * (dweights - delta)
     return weights.to(OPERAND), slopes.to(OPERAND)
 
@@ -197,7 +191,7 @@ def _backward(
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
-    OWN: tl.constexpr = query.dtype.element_ty
+    OWN: tl.constexpr = OPERAND if OPERAND.primitive_bitwidth == 16 else query.dtype.element_ty
     QUERY: tl.constexpr = shares is not None
     B, H, L, N = sizes
     blocks = tl.cdiv(L, BLOCK_L)
@@ -308,7 +302,7 @@ def _backward_keys(
     DTYPE: tl.constexpr = high.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
-    OWN: tl.constexpr = query.dtype.element_ty
+    OWN: tl.constexpr = OPERAND if OPERAND.primitive_bitwidth == 16 else query.dtype.element_ty
     B, H, L, N = sizes
     query_strides, key_strides, value_strides, mask_strides = strides
     head = tl.program_id(0) % H
@@ -353,20 +347,23 @@ class _Passes(NamedTuple):
 
 
 @chosen_once
-def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool) -> _Passes:
-    """The passes for such inputs; more `queries` than the widest block has make no difference.
+def _chosen(
+    dtype: torch.dtype, of_keys: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool
+) -> _Passes:
+    """The passes for values of `dtype`; more `queries` than the widest block has make no difference.
 
     `tf32` says whether torch allows it, as in `forward.py`.
     """
     products = backward_products(dtype, max(D, E), device)
-    tiles = backward_tiles(products, device, max(D, E), queries)
-    align = tuple([natural_alignment(dtype, width) if aligned else 0 for width in (D, D, E)])
+    wide = of_keys != dtype
+    tiles = backward_tiles(products, device, max(D, E), queries, wide)
+    align = tile_alignment(dtype, of_keys, D, E, aligned)
     options = {"D": D, "E": E, "ALIGN": align, **tiles._asdict()}
     if products.kind == "tf32x3":
         in_parts = _backward_in_parts.given(PIECE=piece_of_columns(device, max(D, E)), **options, enable_fp_fusion=False)
         return _Passes(products.operand, tiles.BLOCK_L, tiles.BLOCK_L, in_parts, None)
     options |= {"OPERAND": triton_dtype(products.operand), "PRECISION": products.input_precision}
-    passing = options | backward_keys_tiles(products, device, max(D, E))._asdict()
+    passing = options | backward_keys_tiles(products, device, max(D, E), wide)._asdict()
     keys = _backward_keys.given(TURNED=products.kind in IN_PLACE, **passing)
     return _Passes(products.operand, tiles.BLOCK_L, 1, _backward.given(**options), keys)
 
@@ -374,16 +371,21 @@ def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: i
 def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dquery, dkey, dvalue); each that `needs` does not ask for is an empty tensor.
 
-    `dlse` None stands for zeros.
+    `dlse` None stands for zeros. With values of a half type, queries and keys may be float32; then `dkey` is of the half
+    type, and `dquery` is float32.
     """
     dout, dlse, query, key, value, key_padding_mask, cu_seqlens, out, lse, scale, needs, _ = inputs
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
-    passes = _chosen(query.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
+    passes = _chosen(value.dtype, key.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
     sums = torch.promote_types(query.dtype, torch.float32)
     fresh = torch.empty_like if B * L else torch.zeros_like  # without queries no kernel runs
-    grads = [fresh(x, memory_format=torch.contiguous_format) if need else None for x, need in zip((query, key, value), needs, strict=True)]
+    given = ((query, query.dtype), (key, value.dtype), (value, value.dtype))
+    grads = [
+        fresh(x, dtype=dtype, memory_format=torch.contiguous_format) if need else None
+        for (x, dtype), need in zip(given, needs, strict=True)
+    ]
     dquery, dkey, dvalue = grads
     with on_device(query):
         offsets = checked_offsets(cu_seqlens, N)

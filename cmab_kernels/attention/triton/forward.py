@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...runtime.dtypes import state_dtype
 from ...runtime.tiles import chosen_once
-from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device
+from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, on_device
 from ...runtime.triton_products import in_place, product, product_of_wide
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from ..contract import Attention
-from .launch import WIDEST_BLOCK, forward_constants, merge_constants
+from .launch import WIDEST_BLOCK, forward_constants, merge_constants, tile_alignment
 from .runs import checked_offsets, count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -57,7 +57,6 @@ def absorb(
     LIFT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
-    others=None,
     HIDDEN: tl.constexpr = True,
 ):
     """Update (maximum, sum of weights, weighted values) with one tile.
@@ -65,12 +64,9 @@ def absorb(
     Scaling and subtracting the maximum are one multiply-add. The maximum is kept as a score. Its product with the scale
     is rounded, but the multiply-add does not round its own product. The sum of weights cancels this difference, unless
     scores are LARGE. Such scores are so far apart that a power of two, `coarse`, can serve as the scale, and it rounds
-    nothing. Weights are multiplied by LIFT in the product with the values, but not in their sum. `others` are the
-    contributions of other columns to the scores.
+    nothing. Weights are multiplied by LIFT in the product with the values, but not in their sum.
     """
     scores = product_of_wide(queries, tl.trans(keys), OPERAND, PRECISION, HIDDEN)
-    if others is not None:
-        scores += others
     if keep is not None:
         scores = tl.where(keep if len(keep.shape) == 2 else keep[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
@@ -114,23 +110,20 @@ def state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, L
 
 @triton.jit
 def store_state(
-    out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E: tl.constexpr, column=0
+    out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E: tl.constexpr
 ):
-    """Store the state of one run of keys for one block of queries, merged with the incoming state if there is one.
-
-    This stores the columns of `out` from `column` on; lse is stored with the first columns.
-    """
+    """Store the state of one run of keys for one block of queries, merged with the incoming state if there is one."""
     BLOCK_L: tl.constexpr = acc.shape[0]
     E_PAD: tl.constexpr = acc.shape[1]
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
-    inside = (rows < L)[:, None] & (column + tl.arange(0, E_PAD) < E)[None, :]
+    inside = (rows < L)[:, None] & (tl.arange(0, E_PAD) < E)[None, :]
     if state_lse is not None:
         state = tl.load(tile_at(state_lse, lse_strides, batch, head, block * BLOCK_L, BLOCK_L, 1, 0), mask=(rows < L)[:, None], other=0.0)
-        outs = tl.load(tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0, column), mask=inside, other=0.0)
+        outs = tl.load(tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0), mask=inside, other=0.0)
         acc, logarithm = _add_state(acc, logarithm, outs, state.reshape([BLOCK_L]))
     row = slot_head.to(tl.int64) * L + rows
-    tl.store(rows_at(out, row, E, E_PAD, column), acc, mask=inside)
-    tl.store(lse + row, logarithm, mask=(rows < L) & (column == 0))
+    tl.store(rows_at(out, row, E, E_PAD), acc, mask=inside)
+    tl.store(lse + row, logarithm, mask=rows < L)
 
 
 @triton.jit
@@ -186,8 +179,8 @@ def _forward(
 ):
     """Compute the state of one run of keys for one block of queries, merged with the incoming state if there is one.
 
-    The maximum needs a positive scale, so the queries take its `sign`. Weights reach up to LIFT, because float16 has
-    few digits below 2**-14.
+    Keys may be wider than OPERAND, the dtype of the values. The maximum needs a positive scale, so the queries take its
+    `sign`. Weights reach up to LIFT, because float16 has few digits below 2**-14.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -201,7 +194,7 @@ def _forward(
     batch, first, last = locate(slot_head // H, offsets, B, N, cut)
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     queries = load_tile(tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]), rows < L, D)
-    queries = (queries * sign).to(query.dtype.element_ty)
+    queries = (queries * sign).to(OPERAND)
     if offsets is not None:
         batch = 0
 
@@ -292,13 +285,16 @@ def _merge(
 
 
 def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
-    """Return (out, lse): the attention over all keys, merged with the incoming state if there is one."""
+    """Return (out, lse): the attention over all keys, merged with the incoming state if there is one.
+
+    With values of a half type, queries and keys may be float32: the queries are rounded, and the keys are not.
+    """
     query, key, value, key_padding_mask, cu_seqlens, state_out, state_lse, scale, _ = inputs
     (B, H, L, D), (*_, N, E) = query.shape, value.shape
     mask = mask_bytes(key_padding_mask)
     runs, most_runs, slots = cut_keys(B, L, N, cu_seqlens is not None)
     at_once = runs == 1 and cu_seqlens is None
-    forward, block = _chosen(query.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
+    forward, block = _chosen(value.dtype, key.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
     out_strides, lse_strides = state_strides(state_out, state_lse)
     with on_device(query):
         offsets = checked_offsets(cu_seqlens, N)
@@ -363,13 +359,15 @@ _NO_STRIDES = ((0,) * 4, (0,) * 4)
 
 
 @chosen_once
-def _chosen(dtype: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool) -> tuple[Kernel, int]:
-    """`_forward` for such inputs, and the number of queries in a block.
+def _chosen(
+    dtype: torch.dtype, of_keys: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool
+) -> tuple[Kernel, int]:
+    """`_forward` for values of `dtype`, and the number of queries in a block.
 
     More `queries` than the widest block has make no difference. `tf32` says whether torch allows it.
     """
-    align = tuple([natural_alignment(dtype, width) if aligned else 0 for width in (D, D, E)])
-    constants = forward_constants(dtype, device, D, E, queries)
+    align = tile_alignment(dtype, of_keys, D, E, aligned)
+    constants = forward_constants(dtype, device, D, E, queries, of_keys != dtype)
     return _forward.given(ALIGN=align, **constants), constants["BLOCK_L"]
 
 

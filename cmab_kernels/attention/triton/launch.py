@@ -6,7 +6,7 @@ import torch
 import triton
 
 from ...runtime.tiles import BLACKWELL, HOPPER, capability_of, chosen_once, has_little_shared_memory, tuned
-from ...runtime.triton_launch import Products, allows_tf32, triton_dtype
+from ...runtime.triton_launch import Products, allows_tf32, natural_alignment, triton_dtype
 
 
 def _products(dtype: torch.dtype, fits: bool) -> Products:
@@ -87,26 +87,40 @@ _AMPERE_BACKWARD_IN_PARTS = {32: Tiles(64, 64, 4, 1), 64: Tiles(32, 64, 4, 1)}
 _AMPERE_BACKWARD = _BACKWARD["tf32"] | {64: Tiles(128, 16, 8, 2)}
 
 
-def _tiles(kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int) -> Tiles:
-    chosen = tuned(kernel, device, products.kind, width)
-    if chosen:
-        return Tiles(*chosen)
-    if has_little_shared_memory(device):
-        table = table | _WITH_LITTLE_SHARED_MEMORY[kernel]
+# In place of "half" for keys wider than the half type of the values, whose tiles are larger and are multiplied in parts.
+_WIDE_KEYS = {
+    "attention.forward": {32: Tiles(128, 64, 4, 2), 64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
+    "attention.backward": {32: Tiles(128, 64, 8, 1), 64: Tiles(128, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
+    "attention.backward_keys": {32: Tiles(64, 32, 8, 1), 64: Tiles(64, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)},
+}
+_WIDE_KEYS_ON_HOPPER = _WIDE_KEYS | {"attention.backward": {16: Tiles(128, 128, 8, 1), 64: Tiles(128, 64, 8, 1), 256: Tiles(32, 32, 8, 1)}}
+
+
+def _tiles(
+    kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int, wide: bool = False
+) -> Tiles:
+    if wide:
+        table = {products.kind: (_WIDE_KEYS_ON_HOPPER if capability_of(device)[0] == HOPPER[0] else _WIDE_KEYS)[kernel]}
+    else:
+        chosen = tuned(kernel, device, products.kind, width)
+        if chosen:
+            return Tiles(*chosen)
+        if has_little_shared_memory(device):
+            table = table | _WITH_LITTLE_SHARED_MEMORY[kernel]
     return next(tiles for widest, tiles in table[products.kind].items() if width <= widest)
 
 
-def forward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
+def forward_tiles(products: Products, device: torch.device, width: int, queries: int, wide: bool = False) -> Tiles:
     in_parts = _FORWARD_IN_PARTS.get(capability_of(device)[0], _AMPERE_IN_PARTS)
-    return _tiles("attention.forward", _FORWARD | {"tf32x3": in_parts}, products, device, width).at_most(queries)
+    return _tiles("attention.forward", _FORWARD | {"tf32x3": in_parts}, products, device, width, wide).at_most(queries)
 
 
-def backward_tiles(products: Products, device: torch.device, width: int, queries: int) -> Tiles:
+def backward_tiles(products: Products, device: torch.device, width: int, queries: int, wide: bool = False) -> Tiles:
     """The tiles of `_backward`, or for float32 in parts `_backward_in_parts`, which hold a block of queries and read the keys."""
     generation = capability_of(device)[0]
     of_one = _AMPERE_BACKWARD if generation < HOPPER[0] else _BACKWARD["tf32"]
     in_parts = _BACKWARD_IN_PARTS.get(generation, _AMPERE_BACKWARD_IN_PARTS)
-    return _tiles("attention.backward", _BACKWARD | {"tf32": of_one, "tf32x3": in_parts}, products, device, width).at_most(queries)
+    return _tiles("attention.backward", _BACKWARD | {"tf32": of_one, "tf32x3": in_parts}, products, device, width, wide).at_most(queries)
 
 
 _PIECES: dict[int, dict[int, int | None]] = {HOPPER[0]: {32: None, 64: 16}, BLACKWELL: {32: 16, 64: 32}}
@@ -118,17 +132,27 @@ def piece_of_columns(device: torch.device, width: int) -> int | None:
     return next(piece for widest, piece in pieces.items() if width <= widest)
 
 
-def backward_keys_tiles(products: Products, device: torch.device, width: int) -> Tiles:
+def backward_keys_tiles(products: Products, device: torch.device, width: int, wide: bool = False) -> Tiles:
     """The tiles of `_backward_keys`, which holds a tile of keys and reads the queries."""
-    return _tiles("attention.backward_keys", _BACKWARD_KEYS, products, device, width)
+    return _tiles("attention.backward_keys", _BACKWARD_KEYS, products, device, width, wide)
 
 
 WIDEST_BLOCK = 256
 """The most queries in a block."""
 
 
-def forward_constants(dtype: torch.dtype, device: torch.device, width: int, value_width: int, queries: int) -> dict[str, Any]:
-    """The constants of `_forward`, but for what is known of the addresses."""
+def tile_alignment(dtype: torch.dtype, of_keys: torch.dtype, width: int, value_width: int, aligned: bool) -> tuple[int, int, int]:
+    """What is known of the addresses of queries, keys, and values of `dtype`: see `alignment`."""
+    if not aligned:
+        return 0, 0, 0
+    keys = natural_alignment(of_keys, width)
+    return keys, keys, natural_alignment(dtype, value_width)
+
+
+def forward_constants(
+    dtype: torch.dtype, device: torch.device, width: int, value_width: int, queries: int, wide: bool = False
+) -> dict[str, Any]:
+    """The constants of `_forward`, but for what is known of the addresses; `wide` says whether keys are wider than values."""
     widest = max(width, value_width)
     products = forward_products(dtype, widest)
     return {
@@ -137,7 +161,7 @@ def forward_constants(dtype: torch.dtype, device: torch.device, width: int, valu
         "LIFT": 2.0**14 if dtype == torch.float16 else 1.0,
         "OPERAND": triton_dtype(products.operand),
         "PRECISION": products.input_precision,
-        **forward_tiles(products, device, widest, queries)._asdict(),
+        **forward_tiles(products, device, widest, queries, wide)._asdict(),
     }
 
 

@@ -108,20 +108,15 @@ def load_rows(
     BLOCK_L: tl.constexpr,
     ALIGN: tl.constexpr,
     OPERAND: tl.constexpr,
-    chunk=0,
 ):
-    """Load a block of queries and their terms from `_row_terms`; rows beyond the last query get weight 0.
-
-    For wide heads, load one `chunk`: D_PAD columns of the queries, and E_PAD columns of their gradients.
-    """
+    """Load a block of queries and their terms from `_row_terms`; rows beyond the last query get weight 0."""
     _, H, L, _ = sizes
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     inside = rows < L
-    key, value = chunk * D_PAD, chunk * E_PAD
-    pointers = tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0], key)
-    queries = load_tile(pointers, inside & (key < D), D, key).to(OPERAND)
+    pointers = tile_at(query, strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0])
+    queries = load_tile(pointers, inside, D).to(OPERAND)
     row = (tl.cast(batch, tl.int64) * H + head) * L + rows
-    slopes = load_tile(rows_at(douts, row, E, E_PAD, value), inside & (value < E), E, value)
+    slopes = load_tile(rows_at(douts, row, E, E_PAD), inside, E)
     lows = tl.load(low + row, mask=inside, other=float("inf"))
     return queries, slopes, tl.load(high + row, mask=inside, other=0.0), lows, tl.load(delta + row, mask=inside, other=0.0)
 

@@ -1,11 +1,14 @@
 """The layers of a transformer in Triton.
 
-- `rows`          a block of rows, and its norm, forward and backward
+- `rows`          a block of rows: its residual, and the gradient of its norm
 - `activation`    the activation of hidden features, and its gradient
 - `feed_forward`  feed-forward layers
-- `projections`   the projections before and after the heads of an attention layer
+- `projections`   the projection after the heads of an attention layer, and the way back through those before
 - `attention`     attention layers: the kernels of `cmab_kernels.attention` run between the projections
-- `launch`        the inputs that the kernels can run, precision of the matrix products, and block sizes
+- `launch`        the inputs that the kernels can run
+
+Norms, the projections before the heads, gradients of matrices, and block sizes are those of
+`attention.projected.triton`.
 """
 
 from .attention import attention_layer, attention_layer_backward

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ...attention.contract import Attention, AttentionBackward
+from ...attention.projected.triton.launch import aligned
+from ...attention.projected.triton.projections import Rows, matrix_gradient, plain_rows, project
+from ...attention.projected.triton.shares import gradients
 from ...attention.triton import attention_backward, attention_forward
 from ...runtime.triton_launch import on_device
 from ..contract import AttentionLayer, AttentionLayerBackward, needed, needs_part, needs_query_key_value, needs_rows
-from .launch import aligned
-from .projections import Rows, join, matrix_gradient, part, plain_rows, project, project_back, rows_of
-from .shares import gradients
+from .projections import join, normed_rows, part, project_back
 
 
 def _split(rows: Tensor, heads: int) -> Tensor:
@@ -32,10 +33,10 @@ def _rows(inputs: AttentionLayer | AttentionLayerBackward) -> tuple[Rows, Rows |
     They differ if rows of x are ignored, because an ignored row still is a query.
     """
     x, context, mask, norm = inputs.x, inputs.context, inputs.key_padding_mask, (inputs.norm_weight, inputs.norm_bias)
-    own = rows_of(x, None, norm, inputs.eps)
+    own = normed_rows(x, None, norm, inputs.eps)
     if context is not None:
-        return own, rows_of(context, mask, (inputs.context_norm_weight, inputs.context_norm_bias), inputs.context_eps)
-    return own, None if mask is None else rows_of(x, mask, norm, inputs.eps)
+        return own, normed_rows(context, mask, (inputs.context_norm_weight, inputs.context_norm_bias), inputs.context_eps)
+    return own, None if mask is None else normed_rows(x, mask, norm, inputs.eps)
 
 
 def attention_layer(inputs: AttentionLayer) -> tuple[Tensor, ...]:

@@ -18,15 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...attention.projected.triton.launch import aligned, back, forward
+from ...attention.projected.triton.projections import matrix_gradient, plain_rows
+from ...attention.projected.triton.rows import project_rows, row_norms, vector
+from ...attention.projected.triton.shares import gradients, shares_of
 from ...runtime.triton_launch import kernel, on_device
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import load_tile, rows_at, rows_from
 from ..contract import FeedForwardLayer, FeedForwardLayerBackward, needed, needs_part
 from .activation import activated, slopes
-from .launch import aligned, back, forward
-from .projections import is_normed, matrix_gradient, plain_rows, rows_of
-from .rows import back_to_columns, project_rows, residual_rows, row_norms, store_row_gradients, vector
-from .shares import gradients, shares_of
+from .projections import is_normed, normed_rows
+from .rows import back_to_columns, residual_rows, store_row_gradients
 
 
 @kernel()
@@ -170,7 +172,7 @@ def feed_forward_layer_backward(inputs: FeedForwardLayerBackward) -> tuple[Tenso
         *tensors, _, eps, _, _, _, _ = inputs  # the bias of `contract` has no effect on the gradients
         dy, x, *parameters = aligned(*tensors)
         dx, *norms, acts, dhidden = _back(dy, x, parameters, eps, kind, need)
-        rows = rows_of(x, None, parameters[:2], eps)
+        rows = normed_rows(x, None, parameters[:2], eps)
         of_matrices = (
             matrix_gradient(dhidden, rows, needs_part(need, "expand")),
             matrix_gradient(dy, plain_rows(acts), needs_part(need, "contract")),

@@ -1,104 +1,25 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The projections before and after the heads of an attention layer.
+"""The projection after the heads of an attention layer with its residual, and the way back through those before.
 
-One kernel computes the norm and the projections, another the output projection and the residual. A program holds a
-block of rows and reads the matrices in tiles. Rows of heads are read and written in the layout of the attention
-kernels. The gradient of a matrix is a sum over rows; each program stores a share of it.
+A program holds a block of rows and reads the matrices in tiles. Rows of heads are read and written in the layout of the
+attention kernels.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...attention.projected.triton.launch import aligned, back, forward
+from ...attention.projected.triton.projections import Rows, rows_of
+from ...attention.projected.triton.rows import kept_rows, row_norms, rows_of_heads, vector
+from ...attention.projected.triton.shares import shares_of
 from ...runtime.triton_launch import kernel
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import load_tile, rows_at, rows_from
-from .launch import aligned, back, forward, of_matrix, shares_of_rows
-from .rows import (
-    back_to_columns,
-    kept_rows,
-    normed_piece,
-    project_rows,
-    residual_rows,
-    row_norms,
-    rows_of_heads,
-    store_row_gradients,
-    vector,
-)
-from .shares import shares_of
-
-
-@triton.jit
-def _store_projection(
-    x,
-    norm_weight,
-    norm_bias,
-    weight,
-    bias,
-    result,
-    row,
-    inside,
-    rows,
-    mean,
-    factor,
-    C: tl.constexpr,
-    M: tl.constexpr,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Store the normed rows times a matrix (M, C), TILE columns at a time."""
-    for start in range(0, M, TILE):
-        given = (x, norm_weight, norm_bias, weight, bias, row, inside, mean, factor)
-        made = project_rows(*given, 0, start, C, M, TILE, PIECE, OPERAND, PRECISION)
-        there = (row < rows)[:, None] & (start + tl.arange(0, TILE) < M)[None, :]
-        tl.store(rows_at(result, row, M, TILE, start), made.to(result.dtype.element_ty), mask=there)
-
-
-@kernel()
-def _project(
-    x,
-    mask,
-    norm_weight,
-    norm_bias,
-    first_weight,
-    first_bias,
-    first,
-    second_weight,
-    second_bias,
-    second,
-    third_weight,
-    third_bias,
-    third,
-    rows: tl.int32,
-    eps: tl.float64,
-    C: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    THIRD: tl.constexpr,
-    DTYPE: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    """The projections of a block of rows, after their norm, by up to three matrices; ignored rows count as 0."""
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    inside = kept_rows(mask, row, rows)
-    mean, factor = row_norms(x, row, inside, eps, C, PIECE, norm_weight is not None, DTYPE)
-    given = (x, norm_weight, norm_bias)
-    at = (row, inside, rows, mean, factor)
-    _store_projection(*given, first_weight, first_bias, first, *at, C, FIRST, TILE, PIECE, OPERAND, PRECISION)
-    if second is not None:
-        _store_projection(*given, second_weight, second_bias, second, *at, C, SECOND, TILE, PIECE, OPERAND, PRECISION)
-    if third is not None:
-        _store_projection(*given, third_weight, third_bias, third, *at, C, THIRD, TILE, PIECE, OPERAND, PRECISION)
+from .rows import back_to_columns, residual_rows, store_row_gradients
 
 
 @kernel()
@@ -254,103 +175,9 @@ def _project_back(
     )
 
 
-@kernel()
-def _matrix_gradient(
-    left,
-    right,
-    mask,
-    norm_weight,
-    norm_bias,
-    dweight,
-    dbias,
-    rows: tl.int32,
-    lengths: tl.int32,
-    shares: tl.int32,
-    eps: tl.float64,
-    M: tl.constexpr,
-    LEFT: tl.constexpr,
-    C: tl.constexpr,
-    RIGHT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    TILE: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    """A share of dW = left' right, and of the sum of `left`: TILE rows and PIECE columns, over every `shares`-th block.
-
-    `left` are rows (R, M) of LEFT heads. `right` are rows (R, C) of RIGHT heads; with one head, they are rows after
-    their norm.
-    """
-    PIECES: tl.constexpr = triton.cdiv(C, PIECE)
-    TILES: tl.constexpr = triton.cdiv(M, TILE)
-    left_length, right_length = lengths
-    piece = tl.program_id(0) % PIECES * PIECE
-    start = tl.program_id(0) // PIECES % TILES * TILE
-    share = tl.program_id(0) // PIECES // TILES
-    total = tl.zeros([TILE, PIECE], DTYPE)
-    sums = tl.zeros([TILE], DTYPE)
-    for block in tl.range(share, tl.cdiv(rows, BLOCK_R), shares, num_stages=1):
-        row = block * BLOCK_R + tl.arange(0, BLOCK_R)
-        inside = kept_rows(mask, row, rows)
-        slopes = load_tile(rows_of_heads(left, row, left_length, LEFT, M // LEFT, TILE, start), inside, M, start)
-        if RIGHT == 1:
-            mean, factor = row_norms(right, row, inside, eps, C, PIECE, norm_weight is not None, DTYPE)
-            read = normed_piece(right, norm_weight, norm_bias, row, inside, piece, mean, factor, C, PIECE)
-        else:
-            read = load_tile(rows_of_heads(right, row, right_length, RIGHT, C // RIGHT, PIECE, piece), inside, C, piece)
-        total += product(tl.trans(slopes), read, OPERAND, PRECISION)
-        sums += tl.sum(slopes.to(DTYPE), 0)
-    made = start + tl.arange(0, TILE)
-    if dweight is not None:
-        there = (made < M)[:, None] & (piece + tl.arange(0, PIECE) < C)[None, :]
-        tl.store(rows_at(dweight, share.to(tl.int64) * M + made, C, PIECE, piece), total, mask=there)
-    if dbias is not None:
-        tl.store(dbias + (share.to(tl.int64) * M + made), sums, mask=(made < M) & (piece == 0))
-
-
-class Rows(NamedTuple):
-    """Rows (B, N, C) that are normed and projected; rows that the mask (B N,) ignores count as 0."""
-
-    x: Tensor
-    mask: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    eps: float
-
-    @property
-    def number(self) -> int:
-        return self.x.shape[0] * self.x.shape[1]
-
-
-def rows_of(x: Tensor, mask: Tensor | None, norm: Sequence[Tensor | None], eps: float) -> Rows:
-    """The rows in the form that kernels take: contiguous, with the bytes of the mask,
-    and with a norm (weight, bias)."""
-    given, ignored, weight, bias = aligned(x, None if mask is None else mask.contiguous().view(torch.uint8), *norm)
-    return Rows(given, ignored, weight, bias, eps)
-
-
-def plain_rows(x: Any) -> Rows:
-    """Rows (B, N, C), or heads, without a norm and without ignored rows."""
-    return Rows(x, None, None, None, 0.0)
-
-
-Projection = tuple[Tensor, Tensor | None]
-"""Weight (M, C) and bias (M,) or None."""
-
-
-def project(rows: Rows, projections: Sequence[Projection]) -> list[Tensor]:
-    """The projections (B, N, M) of the normed rows, at most three."""
-    x, mask, norm_weight, norm_bias, eps = rows
-    sizes = [weight.shape[0] for weight, _ in projections]
-    made = [x.new_empty(*x.shape[:2], size) for size in sizes]
-    absent = [None] * (3 - len(made))
-    given = [t for (weight, bias), result in zip(projections, made, strict=True) for t in (*aligned(weight, bias), result)]
-    FIRST, SECOND, THIRD = *sizes, *[0] * len(absent)
-    run, tiles = forward(_project, x, x.shape[2], max(sizes), FIRST=FIRST, SECOND=SECOND, THIRD=THIRD)
-    run(-(-rows.number // tiles.BLOCK_R), x, mask, norm_weight, norm_bias, *given, *absent * 3, rows.number, eps)
-    return made
+def normed_rows(x: Tensor, mask: Tensor | None, norm: Sequence[Tensor | None], eps: float) -> Rows:
+    """The rows of a layer, whose norm (weight, bias) is there if its weight is."""
+    return rows_of(x, mask, norm, None if norm[0] is None else eps)
 
 
 def is_normed(residual: str, norm_weight: Tensor | None) -> bool:
@@ -365,7 +192,7 @@ def join(out: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, residual:
     normed = is_normed(residual, norm_weight)
     norm = (norm_weight, norm_bias) if normed else (None, None)
     run, tiles = forward(_join, x, C, H * E, HEADS=H, WIDTH=E, NORMED=normed)
-    run(-(-B * L // tiles.BLOCK_R), out, *aligned(weight, bias), x, *norm, y, B * L, max(L, 1), eps)
+    run(-(-B * L // tiles.BLOCK_R), out, *aligned(weight, bias), x, *norm, y, B * L, max(L, 1), eps or 0.0)
     return y
 
 
@@ -396,29 +223,5 @@ def project_back(
     dnorm_weight, dnorm_bias = (shares_of(x, programs, x.shape[2]) if need else None for need in needs[1:])
     absent = [None] * (2 * (3 - len(projections)))
     lengths = rows.number, max(x.shape[1], 1)
-    run(programs, x, mask, norm_weight, norm_bias, *given, *absent, dy, dx, dnorm_weight, dnorm_bias, *lengths, eps)
+    run(programs, x, mask, norm_weight, norm_bias, *given, *absent, dy, dx, dnorm_weight, dnorm_bias, *lengths, eps or 0.0)
     return dx, dnorm_weight, dnorm_bias
-
-
-def matrix_gradient(left: Any, right: Rows, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-    """Shares of the gradients of weight (M, C) and bias (M,) of a projection, from the gradients of its results.
-
-    `left` and the x of `right` are rows (B, N, M) and (B, N, C), or heads (B, H, N, D) with M = H D.
-    """
-    if not any(needs):
-        return None, None
-    (LEFT, M), (RIGHT, C) = _heads(left), _heads(right.x)
-    run, tiles = of_matrix(_matrix_gradient, left, M, C, LEFT=LEFT, RIGHT=RIGHT)
-    count, parts = left.numel() // M, -(-M // tiles.TILE) * -(-C // tiles.PIECE)
-    shares = shares_of_rows(-(-count // tiles.BLOCK_R), parts)
-    dweight, dbias = shares_of(left, shares, M, C) if needs[0] else None, shares_of(left, shares, M) if needs[1] else None
-    lengths = max(left.shape[-2], 1), max(right.x.shape[-2], 1)
-    given = left, right.x, right.mask, right.norm_weight, right.norm_bias
-    run(shares * parts, *given, dweight, dbias, count, lengths, shares, right.eps)
-    return dweight, dbias
-
-
-def _heads(rows: Tensor) -> tuple[int, int]:
-    """The number of heads, and the columns of all heads, of rows (B, N, M) or heads (B, H, N, D)."""
-    heads = rows.shape[1] if rows.dim() == 4 else 1
-    return heads, heads * rows.shape[-1]

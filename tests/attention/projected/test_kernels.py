@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import cmab_kernels as ck
 from cmab_kernels.attention.projected import triton as kernels
 from cmab_kernels.attention.projected.contract import ProjectedAttention, ProjectedAttentionBackward
 from cmab_kernels.attention.projected.reference import projected_attention_reference
-from cmab_kernels.attention.projected.triton import launch
+from cmab_kernels.attention.projected.triton import chunks, launch, projections
 from cmab_kernels.runtime.tiles import forget
 from cmab_kernels.testing import between_margins, guarded_results, row_error
 
@@ -125,23 +126,17 @@ def test_shapes(shape: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        {"width": 80, "value_width": 66, "mask": True, "state": True},
-        {"width": 130, "value_width": 3, "batch": 1, "rows": 17},
-        {"width": 64, "value_width": 192, "offsets": [0, 9, 21]},
-    ],
-    ids=["both", "keys", "values"],
+    "shape", [{"width": 80, "value_width": 66}, {"width": 130, "value_width": 3, "columns": 300}], ids=["both", "keys"]
 )
 def test_wide_heads(shape: dict[str, Any]) -> None:
-    """Heads of several chunks: of keys, of values, or of both."""
-    Case(heads=1, **shape).check()
+    """Wide heads, and rows of several pieces of columns."""
+    Case(heads=1, batch=1, rows=17, **shape).check()
 
 
 @pytest.mark.parametrize("shape", [{"mask": True, "blocks": 2}, {"width": 68, "value_width": 70, "heads": 1}], ids=["narrow", "wide"])
 def test_half_products(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of bfloat16, which the interpreter does not know, in float16:
-    keys are multiplied whole, all else is rounded."""
+    keys are float32 in memory and in products, all else is rounded."""
     monkeypatch.setattr(launch, "MULTIPLIED_AS_THEY_ARE", [torch.float16])
     forget()
     case = Case(dtype=torch.float16, query_dtype=torch.float16, **shape)
@@ -152,13 +147,61 @@ def test_half_products(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_several_runs() -> None:
-    """More rows than a run has, with an incoming state; and more sets than there are programs."""
+    """More rows than a run has, with an incoming state."""
     Case(batch=1, heads=1, latents=2, rows=1100, columns=4, width=4, value_width=4, state=True).check()
 
 
-def test_more_runs_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cmab_kernels.attention.projected.triton.backward.MOST_PROGRAMS", 4)
-    Case(batch=5, rows=9, heads=1).check()
+def test_more_blocks_of_rows_than_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MOST_PROGRAMS", 2)
+    Case(batch=5, rows=40, heads=1).check()
+
+
+@pytest.mark.parametrize("filling", [1, 3, 100])
+def test_columns_are_divided(filling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tiles of columns of two matrices, by one program, by three, and by one each."""
+    monkeypatch.setattr(projections, "FILLING", filling)
+    Case(batch=1, rows=9, width=40, value_width=70, needs=(True, False, False, False)).check()
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 16 rows for two heads of keys and values 8 and 7 wide."""
+    monkeypatch.setattr(chunks, "STEP", 16)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2 * 16 * 2 * 15 * 4)
+
+
+@pytest.mark.usefixtures("_small_chunks")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"rows": 70},
+        {"rows": 70, "blocks": 2, "mask": True, "state": True},
+        {"rows": 70, "batch": 3, "offsets": [0, 33, 33, 70], "mask": True, "state": True, "latents": 1},
+        {"rows": 7, "batch": 5},
+        {"rows": 33, "needs": (True, False, False, False)},
+        {"rows": 33, "needs": (False, False, False, True)},
+    ],
+    ids=["several", "continued", "packed", "of several sets", "of queries", "of biases"],
+)
+def test_chunks(shape: dict[str, Any]) -> None:
+    """Sets that are cut into chunks, and chunks of several small sets."""
+    case = Case(**shape)
+    case.check()
+    call = ProjectedAttention(*case.tensors, case.mask, case.offsets, *(case.state or (None, None)), case.scale, case.eps)
+    assert len([rows for _, group in chunks.cut(call, 1) for rows in group]) > 1
+
+
+def test_chunks_are_bounded() -> None:
+    """They take a part of the cache, or for packed sets as much as the states that each of them reads."""
+    query, weight = torch.empty(6, 1, 4, 128, 16, device="meta"), torch.empty(6, 128, 64, device="meta")
+    for rows, packed in ((10**6, False), (10**8, False), (10**6, True)):
+        offsets = torch.empty(1001, device="meta", dtype=torch.int32) if packed else None
+        latents = query.expand(-1, 1000, -1, -1, -1) if packed else query
+        call = ProjectedAttention(latents, torch.empty(1, rows, 64, device="meta"), weight, weight[..., 0], None, offsets)
+        with mock.patch.object(chunks, "_chunks", lambda offsets, N, most: most):
+            ((_, most),) = chunks.cut(call, 2)
+        allowed = latents.numel() * 4 if packed else chunks.CHUNK_BYTES
+        assert 0.9 * allowed < most * 2 * 6 * 128 * 4 <= allowed
 
 
 @pytest.mark.parametrize("needed", range(5))
@@ -191,8 +234,12 @@ def test_ignored_rows_do_not_matter() -> None:
     assert not grads[1][ignore].any()
 
 
-def test_bad_offsets_make_everything_nan() -> None:
-    case = Case(batch=2, offsets=[0, 5, 21], heads=1)
+@pytest.mark.parametrize("step", [128, 8])
+def test_bad_offsets_make_everything_nan(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one chunk, and in three."""
+    case = Case(batch=2, offsets=[0, 5, 21], heads=1, latents=1)
+    monkeypatch.setattr(chunks, "STEP", step)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunks.CHUNK_BYTES if step == 128 else 1)
     for offsets in ([0, 22, 21], [1, 5, 21], [0, 5, 20]):
         given = (*case.tensors, None, torch.tensor(offsets))
         out, lse = kernels.projected_attention_forward(ProjectedAttention(*given, scale=case.scale, eps=case.eps))
@@ -202,7 +249,7 @@ def test_bad_offsets_make_everything_nan() -> None:
         assert all(grad.isnan().all() for grad in grads)
 
 
-@pytest.mark.usefixtures("_sums_in_one_order")
+@pytest.mark.usefixtures("_sums_in_one_order", "_small_chunks")
 def test_same_bits_again_and_alone() -> None:
     """The bits are the same on every run, and for a batch element by itself."""
     torch.manual_seed(0)

@@ -1,21 +1,22 @@
-"""The precision of the matrix products, the block sizes, and the inputs as the kernels take them."""
+"""What the kernels can run, the precision of their products, and the sizes of their blocks."""
 
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import triton
 from torch import Tensor
 
-from ....runtime.tiles import BLACKWELL, HOPPER, capability_of, padded
-from ....runtime.triton_launch import MOST_ROWS, WIDEST, Products, allows_tf32, device_problem, triton_dtype
-from ...triton.runs import MOST_QUERIES
-from .tiles import columns_of_chunk
-
-SPLIT = 8
-"""The number of programs that share the tiles of a run where tiles need nothing of each other."""
+from ....runtime.dtypes import state_dtype
+from ....runtime.tiles import chosen_once, padded
+from ....runtime.triton_launch import MOST_ROWS, WIDEST, Kernel, Products, allows_tf32, device_problem, triton_dtype
 
 MOST_PROGRAMS = 512
-"""The most programs that store a share each of the gradients of the projections, which bounds the workspace for any number of sets."""
+"""The most programs that store a share each of the gradients of weights, which bounds the workspace for any number of rows."""
+
+FILLING = 1024
+"""The programs that fill a GPU evenly, in a few waves: fewer blocks of rows are divided into columns too."""
+
+MULTIPLIED_AS_THEY_ARE = [torch.bfloat16]
+"""The half types whose values are multiplied as such. float16 is multiplied as float32: projections may leave its range."""
 
 
 def unsupported(query: Tensor, inputs: Tensor, key_weight: Tensor, value_weight: Tensor) -> str | None:
@@ -31,11 +32,6 @@ def unsupported(query: Tensor, inputs: Tensor, key_weight: Tensor, value_weight:
 _Stacked = TypeVar("_Stacked", Tensor, Tensor | None)
 
 
-def chunks(width: int) -> int:
-    """The number of chunks of a head's columns."""
-    return -(-width // columns_of_chunk(width))
-
-
 # ---- the K stacked blocks as more heads
 
 
@@ -49,109 +45,126 @@ def apart(heads: Tensor, blocks: int) -> Tensor:
     return heads.unflatten(1, (blocks, -1)).transpose(0, 1).contiguous()
 
 
-def row_strides(inputs: Tensor) -> tuple[int, int, int, int]:
-    """The strides of inputs (B, N, C) as those of one head."""
-    batch, row, column = inputs.stride()
-    return batch, 0, row, column
+def dtypes_of(inputs: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of keys and of values. Keys are never rounded to a half type: scores need their full precision."""
+    sums = state_dtype(inputs)
+    return sums, inputs if inputs in MULTIPLIED_AS_THEY_ARE else sums
 
 
-def queries_at_once(heads: int, queries: int) -> int:
-    """The number of queries that says how many runs fill a GPU: those of all heads, each in whole blocks. More heads need fewer runs."""
-    return heads * -(-queries // MOST_QUERIES) * MOST_QUERIES
+# ---- memory
+
+
+def aligned(*tensors: Tensor | None) -> list[Any]:
+    """The tensors contiguous, and at multiples of 16 bytes: copies of those that are not, so that there is one program for all layouts."""
+    return [t if t is None or _is_aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors]
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def shares_of_rows(blocks: int, tiles: int) -> int:
+    """The number of programs for each tile of a weight's gradient, among which the blocks of rows are divided."""
+    return max(min(blocks, MOST_PROGRAMS // tiles), 1)
 
 
 # ---- precision and tiles
 
-
-MULTIPLIED_AS_THEY_ARE = [torch.bfloat16, torch.float64]
-"""The dtypes of inputs that are multiplied as such. float16 is multiplied as float32: projections may leave its range."""
-
-
-def products(dtype: torch.dtype, fits: bool = True) -> Products:
-    """float32 is multiplied in tf32 if torch allows it, else as three tf32 products of parts, where these fit in registers."""
-    if dtype in MULTIPLIED_AS_THEY_ARE:
-        return Products(dtype, "ieee")
-    return Products(torch.float32, "tf32" if allows_tf32() else "tf32x3" if fits else "ieee")
+WIDEST_ROW = 256
+"""The widest row that some programs of layers hold; those of wider rows hold pieces, and have the same tiles."""
 
 
-def query_products(dtype: torch.dtype, width: int, device: torch.device) -> Products:
-    """Those of the pass that holds a block of queries beside the gradients of a head's projections."""
-    return products(dtype, width <= (64 if capability_of(device)[0] in (HOPPER[0], BLACKWELL) else 32))
+def products(dtype: torch.dtype, backward: bool) -> Products:
+    """float32 is multiplied in tf32 if torch allows it, else as three tf32 products of parts.
+
+    Gradients of float16 are multiplied in tf32, with 11 bits too and the range of float32: those of a scaled loss leave float16's.
+    """
+    if dtype == torch.float16 and backward:
+        return Products(torch.float32, "tf32")
+    if dtype == torch.float32:
+        return Products(dtype, "tf32" if allows_tf32() else "tf32x3")
+    return Products(dtype, "ieee")
 
 
 class Tiles(NamedTuple):
-    """Queries in a block, rows in a tile, columns of a row in a product, and Triton's options num_warps and num_stages."""
+    """Rows in a block, rows of a matrix in a tile, columns of a row in a product, and Triton's options num_warps and num_stages."""
 
-    BLOCK_L: int
-    BLOCK_N: int
-    COLUMNS: int
+    BLOCK_R: int
+    TILE: int
+    PIECE: int
     num_warps: int
     num_stages: int = 1
 
-    def at_most(self, queries: int, columns: int) -> "Tiles":
-        latents = min(self.BLOCK_L, max(triton.next_power_of_2(queries), 16))
-        return self._replace(BLOCK_L=latents, COLUMNS=min(self.COLUMNS, padded(columns)))
+    def at_most(self, columns: int, features: int) -> "Tiles":
+        return self._replace(TILE=min(self.TILE, padded(features)), PIECE=min(self.PIECE, padded(columns)))
 
 
 Table = dict[str, dict[int, Tiles]]
 
-# By precision and widest head: the largest tiles that fit in registers and shared memory, as test_cubin.py of the set's tests sees it.
-# 64-bit addresses of tiles in several layouts take as many registers as their numbers, so that tiles are smaller than those of given keys.
+# By precision and widest row: the largest tiles that fit in registers and shared memory, as test_cubin.py of the layers sees it.
 _FORWARD: Table = {
-    "half": {16: Tiles(128, 64, 64, 4), 64: Tiles(128, 32, 32, 8), 256: Tiles(128, 32, 16, 8)},
-    "tf32x3": {16: Tiles(128, 64, 32, 8), 32: Tiles(64, 32, 32, 8), 256: Tiles(64, 32, 16, 8)},
-    "tf32": {16: Tiles(128, 32, 64, 8), 256: Tiles(64, 32, 32, 8)},
-    "double": {16: Tiles(32, 32, 16, 8), 256: Tiles(16, 16, 16, 8)},
+    "half": {64: Tiles(64, 64, 64, 4, 2), 256: Tiles(64, 32, 64, 8, 1)},
+    "tf32": {64: Tiles(64, 32, 64, 4), 256: Tiles(64, 32, 32, 8)},
+    "tf32x3": {64: Tiles(64, 32, 64, 8), 256: Tiles(32, 16, 32, 8)},
+    "double": {64: Tiles(32, 16, 16, 8), 256: Tiles(16, 16, 16, 8)},
 }
-_QUERIES: Table = {
-    "half": {16: Tiles(64, 32, 32, 4), 256: Tiles(32, 16, 32, 8)},
-    "tf32x3": {16: Tiles(32, 32, 32, 4), 32: Tiles(32, 16, 32, 4), 256: Tiles(32, 16, 32, 8)},
-    "tf32": {16: Tiles(64, 32, 32, 8), 32: Tiles(32, 32, 32, 8), 256: Tiles(32, 16, 32, 8)},
-    "ieee": {256: Tiles(32, 32, 32, 8)},
-    "double": {256: Tiles(16, 16, 16, 8)},
+_BACK: Table = {
+    "half": {64: Tiles(64, 32, 64, 4), 256: Tiles(32, 32, 64, 8)},
+    "tf32": {64: Tiles(32, 32, 64, 4), 256: Tiles(32, 32, 32, 8)},
+    "tf32x3": {64: Tiles(32, 32, 64, 8), 256: Tiles(32, 16, 32, 8)},
+    "double": {64: Tiles(16, 16, 16, 8), 256: Tiles(16, 16, 16, 8)},
 }
-_INPUTS: Table = {
-    "half": {16: Tiles(64, 32, 32, 4), 256: Tiles(32, 16, 32, 8)},
-    "tf32x3": {32: Tiles(32, 16, 32, 4), 256: Tiles(16, 16, 16, 8)},
-    "tf32": {16: Tiles(64, 32, 32, 8), 256: Tiles(32, 32, 32, 8)},
-    "double": {256: Tiles(16, 16, 16, 8)},
+_MATRIX: Table = {
+    "half": {256: Tiles(64, 64, 64, 4)},
+    "tf32": {256: Tiles(32, 64, 64, 8)},
+    "tf32x3": {256: Tiles(32, 64, 64, 8)},
+    "double": {256: Tiles(16, 32, 32, 8)},
 }
 
-# In place of the first row on Hopper, whose products read operands from shared memory: wider pieces of columns, and fewer rows of them.
-_HOPPER_FORWARD = {16: Tiles(128, 32, 64, 8), 64: Tiles(64, 32, 32, 8), 256: Tiles(64, 32, 16, 8)}
+
+# Programs hold a piece of a row, whatever its width.
+_ROWS: Table = {kind: {WIDEST_ROW: tiles[64]} for kind, tiles in _BACK.items()}
+_TABLES = {"forward": _FORWARD, "back": _BACK, "rows": _ROWS, "matrix": _MATRIX}
 
 
-def _constants(table: Table, products: Products, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:
-    widest = max(width, value_width)
-    tiles = next(tiles for most, tiles in table[products.kind].items() if widest <= most).at_most(queries, columns)
-    return {
-        "C": columns,
-        "D": width,
-        "E": value_width,
-        "OPERAND": triton_dtype(products.operand),
-        "PRECISION": products.input_precision,
-        **tiles._asdict(),
-    }
+@chosen_once
+def _chosen(
+    kernel: Kernel, pass_: str, dtype: torch.dtype, width: int, features: int, tf32: bool, wide: bool = False, **own: Any
+) -> tuple[Kernel, Tiles]:
+    """The kernel with its `own` constants and those of a pass, which depend on `tf32`, whether torch allows it; and its tiles.
+
+    With `wide`, one matrix is multiplied in float32 parts, whose tiles are then used for all.
+    """
+    chosen = products(dtype, pass_ != "forward")
+    kind = "tf32x3" if wide else chosen.kind
+    tiles = next(tiles for most, tiles in _TABLES[pass_][kind].items() if min(width, WIDEST_ROW) <= most).at_most(width, features)
+    types = {"DTYPE": triton_dtype(state_dtype(dtype)), "OPERAND": triton_dtype(chosen.operand), "PRECISION": chosen.input_precision}
+    return kernel.given(**own, **types, **tiles._asdict()), tiles
 
 
-def forward_constants(dtype: torch.dtype, device: torch.device, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:
-    """The constants of `_projected_forward`, but for what is known of the addresses."""
-    table = _FORWARD | {"tf32x3": _HOPPER_FORWARD} if capability_of(device)[0] == HOPPER[0] else _FORWARD
-    return _constants(table, products(dtype), columns, width, value_width, queries)
+def forward(kernel: Kernel, x: Tensor, C: int, M: int, **own: Any) -> tuple[Kernel, Tiles]:
+    """The kernel for a forward pass from rows of C columns to M features, or back to such rows, and its tiles."""
+    return _chosen(kernel, "forward", x.dtype, C, M, allows_tf32(), C=C, **own)
 
 
-def _piece(products: Products, columns: int, width: int, value_width: int) -> int:
-    """The columns of the inputs whose gradients a program holds. For each piece all scores are made anew: few spills cost less."""
-    few = max(width, value_width) > 32 or products.kind == "double"
-    return min(padded(columns), 128 if products.kind == "half" else 32 if few else 64)
+def projecting(kernel: Kernel, first: torch.dtype, others: torch.dtype, C: int, M: int, **own: Any) -> tuple[Kernel, Tiles]:
+    """`forward` for several matrices, of which the first is multiplied as another dtype."""
+    wide = first != others
+    chosen = Products(first, "tf32x3") if wide else products(first, False)
+    own |= {"FIRST_OPERAND": triton_dtype(chosen.operand), "FIRST_PRECISION": chosen.input_precision}
+    return _chosen(kernel, "forward", others, C, M, allows_tf32(), wide, C=C, **own)
 
 
-def query_constants(products: Products, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:
-    """The constants of `_projected_backward`, which holds a piece of the gradients of a head's projections."""
-    return {"PIECE": _piece(products, columns, width, value_width), **_constants(_QUERIES, products, columns, width, value_width, queries)}
+def back(kernel: Kernel, x: Tensor, C: int, M: int, **own: Any) -> tuple[Kernel, Tiles]:
+    """The kernel for its backward pass, whose programs hold whole rows, and its tiles."""
+    return _chosen(kernel, "back", x.dtype, C, M, allows_tf32(), C=C, **own)
 
 
-def input_constants(products: Products, columns: int, width: int, value_width: int, queries: int) -> dict[str, Any]:
-    """The constants of `_projected_backward_inputs`, which holds a piece of the gradient of a tile of rows."""
-    constants = _constants(_INPUTS, products, columns, width, value_width, queries)
-    return {"PIECE": _piece(products, columns, width, value_width), "TURNED": products.kind == "tf32x3", **constants}
+def of_rows(kernel: Kernel, x: Tensor, C: int, M: int, **own: Any) -> tuple[Kernel, Tiles]:
+    """The kernel for the gradient of rows of C columns, of which a program holds a piece, and its tiles."""
+    return _chosen(kernel, "rows", x.dtype, C, M, allows_tf32(), C=C, **own)
+
+
+def of_matrix(kernel: Kernel, x: Tensor, M: int, C: int, **own: Any) -> tuple[Kernel, Tiles]:
+    """The kernel for the gradient of a matrix (M, C), and its tiles."""
+    return _chosen(kernel, "matrix", x.dtype, C, M, allows_tf32(), M=M, C=C, **own)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.dtypes import state_dtype
-from ...runtime.triton_launch import kernel
+from ....runtime.dtypes import state_dtype
+from ....runtime.triton_launch import kernel
 
 GRADIENTS = 6
 """The most gradients that one launch adds up: a feed-forward layer has so many."""
