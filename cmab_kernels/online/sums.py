@@ -86,17 +86,17 @@ class Factor:
     def __init__(self, gram: Tensor, penalty: float) -> None:
         with torch.inference_mode(False):
             system = gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-            self._scale = system.diagonal().clamp(min=torch.finfo(gram.dtype).tiny).sqrt()
-            lower, self._info = torch.linalg.cholesky_ex(system / self._scale / self._scale[:, None])
-            self._lower = lower.where(self._info == 0, math.nan)
+            self.scale = system.diagonal().clamp(min=torch.finfo(gram.dtype).tiny).sqrt()
+            lower, info = torch.linalg.cholesky_ex(system / self.scale / self.scale[:, None])
+            self.lower = lower.where(info == 0, math.nan)
 
     def halves(self, rows: Tensor) -> Tensor:
         """Return rows (N, D) times H."""
-        scaled: Tensor = (rows / self._scale).to(self._lower)
-        return torch.linalg.solve_triangular(self._lower, scaled.mT, upper=False).mT
+        scaled: Tensor = (rows / self.scale).to(self.lower)
+        return torch.linalg.solve_triangular(self.lower, scaled.mT, upper=False).mT
 
     def inverse(self) -> Tensor:
-        half = self.halves(torch.eye(len(self._scale), dtype=self._scale.dtype, device=self._scale.device))
+        half = self.halves(torch.eye(len(self.scale), dtype=self.scale.dtype, device=self.scale.device))
         return half @ half.mT
 
 

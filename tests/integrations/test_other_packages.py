@@ -53,5 +53,9 @@ def test_offloaded_weights_come_for_a_class_that_is_named(make: Any, given: tupl
     cpu, name = torch.device("cpu"), type(module).__name__
     named = accelerate.cpu_offload(copy.deepcopy(module), cpu, preload_module_classes=[name])
     torch.testing.assert_close(named(*tokens), expected)
+    all_offloaded = accelerate.cpu_offload(module, cpu)
+    if isinstance(module, nn.CMABStack):  # its blocks have hooks now, so it calls them one by one
+        torch.testing.assert_close(all_offloaded(*tokens), expected)
+        return
     with pytest.raises(ValueError, match=r"got device cpu, expected meta, the device of the module; .*accelerate's preload_module_classes"):
-        accelerate.cpu_offload(module, cpu)(*tokens)
+        all_offloaded(*tokens)
