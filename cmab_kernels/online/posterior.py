@@ -84,7 +84,7 @@ class Posterior:
     def __init__(self, held: Sums, solution: Solution, penalties: tuple[float, ...], noise_precision: Any) -> None:
         self._solution, like = solution, as_tensor(held.state.gram)
         self._factors = [held.factor(each) for each in penalties]
-        """Of P for each penalty: one for all targets, or one for each."""
+        """The factor of P for each penalty: one for all targets, or one for each target."""
         if noise_precision is None:
             traces = torch.stack([each.inverse().diagonal().sum() for each in self._factors])
             self.precision = _estimated(held, solution.weight, (held.width - traces * like.new_tensor(penalties)).expand(held.targets))
