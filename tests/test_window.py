@@ -307,7 +307,7 @@ def test_states_that_do_not_fit_are_refused(kind: type) -> None:
 def test_what_is_not_there() -> None:
     for holder in (StateWindow(2), StateTree()):
         with pytest.raises(ValueError, match=rf"^{type(holder).__name__}: got no state that is held, expected at least one"):
-            holder.state  # noqa: B018
+            holder.state  # noqa: B018 - the property raises
     with pytest.raises(ValueError, match=r"^StateWindow: got no state"):
         StateWindow(2).pop()
     StateTree().discard("absent")

@@ -23,7 +23,7 @@ def extending(parent: type) -> Callable[[Init], Init]:
     """
 
     def shown(init: Init) -> Init:
-        theirs, ours = inspect.signature(parent.__init__), inspect.signature(init)  # type: ignore[misc]
+        theirs, ours = inspect.signature(parent.__init__), inspect.signature(init)  # type: ignore[misc]  # of a class, not of an instance
         parameters = dict(theirs.parameters)
         parameters.update({name: each for name, each in ours.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY})
         return naming_options(init, theirs.replace(parameters=list(parameters.values())))

@@ -1,6 +1,6 @@
 """Nyström attention, over whole windows and continually, and the exact continual baselines."""
 
-from .api import Landmarks, check_pinv, choose_landmarks, iterative_pinv, nystrom_attention, shared_landmark_values
+from .api import Landmarks, check_pinv, choose_landmarks, iterative_pinv, nystrom_attention
 from .continual import (
     EXTRA_SUMS,
     LAST_POSITION,
@@ -42,7 +42,6 @@ __all__ = [
     "move_state",
     "nystrom_attention",
     "segment_ends",
-    "shared_landmark_values",
     "state_from_tensors",
     "state_to_tensors",
     "unlikely_totals",

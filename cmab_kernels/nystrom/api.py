@@ -28,7 +28,7 @@ from ..runtime.checks import (
 )
 from ..runtime.dtypes import state_dtype
 from .contract import LandmarkValues, Pinv
-from .reference import absent_segments, iterative_pinv_reference, landmark_kernel, segment_means
+from .reference import absent_segments, landmark_values_reference, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
 
 PINVS = ("iterative", "exact", "shared")
@@ -240,18 +240,12 @@ def _attend(
     near = landmarks.queries.to(key.dtype)
     averaged = attention_state(near, key, value, key_padding_mask=mask, scale=scale, impl=attend).out
     if pinv == "shared":
-        values = shared_landmark_values(landmarks, averaged, scale, iterations)
+        absent = None if landmarks.absent is None else landmarks.absent.unsqueeze(1)
+        values = landmark_values_reference(landmarks.queries, landmarks.keys, averaged, absent, scale, iterations, shared=True)
     else:
         values = _landmark_values(landmarks, averaged, scale, iterations, impl)
     wide = query.to(values.dtype)  # half precision cannot resolve W, whose entries are large and of both signs
     return latent_attention(wide, landmarks.keys, values, key_padding_mask=landmarks.absent, scale=scale, impl=attend).to(query.dtype)
-
-
-def shared_landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, iterations: int) -> Tensor:
-    """Return W (B, H, m, E) with the pseudo-inverse "shared". It consists of differentiable operations of torch."""
-    absent = None if landmarks.absent is None else landmarks.absent.unsqueeze(1)
-    matrix = landmark_kernel(landmarks.queries, landmarks.keys, absent, scale)
-    return iterative_pinv_reference(matrix, iterations, shared=True) @ averaged
 
 
 def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, iterations: int, impl: str) -> Tensor:

@@ -104,10 +104,10 @@ def iterative_pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = 
     return z
 
 
-def pinv_reference(matrix: Tensor, iterations: int) -> Tensor:
+def pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = False) -> Tensor:
     """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations, or the exact one for 0
     iterations."""
-    return iterative_pinv_reference(matrix, iterations) if iterations else torch.linalg.pinv(matrix)
+    return iterative_pinv_reference(matrix, iterations, shared=shared) if iterations else torch.linalg.pinv(matrix)
 
 
 def logits(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
@@ -130,9 +130,18 @@ def landmark_kernel(landmark_query: Tensor, landmark_key: Tensor, absent: Tensor
 
 
 def landmark_values_reference(
-    landmark_query: Tensor, landmark_key: Tensor, values: Tensor, absent: Tensor | None, scale: float, iterations: int
+    landmark_query: Tensor,
+    landmark_key: Tensor,
+    values: Tensor,
+    absent: Tensor | None,
+    scale: float,
+    iterations: int,
+    *,
+    shared: bool = False,
 ) -> Tensor:
-    """Return W = pinv(Gamma / phi(Gamma)) values: (..., m, E) from (..., m, D), (..., m, D), (..., m, E)."""
+    """Return W = pinv(Gamma / phi(Gamma)) values: (..., m, E) from (..., m, D), (..., m, D), (..., m, E).
+
+    With `shared`, the iteration starts with the largest norms of all matrices."""
     if absent is not None:
         values = values.masked_fill(absent.unsqueeze(-1), 0.0)
-    return pinv_reference(landmark_kernel(landmark_query, landmark_key, absent, scale), iterations) @ values
+    return pinv_reference(landmark_kernel(landmark_query, landmark_key, absent, scale), iterations, shared=shared) @ values

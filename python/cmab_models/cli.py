@@ -22,8 +22,8 @@ from cmab_kernels.runtime.checks import mismatch
 from .pretrained import Pretrained
 from .systems import SYSTEMS
 from .tasks import TASKS, seeded
-from .training import BadCheckpoint, Diverged, Interrupted, Run, append, provenance, train
-from .training.checkpoint import load
+from .training import Diverged, Interrupted, Run, append, provenance, train
+from .training.checkpoint import check_same, load
 
 EXAMPLES = """\
 examples:
@@ -129,11 +129,9 @@ def _trained(run: Run) -> dict[str, Any]:
     another model's."""
     if not run.checkpoint.exists():
         return {}
-    checkpoint, defaults = load(run.checkpoint), run.defaults()
-    for name, value in run.described().items():
-        trained = checkpoint.run.get(name, defaults.get(name))
-        if (name in ("system", "task", "seed") or name.startswith("model.")) and value != trained:
-            raise BadCheckpoint(mismatch(name, repr(value), f"{trained!r}, as {run.checkpoint} was trained with"))
+    checkpoint = load(run.checkpoint)
+    of_model = {name: value for name, value in run.described().items() if name in ("system", "task", "seed") or name.startswith("model.")}
+    check_same(run.checkpoint, checkpoint, of_model, run.defaults())
     return checkpoint.run
 
 

@@ -65,7 +65,7 @@ def test_a_probability_out_of_range_is_named() -> None:
     with pytest.raises(ValueError, match=r"value: got from 0\.5 to 1\.5, expected probabilities from 0 to 1"):
         mixture(2).icdf(torch.tensor([0.5, 1.5]))
     with pytest.raises(TypeError, match=r"value: got a float, expected a torch\.Tensor"):
-        mixture(2).icdf(0.5)  # type: ignore[arg-type]
+        mixture(2).icdf(0.5)  # type: ignore[arg-type]  # wrong on purpose
     assert mixture().draw(seeded(1)).shape == ()
 
 
@@ -182,7 +182,7 @@ def test_a_model_for_events_has_their_scale() -> None:
     assert CMHP.for_events(train, num_marks=200, dim=8).num_marks == 200
     assert THP.for_events(train, dim=8).embedding.period == pytest.approx(math.exp(float(gaps.log().mean())))
     with pytest.raises(TypeError, match="events: got a list, expected Events"):
-        CMHP.for_events([1.0])  # type: ignore[arg-type]
+        CMHP.for_events([1.0])  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_equal_times_do_not_spoil_the_scale() -> None:

@@ -113,7 +113,7 @@ def test_the_convolution_is_added_to_each_head(masked: bool, landmarks: str) -> 
     value = F.linear(x, module.in_proj_weight[16:], module.in_proj_bias[16:]).unflatten(-1, (2, 4))  # (B, N, H, E)
     if ignored is not None:
         value = value.masked_fill(ignored[..., None, None], 0.0)
-    kernel = module.conv.weight[:, 0, :, 0]  # type: ignore[union-attr]
+    kernel = module.conv.weight[:, 0, :, 0]  # type: ignore[union-attr]  # it has one
     before, after = F.pad(value, (0, 0, 0, 0, 1, 0))[:, :-1], F.pad(value, (0, 0, 0, 0, 0, 1))[:, 1:]
     convolved = before * kernel[:, 0, None] + value * kernel[:, 1, None] + after * kernel[:, 2, None]
     expected = plain(x, x, x, ignored, need_weights=False)[0] + convolved.flatten(2) @ module.out_proj.weight.T
@@ -127,9 +127,9 @@ def test_the_convolution_is_added_to_each_head(masked: bool, landmarks: str) -> 
 def test_gradients_saves_copies_and_hooks() -> None:
     module, x = made(), torch.randn(1, 6, 8, dtype=torch.float64)
     seen: list[tuple[int, ...]] = []
-    module.conv.register_forward_hook(lambda _, given, __: seen.append(tuple(given[0].shape)))  # type: ignore[union-attr]
+    module.conv.register_forward_hook(lambda _, given, __: seen.append(tuple(given[0].shape)))  # type: ignore[union-attr]  # it has one
     module(x, x, x, need_weights=False)[0].square().sum().backward()
-    assert module.conv.weight.grad.abs().min() > 0 and seen == [(1, 2, 6, 4)]  # type: ignore[union-attr]
+    assert module.conv.weight.grad.abs().min() > 0 and seen == [(1, 2, 6, 4)]  # type: ignore[union-attr]  # it has one
     other = copy.deepcopy(made())
     other.load_state_dict(module.state_dict())
     assert torch.equal(other(x, x, x)[0], module(x, x, x)[0])

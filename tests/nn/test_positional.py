@@ -233,7 +233,7 @@ def test_rows_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rows: got 1, expected a bool tensor \(B,\), as no step has told the batch"):
         module.clean_state(1)
     module.clean_state(torch.tensor([False, True]))
-    assert module.get_state().tolist() == [3, 0]  # type: ignore[union-attr]
+    assert module.get_state().tolist() == [3, 0]  # type: ignore[union-attr]  # rows differ
     with pytest.raises(ValueError, match="rows: got 2, expected a row from 0 to 1"):
         module.clean_state(2)
     with pytest.raises(ValueError, match="tokens: got batch 1, expected batch 2"):
@@ -243,9 +243,9 @@ def test_rows_that_are_refused() -> None:
             module.set_state(state)
     with pytest.raises(ValueError, match="key_padding_mask: got shape"):
         module.forward_steps(x, key_padding_mask=torch.zeros(BATCH, dtype=torch.bool))
-    assert module.get_state().tolist() == [3, 0]  # type: ignore[union-attr]
+    assert module.get_state().tolist() == [3, 0]  # type: ignore[union-attr]  # rows differ
     module.set_state(torch.tensor([1, 2]))
-    assert module.forward_step(x[:, 0]).shape == (BATCH, DIM) and module.get_state().tolist() == [2, 3]  # type: ignore[union-attr]
+    assert module.forward_step(x[:, 0]).shape == (BATCH, DIM) and module.get_state().tolist() == [2, 3]  # type: ignore[union-attr]  # rows differ
 
 
 def test_only_a_step_that_is_kept_tells_the_batch() -> None:
@@ -253,9 +253,9 @@ def test_only_a_step_that_is_kept_tells_the_batch() -> None:
     encoding.forward_step(torch.randn(2, DIM, dtype=torch.float64))
     encoding.forward_step(torch.randn(5, DIM, dtype=torch.float64), update_state=False)
     encoding.clean_state([0])
-    assert encoding.position.tolist() == [0, 1]  # type: ignore[union-attr]
-    encoding.get_state().zero_()  # type: ignore[union-attr]
-    assert encoding.position.tolist() == [0, 1]  # type: ignore[union-attr]
+    assert encoding.position.tolist() == [0, 1]  # type: ignore[union-attr]  # rows differ
+    encoding.get_state().zero_()  # type: ignore[union-attr]  # rows differ
+    assert encoding.position.tolist() == [0, 1]  # type: ignore[union-attr]  # rows differ
     for tokens in (torch.randn(5, 2, DIM, dtype=torch.float64), torch.randn(2, DIM, dtype=torch.float64)):
         with pytest.raises(ValueError, match=f"tokens: got batch {5 if tokens.dim() == 3 else 1}, expected batch 2"):
             encoding(tokens)

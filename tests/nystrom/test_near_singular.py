@@ -75,7 +75,7 @@ def _check(impls: Sequence[str], length: int, number: int, iterations: int, widt
     wide = tuple(t.double() for t in inputs)
     right = _differentiated(lambda *leaves: _attention(*leaves, torch.arange(number), iterations, lambda t: t), wide, dout)  # type: ignore[misc]
     own = _own_errors(
-        lambda order: _differentiated(lambda *leaves: _attention(*leaves, order, iterations, _moved), inputs, dout),  # type: ignore[misc]
+        lambda order: _differentiated(lambda *leaves: _attention(*leaves, order, iterations, _moved), inputs, dout),  # type: ignore[misc]  # three tensors, of a list
         right,
         number,
     )
@@ -108,7 +108,7 @@ def test_five_tokens_and_five_landmarks(impls: Sequence[str], seed: int) -> None
     inputs = tuple(torch.randn(1, 64, 5, 128) for _ in range(3))
     query, key, value = (t.double() for t in inputs)
     right = (_attention(query, key, value, torch.arange(5), 12, lambda t: t),)
-    (own,) = _own_errors(lambda order: (_attention(*inputs, order, 12, _moved),), right, 5)  # type: ignore[misc]
+    (own,) = _own_errors(lambda order: (_attention(*inputs, order, 12, _moved),), right, 5)  # type: ignore[misc]  # three tensors, of a list
     for impl in impls:
         ours = ck.nystrom_attention(*inputs, 5, pinv_iterations=12, impl=impl)
         (error,) = _errors((ours,), right)

@@ -484,13 +484,11 @@ class ContinualNystromAttention(Continual, NystromAttention):
 
     @extending(NystromAttention)
     def __init__(self, *args: Any, sequence_len: int, output: str = "single", landmarks: str = "continual", **kwargs: Any) -> None:
-        for name, refused, allowed in (
-            ("conv_kernel_size", kwargs.get("conv_kernel_size"), None),
-            ("pinv", kwargs.get("pinv") == "shared", "'iterative' or 'exact'"),
-        ):
-            if refused:
-                raise ValueError(mismatch(name, repr(kwargs[name]), f"{allowed} in a stream; NystromAttention has it for whole windows"))
         super().__init__(*args, landmarks=landmarks, **kwargs)
+        if self.conv is not None:
+            raise ValueError(mismatch("conv_kernel_size", self.conv.kernel_size[0], "None in a stream; NystromAttention has a convolution"))
+        if self.pinv == "shared":
+            raise ValueError(mismatch("pinv", repr(self.pinv), "'iterative' or 'exact' in a stream; NystromAttention has 'shared'"))
         self._stream_over(sequence_len, output)
         if self.num_landmarks > sequence_len:
             raise ValueError(mismatch("num_landmarks", self.num_landmarks, f"at most sequence_len = {sequence_len}"))

@@ -16,7 +16,6 @@ from ...nystrom import (
     landmark_values_reference,
     logits,
     nystrom_attention,
-    shared_landmark_values,
 )
 from ...runtime.checks import as_autocast, as_they_are, check_count, mismatch
 from ..constructors import extending
@@ -229,7 +228,7 @@ class NystromAttention(MatrixFreeAttention):
         query, key = as_autocast(query, key)
         with as_they_are(key.device):
             landmarks = choose_landmarks(query, key, options.get("num_landmarks"), options.get("landmarks"), mask)
-            weights = _linear_map(query, key, landmarks, mask, self.pinv, 0 if self.pinv == "exact" else self.pinv_iterations)
+            weights = _linear_map(query, key, landmarks, mask, check_pinv(self.pinv, self.pinv_iterations), self.pinv == "shared")
             if self.conv is None:
                 return weights
             unit = torch.eye(key.shape[2], dtype=weights.dtype, device=weights.device).expand(key.shape[0], self.num_heads, -1, -1)
@@ -274,7 +273,7 @@ class NystromAttention(MatrixFreeAttention):
                 setattr(self, name, None)
 
 
-def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, pinv: str, iterations: int) -> Tensor:
+def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, iterations: int, shared: bool) -> Tensor:
     """Return the matrix (B, H, L, N) of the formula. It is a product of three matrices with inner dimension m."""
     scale, dtype = key.shape[-1] ** -0.5, landmarks.keys.dtype
     near, far, absent, ignored = landmarks.queries, landmarks.keys, None, None
@@ -286,10 +285,7 @@ def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor |
         near, far = (part.masked_fill(absent.unsqueeze(-1), 0.0) for part in (near, far))
     to_landmarks = _softmax(logits(query.to(dtype), far, scale), absent)
     to_keys = _softmax(logits(near.to(key.dtype).to(dtype), key.to(dtype), scale), ignored)
-    if pinv == "shared":
-        values = shared_landmark_values(landmarks, to_keys, scale, iterations)
-    else:
-        values = landmark_values_reference(near, far, to_keys, absent, scale, iterations)
+    values = landmark_values_reference(near, far, to_keys, absent, scale, iterations, shared=shared)
     return (to_landmarks @ values).to(query.dtype)
 
 

@@ -18,7 +18,7 @@ def finished(run: Run) -> dict[str, Any] | None:
     """Return the record of this run if it finished with exactly these settings and this code."""
     recorded, defaults = json.loads(json.dumps([run.recorded(), run.defaults()]))
     for record in reversed(list(records(run.folder / "results.jsonl"))):
-        if "cpu_seconds" in record and not any(differences(recorded, record, defaults)):
+        if "cpu_seconds" in record and not any(differences(defaults | recorded, record, defaults)):
             return record
     return None
 
@@ -64,7 +64,8 @@ def run_all(runs: Sequence[Run], workers: int, report: Callable[[Run, int], None
 def _started(run: Run) -> subprocess.Popen[bytes]:
     run.folder.mkdir(parents=True, exist_ok=True)
     try:
-        check_same(run.checkpoint, load(run.checkpoint), run.recorded(), run.defaults())
+        defaults = run.defaults()
+        check_same(run.checkpoint, load(run.checkpoint), defaults | run.recorded(), defaults)
     except BadCheckpoint:
         run.checkpoint.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

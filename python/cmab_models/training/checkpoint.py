@@ -67,13 +67,12 @@ def load(path: Path) -> Checkpoint:
 
 
 def differences(run: Mapping[str, Any], other: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each setting in which a record differs from a run.
+    """Yield the name and both values of each setting of a run in which a record differs.
 
-    Settings of a model that only one of them names have the values of `defaults`. A record may have further entries.
+    A setting of a model that the record leaves out has the value of `defaults`. A record may have further entries.
     """
-    of_model = (name for name in other if name.startswith("model."))
-    for name in dict.fromkeys((*run, *of_model)):
-        ours, theirs = (each.get(name, defaults.get(name)) for each in (run, other))
+    for name, ours in run.items():
+        theirs = other.get(name, defaults.get(name))
         if ours != theirs:
             yield name, ours, theirs
 

@@ -82,7 +82,8 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
     done, cpu, wall = 0, time.process_time(), time.perf_counter()
     if resume:
-        last = checkpoint.resumed(run.checkpoint, run.described(), run.defaults(), model, optimizer)
+        defaults = run.defaults()
+        last = checkpoint.resumed(run.checkpoint, defaults | run.described(), defaults, model, optimizer)
         done, cpu, wall = last.step, cpu - last.cpu_seconds, wall - last.wall_seconds
 
     def seconds() -> dict[str, float]:
