@@ -90,7 +90,7 @@ MODULES = {
         "cmab_kernels/nn/cmab/chunks.py",
         "range(0, max(source.shape[-2], 1), CHUNK)",
         "range(0, max(source.shape[-2], 1) - CHUNK + 1, CHUNK)",
-        "tests/nn/test_cmab_stack.py::test_any_source_gives_the_state_and_its_gradients",
+        "tests/nn/test_encode.py::test_any_source_gives_the_state_and_its_gradients",
     ),
     "extra keys that are counted in the state": Fault(
         "cmab_kernels/nn/multihead/attention.py",
