@@ -1,9 +1,11 @@
 """Builds cmab_kernels._C from csrc, and cmab_kernels._cuda on request, with ninja. Needs no torch, no GPU, no network.
 
-Files named kernels.cpp and bf16_kernels.cpp are compiled once for each instruction set. CMAB_KERNELS_BUILD=auto (default): what does not
-build is left out, and `_build.json` in the package says why; 1: a failed build is an error; 0: no build. CMAB_KERNELS_CUDA says the same
-of _cuda: 0 (default): no build; auto: built where there is nvcc, in CUDA_HOME or on the PATH; 1: an error without nvcc, too.
-CMAB_KERNELS_WERROR=1 makes warnings errors, for CI: with a compiler newer than this code they would cost users their kernels.
+Files named kernels.cpp and bf16_kernels.cpp are compiled once for each instruction set. CMAB_KERNELS_BUILD=auto
+(default): what does not build is left out, and `_build.json` in the package says why; 1: a failed build is an error; 0:
+no build. CMAB_KERNELS_CUDA says the same
+of _cuda: 0 (default): no build; auto: built where there is nvcc, in CUDA_HOME or on the PATH; 1: an error without nvcc,
+too. CMAB_KERNELS_WERROR=1 makes warnings errors, for CI: with a compiler newer than this code they would cost users
+their kernels.
 """
 
 import fcntl
@@ -33,7 +35,8 @@ CSRC = ROOT / "csrc"
 BORDER = ("common/arguments.cpp", "common/tensor_view.cpp", "continual/fields.cpp")
 """The sources that both extensions share: they read tensors and states passed from Python."""
 OBJECTS = ROOT / "build" / f"objects.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-"""Where object files are kept from one build to the next: pip builds in temporary folders, and would compile everything each time."""
+"""Where object files are kept from one build to the next: pip builds in temporary folders, and would compile everything
+each time."""
 WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
 WANTED_CUDA = "auto" if WANTED == "0" else os.environ.get("CMAB_KERNELS_CUDA", "0")  # without _C its reason is told
 _SHARED = runpy.run_path(str(ROOT / "cmab_kernels" / "runtime" / "constants.py"))
@@ -56,10 +59,12 @@ ENGINES = {
     "amx_emulated": f"'-DCMAB_ENGINE=TileEngine<EmulatedTiles>' {BF16}",
 }
 """The instruction sets that bf16_kernels.cpp is compiled for, with their flags."""
-ON_X86 = sysconfig.get_platform().lower().endswith(("x86_64", "amd64"))  # the platform that is built for, which need not be this one
+ON_X86 = (
+    sysconfig.get_platform().lower().endswith(("x86_64", "amd64"))
+)  # the platform that is built for, which need not be this one
 GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100", "sm_120": "120"}
-"""The GPU architectures to compile machine code for, with their compute capabilities. That of sm_80 runs on 8.6 and 8.9 too, as that of
-sm_100 on 10.3 and that of sm_120 on 12.1."""
+"""The GPU architectures to compile machine code for, with their compute capabilities. That of sm_80 runs on 8.6 and 8.9
+too, as that of sm_100 on 10.3 and that of sm_120 on 12.1."""
 PTX = "100"
 """The compute capability whose PTX is added, for GPUs that no machine code is for: the driver compiles it there."""
 NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
@@ -72,7 +77,9 @@ def cpu_sources() -> list[tuple[Path, str]]:
     Kernels, which take longest, come first: so both of two processors have work to the end.
     """
     sources = []
-    for source in sorted([CSRC / "module.cpp", *CSRC.glob("*/*.cpp")], key=lambda source: ("kernels" not in source.stem, source)):
+    for source in sorted(
+        [CSRC / "module.cpp", *CSRC.glob("*/*.cpp")], key=lambda source: ("kernels" not in source.stem, source)
+    ):
         sets = {"kernels": VECTORS, "bf16_kernels": ENGINES, "cuda_binding": {}}.get(source.stem, {"": ""})
         sources += [(source, name) for name in sets if ON_X86 or name in ("", "portable")]
     return sources
@@ -80,7 +87,12 @@ def cpu_sources() -> list[tuple[Path, str]]:
 
 def cuda_sources() -> list[tuple[Path, str]]:
     """Each source of _cuda, in the form of cpu_sources()."""
-    sources = [CSRC / "cuda_module.cpp", *(CSRC / name for name in BORDER), *CSRC.glob("*/cuda_binding.cpp"), *CSRC.glob("*/*.cu")]
+    sources = [
+        CSRC / "cuda_module.cpp",
+        *(CSRC / name for name in BORDER),
+        *CSRC.glob("*/cuda_binding.cpp"),
+        *CSRC.glob("*/*.cu"),
+    ]
     return [(source, "") for source in sorted(sources)]
 
 
@@ -90,7 +102,8 @@ def flags(instruction_set: str) -> str:
 
 
 def find_compiler() -> list[str]:
-    """The words of the command: CXX may hold a launcher before the compiler and flags after it, or a path with spaces."""
+    """The words of the command: CXX may hold a launcher before the compiler and flags after it, or a path with
+    spaces."""
     given = os.environ.get("CXX", "").strip()
     words = [given] if shutil.which(given) else shlex.split(given)
     found = words or [path for path in (shutil.which("g++"), shutil.which("clang++")) if path][:1]
@@ -130,9 +143,11 @@ def ninja_path(path: Path) -> str:
 
 
 def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: list[str], nvcc: str | None) -> str:
-    """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`. ninja runs in ROOT.
+    """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`.
+    ninja runs in ROOT.
 
-    Each object depends on a file with the version of its compiler, too: another compiler in the same place compiles all anew.
+    Each object depends on a file with the version of its compiler, too: another compiler in the same place compiles all
+    anew.
     """
     includes = shell_words("-Icsrc", f"-I{sysconfig.get_path('include')}", "-isystem", pybind11_headers())
     extra = os.environ.get("CXXFLAGS", "").replace("$", "$$").replace("\n", " ")
@@ -164,7 +179,8 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: list[str], nvcc: s
         host = shell_words(nvcc, *for_nvcc(compiler))
         lines += [
             "rule nvcc\n  deps = gcc\n  depfile = $out.d",
-            f"  command = {host} {NVCC_FLAGS} -Icsrc {codes} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
+            f"  command = {host} {NVCC_FLAGS} -Icsrc {codes} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat "
+            "$out.log; false)",
             f"rule nvlink\n  command = {host} -shared -cudart static $in -o $out",
             *compiled([each for each in cuda_sources() if each not in cpu_sources()]),
             linked(cuda, "nvlink", cuda_sources()),
@@ -173,18 +189,23 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: list[str], nvcc: s
 
 
 def kernels_in(log: str) -> list[dict]:
-    """What ptxas reports about each kernel: its mangled name, target, registers a thread, and bytes of stack and spills."""
+    """What ptxas reports about each kernel: its mangled name, target, registers a thread, and bytes of stack and
+    spills."""
     entry = re.compile(
         r"Compiling entry function '(?P<kernel>\w+)' for '(?P<target>\w+)'.*?"
         r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
         r"Used (?P<registers>\d+) registers",
         re.S,
     )
-    return [{name: int(text) if text.isdigit() else text for name, text in found.groupdict().items()} for found in entry.finditer(log)]
+    return [
+        {name: int(text) if text.isdigit() else text for name, text in found.groupdict().items()}
+        for found in entry.finditer(log)
+    ]
 
 
 class NinjaBuild(build_ext):
-    """Builds the extensions with ninja, and writes `_build.json`: what was built with which compiler and targets, or why not."""
+    """Builds the extensions with ninja, and writes `_build.json`: what was built with which compiler and targets, or
+    why not."""
 
     def run(self) -> None:
         super().run()
@@ -193,7 +214,8 @@ class NinjaBuild(build_ext):
         (folder / "_build.json").write_text(json.dumps(self.report | {"cuda": self.cuda_report}, indent=1) + "\n")
 
     def build_extensions(self) -> None:
-        """Build both extensions from one ninja file, the CPU's first, so that it does not depend on whether nvcc succeeds."""
+        """Build both extensions from one ninja file, the CPU's first, so that it does not depend on whether nvcc
+        succeeds."""
         self.cpu, self.cuda = (Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions)
         with alone_in(OBJECTS):
             self.report = attempt(self.build_cpu, "CMAB_KERNELS_BUILD", WANTED)
@@ -230,7 +252,10 @@ class NinjaBuild(build_ext):
         print(build.stdout)
         if build.returncode:
             target.unlink(missing_ok=True)  # an earlier build would not match the sources
-            reason = next((line for line in build.stdout.splitlines() if "error:" in line or "not found" in line), "see the build's output")
+            reason = next(
+                (line for line in build.stdout.splitlines() if "error:" in line or "not found" in line),
+                "see the build's output",
+            )
             raise OSError(f"{compiler} failed: {reason.strip()}")
 
 
@@ -258,7 +283,8 @@ def keep(path: Path, text: str) -> None:
 
 
 def attempt(build: Callable[[], dict], variable: str, wanted: str) -> dict:
-    """Run one build and report on it, in the form of `_build.json`; raises on failure only if `wanted`, the variable's value, is 1."""
+    """Run one build and report on it, in the form of `_build.json`; raises on failure only if `wanted`, the variable's
+    value, is 1."""
     report = {"built": False, "reason": "", "compiler": "", "targets": []}
     if wanted == "0":
         return report | {"reason": f"{variable}=0"}
@@ -272,7 +298,9 @@ def attempt(build: Callable[[], dict], variable: str, wanted: str) -> dict:
 
 def version(*compiler: str) -> list[str]:
     """The lines that `compiler --version` prints; one that is empty if it prints nothing."""
-    return subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout.strip().splitlines() or [""]
+    return subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout.strip().splitlines() or [
+        ""
+    ]
 
 
 # ---- the bill of materials
@@ -292,25 +320,31 @@ class BilledWheel(bdist_wheel):
 
 
 def bill_of_materials(distribution: Distribution, nvcc: str) -> dict:
-    """The package, what it needs from the index, and the CUDA runtime that `nvcc` (its version, or "") linked into it, in SPDX 2.3."""
+    """The package, what it needs from the index, and the CUDA runtime that `nvcc` (its version, or "") linked into it,
+    in SPDX 2.3."""
     name, version = distribution.get_name(), distribution.get_version()
     needed = [re.match(r"[\w.-]+", requirement)[0] for requirement in distribution.install_requires]
     contained = [material("cudart", nvcc)] if nvcc else []
     own = material(name, version, f"pkg:pypi/{name}@{version}") | {"licenseDeclared": "Apache-2.0"}
     others = [material(each, "", f"pkg:pypi/{each}") for each in needed] + contained
-    relations = [("SPDXRef-DOCUMENT", "DESCRIBES", own), *((own["SPDXID"], "DEPENDS_ON", each) for each in others[: len(needed)])]
+    relations = [
+        ("SPDXRef-DOCUMENT", "DESCRIBES", own),
+        *((own["SPDXID"], "DEPENDS_ON", each) for each in others[: len(needed)]),
+    ]
     relations += [(own["SPDXID"], "CONTAINS", each) for each in contained]
+    unique = uuid.uuid5(uuid.NAMESPACE_DNS, repr(others))
     made = time.gmtime(int(os.environ.get("SOURCE_DATE_EPOCH", time.time())))
     return {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
         "SPDXID": "SPDXRef-DOCUMENT",
         "name": f"{name}-{version}",
-        "documentNamespace": f"https://spdx.org/spdxdocs/{name}-{version}-{uuid.uuid5(uuid.NAMESPACE_DNS, repr(others))}",
+        "documentNamespace": f"https://spdx.org/spdxdocs/{name}-{version}-{unique}",
         "creationInfo": {"created": time.strftime("%Y-%m-%dT%H:%M:%SZ", made), "creators": [f"Tool: {name}-setup.py"]},
         "packages": [own, *others],
         "relationships": [
-            {"spdxElementId": whose, "relationshipType": kind, "relatedSpdxElement": whom["SPDXID"]} for whose, kind, whom in relations
+            {"spdxElementId": whose, "relationshipType": kind, "relatedSpdxElement": whom["SPDXID"]}
+            for whose, kind, whom in relations
         ],
     }
 
@@ -320,16 +354,22 @@ def material(name: str, version: str, locator: str = "") -> dict:
     reference = {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": locator}
     known = ({"versionInfo": version} if version else {}) | ({"externalRefs": [reference]} if locator else {})
     entry = {"SPDXID": f"SPDXRef-{name}", "name": name, "downloadLocation": "NOASSERTION", "filesAnalyzed": False}
-    return entry | {"licenseConcluded": "NOASSERTION", "licenseDeclared": "NOASSERTION", "copyrightText": "NOASSERTION"} | known
+    return (
+        entry
+        | {"licenseConcluded": "NOASSERTION", "licenseDeclared": "NOASSERTION", "copyrightText": "NOASSERTION"}
+        | known
+    )
 
 
 def warn(report: dict) -> None:
-    """Say on stderr, and on the terminal if pip keeps stderr to itself, that and why the kernels are missing, unless that was asked for."""
+    """Say on stderr, and on the terminal if pip keeps stderr to itself, that and why the kernels are missing, unless
+    that was asked for."""
     if report["built"] or WANTED == "0":
         return
     text = f"""
 cmab_kernels WAS BUILT WITHOUT ITS NATIVE KERNELS: {report["reason"]}
-On a CPU it runs its PyTorch definitions, which are slow. CMAB_KERNELS_BUILD=1 makes a failed build an error, with the compiler's output.
+On a CPU it runs its PyTorch definitions, which are slow.
+CMAB_KERNELS_BUILD=1 makes a failed build an error, with the compiler's output.
 """
     print(text, file=sys.stderr, flush=True)
     if not sys.stderr.isatty():
@@ -338,7 +378,10 @@ On a CPU it runs its PyTorch definitions, which are slow. CMAB_KERNELS_BUILD=1 m
 
 
 done = setup(
-    ext_modules=[Extension("cmab_kernels._C", [], optional=WANTED != "1"), Extension("cmab_kernels._cuda", [], optional=True)],
+    ext_modules=[
+        Extension("cmab_kernels._C", [], optional=WANTED != "1"),
+        Extension("cmab_kernels._cuda", [], optional=True),
+    ],
     cmdclass={"build_ext": NinjaBuild, "bdist_wheel": BilledWheel},
 )
 warn(getattr(done.get_command_obj("build_ext", create=False), "report", {"built": True}))  # the last lines of the build

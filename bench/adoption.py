@@ -127,7 +127,9 @@ def gps() -> tuple[nn.Module, Inputs]:
 
     graphs, nodes = 4, 1000
     local = GINConv(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
-    edges = torch.randint(nodes, (2, 4 * nodes)).repeat(1, graphs) + nodes * torch.arange(graphs).repeat_interleave(4 * nodes)
+    edges = torch.randint(nodes, (2, 4 * nodes)).repeat(1, graphs) + nodes * torch.arange(graphs).repeat_interleave(
+        4 * nodes
+    )
     return GPSConv(64, local, heads=4), {
         "x": torch.randn(graphs * nodes, 64),
         "edge_index": edges,
@@ -135,7 +137,13 @@ def gps() -> tuple[nn.Module, Inputs]:
     }
 
 
-NO_DROPOUT = ("dropout", "attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout")
+NO_DROPOUT = (
+    "dropout",
+    "attention_dropout",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "activation_dropout",
+)
 
 
 def of_transformers(
@@ -174,21 +182,42 @@ WIDE = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 4}
 
 SUBJECTS = {
     "set-transformer": Subject(
-        "PyTorch Geometric's `SetTransformerAggregation`: 8 sets of 2,000 points, heads of 16", set_transformer, by_modules
+        "PyTorch Geometric's `SetTransformerAggregation`: 8 sets of 2,000 points, heads of 16",
+        set_transformer,
+        by_modules,
     ),
     "gps": Subject("PyTorch Geometric's `GPSConv`: 4 graphs of 1,000 nodes, heads of 16", gps, by_modules),
-    "encoder-64": Subject("`torch.nn.TransformerEncoder`: 8 x 64 tokens, heads of 16", encoder(8, 64, 4, 16), by_modules),
-    "encoder-197": Subject("`torch.nn.TransformerEncoder`: 8 x 197 tokens, heads of 16", encoder(8, 197, 4, 16), by_modules),
-    "encoder-512": Subject("`torch.nn.TransformerEncoder`: 4 x 512 tokens, heads of 16", encoder(4, 512, 4, 16), by_modules),
-    "encoder-wide": Subject("`torch.nn.TransformerEncoder`: 4 x 512 tokens, heads of 64", encoder(4, 512, 4, 64), by_modules),
+    "encoder-64": Subject(
+        "`torch.nn.TransformerEncoder`: 8 x 64 tokens, heads of 16", encoder(8, 64, 4, 16), by_modules
+    ),
+    "encoder-197": Subject(
+        "`torch.nn.TransformerEncoder`: 8 x 197 tokens, heads of 16", encoder(8, 197, 4, 16), by_modules
+    ),
+    "encoder-512": Subject(
+        "`torch.nn.TransformerEncoder`: 4 x 512 tokens, heads of 16", encoder(4, 512, 4, 16), by_modules
+    ),
+    "encoder-wide": Subject(
+        "`torch.nn.TransformerEncoder`: 4 x 512 tokens, heads of 64", encoder(4, 512, 4, 64), by_modules
+    ),
     "time-series": Subject(
         "TimeSeriesTransformer: 8 series of 336 steps, heads of 13",
         of_transformers(
             "TimeSeriesTransformerModel",
             lambda: series(336, 2, 8),
             {
-                **{"prediction_length": 24, "context_length": 336, "num_time_features": 2, "d_model": 26, "encoder_layers": 4},
-                **{"decoder_layers": 4, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "lags_sequence": [1, 2, 3, 4, 5, 6, 7]},
+                **{
+                    "prediction_length": 24,
+                    "context_length": 336,
+                    "num_time_features": 2,
+                    "d_model": 26,
+                    "encoder_layers": 4,
+                },
+                **{
+                    "decoder_layers": 4,
+                    "encoder_attention_heads": 2,
+                    "decoder_attention_heads": 2,
+                    "lags_sequence": [1, 2, 3, 4, 5, 6, 7],
+                },
             },
         ),
         by_name,
@@ -199,7 +228,13 @@ SUBJECTS = {
             "PatchTSTModel",
             lambda: {"past_values": torch.randn(8, 336, 7)},
             {
-                **{"num_input_channels": 7, "context_length": 336, "patch_length": 16, "patch_stride": 8, "d_model": 128},
+                **{
+                    "num_input_channels": 7,
+                    "context_length": 336,
+                    "patch_length": 16,
+                    "patch_stride": 8,
+                    "d_model": 128,
+                },
                 **{"num_attention_heads": 16, "ffn_dim": 256, "num_hidden_layers": 3},
             },
         ),
@@ -207,7 +242,9 @@ SUBJECTS = {
     ),
     "vit": Subject(
         "ViT: 4 pictures, 197 tokens, heads of 64",
-        of_transformers("ViTModel", lambda: {"pixel_values": torch.randn(4, 3, 224, 224)}, {"intermediate_size": 1536, **WIDE}),
+        of_transformers(
+            "ViTModel", lambda: {"pixel_values": torch.randn(4, 3, 224, 224)}, {"intermediate_size": 1536, **WIDE}
+        ),
         by_name,
     ),
     "whisper": Subject(
@@ -215,7 +252,13 @@ SUBJECTS = {
         of_transformers(
             "WhisperModel",
             lambda: {"input_features": torch.randn(1, 80, 3000)},
-            {"d_model": 384, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536},
+            {
+                "d_model": 384,
+                "encoder_layers": 2,
+                "decoder_layers": 1,
+                "encoder_attention_heads": 6,
+                "encoder_ffn_dim": 1536,
+            },
             part="encoder",
         ),
         by_name,
@@ -246,17 +289,28 @@ def rows_of(key: str) -> Iterator[dict[str, Any]]:
         ways = subject.ways(model.train(training))
         exact = next(iter(subject.ways(deepcopy(model).double()).values()))
         expected = _results(
-            exact, {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}, training
+            exact,
+            {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()},
+            training,
         )
         errors = {name: relative_error(_results(way, inputs, training), expected) for name, way in ways.items()}
         allowed = max(ERROR_BOUND[torch.float32], 2 * next(iter(errors.values())))  # some gradients lose digits
         if wrong := [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= allowed]:
-            raise SystemExit(f"{key}, {mode}: relative errors of {', '.join(wrong)}, and there is no speed without a right result")
+            raise SystemExit(
+                f"{key}, {mode}: relative errors of {', '.join(wrong)}, and there is no speed without a right result"
+            )
         before = usage()
         least = _least(ways, inputs, training)
         share = others_since(before)
         for name in ways:
-            yield {"model": key, "pass": mode, "implementation": name, "seconds": least[name], "error": errors[name], "others": share}
+            yield {
+                "model": key,
+                "pass": mode,
+                "implementation": name,
+                "seconds": least[name],
+                "error": errors[name],
+                "others": share,
+            }
 
 
 def _results(way: Way, inputs: Inputs, training: bool) -> tuple[Tensor, ...]:
@@ -280,7 +334,9 @@ def _least(ways: Mapping[str, Way], inputs: Inputs, training: bool) -> dict[str,
     """Least CPU seconds of a call of each way, in turn."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     start = time.process_time()
-    while len(samples[next(iter(ways))]) < 4 or (time.process_time() - start < BUDGET and len(samples[next(iter(ways))]) < 50):
+    while len(samples[next(iter(ways))]) < 4 or (
+        time.process_time() - start < BUDGET and len(samples[next(iter(ways))]) < 50
+    ):
         for name, way in ways.items():
             before = time.process_time()
             _results(way, inputs, training)
@@ -295,7 +351,9 @@ def table(found: Mapping[str, Any]) -> str:
     """One line for each model, those with the largest gain in evaluation first, and the machine."""
     seconds = {(row["model"], row["pass"], row["implementation"]): row["seconds"] for row in found["rows"]}
     lines = [
-        (ratio_of(seconds, key, PASSES[0])[0], _line(seconds, key)) for key in SUBJECTS if (key, PASSES[0]) in {k[:2] for k in seconds}
+        (ratio_of(seconds, key, PASSES[0])[0], _line(seconds, key))
+        for key in SUBJECTS
+        if (key, PASSES[0]) in {k[:2] for k in seconds}
     ]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     machine = f"{found['processor']} ({found['native_instruction_set']}), 1 thread, {versions}, {found['date'][:10]}"
@@ -310,7 +368,8 @@ def ratio_of(seconds: Mapping[tuple[str, str, str], float], key: str, mode: str)
     """Our least time over that of the fastest of the others, and the names of both."""
     names = [name for model, which, name in seconds if (model, which) == (key, mode)]
     mine, theirs = (
-        min((name for name in names if name.startswith("cmab") == own), key=lambda name: seconds[key, mode, name]) for own in (True, False)
+        min((name for name in names if name.startswith("cmab") == own), key=lambda name: seconds[key, mode, name])
+        for own in (True, False)
     )
     return seconds[key, mode, mine] / seconds[key, mode, theirs], mine, theirs
 
@@ -322,8 +381,12 @@ def _line(seconds: Mapping[tuple[str, str, str], float], key: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.adoption", description="Measures models of other packages with ours in them.")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(SUBJECTS)}; all if none is named")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.adoption", description="Measures models of other packages with ours in them."
+    )
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"any of {', '.join(SUBJECTS)}; all if none is named"
+    )
     parser.add_argument("--page", action="store_true", help="measure nothing, and write the table of docs/use_it_in.md")
     options = parser.parse_args()
     if unknown := set(options.models) - SUBJECTS.keys():
@@ -353,7 +416,11 @@ def measured(keys: list[str], old: Mapping[str, Any]) -> dict[str, Any]:
     with threads(1):
         for key in keys:
             rows += list(rows_of(key))
-            told = (f"{row['pass']}, {row['implementation']}: {1e3 * row['seconds']:.3g} ms" for row in rows if row["model"] == key)
+            told = (
+                f"{row['pass']}, {row['implementation']}: {1e3 * row['seconds']:.3g} ms"
+                for row in rows
+                if row["model"] == key
+            )
             print(key, *told, sep="\n  ", flush=True)
     return {"date": provenance.now(), **head, "rows": rows}
 

@@ -95,7 +95,10 @@ class Floors:
 
 def floor(work: Work, rates: Rates) -> Floor:
     return Floor(
-        work.exponentials / rates.exponentials, work.products / rates.matrix[work.dtype], work.bytes / rates.memory, rates.together
+        work.exponentials / rates.exponentials,
+        work.products / rates.matrix[work.dtype],
+        work.bytes / rates.memory,
+        rates.together,
     )
 
 
@@ -115,7 +118,9 @@ def rounded(work: Passes) -> Passes:
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def attention_work(scores: int, pairs: int, width: int, value_width: int, dtype: str, backward: bool = False, device: str = "cpu") -> Work:
+def attention_work(
+    scores: int, pairs: int, width: int, value_width: int, dtype: str, backward: bool = False, device: str = "cpu"
+) -> Work:
     """The work of `scores` = B H L N scores, and `pairs` = B H N keys with their values.
 
     Forward: an exponential and two products per score, Q K' and P V. Backward alone: the exponential again, five
@@ -129,7 +134,9 @@ def attention_work(scores: int, pairs: int, width: int, value_width: int, dtype:
 # ---- Intention -------------------------------------------------------------------------------------------------------
 
 
-def ridge_work(keys: int, width: int, value_width: int, dtype: str, backward: bool = False, exact: bool = False) -> Work:
+def ridge_work(
+    keys: int, width: int, value_width: int, dtype: str, backward: bool = False, exact: bool = False
+) -> Work:
     """The sums K'K (half of it: it is symmetric) and K'V over `keys` = B H N keys; backward their gradients K (dG +
     dG') + V dM', K dM.
 
@@ -144,12 +151,19 @@ def ridge_work(keys: int, width: int, value_width: int, dtype: str, backward: bo
 def rows_work(rows: int, width: int, value_width: int, dtype: str, backward: bool = False) -> Work:
     """`rows` = B H M queries times a solution; backward both of its gradients."""
     passes = 2 if backward else 1
-    return Work(0.0, passes * 2 * rows * width * value_width, passes * rows * (width + value_width) * BYTES[dtype], dtype)
+    return Work(
+        0.0, passes * 2 * rows * width * value_width, passes * rows * (width + value_width) * BYTES[dtype], dtype
+    )
 
 
 def solve_work(systems: int, width: int, columns: int, dtype: str) -> Work:
     """The work of a Cholesky factorisation and two triangular solves."""
-    return Work(0.0, systems * (width**3 / 3 + 2 * width**2 * columns), systems * width * (width + 2 * columns) * BYTES[dtype], dtype)
+    return Work(
+        0.0,
+        systems * (width**3 / 3 + 2 * width**2 * columns),
+        systems * width * (width + 2 * columns) * BYTES[dtype],
+        dtype,
+    )
 
 
 def inverse_work(systems: int, width: int, dtype: str) -> Work:
@@ -161,14 +175,20 @@ def inverse_work(systems: int, width: int, dtype: str) -> Work:
 
 
 def pinv_work(matrices: int, landmarks: int, iterations: int, dtype: str) -> Work:
-    return Work(0.0, matrices * pinv_operations(landmarks, iterations), matrices * 2 * landmarks**2 * BYTES[dtype], dtype)
+    return Work(
+        0.0, matrices * pinv_operations(landmarks, iterations), matrices * 2 * landmarks**2 * BYTES[dtype], dtype
+    )
 
 
-def nystrom_work(heads: int, tokens: int, landmarks: int, width: int, value_width: int, iterations: int, dtype: str) -> Work:
+def nystrom_work(
+    heads: int, tokens: int, landmarks: int, width: int, value_width: int, iterations: int, dtype: str
+) -> Work:
     """A whole window, forward: as many queries as keys. Queries, keys and values are read, the output is written."""
     exponentials = 2 * tokens * landmarks + landmarks**2
     products = nystrom_attention_operations(tokens, landmarks, width, value_width, iterations)
-    return Work(heads * exponentials, heads * products, heads * tokens * 2 * (width + value_width) * BYTES[dtype], dtype)
+    return Work(
+        heads * exponentials, heads * products, heads * tokens * 2 * (width + value_width) * BYTES[dtype], dtype
+    )
 
 
 def step_work(scheme: str, heads: int, window: int, landmarks: int, width: int, dtype: str) -> Work:

@@ -64,10 +64,16 @@ SECTIONS = {
 def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", help=f"run these, also if they are complete: {', '.join(SECTIONS)}, separated by commas")
+    parser.add_argument(
+        "--sections", help=f"run these, also if they are complete: {', '.join(SECTIONS)}, separated by commas"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results", help="folder of the JSON file")
-    parser.add_argument("--commit", default="", help="in a copy without git: what `python -m bench.provenance` prints in the checkout")
-    parser.add_argument("--compiled", type=Path, help="kernels that `python -m bench.gpu.ahead` compiled for such a GPU")
+    parser.add_argument(
+        "--commit", default="", help="in a copy without git: what `python -m bench.provenance` prints in the checkout"
+    )
+    parser.add_argument(
+        "--compiled", type=Path, help="kernels that `python -m bench.gpu.ahead` compiled for such a GPU"
+    )
     parser.add_argument("--force", action="store_true", help="begin anew, and replace the file that is there")
     options = parser.parse_args(arguments)
     named = list(dict.fromkeys(options.sections.split(","))) if options.sections else []
@@ -128,7 +134,10 @@ def run_all(report: Report, named: list[str], device: str, end: float) -> list[s
         run(section, device, outcome, before, seconds, report.save)
         outcome.state = gpu_state()
         report.save()
-        print(f"{name}: {len(outcome.rows)} rows in {report.path}{f', {outcome.problem}' if outcome.problem else ''}", flush=True)
+        print(
+            f"{name}: {len(outcome.rows)} rows in {report.path}{f', {outcome.problem}' if outcome.problem else ''}",
+            flush=True,
+        )
         if not outcome.complete:
             left.append(name)
     return left

@@ -56,7 +56,9 @@ class Problem(Exception):
     """Why an implementation has no row."""
 
 
-def measure(case: Case, names: Iterable[str], budget: float, expected: Mapping[str, Results] | None = None, capture: bool = True) -> Group:
+def measure(
+    case: Case, names: Iterable[str], budget: float, expected: Mapping[str, Results] | None = None, capture: bool = True
+) -> Group:
     """Measures implementations of a case: first memory, result and FLOPs one by one, then time, for about `budget`
     seconds.
 
@@ -74,12 +76,17 @@ def measure(case: Case, names: Iterable[str], budget: float, expected: Mapping[s
                 group.problems[name] = str(problem)
         if examined:
             copies = [inputs, *(case.inputs(seed) for seed in range(1, _copies(inputs)))]
-            calls = {name: timed_call(case.implementations[name], copies, capture and name not in case.uncaptured) for name in examined}
+            calls = {
+                name: timed_call(case.implementations[name], copies, capture and name not in case.uncaptured)
+                for name in examined
+            }
             before = usage()
             samples, repeats = take_samples(calls, budget)
             others = others_since(before)
             group.samples = {name: [sample / case.steps.get(name, 1) for sample in samples[name]] for name in calls}
-            group.rows = {name: replace(row, others=others) for name, row in _rows(case, examined, group.samples, repeats).items()}
+            group.rows = {
+                name: replace(row, others=others) for name, row in _rows(case, examined, group.samples, repeats).items()
+            }
     return group
 
 
@@ -222,7 +229,9 @@ def _replay(graph: torch.cuda.CUDAGraph, read: list[Tensor]) -> None:
     graph.replay()
 
 
-def take_samples(calls: Mapping[str, Callable[[], Any]], budget: float) -> tuple[dict[str, list[float]], dict[str, int]]:
+def take_samples(
+    calls: Mapping[str, Callable[[], Any]], budget: float
+) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of a call, in rounds in which all take turns, for about `budget` seconds; and the calls per sample."""
     repeats, once, again = dict.fromkeys(calls, 1), {}, calls
     for _ in range(2):  # the first call of some microseconds takes ten times as long
@@ -245,7 +254,10 @@ def ratio(samples: Sequence[float], others: Sequence[float]) -> Spread:
 
 
 def _rows(
-    case: Case, examined: Mapping[str, dict[str, Any]], samples: Mapping[str, Sequence[float]], repeats: Mapping[str, int]
+    case: Case,
+    examined: Mapping[str, dict[str, Any]],
+    samples: Mapping[str, Sequence[float]],
+    repeats: Mapping[str, int],
 ) -> dict[str, Row]:
     """The rows of a group, each beside its floor, the fastest baseline, and our fastest kernel."""
     medians = {name: statistics.median(taken) for name, taken in samples.items()}

@@ -27,7 +27,9 @@ def usage() -> Usage | None:
     """The seconds used so far; None if the system does not report them, as anywhere but on Linux."""
     if not STAT.exists():
         return None
-    user, nice, system, idle, waiting, *interrupts_and_stolen = map(int, STAT.read_text().partition("\n")[0].split()[1:9])
+    user, nice, system, idle, waiting, *interrupts_and_stolen = map(
+        int, STAT.read_text().partition("\n")[0].split()[1:9]
+    )
     busy, ticks = user + nice + system + sum(interrupts_and_stolen), os.sysconf("SC_CLK_TCK")
     return Usage((busy + idle + waiting) / ticks, busy / ticks, time.process_time())
 

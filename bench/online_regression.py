@@ -99,7 +99,10 @@ def measured(width: int, block: int) -> Iterator[tuple[str, float, list[float]]]
     y = x @ random.normal(size=width) + 0.1 * random.normal(size=len(x))
     made = dict(learners(width))
     guesses = {name: [learn(x[i : i + 1], y[i : i + 1]) for i in range(WARM)] for name, learn in made.items()}
-    exact, ours = (np.concatenate(guesses[name]) for name in ("recursive least squares in NumPy", "OnlineRidge, without an intercept"))
+    exact, ours = (
+        np.concatenate(guesses[name])
+        for name in ("recursive least squares in NumPy", "OnlineRidge, without an intercept")
+    )
     assert np.allclose(ours, exact, rtol=1e-9, atol=1e-9)
     taken: dict[str, list[float]] = {name: [] for name in made}
     errors: dict[str, list[float]] = {name: [] for name in made}

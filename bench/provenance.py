@@ -44,7 +44,9 @@ def now() -> str:
 def versions() -> dict[str, str | None]:
     """Python, this package, and the packages for or beside its measurement; None for those not installed."""
     own = {"python": platform.python_version(), "cmab_kernels": cmab_kernels.__version__}
-    return own | {name: _version(name) for name in PACKAGES} | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    return (
+        own | {name: _version(name) for name in PACKAGES} | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    )
 
 
 def _version(package: str) -> str | None:
@@ -61,7 +63,10 @@ def commit() -> str:
 
 def dirty() -> bool:
     """Whether the checkout has uncommitted changes, except results, which a run writes before the next begins."""
-    return output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results") != "unknown"
+    return (
+        output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+        != "unknown"
+    )
 
 
 COMPILED = ROOT / "bench" / "results" / "compiled"
@@ -80,7 +85,12 @@ Sources = Mapping[str, bytes]
 
 def sources() -> dict[str, bytes]:
     """The sources of the checkout, committed or not."""
-    paths = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and COMPILED not in path.parents)
+    paths = (
+        path
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and COMPILED not in path.parents
+    )
     return {name: path.read_bytes() for path in paths if SOURCE.fullmatch(name := path.relative_to(ROOT).as_posix())}
 
 
@@ -134,21 +144,29 @@ def clean_commit(told: str = "") -> str:
     if named == "unknown":
         named, _, expected = told.partition(":")
         if not expected:
-            raise ValueError("git knows no commit here: give --commit what `python -m bench.provenance` prints in the checkout")
+            raise ValueError(
+                "git knows no commit here: give --commit what `python -m bench.provenance` prints in the checkout"
+            )
         if digest(here) != expected:
-            raise ValueError(f"commit: the sources here are {digest(here)}, expected {expected}: they are not those of {named}")
+            raise ValueError(
+                f"commit: the sources here are {digest(here)}, expected {expected}: they are not those of {named}"
+            )
         return named
     there = sources_of(named)
     if changed := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise ValueError(f"{', '.join(changed[:3])}{more}: not as in commit {named[:10]}: commit them, or put them back")
+        raise ValueError(
+            f"{', '.join(changed[:3])}{more}: not as in commit {named[:10]}: commit them, or put them back"
+        )
     return named
 
 
 def output(*command: str) -> str:
     """The output of a command; "unknown" if it is missing, fails or prints nothing."""
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
+        return (
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
@@ -233,7 +251,9 @@ def gpu(commit: str) -> dict[str, Any]:
 
 def gpu_state() -> dict[str, str]:
     """Clocks, temperature, power, and the reasons for throttling now: a bit mask, 0 or idle if there is none."""
-    throttling = next((found for name in THROTTLING if "unknown" not in (found := ask(name)).values()), {THROTTLING[0]: "unknown"})
+    throttling = next(
+        (found for name in THROTTLING if "unknown" not in (found := ask(name)).values()), {THROTTLING[0]: "unknown"}
+    )
     return {**ask(*STATE), "throttling": next(iter(throttling.values()))}
 
 

@@ -71,7 +71,9 @@ def _memory(device: str) -> float:
     """Bytes per second of copying, or of reading alone if that is faster."""
     source = torch.ones(BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
-    return max(2 * BYTES[device] / _best(lambda: target.copy_(source), device), BYTES[device] / _best(source.sum, device))
+    return max(
+        2 * BYTES[device] / _best(lambda: target.copy_(source), device), BYTES[device] / _best(source.sum, device)
+    )
 
 
 def _best(call: Callable[[], Any], device: str) -> float:

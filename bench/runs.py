@@ -201,7 +201,11 @@ def _by(name: str, rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
 
 def called(implementation: str) -> str:
     """The name for readers who do not know that `native` is ours."""
-    return f"cmab_kernels, {implementation}" if is_ours(implementation) and "cmab_kernels" not in implementation else implementation
+    return (
+        f"cmab_kernels, {implementation}"
+        if is_ours(implementation) and "cmab_kernels" not in implementation
+        else implementation
+    )
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
@@ -274,12 +278,37 @@ Kind = type | tuple[type, ...]
 
 NUMBER = (int, float)
 TOP: dict[str, Kind] = {
-    **{"date": str, "commit": str, "dirty": bool, "quick": bool, "threads": int, "device": str, "processor": str, "machine": dict},
-    **{"versions": dict, "rates": dict, "figures": dict, "notes": list, "not_measured": dict, "groups": list, "rows": list},
+    **{
+        "date": str,
+        "commit": str,
+        "dirty": bool,
+        "quick": bool,
+        "threads": int,
+        "device": str,
+        "processor": str,
+        "machine": dict,
+    },
+    **{
+        "versions": dict,
+        "rates": dict,
+        "figures": dict,
+        "notes": list,
+        "not_measured": dict,
+        "groups": list,
+        "rows": list,
+    },
 }
 GROUP: dict[str, Kind] = {"group": str, "scan": str, "parameters": dict, "baseline": (str, type(None))}
 ROW: dict[str, Kind] = {
-    **{"group": str, "implementation": str, "seconds": list, "rounds": int, "repeats": int, "extra_memory": int, "result_memory": int},
+    **{
+        "group": str,
+        "implementation": str,
+        "seconds": list,
+        "rounds": int,
+        "repeats": int,
+        "extra_memory": int,
+        "result_memory": int,
+    },
     **{"flops": int, "bytes": int, "error": NUMBER},
 }
 SPREADS = ("seconds", "ratio", "speed_up")
@@ -290,10 +319,13 @@ def load(path: Path) -> Run:
     raw = _json(path)
     version = raw.get("cmab_kernels_bench") if isinstance(raw, dict) else None
     if version is None:
-        raise BadRun(f"{path}: no run of these benchmarks (there is no cmab_kernels_bench in it); give a file that they wrote")
+        raise BadRun(
+            f"{path}: no run of these benchmarks (there is no cmab_kernels_bench in it); give a file that they wrote"
+        )
     if version != FORMAT:
         raise BadRun(
-            f"{path}: a run in format {version!r}, and this code reads format {FORMAT}; use the version that wrote it, or measure anew"
+            f"{path}: a run in format {version!r}, and this code reads format {FORMAT}; use the version that wrote "
+            "it, or measure anew"
         )
     try:
         _check(raw, TOP)

@@ -28,7 +28,11 @@ THREADS = 2
 
 
 def measured(
-    scans: Collection[str] = (), quick: bool = False, device: str = "cpu", threads: int | None = None, groups: Collection[str] = ()
+    scans: Collection[str] = (),
+    quick: bool = False,
+    device: str = "cpu",
+    threads: int | None = None,
+    groups: Collection[str] = (),
 ) -> Run:
     """Measures the cases of these scans and the cases of these names, or all.
 
@@ -38,7 +42,11 @@ def measured(
     measure_on(device)
     torch.set_num_threads(threads or min(THREADS, torch.get_num_threads()))
     every = not scans and not groups
-    cases = [case for case in all_cases() if (every or case.scan in scans or case.name in groups) and (case.quick or not quick)]
+    cases = [
+        case
+        for case in all_cases()
+        if (every or case.scan in scans or case.name in groups) and (case.quick or not quick)
+    ]
     found: dict[str, Group] = {}
     _warn_of_others()
     start = time.monotonic()
@@ -71,7 +79,9 @@ def measured(
 def _errors_of_a_million_additions() -> Mapping[str, float]:
     """The relative errors of a million additions, which show why sums are float64."""
     found = errors_of_additions(1_000_000)
-    return {f"relative error of K'K after 1,000,000 additions of one key, {name}": error for name, error in found.items()}
+    return {
+        f"relative error of K'K after 1,000,000 additions of one key, {name}": error for name, error in found.items()
+    }
 
 
 def _warn_of_others() -> None:
@@ -79,7 +89,8 @@ def _warn_of_others() -> None:
     share = others(LOOK)
     if share is not None and share > NOISY:
         print(
-            f"Other programs take {share:.0%} of this machine's processors. What is timed beside them is marked as noisy, and counts "
+            f"Other programs take {share:.0%} of this machine's processors. What is timed beside them is marked as "
+            "noisy, and counts "
             "neither as gain nor as loss: end them, and measure again.",
             file=sys.stderr,
             flush=True,
@@ -89,8 +100,13 @@ def _warn_of_others() -> None:
 def _notes(rows: Collection[Row]) -> list[str]:
     """Caveats about the run."""
     noisy = {row.group for row in rows if row.noisy}
-    told = f"{len(noisy)} of {len({row.group for row in rows})} groups were timed while other programs took more than {NOISY:.0%}"
-    return [f"{told} of the machine's processors: they are noisy, and count neither as gain nor as loss."] if noisy else []
+    told = (
+        f"{len(noisy)} of {len({row.group for row in rows})} groups were timed while other programs took more than "
+        f"{NOISY:.0%}"
+    )
+    return (
+        [f"{told} of the machine's processors: they are noisy, and count neither as gain nor as loss."] if noisy else []
+    )
 
 
 def _tell_progress(name: str, group: Group, done: str, left: float) -> None:

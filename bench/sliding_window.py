@@ -91,7 +91,10 @@ def errors(steps: int, size: int) -> Iterator[dict[str, Tensor]]:
                 outs[name].append(method(new, old).out.double().flatten())
         weights = logits.double().unfold(1, size, 1).softmax(-1)
         means = (weights * values.double().unfold(1, size, 1)).sum(-1)
-        yield {name: (torch.stack(out, 1)[:, -means.shape[1] :] - means).abs().nan_to_num(torch.inf) for name, out in outs.items()}
+        yield {
+            name: (torch.stack(out, 1)[:, -means.shape[1] :] - means).abs().nan_to_num(torch.inf)
+            for name, out in outs.items()
+        }
 
 
 def table_of_errors(steps: int, size: int) -> None:
@@ -99,7 +102,10 @@ def table_of_errors(steps: int, size: int) -> None:
     for found in errors(steps, size):
         for name, error in found.items():
             blocks.setdefault(name, []).append(error)
-    print("| logits | method | median, first tenth | median, last tenth | largest, first tenth | largest, last tenth | above 0.01 |")
+    print(
+        "| logits | method | median, first tenth | median, last tenth | largest, first tenth | largest, last tenth | "
+        "above 0.01 |"
+    )
     print("|---|---|---|---|---|---|---|")
     whole = {name: torch.cat(parts, 1) for name, parts in blocks.items()}
     for law, of_law in enumerate(LAWS):

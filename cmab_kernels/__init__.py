@@ -1,4 +1,5 @@
-"""Attention over any number of keys, in memory that does not grow with them: fused kernels with a mergeable, streaming state."""
+"""Attention over any number of keys, in memory that does not grow with them: fused kernels with a mergeable, streaming
+state."""
 
 import torch
 
@@ -50,10 +51,12 @@ from .runtime.backends import Explanation, explain, use_impl
 from .runtime.calls import ModuleExplanation
 from .window import StateTree, StateWindow
 
-# `torch.load` reads states as `torch.save` wrote them: these classes hold tensors and ints, and to make one executes nothing.
+# `torch.load` reads states as `torch.save` wrote them: these classes hold tensors and ints, and to make one executes
+# nothing.
 torch.serialization.add_safe_globals([AttentionState, RidgeState, ContinualAttentionState, ContinualNystromState])
 
-# The function `intention` hides the subpackage of the same name, so it carries the estimators: `cmab_kernels.intention.variants`.
+# The function `intention` hides the subpackage of the same name, so it carries the estimators:
+# `cmab_kernels.intention.variants`.
 intention.variants = variants  # type: ignore[attr-defined]  # a function has no such attribute by itself
 
 __version__ = "0.1.0"

@@ -1,4 +1,5 @@
-"""`python -m cmab_kernels bench`: runs the benchmarks, or loads a saved run, and writes a report of HTML, JSON and PNG files.
+"""`python -m cmab_kernels bench`: runs the benchmarks, or loads a saved run, and writes a report of HTML, JSON and PNG
+files.
 
 The benchmarks themselves are in the checkout's bench/, beside this package. A request is checked before any
 measurement. Files get their final names only when they are complete.
@@ -51,7 +52,9 @@ def run(request: Request) -> int:
     A request that cannot be carried out raises a `Refusal`.
     """
     _check(request)
-    runs, session, compare, page, table = (_module(name) for name in ("runs", "session", "report.compare", "report.page", "report.table"))
+    runs, session, compare, page, table = (
+        _module(name) for name in ("runs", "session", "report.compare", "report.page", "report.table")
+    )
     try:
         old = runs.load(request.compare) if request.compare else None
         saved = runs.load(request.saved) if request.saved else None
@@ -81,13 +84,14 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"bench.{name}")
 
 
-# ---- checks of the request ---------------------------------------------------------------------------------------------------------------
+# ---- checks of the request -------------------------------------------------------------------------------------------
 
 
 def _check(request: Request) -> None:
     if not (ROOT / "bench" / "session.py").exists():
         raise Refusal(
-            f"bench: the benchmarks are not part of an installed package, and there is no bench/ beside {ROOT / 'cmab_kernels'}; "
+            "bench: the benchmarks are not part of an installed package, and there is no bench/ beside "
+            f"{ROOT / 'cmab_kernels'}; "
             'in a checkout of the repository, pip install -e ".[bench]" and run this again'
         )
     if missing := [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]:
@@ -99,7 +103,11 @@ def _check(request: Request) -> None:
         "--threads": request.threads is not None,
     }
     if request.saved and (given := [name for name, value in measuring.items() if value]):
-        raise Refusal(mismatch("--from", f"a saved run together with {given[0]}", "a saved run alone; nothing is measured with --from"))
+        raise Refusal(
+            mismatch(
+                "--from", f"a saved run together with {given[0]}", "a saved run alone; nothing is measured with --from"
+            )
+        )
     known = sorted(_module("scans").scans())
     if unknown := [scan for scan in request.scans if scan not in known]:
         raise Refusal(mismatch("scan", unknown[0], f"one of {', '.join(known)}"))
@@ -112,11 +120,15 @@ def _check(request: Request) -> None:
         raise Refusal(mismatch("--output", f"{output}, a file", "a folder; give another name"))
     if output.is_dir() and any(output.iterdir()) and not request.force:
         raise Refusal(
-            mismatch("--output", f"{output}, which has files in it", "an empty folder; or give --force to replace those of the same names")
+            mismatch(
+                "--output",
+                f"{output}, which has files in it",
+                "an empty folder; or give --force to replace those of the same names",
+            )
         )
 
 
-# ---- files -------------------------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -129,7 +141,9 @@ def _unfinished(request: Request) -> Iterator[Path]:
         request.output.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=request.output)
     except OSError as error:
-        raise Refusal(mismatch("--output", f"{request.output}, which cannot be written ({error.strerror})", "another folder")) from None
+        raise Refusal(
+            mismatch("--output", f"{request.output}, which cannot be written ({error.strerror})", "another folder")
+        ) from None
     try:
         with folder as name:
             yield Path(name).absolute()

@@ -90,7 +90,10 @@ def _processor() -> Iterator[str]:
     fields = {name.strip(): text.strip() for name, text in fields.items()}
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     threads = torch.get_num_threads()
-    yield f"{fields.get('model name', platform.processor() or platform.machine())}, {threads} thread{'' if threads == 1 else 's'}"
+    yield (
+        f"{fields.get('model name', platform.processor() or platform.machine())}, {threads} "
+        f"thread{'' if threads == 1 else 's'}"
+    )
     yield " ".join(flag for flag in _CPU_FEATURES if flag in flags) or "features unknown"
 
 
@@ -107,7 +110,11 @@ def _implementations() -> Iterator[str]:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     notes: dict[str, int] = {}
     yield from _columns(
-        [_choice(operator, operator_set, device, notes) for operator, operator_set in OPERATORS.items() for device in devices]
+        [
+            _choice(operator, operator_set, device, notes)
+            for operator, operator_set in OPERATORS.items()
+            for device in devices
+        ]
     )
     yield from (f"[{number}] {reason}" for reason, number in notes.items())
 

@@ -45,7 +45,8 @@ def interleave(
     calls. A sample is the mean of `repeats[name]` consecutive calls (default: 1). There is no warm-up: make each call
     once before.
 
-    >>> samples = cmab_kernels.measure.interleave({"one": lambda: torch.zeros(10), "other": lambda: torch.ones(10)}, rounds=3)
+    >>> calls = {"one": lambda: torch.zeros(10), "other": lambda: torch.ones(10)}
+    >>> samples = cmab_kernels.measure.interleave(calls, rounds=3)
     >>> {name: len(seconds) for name, seconds in samples.items()}
     {'one': 3, 'other': 3}
     """
@@ -87,7 +88,9 @@ def _gpu_seconds(call: Callable[[], Any], repeats: int) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def peak_memory(prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[Any, ...], device: str = "cpu", limit: float = 120.0) -> Peak:
+def peak_memory(
+    prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[Any, ...], device: str = "cpu", limit: float = 120.0
+) -> Peak:
     """Return the most memory that `prepare(*arguments)()` holds at once, beyond the memory that `prepare` allocated.
 
     `prepare` must be picklable: a function of a module. It returns a task, which returns its results.
@@ -98,11 +101,17 @@ def peak_memory(prepare: Callable[..., Task], *arguments: Any, warm_up: tuple[An
     if torch.device(device).type == "cuda":
         _hold_results(prepare(*warm_up))
         return _gpu_peak(prepare(*arguments))
-    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+    context: Any = multiprocessing.get_context(
+        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    )
     if sys.platform != "win32":
-        context.set_forkserver_preload(["torch", "cmab_kernels", prepare.__module__])  # imported once, before children are forked
+        context.set_forkserver_preload(
+            ["torch", "cmab_kernels", prepare.__module__]
+        )  # imported once, before children are forked
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measure_in_child, args=(sender, prepare, arguments, warm_up, torch.get_num_threads()))
+    child = context.Process(
+        target=_measure_in_child, args=(sender, prepare, arguments, warm_up, torch.get_num_threads())
+    )
     child.start()
     sender.close()
     try:
@@ -157,7 +166,9 @@ def _gpu_peak(task: Task) -> Peak:
     return Peak(torch.cuda.max_memory_allocated() - before, results)
 
 
-def _measure_in_child(answer: Connection, prepare: Callable[..., Task], arguments: tuple, warm_up: tuple, threads: int) -> None:
+def _measure_in_child(
+    answer: Connection, prepare: Callable[..., Task], arguments: tuple, warm_up: tuple, threads: int
+) -> None:
     try:
         torch.set_num_threads(threads)
         _hold_results(prepare(*warm_up))

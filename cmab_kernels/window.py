@@ -1,4 +1,5 @@
-"""The state of a set that points leave, without subtraction: a sliding window, and a tree for points that leave in any order.
+"""The state of a set that points leave, without subtraction: a sliding window, and a tree for points that leave in any
+order.
 
 States merge, so both hold the states of the points that are there, and partial merges of them. Nothing is ever
 subtracted, so that no digits are lost, however little is left.
@@ -63,14 +64,20 @@ class Held(ABC, Generic[State]):
         """The tensors of all `parts`, stacked in a new first dimension, in memory of their own and without graphs."""
         parts = self.parts()
         names = parts[0]._fields if parts else ()
-        return {name: torch.stack([each.detach() for each in all_]) for name, all_ in zip(names, zip(*parts, strict=True), strict=True)}
+        return {
+            name: torch.stack([each.detach() for each in all_])
+            for name, all_ in zip(names, zip(*parts, strict=True), strict=True)
+        }
 
 
 def _unstacked(entries: Mapping[str, Tensor]) -> list[Any]:
     """The states that `_stacked` stacked, in memory of their own; other entries are ignored."""
     kind = AttentionState if "out" in entries else RidgeState
     tensors = [entries[name].detach() for name in kind._fields if name in entries]
-    return [kind(*(part.clone(memory_format=torch.contiguous_format) for part in each)) for each in zip(*tensors, strict=True)]
+    return [
+        kind(*(part.clone(memory_format=torch.contiguous_format) for part in each))
+        for each in zip(*tensors, strict=True)
+    ]
 
 
 def _count(entries: Mapping[str, Any], prefix: str) -> int:
@@ -80,7 +87,9 @@ def _count(entries: Mapping[str, Any], prefix: str) -> int:
     kind = next((kind for kind in (AttentionState, RidgeState) if {*kind._fields} & {*entries}), None)
     if kind is None or {*kind._fields} != {*entries}:
         every = " or ".join(", ".join(each._fields) for each in (AttentionState, RidgeState))
-        raise ValueError(mismatch(prefix.rstrip(".") or "entries", ", ".join(map(str, entries)), f"the parts of states, {every}"))
+        raise ValueError(
+            mismatch(prefix.rstrip(".") or "entries", ", ".join(map(str, entries)), f"the parts of states, {every}")
+        )
     parts = [entries[name] for name in kind._fields]
     counts = []
     for name, part in zip(kind._fields, parts, strict=True):
@@ -89,7 +98,11 @@ def _count(entries: Mapping[str, Any], prefix: str) -> int:
         check_dense(prefix + name, part)
         counts.append(part.shape[0] if part.dim() else 0)
         if not counts[0] or counts[-1] != counts[0]:
-            raise ValueError(mismatch(prefix + name, f"shape {tuple(part.shape)}", f"({counts[0] or 'n'}, ...), one row for each state"))
+            raise ValueError(
+                mismatch(
+                    prefix + name, f"shape {tuple(part.shape)}", f"({counts[0] or 'n'}, ...), one row for each state"
+                )
+            )
     check_fits(kind(*(part[0] for part in parts)), None, prefix.rstrip(".") or "state")
     if not parts[0].is_meta:
         problem = unlikely_attention(prefix, entries) if kind is AttentionState else unlikely_ridge(prefix, entries)
@@ -109,7 +122,8 @@ def _refuse_names(entries: Any, needed: Sequence[str], prefix: str) -> dict[str,
 
 
 class StateWindow(Held[State]):
-    """The state of the newest chunks of a stream, exactly: each push lets the oldest chunk go, and nothing is subtracted.
+    """The state of the newest chunks of a stream, exactly: each push lets the oldest chunk go, and nothing is
+    subtracted.
 
     The window is a queue of two stacks. `push` merges the new state into the merge of the newer part. The older part
     holds the merges of all its ends, so that `pop` only drops the outermost one. When the older part is used up, the
@@ -203,10 +217,14 @@ class StateWindow(Held[State]):
             if not isinstance(entry, Tensor) or entry.dtype != torch.int64 or entry.shape != () or entry.is_meta:
                 raise TypeError(mismatch(prefix + name, repr(entry), "an int64 tensor ()"))
         if state_dict["size"] != self.size:
-            raise ValueError(mismatch(f"{prefix}size", int(state_dict["size"]), f"{self.size}, the size of this window"))
+            raise ValueError(
+                mismatch(f"{prefix}size", int(state_dict["size"]), f"{self.size}, the size of this window")
+            )
         count, front = _count(parts, prefix), int(state_dict["front"])
         if count > self.size:
-            raise ValueError(mismatch(prefix + next(iter(parts)), f"{count} states", f"at most {self.size}, the size of this window"))
+            raise ValueError(
+                mismatch(prefix + next(iter(parts)), f"{count} states", f"at most {self.size}, the size of this window")
+            )
         if not 0 <= front <= count:
             raise ValueError(mismatch(f"{prefix}front", front, f"an int from 0 to {count}, the number of states"))
         self.restore(state_dict)
@@ -237,7 +255,8 @@ class StateTree(Held[State]):
     >>> for day in (4, 0, 7, 99):
     ...     tree.discard(day)
     >>> left = torch.cat([points[:, :, 100 * day : 100 * (day + 1)] for day in (1, 2, 3, 5, 6, 8, 9)], dim=2)
-    >>> len(tree), 4 in tree, torch.allclose(tree.state.out, cmab_kernels.latent_attention(latents, left, left), atol=1e-5)
+    >>> whole = cmab_kernels.latent_attention(latents, left, left)
+    >>> len(tree), 4 in tree, torch.allclose(tree.state.out, whole, atol=1e-5)
     (7, False, True)
     """
 
@@ -297,11 +316,20 @@ class StateTree(Held[State]):
         """Write leaves to their places, keep `count` leaves, and compute all that lies above what has changed."""
         levels, changed, counts, shrinks = self._levels, [leaves], [count], count < len(self._levels[0])
         while counts[-1] > 1:
-            below, known, length = changed[-1], levels[len(counts) - 1] if len(counts) <= len(levels) else [], counts[-1]
-            pairs = {place // 2 for place in below} | ({(length - 1) // 2} if shrinks else set())  # this pair may have lost a node
+            below, known, length = (
+                changed[-1],
+                levels[len(counts) - 1] if len(counts) <= len(levels) else [],
+                counts[-1],
+            )
+            pairs = {place // 2 for place in below} | (
+                {(length - 1) // 2} if shrinks else set()
+            )  # this pair may have lost a node
             nodes: dict[int, State] = {}
             for pair in pairs:
-                two = [below[place] if place in below else known[place] for place in range(2 * pair, min(2 * pair + 2, length))]
+                two = [
+                    below[place] if place in below else known[place]
+                    for place in range(2 * pair, min(2 * pair + 2, length))
+                ]
                 nodes[pair] = merge(*two) if len(two) == 2 else two[0]
             changed.append(nodes)
             counts.append((length + 1) // 2)
@@ -330,7 +358,11 @@ class StateTree(Held[State]):
         for key in keys:
             _refuse_unhashable(key)
         if len({*keys}) != len(keys) or len(keys) != count:
-            raise ValueError(mismatch(f"{prefix}keys", f"{len({*keys})} different keys of {len(keys)}", f"{count}, one for each state"))
+            raise ValueError(
+                mismatch(
+                    f"{prefix}keys", f"{len({*keys})} different keys of {len(keys)}", f"{count}, one for each state"
+                )
+            )
         made: StateTree[State] = StateTree()
         made._write(dict(enumerate(_unstacked(state_dict))), count)
         self._keys, self._places, self._levels = [*keys], {key: place for place, key in enumerate(keys)}, made._levels

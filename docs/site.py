@@ -1,7 +1,7 @@
 """What `make docs` adds to MkDocs.
 
-Formulas become MathML, which browsers draw by themselves. Examples in docstrings become blocks of code. Source files that a page links to
-become pages of the site.
+Formulas become MathML, which browsers draw by themselves. Examples in docstrings become blocks of code. Source files
+that a page links to become pages of the site.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def on_config(config: MkDocsConfig) -> None:
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add a page for each file of the repository outside docs/ that a page of docs/ links to."""
-    linked = {name for file in files.documentation_pages() if _in_docs(file) for name in _LINK.findall(file.content_string)}
+    linked = {
+        name for file in files.documentation_pages() if _in_docs(file) for name in _LINK.findall(file.content_string)
+    }
     for name in sorted(linked):
         heading = f"---\ntitle: {name}\nsearch: {{exclude: true}}\n---\n\n# {name}\n\n"
         program = f"````{LANGUAGES.get(Path(name).suffix, 'text')}\n{(ROOT / name).read_text()}````\n"
@@ -70,11 +72,14 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    return _FORMULA.sub(lambda found: _mathml(html.unescape(found[2]), "block" if found[1] == "div" else "inline"), content)
+    return _FORMULA.sub(
+        lambda found: _mathml(html.unescape(found[2]), "block" if found[1] == "div" else "inline"), content
+    )
 
 
 def _mathml(formula: str, display: str) -> str:
-    """A formula as MathML, with spaces that browsers leave out: those of a named width, and one after the name of a function."""
+    """A formula as MathML, with spaces that browsers leave out: those of a named width, and one after the name of a
+    function."""
     space = '<mspace width="0.17em" />'
     drawn = convert(formula, display=display).replace('<mspace width="thinmathspace" />', space)
     return drawn.replace("<mi>log</mi>", f"<mi>log</mi>{space}")

@@ -113,13 +113,15 @@ def fma(team: Team, one: Instruction) -> None:
 
 
 def _fma_half(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return a b + c of half-precision numbers as float32, from which one more rounding leads to the right result but for ties."""
+    """Return a b + c of half-precision numbers as float32, from which one more rounding leads to the right result but
+    for ties."""
     return fma32(a.astype(np.float32), b.astype(np.float32), c.astype(np.float32))
 
 
 @opcode("div")
 def div(team: Team, one: Instruction) -> None:
-    """`div.full` and `div.approx` are at most 2 units in the last place off on hardware, unless they divide by a power of two."""
+    """`div.full` and `div.approx` are at most 2 units in the last place off on hardware, unless they divide by a power
+    of two."""
 
     def rough(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(np.frexp(np.abs(b))[0] == 0.5, a / b, floats.off_by_two(a / b))
@@ -214,7 +216,8 @@ def rcp(team: Team, one: Instruction) -> None:
 def _function(team: Team, one: Instruction, function: Callable[[np.ndarray], np.ndarray]) -> None:
     """Compute in float64 and round; `.approx.ftz.f64` gives the upper 32 bits of the result, and zeros below.
 
-    Approximations in float32 are some units in the last place off on hardware, and so on a rough machine, but for powers of two.
+    Approximations in float32 are some units in the last place off on hardware, and so on a rough machine, but for
+    powers of two.
     """
     kind, ftz = one.kind, one.has("ftz")
     x = team.number(one.operands[1], kind, ftz and kind == "f32")
@@ -391,4 +394,6 @@ def brev(team: Team, one: Instruction) -> None:
 def _per_value(team: Team, one: Instruction, function: Callable[[int, int], int]) -> np.ndarray:
     values = np.atleast_1d(team.read(one.operands[1], one.kind))
     width = 8 * values.dtype.itemsize
-    return np.array([function(int(value), width) for value in values], np.uint64).astype(np.uint32 if width <= 32 else np.uint64)
+    return np.array([function(int(value), width) for value in values], np.uint64).astype(
+        np.uint32 if width <= 32 else np.uint64
+    )

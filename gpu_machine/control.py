@@ -64,7 +64,8 @@ def counted(one: Instruction, votes: np.ndarray) -> np.ndarray:
 
 
 def _all_there(team: Team, members: np.ndarray) -> np.ndarray:
-    """Return the active threads as positions in the team; raise `Fault` if one of a warp's `members` is not active there."""
+    """Return the active threads as positions in the team; raise `Fault` if one of a warp's `members` is not active
+    there."""
     positions = team.positions
     present = np.zeros(len(team.threads), np.uint32)
     present[positions] = np.uint32(1) << team.lanes[positions].astype(np.uint32)
@@ -88,7 +89,9 @@ def shfl(team: Team, one: Instruction) -> None:
         other = lane - (by & 31)
         inside = other >= high
     else:
-        other = {"down": lane + (by & 31), "bfly": lane ^ (by & 31), "idx": low | (by & 31 & ~segment)}[one.modifiers[1]]
+        other = {"down": lane + (by & 31), "bfly": lane ^ (by & 31), "idx": low | (by & 31 & ~segment)}[
+            one.modifiers[1]
+        ]
         inside = other <= high
     values = np.zeros(len(team.threads), np.uint32)
     values[positions] = team.read(source, "b32")

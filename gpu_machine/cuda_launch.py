@@ -1,4 +1,5 @@
-"""CUDA kernels go to the machine: nvcc compiles csrc to PTX, and a C++ compiler the host's part, whose launches are recorded."""
+"""CUDA kernels go to the machine: nvcc compiles csrc to PTX, and a C++ compiler the host's part, whose launches are
+recorded."""
 
 from __future__ import annotations
 
@@ -70,12 +71,15 @@ def built_in(folder: Path) -> Built:
 def _compile_ptx(folder: Path, source: str) -> None:
     made = folder / f"{Path(source).name}.ptx"
     flags = ["-ptx", "-arch=sm_80", "-std=c++17", "-lineinfo", f"-I{ROOT / 'csrc'}", *CONSTANTS]
-    subprocess.run([str(nvcc()), "-ccbin", str(COMPILER), *flags, str(ROOT / "csrc" / f"{source}.cu"), "-o", str(made)], check=True)
+    subprocess.run(
+        [str(nvcc()), "-ccbin", str(COMPILER), *flags, str(ROOT / "csrc" / f"{source}.cu"), "-o", str(made)], check=True
+    )
 
 
 @contextmanager
 def cuda_on_machine(machine: Machine, built: Built, *launchers: ModuleType) -> Iterator[None]:
-    """Within this context the functions of `launchers`, such as `cmab_kernels.intention.cuda`, run their kernels on the machine."""
+    """Within this context the functions of `launchers`, such as `cmab_kernels.intention.cuda`, run their kernels on the
+    machine."""
 
     def on_launch(kernel: str, kind: str, blocks: int, threads: int, shared: int, arguments: tuple[bytes, ...]) -> None:
         name = _entry(built.texts, kernel.partition("<")[0], kind)

@@ -1,7 +1,8 @@
-"""A stub of NVIDIA's driver library (`driver.c`) under Triton's own launcher: kernels on CPU tensors are compiled, loaded and launched as
-on a GPU, and then do nothing, or what a callback does with them.
+"""A stub of NVIDIA's driver library (`driver.c`) under Triton's own launcher: kernels on CPU tensors are compiled,
+loaded and launched as on a GPU, and then do nothing, or what a callback does with them.
 
-It is for counting launches and programs, for the time that the host takes, and for running the compiled kernels on a software machine.
+It is for counting launches and programs, for the time that the host takes, and for running the compiled kernels on a
+software machine.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _PTX: dict[int, Path] = {}
 
 
 class Launched(NamedTuple):
-    """A launch as the driver sees it: the PTX of the kernel, programs, threads of a block, bytes of shared memory, and `parameters`, a
-    pointer to the address of each parameter, in the order of the PTX."""
+    """A launch as the driver sees it: the PTX of the kernel, programs, threads of a block, bytes of shared memory, and
+    `parameters`, a pointer to the address of each parameter, in the order of the PTX."""
 
     ptx: Path
     grid: tuple[int, int, int]
@@ -56,7 +57,8 @@ class Stub:
 
 @contextlib.contextmanager
 def stub(capability: int = 80, run: Callable[[Launched], None] | None = None) -> Iterator[Stub]:
-    """Within this context Triton's kernels take CPU tensors, and are compiled for this compute capability; `run` is called for a launch.
+    """Within this context Triton's kernels take CPU tensors, and are compiled for this compute capability; `run` is
+    called for a launch.
 
     An exception of `run` is raised where the context ends.
     """
@@ -88,7 +90,8 @@ _entered = itertools.count()
 
 
 class _Driver(nvidia.CudaDriver):
-    """Triton's driver for a device that is new each time, so that nothing is cached for it; its number ends in its compute capability."""
+    """Triton's driver for a device that is new each time, so that nothing is cached for it; its number ends in its
+    compute capability."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -102,12 +105,15 @@ class _Driver(nvidia.CudaDriver):
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The stub, compiled and loaded for the rest of the process under the name by which the driver's library is opened."""
+    """The stub, compiled and loaded for the rest of the process under the name by which the driver's library is
+    opened."""
     folder = tempfile.mkdtemp()
     path = Path(folder, "libcuda.so.1")
     include = nvidia.include_dirs[0]
     source = Path(__file__).with_name("driver.c")
-    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", f"-I{include}", "-Wl,-soname,libcuda.so.1", source, "-o", path], check=True)
+    subprocess.run(
+        ["gcc", "-O2", "-shared", "-fPIC", f"-I{include}", "-Wl,-soname,libcuda.so.1", source, "-o", path], check=True
+    )
     triton.knobs.nvidia.libcuda_path = folder
     triton.knobs.runtime.kernel_load_end_hook.add(_remember)
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

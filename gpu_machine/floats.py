@@ -19,8 +19,8 @@ def flush(x: np.ndarray) -> np.ndarray:
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Return a b + c of float32 numbers, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd where rounding it twice could differ from rounding it once: where it lies
-    midway between two float32 numbers, and where it is subnormal.
+    The product is exact in float64. The sum is rounded to odd where rounding it twice could differ from rounding it
+    once: where it lies midway between two float32 numbers, and where it is subnormal.
     """
     a, b, c = np.broadcast_arrays(a, b, c)
     product, wide = a.astype(np.float64) * b, c.astype(np.float64)
@@ -68,7 +68,8 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return a b + c of float64 numbers, rounded once (Boldo and Melquiond, 2008); by fractions near the ends of the range."""
+    """Return a b + c of float64 numbers, rounded once (Boldo and Melquiond, 2008); by fractions near the ends of the
+    range."""
     a, b, c = (np.asarray(x, np.float64) for x in np.broadcast_arrays(a, b, c))
     product, low = _two_product(a, b)
     high, middle = _two_sum(c, low)
@@ -94,7 +95,8 @@ def _fma_of_fractions(a: float, b: float, c: float) -> float:
 
 
 def off_by_two(x: np.ndarray) -> np.ndarray:
-    """Return float32 numbers up to two units in the last place off, each as its bits say; 0, subnormal and infinite ones and NaN stay."""
+    """Return float32 numbers up to two units in the last place off, each as its bits say; 0, subnormal and infinite
+    ones and NaN stay."""
     x = np.asarray(x, np.float32)
     bits = x.view(np.uint32)
     units = ((bits * np.uint32(0x9E3779B1)) >> np.uint32(16)) % np.uint32(5)

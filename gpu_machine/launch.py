@@ -1,4 +1,5 @@
-"""Triton's launches go to the machine: within `on_machine`, operators run their Triton kernels on tensors on the CPU."""
+"""Triton's launches go to the machine: within `on_machine`, operators run their Triton kernels on tensors on the
+CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from .parse import parse
 def on_machine(machine: Machine) -> Iterator[None]:
     """Within this context Triton's kernels are compiled for compute capability 8.0 and executed by the machine.
 
-    They may access the tensors that they are called with. What `torch.empty` and its relatives return is memory that nobody wrote.
+    They may access the tensors that they are called with. What `torch.empty` and its relatives return is memory that
+    nobody wrote.
     """
     stops: list[BaseException] = []
 

@@ -1,4 +1,5 @@
-"""The machine: kernels are parsed once, and their blocks are executed one after the other, in an order that a seed chooses."""
+"""The machine: kernels are parsed once, and their blocks are executed one after the other, in an order that a seed
+chooses."""
 
 from __future__ import annotations
 
@@ -20,13 +21,16 @@ KNOWS = (arithmetic, control, mma, moves)
 class Machine:
     """A GPU of compute capability 8.0 that executes PTX on the CPU.
 
-    `memory` are the tensors that kernels may access. `seed` chooses the order of blocks, and in which teams and in which order the warps
+    `memory` are the tensors that kernels may access. `seed` chooses the order of blocks, and in which teams and in
+    which order the warps
     of a block run: with 0 all together and blocks in order, otherwise at random.
 
-    With `lenient`, shared memory that nobody wrote is NaN and may be read, and races there show only where bits depend on the order: csrc
-    computes with elements above a matrix's diagonal, and beyond the last row and column, and then leaves the results out.
+    With `lenient`, shared memory that nobody wrote is NaN and may be read, and races there show only where bits depend
+    on the order: csrc computes with elements above a matrix's diagonal, and beyond the last row and column, and then
+    leaves the results out.
 
-    With `rough`, approximations in float32 (`ex2`, `lg2`, `rsqrt`, `div.full`) are up to two units in the last place off, as on hardware.
+    With `rough`, approximations in float32 (`ex2`, `lg2`, `rsqrt`, `div.full`) are up to two units in the last place
+    off, as on hardware.
     """
 
     def __init__(self, seed: int = 0, lenient: bool = False, rough: bool = False) -> None:
@@ -34,7 +38,9 @@ class Machine:
         self.ran: list[tuple[str, int]] = []
         """The kernels that were launched, each with a number that stands for all results so far, bit by bit."""
 
-    def launch(self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]) -> None:
+    def launch(
+        self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]
+    ) -> None:
         """Execute a kernel of a module; each parameter is given as its bytes."""
         kernel = parse(ptx)[name]
         program = _program(kernel)
@@ -71,7 +77,10 @@ def _program(kernel: Kernel) -> list[Operation]:
 def _parameters(kernel: Kernel, values: Sequence[bytes]) -> Bytes:
     """Return the memory of the parameters, each at a multiple of 16 bytes."""
     if [len(value) for value in values] != list(kernel.parameters.values()):
-        raise Fault(f"{kernel.name} takes parameters of {list(kernel.parameters.values())} bytes, and got {[len(v) for v in values]}")
+        raise Fault(
+            f"{kernel.name} takes parameters of {list(kernel.parameters.values())} bytes, and got "
+            f"{[len(v) for v in values]}"
+        )
     padded = b"".join(value.ljust(-(-len(value) // 16) * 16, b"\0") for value in values)
     data = np.frombuffer(bytearray(padded), np.uint8)
     return Bytes("the parameters", 0, len(padded), data, written=True)
@@ -80,7 +89,9 @@ def _parameters(kernel: Kernel, values: Sequence[bytes]) -> Bytes:
 def _special(number: int, grid: Sequence[int], threads: int) -> dict[str, int]:
     x, y = number % grid[0], number // grid[0]
     place = {"ctaid": (x, y % grid[1], y // grid[1]), "nctaid": grid, "ntid": (threads, 1, 1), "tid": (None, 0, 0)}
-    named = {f"%{name}.{axis}": value for name, values in place.items() for axis, value in zip("xyz", values, strict=True)}
+    named = {
+        f"%{name}.{axis}": value for name, values in place.items() for axis, value in zip("xyz", values, strict=True)
+    }
     return {name: value for name, value in named.items() if value is not None}
 
 

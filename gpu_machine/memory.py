@@ -23,11 +23,19 @@ FILLING = 0xFF
 class Bytes:
     """The addresses from `start` on, `size` of them, over `data` where there is some, else over memory of its own.
 
-    Each byte has three shadows: `written`; and `writers` and `readers` since the last barrier, a bit a warp. Warps that are eight apart
-    share a bit, and a race between these two alone is missed. Where `races` is False none is reported.
+    Each byte has three shadows: `written`; and `writers` and `readers` since the last barrier, a bit a warp. Warps that
+    are eight apart share a bit, and a race between these two alone is missed. Where `races` is False none is reported.
     """
 
-    def __init__(self, name: str, start: int, size: int, data: np.ndarray | None = None, written: bool = False, races: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        start: int,
+        size: int,
+        data: np.ndarray | None = None,
+        written: bool = False,
+        races: bool = True,
+    ) -> None:
         self.name, self.start, self.end, self.races = name, start, start + size, races
         self.origin = start // 16 * 16
         room = (self.end - self.origin + 15) // 16 * 16
@@ -43,7 +51,9 @@ class Bytes:
             self._unwritten(addresses, size)
         others = self.writers.view(unit)[index] & ~mine
         if self.races and others.any():
-            raise Fault(f"a race: a warp reads what another wrote since the last barrier, {self._name_of(addresses, others)}")
+            raise Fault(
+                f"a race: a warp reads what another wrote since the last barrier, {self._name_of(addresses, others)}"
+            )
         _mark(self.readers.view(unit), index, mine)
         return self.data.view(unit)[index]
 
@@ -68,7 +78,8 @@ class Bytes:
         self._put(unit, index, mine, addresses, values.view(unit))
 
     def exchange(self, address: np.ndarray, size: int, value: np.ndarray | None) -> np.ndarray:
-        """Return `size` bytes at one address, and put a value there if there is one: a step of an atomic operation, which cannot race."""
+        """Return `size` bytes at one address, and put a value there if there is one: a step of an atomic operation,
+        which cannot race."""
         unit, index, _ = self._places(address, size, np.zeros(1, np.int64), "access")
         if self.written.view(unit)[index].min() != np.iinfo(unit).max:
             self._unwritten(address, size)
@@ -90,11 +101,15 @@ class Bytes:
         self.written.view(unit)[index] = np.iinfo(unit).max
         _mark(self.writers.view(unit), index, mine)
 
-    def _places(self, addresses: np.ndarray, size: int, warps: np.ndarray, verb: str) -> tuple[type, np.ndarray, np.ndarray]:
+    def _places(
+        self, addresses: np.ndarray, size: int, warps: np.ndarray, verb: str
+    ) -> tuple[type, np.ndarray, np.ndarray]:
         """Return the type of the units, their indices (n, units), and the bits of the warps (n, 1)."""
         if (outside := (addresses < self.start) | (addresses + size > self.end)).any():
             where = int(addresses[outside.argmax()]) - self.start
-            raise Fault(f"out of bounds: {verb} {size} bytes at byte {where} of {self.name}, which has {self.end - self.start}")
+            raise Fault(
+                f"out of bounds: {verb} {size} bytes at byte {where} of {self.name}, which has {self.end - self.start}"
+            )
         if (addresses & (size - 1)).any():
             raise Fault(f"misaligned: {verb} {size} bytes at once, {self._name_of(addresses, addresses & (size - 1))}")
         each = min(size, 8)
@@ -104,15 +119,22 @@ class Bytes:
         mine = (_BYTES[each] * (unit(1) << (warps & 7).astype(unit)))[:, None]
         return unit, index, mine
 
-    def _no_race(self, unit: type, index: np.ndarray, mine: np.ndarray, addresses: np.ndarray, values: np.ndarray | None) -> None:
+    def _no_race(
+        self, unit: type, index: np.ndarray, mine: np.ndarray, addresses: np.ndarray, values: np.ndarray | None
+    ) -> None:
         """Raise `Fault` if another warp read these places since the last barrier, or wrote another value there."""
         if not self.races:
             return
         if (others := self.readers.view(unit)[index] & ~mine).any():
-            raise Fault(f"a race: a warp writes what another read since the last barrier, {self._name_of(addresses, others)}")
+            raise Fault(
+                f"a race: a warp writes what another read since the last barrier, {self._name_of(addresses, others)}"
+            )
         others = self.writers.view(unit)[index] & ~mine
         if others.any() and (values is None or ((others != 0) & (self.data.view(unit)[index] != values)).any()):
-            raise Fault(f"a race: two warps write different values without a barrier between, {self._name_of(addresses, others)}")
+            raise Fault(
+                "a race: two warps write different values without a barrier between, "
+                f"{self._name_of(addresses, others)}"
+            )
 
     def _unwritten(self, addresses: np.ndarray, size: int) -> None:
         state = self.written[(addresses - self.origin)[:, None] + np.arange(size)]
@@ -147,9 +169,12 @@ class Global:
         self._tensors: list[Tensor] = []
 
     def give(self, tensor: Tensor, name: str, written: bool = True) -> None:
-        """Let kernels access a tensor on the CPU, unless it lies in one that they may; `written` says that it has values."""
+        """Let kernels access a tensor on the CPU, unless it lies in one that they may; `written` says that it has
+        values."""
         size = _extent(tensor)
-        if size == 0 or any(part.start <= tensor.data_ptr() and tensor.data_ptr() + size <= part.end for part in self.parts):
+        if size == 0 or any(
+            part.start <= tensor.data_ptr() and tensor.data_ptr() + size <= part.end for part in self.parts
+        ):
             return
         start = tensor.data_ptr()
         origin = start // 16 * 16
@@ -166,7 +191,8 @@ class Global:
         self._tensors.append(tensor)
 
     def notice_the_host(self) -> None:
-        """Take those results for written in which the host has written since: those whose filling has changed. They are no results then."""
+        """Take those results for written in which the host has written since: those whose filling has changed. They are
+        no results then."""
         for part in list(self.results):
             if (part.data[part.inside][part.written[part.inside] != WRITTEN] != FILLING).any():
                 part.written.fill(WRITTEN)
@@ -203,7 +229,9 @@ class Global:
         for number in np.unique(which):
             those = np.flatnonzero(which == number)
             if number < 0:
-                raise Fault(f"out of bounds: {size} bytes at {int(addresses[those[0]]):#x}, which is before every tensor")
+                raise Fault(
+                    f"out of bounds: {size} bytes at {int(addresses[those[0]]):#x}, which is before every tensor"
+                )
             yield self.parts[number], those
 
 

@@ -1,15 +1,16 @@
 """Matrix instructions of a warp, and the loads of their operands.
 
-Products are exact. NVIDIA's tensor cores do not round the terms of a sum one after the other: for half precision, bfloat16 and tf32 a few
-products and the accumulator are shifted to the largest exponent among them, cut off, added, and cut off again to 24 bits. Compute
-capability 8.0 adds eight products (tf32: four) at a time, with one bit more than the 24; float64 is rounded to nearest after each product.
-This is what was found by experiment:
+Products are exact. NVIDIA's tensor cores do not round the terms of a sum one after the other: for half precision,
+bfloat16 and tf32 a few products and the accumulator are shifted to the largest exponent among them, cut off, added, and
+cut off again to 24 bits. Compute capability 8.0 adds eight products (tf32: four) at a time, with one bit more than the
+24; float64 is rounded to nearest after each product. This is what was found by experiment:
 
-- M. Fasi, N. J. Higham, M. Mikaitis, S. Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021;
-- X. Li, A. Li, B. Fang, K. Swirydowicz, I. Laguna, G. Gopalakrishnan, FTTN: Feature-targeted testing for numerical properties of NVIDIA
-  and AMD matrix accelerators, CCGrid 2024;
-- F. A. Khattak, M. Mikaitis, Accurate models of NVIDIA tensor cores, arXiv:2512.07004, 2025, whose models have the bits of an A100 (one bit
-  more than the 24) and of an H100 (two more).
+- M. Fasi, N. J. Higham, M. Mikaitis, S. Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science
+7:e330, 2021;
+- X. Li, A. Li, B. Fang, K. Swirydowicz, I. Laguna, G. Gopalakrishnan, FTTN: Feature-targeted testing for numerical
+  properties of NVIDIA and AMD matrix accelerators, CCGrid 2024;
+- F. A. Khattak, M. Mikaitis, Accurate models of NVIDIA tensor cores, arXiv:2512.07004, 2025, whose models have the bits
+  of an A100 (one bit more than the 24) and of an H100 (two more).
 """
 
 from __future__ import annotations
@@ -67,7 +68,12 @@ def mma(team: Team, one: Instruction) -> None:
     depth = b.shape[3] * 4 * b.shape[4]
     a = a.reshape(warps, 8, 4, -1, 2, a.shape[-1]).transpose(0, 4, 1, 3, 2, 5).reshape(warps, 16, 1, depth)
     b = b.transpose(0, 1, 3, 2, 4).reshape(warps, 1, 8, depth)
-    c = _fragment(team, one.operands[3], "f32").reshape(warps, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(warps, 16, 8)
+    c = (
+        _fragment(team, one.operands[3], "f32")
+        .reshape(warps, 8, 4, 2, 2)
+        .transpose(0, 3, 1, 2, 4)
+        .reshape(warps, 16, 8)
+    )
     for first in range(0, depth, TERMS[kind]):
         some = slice(first, first + TERMS[kind])
         c = truncated_sum(a[..., some], b[..., some], c)
@@ -75,9 +81,11 @@ def mma(team: Team, one: Instruction) -> None:
 
 
 def truncated_sum(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
-    """Return the accumulator plus the products of a and b along the last dimension, as a tensor core adds them, in float32.
+    """Return the accumulator plus the products of a and b along the last dimension, as a tensor core adds them, in
+    float32.
 
-    The exponent of a product is the sum of its factors', which hardware knows before it multiplies: the product may be twice as large.
+    The exponent of a product is the sum of its factors', which hardware knows before it multiplies: the product may be
+    twice as large.
     """
     wide = accumulator.astype(np.float64)
     terms = np.concatenate([a * b, wide[..., None]], -1)
@@ -109,7 +117,8 @@ def _store(team: Team, operand: Vector, values: np.ndarray) -> None:
 
 @opcode("ldmatrix")
 def ldmatrix(team: Team, one: Instruction) -> None:
-    """Load up to four 8 x 8 matrices of 16 bits, or their transposes; lane 8 i + r holds the address of row r of matrix i."""
+    """Load up to four 8 x 8 matrices of 16 bits, or their transposes; lane 8 i + r holds the address of row r of matrix
+    i."""
     warps, targets = _whole_warps(team), one.operands[0].parts
     if not one.has("m8n8") or not one.has("b16"):
         raise Unknown("this shape of matrices")

@@ -57,12 +57,16 @@ def cvt(team: Team, one: Instruction) -> None:
             raise Unknown("this rounding to tf32")
         team.write(one.operands[0], to_tf32(team.read(one.operands[1], "b32")))
     else:
-        team.write(one.operands[0], _converted(team.number(one.operands[1], kinds[1], one.has("ftz")), kinds[0], kinds[1], one))
+        team.write(
+            one.operands[0], _converted(team.number(one.operands[1], kinds[1], one.has("ftz")), kinds[0], kinds[1], one)
+        )
 
 
 def _convert_two(team: Team, one: Instruction, into: str, kind: str) -> None:
     """Two float32 numbers become halves; the first is the upper one."""
-    high, low = (_half(team.number(source, kind), into.removesuffix("x2"), one).astype(np.uint32) for source in one.operands[1:3])
+    high, low = (
+        _half(team.number(source, kind), into.removesuffix("x2"), one).astype(np.uint32) for source in one.operands[1:3]
+    )
     team.write(one.operands[0], (high << np.uint32(16)) | low)
 
 
@@ -100,7 +104,11 @@ def _to_float(values: np.ndarray, into: str, one: Instruction) -> np.ndarray:
     if one.has("rm", "rp"):
         raise Unknown("this rounding")
     if into in ("f16", "bf16") and values.dtype != np.float64:
-        return _half(values.astype(np.float32), into, one) if not one.has("rni", "rzi", "rmi", "rpi") else values.astype(np.float16)
+        return (
+            _half(values.astype(np.float32), into, one)
+            if not one.has("rni", "rzi", "rmi", "rpi")
+            else values.astype(np.float16)
+        )
     if into == "f32" and one.has("rz"):
         return truncated_to_float32(values.astype(np.float64))
     if into in ("f16", "f32", "f64"):
@@ -121,7 +129,9 @@ def _to_integer(values: np.ndarray, into: np.dtype[Any]) -> np.ndarray:
 
 
 def _space(one: Instruction) -> str:
-    return next((space for space in ("param", "shared", "global", "local", "const") if one.has(space, f"{space}_cta")), "global")
+    return next(
+        (space for space in ("param", "shared", "global", "local", "const") if one.has(space, f"{space}_cta")), "global"
+    )
 
 
 def _parts(operand: Any) -> tuple[Any, ...]:
@@ -161,7 +171,8 @@ ATOMS: dict[str, Any] = {
 
 @opcode("atom", "red")
 def atom(team: Team, one: Instruction) -> None:
-    """One thread after the other, each reads a number, and writes what becomes of it. Atomic operations do not race with one another."""
+    """One thread after the other, each reads a number, and writes what becomes of it. Atomic operations do not race
+    with one another."""
     target = one.operands[0] if one.opcode == "atom" else Register(-1, np.uint64)
     address, *sources = one.operands[one.opcode == "atom" :]
     kind, space = one.kind, team.space(_space(one))

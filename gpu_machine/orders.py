@@ -11,12 +11,15 @@ from .machine import Machine
 
 
 def in_orders(
-    check: Callable[[], object], place: Callable[[Machine], AbstractContextManager[None]], orders: int = 2, lenient: bool = False
+    check: Callable[[], object],
+    place: Callable[[Machine], AbstractContextManager[None]],
+    orders: int = 2,
+    lenient: bool = False,
 ) -> set[str]:
     """Run a check within `place(machine)` in several orders; return the names of the kernels that ran.
 
-    The results of every kernel are compared bit by bit. Random numbers of the check are the same each time. Approximations are as rough as
-    on hardware.
+    The results of every kernel are compared bit by bit. Random numbers of the check are the same each time.
+    Approximations are as rough as on hardware.
     """
     found = []
     for seed in range(orders):

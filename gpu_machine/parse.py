@@ -87,7 +87,8 @@ class Address:
 
 @dataclass
 class Instruction:
-    """One instruction: `ld` with the modifiers ("global", "v4", "b32"), its guard or None, and where in the source it comes from."""
+    """One instruction: `ld` with the modifiers ("global", "v4", "b32"), its guard or None, and where in the source it
+    comes from."""
 
     opcode: str
     modifiers: tuple[str, ...]
@@ -130,7 +131,9 @@ class Kernel:
     """The number of threads that a block must have, or 0 if any will do."""
 
 
-_DECLARATION = re.compile(r"\.(shared|local|global|const)\s+(?:\.align\s+(\d+)\s+)?\.\w?(\d+)\s+([\w$.]+)\s*(?:\[(\d*)\])?")
+_DECLARATION = re.compile(
+    r"\.(shared|local|global|const)\s+(?:\.align\s+(\d+)\s+)?\.\w?(\d+)\s+([\w$.]+)\s*(?:\[(\d*)\])?"
+)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.\w?(\d+)\s+(?:\.ptr\s+[.\w ]*?)?([\w$]+)(?:\[(\d+)\])?\s*$")
 _KERNEL = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)^\{(.*?)^\}", re.S | re.M)
 
@@ -170,7 +173,8 @@ class _Body:
         self.kernel, self.files = kernel, files
         self.where, self.pending = "unknown line", ""
         self.scopes: list[dict[str, Register]] = [{}]
-        """The registers by name, those of an inner scope last: inline assembly declares names that may stand outside for others."""
+        """The registers by name, those of an inner scope last: inline assembly declares names that may stand outside
+        for others."""
 
     def read(self, body: str) -> None:
         for line in body.splitlines():

@@ -24,9 +24,21 @@ class Block:
     """What the threads of a block share."""
 
     def __init__(
-        self, kernel: Kernel, program: list[Operation], special: dict[str, int], parameters: Bytes, memory: Global, rough: bool
+        self,
+        kernel: Kernel,
+        program: list[Operation],
+        special: dict[str, int],
+        parameters: Bytes,
+        memory: Global,
+        rough: bool,
     ) -> None:
-        self.kernel, self.program, self.special, self.parameters, self.memory = kernel, program, special, parameters, memory
+        self.kernel, self.program, self.special, self.parameters, self.memory = (
+            kernel,
+            program,
+            special,
+            parameters,
+            memory,
+        )
         self.rough = rough
         self.shared = Bytes("shared memory", 0, 0)
         self.addresses: dict[str, int] = {}
@@ -53,7 +65,8 @@ class Block:
 
 
 class Team:
-    """Whole warps that run in lockstep while their threads are at the same instruction; `who` are the active threads."""
+    """Whole warps that run in lockstep while their threads are at the same instruction; `who` are the active
+    threads."""
 
     def __init__(self, block: Block, threads: np.ndarray) -> None:
         self.block, self.threads = block, threads
@@ -69,7 +82,8 @@ class Team:
         self.open_copies: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def advance(self) -> None:
-        """Run until every thread waits at a barrier or is done. Of threads that parted, those that are behind run first."""
+        """Run until every thread waits at a barrier or is done. Of threads that parted, those that are behind run
+        first."""
         while not (idle := self.waiting | self.done).all():
             ready = np.where(idle, np.iinfo(np.int64).max, self.place)
             behind = ready.min()
@@ -120,7 +134,8 @@ class Team:
     # ---- operands
 
     def read(self, operand: Any, kind: str) -> np.ndarray:
-        """Return the bits of an operand as an array of this type, a value for each active thread, or one for all of them."""
+        """Return the bits of an operand as an array of this type, a value for each active thread, or one for all of
+        them."""
         if type(operand) is Register:
             raw = self.registers[operand.index][self.who]
             into = TYPES[kind]
@@ -149,7 +164,8 @@ class Team:
         self.registers[register.index][self.who] = values
 
     def number(self, operand: Any, kind: str, flushed: bool = False) -> np.ndarray:
-        """Return a floating-point operand as NumPy numbers: bfloat16 as float32, with zeros for subnormal ones where `flushed`."""
+        """Return a floating-point operand as NumPy numbers: bfloat16 as float32, with zeros for subnormal ones where
+        `flushed`."""
         values = self.read(operand, kind)
         if kind == "bf16":
             return widen_bfloat16(values)
@@ -177,7 +193,11 @@ class Team:
 
     def space(self, name: str) -> Bytes | Global:
         """Return the memory that an instruction names."""
-        spaces: dict[str, Bytes | Global] = {"global": self.block.memory, "shared": self.block.shared, "param": self.block.parameters}
+        spaces: dict[str, Bytes | Global] = {
+            "global": self.block.memory,
+            "shared": self.block.shared,
+            "param": self.block.parameters,
+        }
         if name not in spaces:
             raise Unknown(f"{name} memory")
         return spaces[name]

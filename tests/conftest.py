@@ -27,7 +27,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """With `-m gpu`, suites run for the implementations of a GPU, or, in Triton's interpreter, of its kernels."""
     OperatorSuite.gpu = config.option.markexpr == "gpu" and (torch.cuda.is_available() or testing.INTERPRETING)
     if OperatorSuite.gpu:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's own products have the same bits on every run
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # torch's own products have the same bits on every run
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,18 +50,24 @@ def pytest_collection() -> Iterator[None]:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m gpu`, read only the files with tests for it:
     others import packages that a machine with a GPU may not have."""
-    others = collection_path.suffix == ".py" and collection_path.name != "test_suite.py" and collection_path.parent.name != "gpu"
+    others = (
+        collection_path.suffix == ".py"
+        and collection_path.name != "test_suite.py"
+        and collection_path.parent.name != "gpu"
+    )
     return True if others and config.option.markexpr == "gpu" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-in", type=int, default=1, help="run a sample of the tests: one in N of each file, always the same")
+    parser.addoption(
+        "--one-in", type=int, default=1, help="run a sample of the tests: one in N of each file, always the same"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the sample that `--one-in` asks for. Mark suites on a GPU, so that `-m gpu` selects them, and put slow tests first,
-    so that no process ends with one alone."""
+    """Take the sample that `--one-in` asks for. Mark suites on a GPU, so that `-m gpu` selects them, and put slow tests
+    first, so that no process ends with one alone."""
     items[:] = list(_sample(items, config.option.one_in))
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")
     for item in items:
@@ -82,7 +90,11 @@ def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
     """Return whether a test compiles a plain torch definition for symbolic shapes,
     which takes four times as long as the others."""
     chosen = getattr(getattr(item, "callspec", None), "params", {})
-    return isinstance(chosen.get("compiled"), tuple) and chosen["compiled"][0] == "reference" and chosen.get("dynamic") is True
+    return (
+        isinstance(chosen.get("compiled"), tuple)
+        and chosen["compiled"][0] == "reference"
+        and chosen.get("dynamic") is True
+    )
 
 
 def _compiles_a_variant_for_one_shape(item: pytest.Item) -> bool:
@@ -189,7 +201,11 @@ def impl(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def impls(request: pytest.FixtureRequest) -> list[str]:
     """The implementations of `impl` that can be imported, for a test whose expected values are costly."""
-    return [name for name in ("reference", "native") if name == "reference" or backends.imported(_operator_set(request.path), name)]
+    return [
+        name
+        for name in ("reference", "native")
+        if name == "reference" or backends.imported(_operator_set(request.path), name)
+    ]
 
 
 @pytest.fixture

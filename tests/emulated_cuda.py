@@ -53,7 +53,10 @@ def shared(factory: pytest.TempPathFactory) -> Path:
 
     The environment variable CMAB_EMULATED_FLAGS adds flags.
     """
-    return once(factory, "emulated", lambda folder: build(folder, *os.environ.get("CMAB_EMULATED_FLAGS", "").split())) / LIBRARY
+    return (
+        once(factory, "emulated", lambda folder: build(folder, *os.environ.get("CMAB_EMULATED_FLAGS", "").split()))
+        / LIBRARY
+    )
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -107,7 +110,9 @@ def run_under_sanitizers(file: str, chosen: str) -> None:
     """Run the tests of `file` that the expression `chosen` selects in a process with the address and
     undefined-behaviour sanitizers."""
     preload = [
-        subprocess.run([str(COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+        subprocess.run(
+            [str(COMPILER), f"-print-file-name={name}"], check=True, capture_output=True, text=True
+        ).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
     ]
     environment = {

@@ -42,9 +42,14 @@ TOLD = {
 def listed() -> list[Path]:
     """Return the folders that hold sources, those of tests but the first left out,
     each after the folder that it lies in."""
-    found = {file.parent for top in TOPS[:-1] for file in (ROOT / top).rglob("*") if file.suffix in SOURCES} | {ROOT / "tests"}
+    found = {file.parent for top in TOPS[:-1] for file in (ROOT / top).rglob("*") if file.suffix in SOURCES} | {
+        ROOT / "tests"
+    }
     inside = (folder.relative_to(ROOT) for folder in found)
-    return sorted((folder for folder in inside if not ROOMS & set(folder.parts)), key=lambda folder: (TOPS.index(folder.parts[0]), folder))
+    return sorted(
+        (folder for folder in inside if not ROOMS & set(folder.parts)),
+        key=lambda folder: (TOPS.index(folder.parts[0]), folder),
+    )
 
 
 def said(file: Path) -> str:
@@ -52,7 +57,9 @@ def said(file: Path) -> str:
     source = file.read_text() if file.exists() else ""
     paragraph = (ast.get_docstring(ast.parse(source)) or "").partition("\n\n")[0].replace("\n", " ")
     sentence = re.match(r".+?\.(?= |$)", paragraph)
-    assert sentence, f"{file.relative_to(ROOT)} has no docstring, and {Path(__file__).name} does not say what its folder holds"
+    assert sentence, (
+        f"{file.relative_to(ROOT)} has no docstring, and {Path(__file__).name} does not say what its folder holds"
+    )
     return sentence[0]
 
 

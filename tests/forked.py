@@ -57,18 +57,28 @@ class Forks:
     """A process that has run the statements `first`, and runs programs in forks of itself."""
 
     def __init__(self, first: str = IMPORTS) -> None:
-        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]), "OMP_NUM_THREADS": "1"}
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
+            "OMP_NUM_THREADS": "1",
+        }
         self._first = first
 
     def __enter__(self) -> Forks:
         command = [sys.executable, "-c", f"{self._first}\nLIMIT = {LIMIT}\n{_SERVER}"]
-        self._server = subprocess.Popen(command, env=self._environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._server = subprocess.Popen(
+            command, env=self._environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._server.communicate()
 
-    def run(self, scratch: Path, arguments: Sequence[str] = ("",), program: str = "") -> subprocess.CompletedProcess[str]:
+    def run(
+        self, scratch: Path, arguments: Sequence[str] = ("",), program: str = ""
+    ) -> subprocess.CompletedProcess[str]:
         """Run a program, or the file or module that the first of the arguments names, in the root of the checkout; what
         it prints is kept in the folder `scratch`."""
         out, err = scratch / "stdout", scratch / "stderr"

@@ -37,7 +37,10 @@ def wrong(
     for launch in launches:
         figures, name = compiled(launch, capability, folder), launch.kernel.__name__
         print(figures)
-        found += [f"{figures}: {fault}" for fault in faults(figures, by_matrix_units(launch, capability), known.get(name, SPILLS))]
+        found += [
+            f"{figures}: {fault}"
+            for fault in faults(figures, by_matrix_units(launch, capability), known.get(name, SPILLS))
+        ]
         if figures.local > SPILLS * figures.instructions.total():
             spilled.add(name)
     return found + [f"{name} is declared to spill, and does not" for name in sorted(known.keys() - spilled)]

@@ -63,7 +63,10 @@ def operators() -> dict[str, Any]:
     for suite in sorted(declarations(), key=lambda suite: -len(suite.dtypes) * len(suite.laws)):
         widest.setdefault(suite.operator, suite)
     return {
-        operator: {str(dtype).removeprefix("torch."): {law: errors_of(suite, dtype, law) for law in suite.laws} for dtype in suite.dtypes}
+        operator: {
+            str(dtype).removeprefix("torch."): {law: errors_of(suite, dtype, law) for law in suite.laws}
+            for dtype in suite.dtypes
+        }
         for operator, suite in sorted(widest.items())
     }
 
@@ -90,7 +93,9 @@ def _refined(gram: Tensor, rhs: Tensor) -> Tensor:
     import mpmath
 
     mpmath.mp.dps = 50
-    solved = [mpmath.lu_solve(mpmath.matrix(a.tolist()), mpmath.matrix(b.tolist())) for a, b in zip(gram, rhs, strict=True)]
+    solved = [
+        mpmath.lu_solve(mpmath.matrix(a.tolist()), mpmath.matrix(b.tolist())) for a, b in zip(gram, rhs, strict=True)
+    ]
     return torch.tensor([[[float(entry)] for entry in each] for each in solved], dtype=torch.float64)
 
 
@@ -98,7 +103,9 @@ def solves() -> dict[str, Any]:
     """Return dtype -> exponent of the condition number -> errors of solutions."""
     exponents = {torch.float32: range(1, 9), torch.float64: range(1, 17)}
     return {
-        str(dtype).removeprefix("torch."): {str(each): solve_errors(dtype, each, 500 if dtype == torch.float32 else 60) for each in several}
+        str(dtype).removeprefix("torch."): {
+            str(each): solve_errors(dtype, each, 500 if dtype == torch.float32 else 60) for each in several
+        }
         for dtype, several in exponents.items()
     }
 
@@ -115,7 +122,9 @@ def states() -> dict[str, int]:
     h, latents, d, e, n, m = SIZES.values()
     query, key, value = (torch.zeros(1, h, rows, width) for rows, width in ((latents, d), (n, d), (n, e)))
     exact = ck.continual_attention_init(key, key, value)
-    retroactive = ck.continual_attention_step(exact, key[:, :, :1], key[:, :, :1], value[:, :, :1], output="retroactive").state
+    retroactive = ck.continual_attention_step(
+        exact, key[:, :, :1], key[:, :, :1], value[:, :, :1], output="retroactive"
+    ).state
     held: dict[str, Any] = {
         "AttentionState": ck.attention_state(query, key, value),
         "RidgeState": ck.ridge_state(key, value),

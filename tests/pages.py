@@ -64,7 +64,10 @@ def repeated_rows(page: Path) -> list[str]:
     """Return rows that occur twice in a table, and pages that two rows of a table link to."""
     counts: list[Counter[str]] = []
     for table in tables(page):
-        counts += [Counter(table), Counter(link for row in table for link in set(_LINK.findall(row)) if link.endswith(".md"))]
+        counts += [
+            Counter(table),
+            Counter(link for row in table for link in set(_LINK.findall(row)) if link.endswith(".md")),
+        ]
     return [repeated for count in counts for repeated, times in count.items() if times > 1]
 
 

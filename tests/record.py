@@ -22,11 +22,17 @@ def provenance() -> dict[str, Any]:
     """Return the machine, the versions, the commit and the day."""
     cpus = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     return {
         "processor": next(iter(names), platform.processor()),
         "instruction_set": load().instruction_set(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cmab_kernels": cmab_kernels.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cmab_kernels": cmab_kernels.__version__,
+        },
         "commit": commit or "unknown",
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

@@ -30,7 +30,8 @@ SHAPES = {
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of compute capability 9.0, as far as the choice of implementations needs it."""
     cuda_launch, triton_launch = (
-        pytest.importorskip(f"cmab_kernels.runtime.{module}", exc_type=ImportError) for module in ("cuda_launch", "triton_launch")
+        pytest.importorskip(f"cmab_kernels.runtime.{module}", exc_type=ImportError)
+        for module in ("cuda_launch", "triton_launch")
     )
     monkeypatch.setattr(cuda_launch, "_properties", lambda index: (None, 227 * 1024))
     monkeypatch.setattr(cuda_launch, "capability", lambda index: (9, 0))

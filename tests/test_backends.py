@@ -35,7 +35,8 @@ def test_import_starts_nothing() -> None:
     they are imported when they are first used."""
     code = """
 import sys, torch, cmab_kernels, cmab_kernels.nn
-print([name for name in ("triton", "torch._dynamo", "cmab_kernels._C") if name in sys.modules], torch.cuda.is_initialized())
+late = "triton", "torch._dynamo", "cmab_kernels._C"
+print([name for name in late if name in sys.modules], torch.cuda.is_initialized())
 """
     assert _run(code).strip() == "[] False"
 
@@ -43,7 +44,9 @@ print([name for name in ("triton", "torch._dynamo", "cmab_kernels._C") if name i
 def test_explain_names_every_implementation_with_a_reason() -> None:
     rows = ck.explain("latent_attention", Q, K, K)
     assert [row.impl for row in rows] == ["native", "triton", "reference"]
-    assert all(row.reason for row in rows) and not rows[1].usable and re.search("GPU|or newer|No module", rows[1].reason)
+    assert (
+        all(row.reason for row in rows) and not rows[1].usable and re.search("GPU|or newer|No module", rows[1].reason)
+    )
     with pytest.raises(ValueError, match=r"^operator: got 'nothing'.*latent_attention"):
         ck.explain("nothing", Q, K, K)
     with pytest.raises(TypeError, match=r"^key_padding_mask: got an option, expected none.*inputs alone"):
@@ -199,7 +202,9 @@ def test_one_object_may_be_entered_again() -> None:
             with use:
                 return [_chosen()]
 
-        assert thread.submit(enter).result() == ["reference"] and thread.submit(backends.current_impl).result() == "auto"
+        assert (
+            thread.submit(enter).result() == ["reference"] and thread.submit(backends.current_impl).result() == "auto"
+        )
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -301,22 +306,28 @@ FIRST_CALLS = {
     "a solve": "ck.regularised_solve(torch.eye(3), torch.ones(3, 1), 0.1)",
     "Nyström": "ck.nystrom_attention(k, k, k, 2)",
     "a layer": "ck.feed_forward_layer(torch.randn(1, 9, 8), torch.randn(32, 8), torch.randn(8, 16))",
-    "a step": "ck.continual_attention_step(ck.continual_attention_init(k, k, k), k[:, :, :1], k[:, :, :1], k[:, :, :1])",
+    "a step": "ck.continual_attention_step(ck.continual_attention_init(k, k, k), k[:, :, :1], k[:, :, :1], k[:, :, "
+    ":1])",
     "torch's function": "integrations.scaled_dot_product_attention(q, k, k)",
     "a module": "nn.CMAB(16, 4, 2)(torch.randn(1, 9, 16), torch.randn(1, 3, 16))",
     "attention of torch's form": "nn.MultiheadAttention(16, 2)(*torch.randn(3, 9, 1, 16), need_weights=False)",
-    "compiled": "torch.compile(lambda a, b: ck.regularised_solve(a, b, 0.1), fullgraph=True, backend='eager')(torch.eye(3), torch.eye(3))",
+    "compiled": "torch.compile(lambda a, b: ck.regularised_solve(a, b, 0.1), fullgraph=True, "
+    "backend='eager')(torch.eye(3), torch.eye(3))",
 }
 
 
 @pytest.fixture(scope="module")
 def without_the_extension() -> Iterator[Forks]:
-    with Forks('import sys\nsys.modules["cmab_kernels._C"] = None\nimport torch._dynamo\nfrom cmab_kernels import info, nn') as forks:
+    with Forks(
+        'import sys\nsys.modules["cmab_kernels._C"] = None\nimport torch._dynamo\nfrom cmab_kernels import info, nn'
+    ) as forks:
         yield forks
 
 
 @pytest.mark.parametrize("name", FIRST_CALLS)
-def test_without_the_extension_the_first_call_says_so_once(name: str, without_the_extension: Forks, tmp_path: Path) -> None:
+def test_without_the_extension_the_first_call_says_so_once(
+    name: str, without_the_extension: Forks, tmp_path: Path
+) -> None:
     """A call that runs no native code anyway does not warn: by its own choice, on another device, or because it only
     asks."""
     code = f"""
@@ -382,7 +393,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _there(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
     """A tensor on a GPU, as far as the choice of an implementation reads it."""
-    return SimpleNamespace(shape=shape, device=torch.device("cuda", 0), dtype=dtype, is_cuda=True, is_meta=False, dim=lambda: len(shape))
+    return SimpleNamespace(
+        shape=shape, device=torch.device("cuda", 0), dtype=dtype, is_cuda=True, is_meta=False, dim=lambda: len(shape)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -402,4 +415,9 @@ def test_matrices_of_landmarks_without_nvcc(gpu: str, landmarks: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("order", [1, 64, 128, 129, 256])
 def test_solves_without_nvcc(gpu: str, order: int, dtype: torch.dtype) -> None:
-    assert backends.choose("intention.solve", "auto", _there(8, order, order, dtype=dtype), _there(8, order, 1000, dtype=dtype)) == "triton"
+    assert (
+        backends.choose(
+            "intention.solve", "auto", _there(8, order, order, dtype=dtype), _there(8, order, 1000, dtype=dtype)
+        )
+        == "triton"
+    )

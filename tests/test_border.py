@@ -31,11 +31,22 @@ def _attention() -> dict[str, Any]:
 
 def _packed() -> dict[str, Any]:
     offsets = torch.tensor([0, 2, 5])
-    return {**_attention(), "cu_seqlens": offsets, "key": _rows(1, H, N, D), "value": _rows(1, H, N, E), "key_padding_mask": None}
+    return {
+        **_attention(),
+        "cu_seqlens": offsets,
+        "key": _rows(1, H, N, D),
+        "value": _rows(1, H, N, E),
+        "key_padding_mask": None,
+    }
 
 
 def _state() -> dict[str, Any]:
-    state = {"state_out": _rows(B, H, L, E), "state_lse": _wide(B, H, L), "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
+    state = {
+        "state_out": _rows(B, H, L, E),
+        "state_lse": _wide(B, H, L),
+        "out": _rows(B, H, L, E),
+        "lse": _wide(B, H, L),
+    }
     return {**state, "reliable": None}
 
 
@@ -47,14 +58,31 @@ def _merged() -> dict[str, Any]:
 def _feed_forward() -> dict[str, Any]:
     norm = {"norm_weight": _rows(D), "norm_bias": _rows(D), "eps": 1e-5}
     expand = {"expand_weight": _rows(2 * E, D), "expand_bias": _rows(2 * E)}
-    return {"x": _rows(N, D), **norm, **expand, "contract_weight": _rows(D, E), "contract_bias": _rows(D), "activation": 0, "residual": 0}
+    return {
+        "x": _rows(N, D),
+        **norm,
+        **expand,
+        "contract_weight": _rows(D, E),
+        "contract_bias": _rows(D),
+        "activation": 0,
+        "residual": 0,
+    }
 
 
 def _layer() -> dict[str, Any]:
     """A layer of B latents and B * 2 rows of context, 9 wide, with H heads of D and E."""
-    norms = {"norm_weight": _rows(D), "norm_bias": _rows(D), "context_norm_weight": _rows(9), "context_norm_bias": _rows(9)}
+    norms = {
+        "norm_weight": _rows(D),
+        "norm_bias": _rows(D),
+        "context_norm_weight": _rows(9),
+        "context_norm_bias": _rows(9),
+    }
     widths = {"query": (H * D, D), "key": (H * D, 9), "value": (H * E, 9), "output": (D, H * E)}
-    weights = {f"{name}_{part}": _rows(*shape[:n]) for name, shape in widths.items() for part, n in (("weight", 2), ("bias", 1))}
+    weights = {
+        f"{name}_{part}": _rows(*shape[:n])
+        for name, shape in widths.items()
+        for part, n in (("weight", 2), ("bias", 1))
+    }
     numbers = {"eps": 1e-5, "context_eps": 1e-5, "scale": 0.4, "batch": B, "num_heads": H, "residual": 0}
     mask = torch.zeros(B * 2, dtype=torch.bool)
     return {"x": _rows(B * L, D), "context": _rows(B * 2, 9), "key_padding_mask": mask, **norms, **weights, **numbers}
@@ -62,9 +90,21 @@ def _layer() -> dict[str, Any]:
 
 def _projected() -> dict[str, Any]:
     """Two blocks of queries over the same inputs, of D columns."""
-    tensors = {"query": _rows(2 * B, H, L, D), "cu_seqlens": None, "inputs": _rows(B, N, D), "weight": _rows(2, H * (D + E), D)}
+    tensors = {
+        "query": _rows(2 * B, H, L, D),
+        "cu_seqlens": None,
+        "inputs": _rows(B, N, D),
+        "weight": _rows(2, H * (D + E), D),
+    }
     mask = torch.zeros(B, N, dtype=torch.bool)
-    return {**tensors, "bias": _rows(2, H * (D + E)), "key_padding_mask": mask, "scale": 0.4, "normed": True, "eps": 1e-5}
+    return {
+        **tensors,
+        "bias": _rows(2, H * (D + E)),
+        "key_padding_mask": mask,
+        "scale": 0.4,
+        "normed": True,
+        "eps": 1e-5,
+    }
 
 
 def _projected_state() -> dict[str, Any]:
@@ -103,7 +143,9 @@ def _stack_state() -> dict[str, Any]:
 
 
 def _stack_kept() -> Tensor:
-    return torch.zeros(native.block_stack_bytes(x=_rows(B, L, 6), num_heads=2, block_latents=m, depth=2) // 8, dtype=torch.float64)
+    return torch.zeros(
+        native.block_stack_bytes(x=_rows(B, L, 6), num_heads=2, block_latents=m, depth=2) // 8, dtype=torch.float64
+    )
 
 
 def _stack_forward() -> dict[str, Any]:
@@ -112,7 +154,11 @@ def _stack_forward() -> dict[str, Any]:
 
 
 def _stack_read() -> dict[str, Any]:
-    given = {name: argument for name, argument in _stack_forward().items() if name not in {"x", "residual", "between", "y", "kept"}}
+    given = {
+        name: argument
+        for name, argument in _stack_forward().items()
+        if name not in {"x", "residual", "between", "y", "kept"}
+    }
     return given | {"parameters": tuple(t for k in range(2) for t in given["parameters"][57 * k : 57 * k + 8])}
 
 
@@ -130,7 +176,9 @@ def _stack_slopes() -> dict[str, Any]:
 
 
 def _gradients(given: dict[str, Any]) -> dict[str, Any]:
-    return {f"d{name}": torch.empty_like(t) for name, t in given.items() if isinstance(t, Tensor) and t.dtype != torch.bool}
+    return {
+        f"d{name}": torch.empty_like(t) for name, t in given.items() if isinstance(t, Tensor) and t.dtype != torch.bool
+    }
 
 
 def _slopes() -> dict[str, Any]:
@@ -174,8 +222,14 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "projected_attention_forward",
         lambda: _projected() | _projected_state() | {f"state_{name}": t for name, t in _projected_state().items()},
     ),
-    "gradient of attention over projected inputs": ("projected_attention_backward", lambda: _projected() | _projected_slopes()),
-    "removal": ("attention_forward", lambda: _attention() | _state() | {"reliable": torch.zeros(B, H, L, dtype=torch.bool)}),
+    "gradient of attention over projected inputs": (
+        "projected_attention_backward",
+        lambda: _projected() | _projected_slopes(),
+    ),
+    "removal": (
+        "attention_forward",
+        lambda: _attention() | _state() | {"reliable": torch.zeros(B, H, L, dtype=torch.bool)},
+    ),
     "merge": ("merge_states", _merged),
     "feed-forward": ("feed_forward_layer", lambda: _feed_forward() | {"y": _rows(N, D)}),
     "gradient of feed-forward": (
@@ -205,7 +259,10 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
             "info": torch.zeros(M, dtype=torch.int32),
         },
     ),
-    "pseudo-inverse": ("iterative_pinv", lambda: {"matrix": torch.rand(M, m, m), "iterations": 2, "inverse": _rows(M, m, m)}),
+    "pseudo-inverse": (
+        "iterative_pinv",
+        lambda: {"matrix": torch.rand(M, m, m), "iterations": 2, "inverse": _rows(M, m, m)},
+    ),
     "gradient of the pseudo-inverse": (
         "iterative_pinv_backward",
         lambda: {"matrix": torch.rand(M, m, m), "iterations": 2, "dinverse": _rows(M, m, m), "dmatrix": _rows(M, m, m)},
@@ -213,7 +270,10 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "landmarks": ("landmark_values", lambda: _landmarks() | {"out": _rows(M, m, E)}),
     "gradient of landmarks": (
         "landmark_values_backward",
-        lambda: _landmarks() | {"dout": _rows(M, m, E), "dquery": _rows(M, m, D), "dkey": _rows(M, m, D), "dvalues": _rows(M, m, E)},
+        lambda: (
+            _landmarks()
+            | {"dout": _rows(M, m, E), "dquery": _rows(M, m, D), "dkey": _rows(M, m, D), "dvalues": _rows(M, m, E)}
+        ),
     ),
 }
 BLOCKS = ("stacked blocks", "gradient of stacked blocks")
@@ -234,7 +294,9 @@ def _wrong(tensor: Tensor) -> dict[str, Any]:
     return {
         "no tensor": [1.0],
         "another type": tensor.to(torch.complex64 if tensor.dtype != torch.bool else torch.float64),
-        "a type of elsewhere": tensor.to(torch.int64 if tensor.is_floating_point() or tensor.dtype == torch.int32 else torch.float16),
+        "a type of elsewhere": tensor.to(
+            torch.int64 if tensor.is_floating_point() or tensor.dtype == torch.int32 else torch.float16
+        ),
         "a dimension too few": tensor[0],
         "a dimension too many": tensor[None],
         "on another device": tensor.to("meta"),
@@ -317,7 +379,13 @@ def test_wrong_descriptions_of_modules_are_refused() -> None:
     assert native.collect_parameters(**right)
     assert list(map(id, right["tensors"])) == list(map(id, modules["layer"].parameters()))
     wrong = {"modules": [None, []], "settings": [None, 1], "tensors": [(), None], "eps": [{}, None]}
-    wrong["layers"] = [None, (None,), (leaf[:2],), (("layer", torch.nn.ModuleDict, None),), (("layer", torch.nn.ModuleDict, (1,)),)]
+    wrong["layers"] = [
+        None,
+        (None,),
+        (leaf[:2],),
+        (("layer", torch.nn.ModuleDict, None),),
+        (("layer", torch.nn.ModuleDict, (1,)),),
+    ]
     for name, values in wrong.items():
         for value in values:
             with pytest.raises(ValueError, match=f"^collect_parameters: `{name}` "):

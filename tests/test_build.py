@@ -22,7 +22,7 @@ from cmab_kernels.runtime.extension import build_report, load_cuda
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = {  # as the linker knows them, and registers that a thread may have: so many that as many blocks fit as were planned
+KERNELS = {  # by the linker's names, the most registers of a thread with which as many blocks fit as were planned
     r"ridge_kernelI\w*BFloat16": 128,
     r"ridge_kernelI\w*7Float16": 128,
     r"ridge_kernelIf": 128,
@@ -45,7 +45,9 @@ in_sources = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="there 
 def _cuda_report() -> dict[str, Any]:
     report = build_report()["cuda"]
     if not report["built"]:
-        assert shutil.which("nvcc") is None, f"nvcc is on the PATH, and the CUDA kernels were not built: {report['reason']}"
+        assert shutil.which("nvcc") is None, (
+            f"nvcc is on the PATH, and the CUDA kernels were not built: {report['reason']}"
+        )
         pytest.skip(f"the CUDA kernels were not built: {report['reason']}")
     return report
 
@@ -62,7 +64,9 @@ def test_every_kernel_was_built_for_every_gpu_and_nothing_spills() -> None:
         assert [kernel["target"] for kernel in found] == report["targets"], pattern
         for kernel in found:
             spilled = kernel["stack"] + kernel["stores"] + kernel["loads"]
-            lines.append(f"{pattern:25} {kernel['target']:7} registers {kernel['registers']:3} of {most}  spilled {spilled}")
+            lines.append(
+                f"{pattern:25} {kernel['target']:7} registers {kernel['registers']:3} of {most}  spilled {spilled}"
+            )
             assert spilled == 0 and kernel["registers"] <= most, lines[-1]
     print("\n".join(["", *lines]))
     assert len(lines) == len(report["kernels"]), "a kernel that no line of this test looks at"
@@ -92,7 +96,9 @@ def test_machine_code() -> None:
         if "ridge_kernel" in name:
             wide = "LDG.E.64" if "Float16" in name else "LDG.E.128"
             assert sum(n for op, n in found.items() if op.startswith(wide)) >= 4 and found["LDS.128"] >= 6, name
-            tickets, fences = (sum(n for op, n in found.items() if op.startswith(start)) for start in ("ATOMG", "MEMBAR"))
+            tickets, fences = (
+                sum(n for op, n in found.items() if op.startswith(start)) for start in ("ATOMG", "MEMBAR")
+            )
             assert tickets == 3 and fences == 2 * tickets, name
 
 
@@ -105,17 +111,25 @@ from cmab_kernels.runtime.extension import load_cuda
 cuda = load_cuda()
 print("libcuda.so" in open("/proc/self/maps").read())
 """
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+        == "False"
+    )
 
 
 # ---- setup.py, with fake compilers
 
 
-WORKS = '#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ "$1" = -o ]; then touch "$2"; fi; shift; done; echo a compiler; echo that pretends\n'
+WORKS = (
+    '#!/bin/sh\nwhile [ $# -gt 0 ]; do if [ "$1" = -o ]; then touch "$2"; fi; shift; done; echo a compiler; echo '
+    "that pretends\n"
+)
 FAILS = "#!/bin/sh\necho 'ridge_solve.cu(1): error: no such luck'\nexit 1\n"
 
 
-def _build(tree: Path, wanted: str, wanted_cuda: str, compiler: str, nvcc: str | None, **variables: str) -> tuple[int, dict[str, Any]]:
+def _build(
+    tree: Path, wanted: str, wanted_cuda: str, compiler: str, nvcc: str | None, **variables: str
+) -> tuple[int, dict[str, Any]]:
     shutil.copytree(ROOT / "csrc", tree / "csrc")
     shutil.copy(ROOT / "setup.py", tree)
     (tree / "cmab_kernels").mkdir()
@@ -129,7 +143,9 @@ def _build(tree: Path, wanted: str, wanted_cuda: str, compiler: str, nvcc: str |
     asked = {"CMAB_KERNELS_BUILD": wanted, "CMAB_KERNELS_CUDA": wanted_cuda}
     environment = {**os.environ, **asked, "CXX": str(tree / "bin" / "c++"), "CUDA_HOME": str(tree), **variables}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, start_new_session=True)  # no terminal
+    run = subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, start_new_session=True
+    )  # no terminal
     (tree / "stderr").write_text(run.stderr)
     report = tree / "cmab_kernels" / "_build.json"
     return run.returncode, json.loads(report.read_text()) if report.exists() else {}
@@ -200,7 +216,9 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
 
 @in_sources
 @needs_tools
-@pytest.mark.parametrize("command", ["{0}/launcher {0}/c++", "{0}/c++ -m64", "{0}/launcher {0}/c++ -m64 -isystem /x", "'{0}/c++' '-m64'"])
+@pytest.mark.parametrize(
+    "command", ["{0}/launcher {0}/c++", "{0}/c++ -m64", "{0}/launcher {0}/c++ -m64 -isystem /x", "'{0}/c++' '-m64'"]
+)
 def test_the_compiler_may_be_a_command(tmp_path: Path, command: str) -> None:
     """A launcher such as ccache, and flags. nvcc takes the compiler alone, and its flags through an option."""
     folder = tmp_path / "bin"
@@ -209,7 +227,9 @@ def test_the_compiler_may_be_a_command(tmp_path: Path, command: str) -> None:
     (folder / "launcher").chmod(0o755)
     returned, report = _build(tmp_path, "1", "1", NOTES, NOTES, CXX=command.format(folder))
     calls = (folder / "calls").read_text().splitlines()
-    compiled, by_nvcc = ([call for call in calls if call.startswith(f"{name} ") and " -c " in call] for name in ("c++", "nvcc"))
+    compiled, by_nvcc = (
+        [call for call in calls if call.startswith(f"{name} ") and " -c " in call] for name in ("c++", "nvcc")
+    )
     assert returned == 0 and report["built"] and report["compiler"] == "a compiler" and len(compiled) > 20 and by_nvcc
     assert calls.count("launched") > len(compiled) or "launcher" not in command
     assert all(("-m64" in command) == (" -m64 " in call) for call in compiled)
@@ -221,7 +241,9 @@ def test_the_compiler_may_be_a_command(tmp_path: Path, command: str) -> None:
 @needs_tools
 @pytest.mark.parametrize("strict", ["", "1"])
 def test_warnings_are_errors_only_where_that_is_asked_for(tmp_path: Path, strict: str) -> None:
-    returned, _ = _build(tmp_path, "1", "1", NOTES, NOTES, CMAB_KERNELS_WERROR=strict, CXXFLAGS="-Wshadow\n'-DNAME=a $b'")
+    returned, _ = _build(
+        tmp_path, "1", "1", NOTES, NOTES, CMAB_KERNELS_WERROR=strict, CXXFLAGS="-Wshadow\n'-DNAME=a $b'"
+    )
     compiled = [call for call in (tmp_path / "bin" / "calls").read_text().splitlines() if " -c " in call]
     assert returned == 0 and all(("-Werror" in call) == (strict == "1") for call in compiled)
     assert all(" -Wshadow -DNAME=a $b " in call for call in compiled if call.startswith("c++ "))
@@ -246,9 +268,12 @@ def test_a_command_that_is_none_is_a_reason(tmp_path: Path) -> None:
 @in_sources
 @needs_tools
 @pytest.mark.parametrize(
-    "version, packages, used", [(3, ["pybind11", "torch"], "pybind11"), (3, ["torch"], "torch"), (2, ["pybind11"], None)]
+    "version, packages, used",
+    [(3, ["pybind11", "torch"], "pybind11"), (3, ["torch"], "torch"), (2, ["pybind11"], None)],
 )
-def test_headers_are_those_of_pybind11_or_of_torch(tmp_path: Path, version: int, packages: list[str], used: str | None) -> None:
+def test_headers_are_those_of_pybind11_or_of_torch(
+    tmp_path: Path, version: int, packages: list[str], used: str | None
+) -> None:
     """Where the package is not installed, a torch may bring a copy. Version 2 lacks what the bindings need."""
     for package in ("pybind11", "torch"):
         headers = tmp_path / "packages" / package / "include" / "pybind11"
@@ -271,7 +296,15 @@ def test_a_second_build_compiles_nothing_anew(tmp_path: Path) -> None:
     compiler, calls = tmp_path / "bin" / "c++", tmp_path / "bin" / "calls"
     compiled = calls.read_text().count(" -c ")
     environment = {**os.environ, "CXX": str(compiler), "CMAB_KERNELS_CUDA": "0"}
-    again = [sys.executable, "setup.py", "build_ext", "--build-temp", str(tmp_path / "temp"), "--build-lib", str(tmp_path / "lib")]
+    again = [
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--build-temp",
+        str(tmp_path / "temp"),
+        "--build-lib",
+        str(tmp_path / "lib"),
+    ]
     subprocess.run(again, cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert compiled > 20 and calls.read_text().count(" -c ") == compiled
     assert list((tmp_path / "lib").rglob("_C*.so"))
@@ -290,4 +323,6 @@ def test_kernels_are_those_of_the_platform_that_is_built_for(tmp_path: Path, pla
 
 
 def test_the_report_goes_with_the_package() -> None:
-    assert (Path(cmab_kernels.__file__).parent / "_build.json").exists() and {"built", "reason", "cuda"} <= set(build_report())
+    assert (Path(cmab_kernels.__file__).parent / "_build.json").exists() and {"built", "reason", "cuda"} <= set(
+        build_report()
+    )

@@ -93,7 +93,9 @@ def test_a_kernel_without_gradients_has_a_row_in_a_profile() -> None:
     block, state = cmab_kernels.nn.CMABStack(16, 4, 2, 2), cmab_kernels.continual_attention_init(key, key, key)
     calls = {
         "cmab::attention": lambda: cmab_kernels.latent_attention(query, key, key),
-        "cmab::continual_attention_step": lambda: cmab_kernels.continual_attention_step(state, key[:, :, :1], *[key[:, :, :1]] * 2),
+        "cmab::continual_attention_step": lambda: cmab_kernels.continual_attention_step(
+            state, key[:, :, :1], *[key[:, :, :1]] * 2
+        ),
         "cmab::ridge_update": lambda: cmab_kernels.ridge_state(key, key),
         "cmab::block_stack": lambda: block.update(torch.randn(1, 9, 16), torch.randn(3, 16)),
         "cmab::block_stack_read": lambda: block.read(torch.randn(1, 9, 16)),

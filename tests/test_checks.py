@@ -76,7 +76,9 @@ def test_a_negative_weight_that_is_not_read_is_nan(form: str, monkeypatch: pytes
     weights = torch.ones(3, 9)
     weights[1, 3] = weights[2, 5] = -1.0
     out = ck.intention(key, key, value, 0.1, form=form, weights=weights, key_padding_mask=mask, impl="reference")
-    assert torch.equal(out.isnan().flatten(1).all(1), torch.tensor([False, True, False])) and not out[[0, 2]].isnan().any()
+    assert (
+        torch.equal(out.isnan().flatten(1).all(1), torch.tensor([False, True, False])) and not out[[0, 2]].isnan().any()
+    )
 
 
 def test_a_label_that_is_not_read_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +93,10 @@ def test_a_label_that_is_not_read_is_nan(monkeypatch: pytest.MonkeyPatch) -> Non
     for pooled in (False, True):
         moments = variants.class_moments(key, labels, 3, pooled=pooled, key_padding_mask=mask, impl="reference")
         for part in moments:
-            assert torch.equal(part.isnan().flatten(1).all(1), torch.tensor([False, True, True, False])) and not part[[0, 3]].isnan().any()
+            assert (
+                torch.equal(part.isnan().flatten(1).all(1), torch.tensor([False, True, True, False]))
+                and not part[[0, 3]].isnan().any()
+            )
 
 
 @pytest.mark.parametrize("module", [nn.MultiheadIntention, nn.MultiheadSigmaIntention, nn.NystromAttention])
@@ -190,8 +195,12 @@ def test_weights_that_float32_cannot_hold_are_named(call: str) -> None:
     run = {
         "ridge_state": lambda rows, w: ck.ridge_state(rows, rows, weights=w).gram,
         "intention": lambda rows, w: ck.intention(rows, rows, rows, alpha=1e-300, weights=w),
-        "ridge_step": lambda rows, w: ck.ridge_step(ck.empty_ridge(1, 1, 2, 2), rows, rows, alpha=1e-300, weights=w).state.gram,
-        "class_moments": lambda rows, w: variants.class_moments(rows, torch.zeros(1, 400, dtype=torch.int64), 1, weights=w).mean,
+        "ridge_step": lambda rows, w: (
+            ck.ridge_step(ck.empty_ridge(1, 1, 2, 2), rows, rows, alpha=1e-300, weights=w).state.gram
+        ),
+        "class_moments": lambda rows, w: (
+            variants.class_moments(rows, torch.zeros(1, 400, dtype=torch.int64), 1, weights=w).mean
+        ),
     }[call]
     for weights in (grown, grown * 1e-90):
         with pytest.raises(ValueError, match=r"^weights: got .* as the largest, expected .* float32"):

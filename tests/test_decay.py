@@ -15,7 +15,9 @@ STEPS, CHUNK = 6, 5
 
 
 def _points(width: int = 3, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(2, 3, 4, width, dtype=dtype), *(torch.randn(2, 3, STEPS * CHUNK, n, dtype=dtype) for n in (width, 5))
+    return torch.randn(2, 3, 4, width, dtype=dtype), *(
+        torch.randn(2, 3, STEPS * CHUNK, n, dtype=dtype) for n in (width, 5)
+    )
 
 
 def _streamed(q: Tensor, k: Tensor, v: Tensor, decay: object, **options: object) -> ck.AttentionState:
@@ -67,7 +69,9 @@ def test_ridge_equals_weights_on_all_keys() -> None:
 def test_gradients_reach_the_decay() -> None:
     q, k, v = (t.requires_grad_() for t in _points(2))
     decay = (0.5 + 0.5 * torch.rand(3, 1, dtype=torch.float64)).requires_grad_()
-    wanted = torch.autograd.grad(sum(t.sin().sum() for t in _faded(q, k, v, decay.expand(2, 3, 4), 1.0)), (decay, q, k, v))
+    wanted = torch.autograd.grad(
+        sum(t.sin().sum() for t in _faded(q, k, v, decay.expand(2, 3, 4), 1.0)), (decay, q, k, v)
+    )
     state = _streamed(q, k, v, decay, scale=1.0)
     found = torch.autograd.grad(sum(t.sin().sum() for t in state), (decay, q, k, v))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -89,7 +93,9 @@ def test_what_is_empty_stays_empty_and_one_changes_nothing() -> None:
         same = ck.attention_state(q, k, v, state=whole, decay=given)
         assert all(map(torch.equal, same, ck.attention_state(q, k, v, state=whole)))
     for function, args in ((ck.attention_state, (q, k, v)), (ck.ridge_state, (k, v))):
-        assert all(map(torch.equal, function(*args, decay=0.5), function(*args))), "without a state there is nothing to fade"
+        assert all(map(torch.equal, function(*args, decay=0.5), function(*args))), (
+            "without a state there is nothing to fade"
+        )
     tiny = ck.attention_state(q, k, v, state=whole, decay=5e-324)
     torch.testing.assert_close(tiny.out, whole.out, rtol=1e-6, atol=1e-6)
 
@@ -101,12 +107,25 @@ def test_lower_precision(dtype: torch.dtype) -> None:
     state = _streamed(q, k, v, decay, scale=1.0)
     out, lse = _faded(q.double(), k.double(), v.double(), decay.double().expand(2, 3, 4), 1.0)
     eps = max(torch.finfo(dtype).eps, 1e-6)
-    assert state.out.dtype == torch.float32 and (state.lse - lse).abs().max() < 4 * eps and (state.out - out).abs().max() < 8 * eps
+    assert (
+        state.out.dtype == torch.float32
+        and (state.lse - lse).abs().max() < 4 * eps
+        and (state.out - out).abs().max() < 8 * eps
+    )
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [0, -0.5, 1.5, math.nan, math.inf, torch.tensor([0.5, 0.0, 1.0]), torch.tensor([0.5, 1.5, 1.0]), torch.tensor([0.5, math.nan, 1.5])],
+    [
+        0,
+        -0.5,
+        1.5,
+        math.nan,
+        math.inf,
+        torch.tensor([0.5, 0.0, 1.0]),
+        torch.tensor([0.5, 1.5, 1.0]),
+        torch.tensor([0.5, math.nan, 1.5]),
+    ],
 )
 def test_values_outside_0_to_1_are_refused(wrong: float | Tensor) -> None:
     q, k, v = (t.float() for t in _points())
@@ -127,9 +146,13 @@ def test_values_outside_0_to_1_are_refused(wrong: float | Tensor) -> None:
 
 def test_wrong_kinds_and_shapes_are_refused() -> None:
     q, k, v = (t.float() for t in _points())
-    with pytest.raises(ValueError, match=r"^decay: got shape \(2,\), expected a number, or a tensor that broadcasts to \(2, 3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"^decay: got shape \(2,\), expected a number, or a tensor that broadcasts to \(2, 3, 4\)"
+    ):
         ck.attention_state(q, k, v, decay=torch.ones(2))
-    with pytest.raises(ValueError, match=r"^decay: got shape \(2, 3, 1\), expected a number, or a tensor that broadcasts to \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"^decay: got shape \(2, 3, 1\), expected a number, or a tensor that broadcasts to \(2, 3\)"
+    ):
         ck.ridge_state(k, v, decay=torch.ones(2, 3, 1))
     for wrong in ("0.5", [0.5], 0.5j, torch.ones(3, 1, dtype=torch.int64)):
         with pytest.raises(TypeError, match=r"^decay: got"):
@@ -149,7 +172,9 @@ def test_compiled_exported_and_mapped() -> None:
 
     for given in (decay, 0.5):
         torch.testing.assert_close(torch.compile(both, fullgraph=True, backend="aot_eager")(given), both(given))
-    assert torch.compile(both, fullgraph=True, backend="aot_eager")(2 * torch.ones(3, 1))[0].isnan().all(), "not read in a trace"
+    assert torch.compile(both, fullgraph=True, backend="aot_eager")(2 * torch.ones(3, 1))[0].isnan().all(), (
+        "not read in a trace"
+    )
 
     class Model(torch.nn.Module):
         def forward(self, decay: Tensor) -> tuple[Tensor, ...]:
@@ -172,7 +197,10 @@ def test_blocks(stacked: bool) -> None:
         wanted = block.update(points[:, 20:], latents, faded)
         for given in (0.25, torch.tensor(0.25), torch.full((3, 1), 0.25)):
             block.stream.state = before
-            for found in (block.update(points[:, 20:], latents, decay=given), block.update(points[:, 20:], latents, before, decay=given)):
+            for found in (
+                block.update(points[:, 20:], latents, decay=given),
+                block.update(points[:, 20:], latents, before, decay=given),
+            ):
                 torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
             assert torch.equal(block.stream.state.lse, found.state.lse)
         with pytest.raises(TypeError, match=r"^state: got"):

@@ -75,7 +75,9 @@ def test_memory_of_the_stream_is_constant():
         for count in (200_000, 800_000)
     )
     assert many < few + 32 * MIB  # the allocator varies; the keys and values of 600,000 pixels are 293 MiB
-    torchs = peak_memory(c.conditioning, c.SDPA_NAME, 264_000, "cpu", "auto", warm_up=(c.SDPA_NAME, 8192, "cpu", "auto"))
+    torchs = peak_memory(
+        c.conditioning, c.SDPA_NAME, 264_000, "cpu", "auto", warm_up=(c.SDPA_NAME, 8192, "cpu", "auto")
+    )
     assert torchs.extra > 2 * 264_000 * c.DIM * 4  # keys and values at the least
 
 
@@ -126,19 +128,28 @@ def test_the_best_of_several_calls_is_told_and_a_busy_machine_too(others, tmp_pa
     monkeypatch.setattr(cmab, "peak_memory", lambda *_, **__: Peak(0, 0))
     cmab.run(str(tmp_path / "demo.png"), [700])
     text = capsys.readouterr().out
-    assert text.count(readable(0.25)) == 5 and ("The machine is busy: calls took up to 8.0 times as long" in text) is others
+    assert (
+        text.count(readable(0.25)) == 5
+        and ("The machine is busy: calls took up to 8.0 times as long" in text) is others
+    )
 
 
 @pytest.mark.parametrize("counts", [(3000,), (700, 1500), (10_000, 100_000, 1_990_921)])
 def test_every_axis_of_the_picture_has_two_ticks_and_a_warning_is_read_first(counts, tmp_path: Path, monkeypatch):
-    scans = [Scan(n, {name: Figures(i * n * 1e-9, i * MIB) for i, name in enumerate(c.CONDITIONING, 2)}) for n in counts]
+    scans = [
+        Scan(n, {name: Figures(i * n * 1e-9, i * MIB) for i, name in enumerate(c.CONDITIONING, 2)}) for n in counts
+    ]
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     plot.draw(scans, tmp_path / "demo.png", "a machine", warning="It is busy.")
     for axes in drawn[0].axes[1:]:
         for axis in (axes.xaxis, axes.yaxis):
             low, high = axis.get_view_interval()
-            told = [label.get_text() for label, at in zip(axis.get_ticklabels(), axis.get_ticklocs(), strict=True) if low <= at <= high]
+            told = [
+                label.get_text()
+                for label, at in zip(axis.get_ticklabels(), axis.get_ticklocs(), strict=True)
+                if low <= at <= high
+            ]
             assert len(set(told)) >= 2
     assert [text.get_fontweight() for text in drawn[0].texts if text.get_text() == "It is busy."] == ["bold"]
 
@@ -158,7 +169,12 @@ def test_demo_without_a_kernel_says_so(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setattr(cmab, "explain", lambda *_: rows)
     cmab.run(str(tmp_path / "demo.png"))
     text = capsys.readouterr().out
-    assert "No compiled kernel runs here" in text and "native: no compiler" in text and "        600" in text and "demo.png written" in text
+    assert (
+        "No compiled kernel runs here" in text
+        and "native: no compiler" in text
+        and "        600" in text
+        and "demo.png written" in text
+    )
 
 
 # ---- Intention -------------------------------------------------------------------------------------------------------
@@ -177,7 +193,9 @@ def test_lessons_are_disjoint_draws_of_five_a_class(lessons):
     assert torch.equal(classes[lessons.support], torch.arange(10).repeat_interleave(5).expand(3, -1))
     for support, query in zip(lessons.support, lessons.query, strict=True):
         assert len(torch.cat([support, query]).unique()) == len(support) + len(query) > 800
-    assert not torch.isin(torch.cat([lessons.support, lessons.query], 1), torch.cat([other.support, other.query], 1)).any()
+    assert not torch.isin(
+        torch.cat([lessons.support, lessons.query], 1), torch.cat([other.support, other.query], 1)
+    ).any()
 
 
 def test_intention_is_the_ridge_classifier_without_an_intercept(lessons):
@@ -193,7 +211,9 @@ def test_intention_of_kernel_features_is_kernel_ridge_regression(lessons):
 
     ours = digits.by_kernel_intention(*lessons.parts(), (0.2, 0.1))
     for support, classes, query, predicted in zip(*lessons.parts(), ours, strict=True):
-        machine = KernelRidge(alpha=0.1, kernel="rbf", gamma=0.2).fit(support.numpy(), 2 * F.one_hot(classes).numpy() - 1)
+        machine = KernelRidge(alpha=0.1, kernel="rbf", gamma=0.2).fit(
+            support.numpy(), 2 * F.one_hot(classes).numpy() - 1
+        )
         assert (torch.from_numpy(machine.predict(query.numpy())).argmax(-1) == predicted).double().mean() > 0.999
 
 
@@ -223,7 +243,9 @@ def test_the_setting_is_the_best_of_the_trials_and_never_sees_the_lessons(lesson
 def test_the_cloud_is_turned_scaled_and_shifted():
     source, target = cloud.source(), cloud.target()
     assert torch.allclose(torch.pdist(target[:50]), cloud.SCALE * torch.pdist(source[:50]))
-    assert torch.allclose(target.mean(0), torch.tensor(cloud.SHIFT, dtype=torch.float64)) and not torch.allclose(source, target, atol=0.3)
+    assert torch.allclose(target.mean(0), torch.tensor(cloud.SHIFT, dtype=torch.float64)) and not torch.allclose(
+        source, target, atol=0.3
+    )
     assert abs(source.square().sum(-1).mean() - 1) < 1e-12 and source.unique(dim=0).shape == (cloud.POINTS, 2)
 
 
@@ -258,7 +280,10 @@ def test_demo_of_intention_prints_tables_and_draws(tmp_path: Path, capsys, monke
 
 @pytest.mark.parametrize(
     ("demo", "package"),
-    [*((cmab, package) for package in ("skimage", "matplotlib", "tqdm")), *((intention, package) for package in ("sklearn", "matplotlib"))],
+    [
+        *((cmab, package) for package in ("skimage", "matplotlib", "tqdm")),
+        *((intention, package) for package in ("sklearn", "matplotlib")),
+    ],
 )
 def test_a_missing_package_is_named(demo, package, monkeypatch):
     find = importlib.util.find_spec
@@ -303,7 +328,8 @@ def test_to_check_the_output_writes_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(("intention", "--points", "9"), "--points belongs to the demo cmab"), (("nystrom",), "nystrom")]
+    ("arguments", "said"),
+    [(("intention", "--points", "9"), "--points belongs to the demo cmab"), (("nystrom",), "nystrom")],
 )
 def test_what_no_demo_takes_is_refused(arguments, said, forks: Forks, tmp_path: Path):
     done = forks.run(tmp_path, ["cmab_kernels", "demo", *arguments])
@@ -312,7 +338,13 @@ def test_what_no_demo_takes_is_refused(arguments, said, forks: Forks, tmp_path: 
 
 def test_help_in_an_encoding_without_all_letters(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    command = [sys.executable, "-m", "cmab_kernels", "demo", "--help"]  # a new process: the encoding is read at its start
+    command = [
+        sys.executable,
+        "-m",
+        "cmab_kernels",
+        "demo",
+        "--help",
+    ]  # a new process: the encoding is read at its start
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0 and "Nystr?m" in done.stdout
 
@@ -325,4 +357,7 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(cmab, "run", interrupted)
     with pytest.raises(SystemExit) as stop:
         cmab_kernels.__main__.main()
-    assert stop.value.code == 130 and capsys.readouterr().err == "python -m cmab_kernels demo: interrupted; nothing was drawn\n"
+    assert (
+        stop.value.code == 130
+        and capsys.readouterr().err == "python -m cmab_kernels demo: interrupted; nothing was drawn\n"
+    )

@@ -51,7 +51,10 @@ def test_attention_is_non_local_means():
     These are almost the distances between patches, since only the least of 48 components is missing.
     """
     query, key, value = (part[0, 0, ::50].double() for part in t.stream())
-    between_features, between_patches = torch.cdist(query[:, :47], query[:, :47]), torch.cdist(value, value) / t.BANDWIDTH
+    between_features, between_patches = (
+        torch.cdist(query[:, :47], query[:, :47]),
+        torch.cdist(value, value) / t.BANDWIDTH,
+    )
     assert torch.allclose((query @ key.T).softmax(-1), (between_features.square() / -2).softmax(-1), atol=1e-5)
     others = ~torch.eye(len(query), dtype=torch.bool)
     shares = (between_features / between_patches)[others]
@@ -72,7 +75,9 @@ def test_landmarks_are_learnt_from_other_photographs():
     query, key = t.learnt_landmarks(6)
     assert query.shape == key.shape == (1, 6, 48) and (query[..., -1] - 1).abs().max() < 1e-5
     patches = t.to_patches(t.noisy())
-    assert torch.cdist(t.training()[::50], patches[::50]).min() > 0.5  # two noisy patches are 10 NOISE apart if the same
+    assert (
+        torch.cdist(t.training()[::50], patches[::50]).min() > 0.5
+    )  # two noisy patches are 10 NOISE apart if the same
     assert len(t.training()) > 6000 and query.isfinite().all()
 
 
@@ -109,7 +114,9 @@ def test_what_is_measured_is_right(short, tmp_path: Path):
     expected = t.exact(320, 640, 200)
     assert torch.allclose(exact.patches().double(), expected, atol=1e-5) and max(exact.errors) < 1e-5
     for one in (continual, fixed):
-        errors = [float((a - b).norm() / b.norm()) for a, b in zip(one.patches().split(160), expected.split(160), strict=True)]
+        errors = [
+            float((a - b).norm() / b.norm()) for a, b in zip(one.patches().split(160), expected.split(160), strict=True)
+        ]
         assert one.errors == pytest.approx(errors, rel=1e-4) and 1e-4 < max(errors) < 0.2
     noisy = measured.decibels(t.to_patches(t.noisy()))
     assert min(measured.decibels(one.patches()) for one in measured.streams.values()) > noisy + 10  # of the sky
@@ -127,15 +134,22 @@ def test_times_are_of_a_step(monkeypatch):
 def test_a_wrong_result_is_no_speed(short, tmp_path: Path, monkeypatch, which):
     step, attend = stream.continual_attention_step, stream.F.scaled_dot_product_attention
     if which == "step":
-        monkeypatch.setattr(stream, "continual_attention_step", lambda *token: (step(*token)[0] * 1.001, step(*token)[1]))
+        monkeypatch.setattr(
+            stream, "continual_attention_step", lambda *token: (step(*token)[0] * 1.001, step(*token)[1])
+        )
     else:
-        monkeypatch.setattr(stream.F, "scaled_dot_product_attention", lambda *parts, **options: attend(*parts, **options) * 1.001)
+        monkeypatch.setattr(
+            stream.F, "scaled_dot_product_attention", lambda *parts, **options: attend(*parts, **options) * 1.001
+        )
     with pytest.raises(RuntimeError, match="a wrong result has no speed"):
         stream.run(str(tmp_path / "demo.png"), 20, 4)
 
 
 def test_progress_tells_what_goes_on():
-    streams = {name: stream.Stream(None, None, times=[2e-6], errors=[0.123]) for name in (stream.CONTINUAL, stream.FIXED, stream.EXACT)}
+    streams = {
+        name: stream.Stream(None, None, times=[2e-6], errors=[0.123])
+        for name in (stream.CONTINUAL, stream.FIXED, stream.EXACT)
+    }
     told = stream._live(stream.Run(640, 16, 4, streams, [1.5e-3]), row=7)
     assert told == "row 7: steps continual 2 us, fixed 2 us, exact 2 us, full 1.5 ms; errors 12% and 12%"
     assert len(told) <= 92
@@ -154,7 +168,12 @@ def test_a_missing_package_is_named(package, monkeypatch):
 
 @pytest.mark.parametrize(
     ("window", "landmarks", "said"),
-    [(0, None, "--window: got 0"), (8481, None, "--window: got 8481"), (None, 0, "--landmarks: got 0"), (10, 11, "--landmarks: got 11")],
+    [
+        (0, None, "--window: got 0"),
+        (8481, None, "--window: got 8481"),
+        (None, 0, "--landmarks: got 0"),
+        (10, 11, "--landmarks: got 11"),
+    ],
 )
 def test_bad_options_are_one_line(window, landmarks, said, tmp_path: Path):
     with pytest.raises(SystemExit, match=said) as error:

@@ -21,7 +21,9 @@ PRODUCT = "HGMMA.64x16x8.F32.TF32 R24, R32, gdesc[UR4], R24"
 
 
 def _found(*instructions: str) -> list[str]:
-    return lost_descriptors("\n".join(f"        /*{16 * i:04x}*/                   {text} ;" for i, text in enumerate(instructions)))
+    return lost_descriptors(
+        "\n".join(f"        /*{16 * i:04x}*/                   {text} ;" for i, text in enumerate(instructions))
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,15 @@ def _found(*instructions: str) -> list[str]:
         (),
         ("UIADD3.64 UR6, UR6, 0x2, URZ",),
         ("IMAD.U32 R8, RZ, RZ, UR6", "FADD R9, R9, R9", "R2UR UR6, R8"),
-        ("MOV R8, UR6", "MOV R9, UR7", "STL.64 [R1+0x8], R8", "CS2R R8, SRZ", "LDL.64 R8, [R1+0x8]", "R2UR UR6, R8.reuse", "R2UR UR7, R9"),
+        (
+            "MOV R8, UR6",
+            "MOV R9, UR7",
+            "STL.64 [R1+0x8], R8",
+            "CS2R R8, SRZ",
+            "LDL.64 R8, [R1+0x8]",
+            "R2UR UR6, R8.reuse",
+            "R2UR UR7, R9",
+        ),
         ("IADD3 R8, P1, R9, 0x2, RZ", "FMUL R9, R9, R9"),
         ("FADD R9, R9, R9", "CS2R R8, SRZ", "R2UR UR7, R9"),  # zeros in two registers
         ("HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0",),  # multiplies nothing

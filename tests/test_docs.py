@@ -21,13 +21,19 @@ from . import pages
 MODULES = (cmab_kernels, distributed, integrations, nn, variants, cmab_models)
 """The modules that export public names."""
 PAGES = {page.name: page for page in pages.docs()}
-SECONDS = {"use_it_in.md": 15.0, "add_an_operator.md": 10.0}  # the first imports five packages, the second runs a whole suite
+SECONDS = {
+    "use_it_in.md": 15.0,
+    "add_an_operator.md": 10.0,
+}  # the first imports five packages, the second runs a whole suite
 
 
 @pytest.fixture
 def restored_tables() -> Iterator[None]:
     """Remove the entries that a page's program has added to the tables of `backends`."""
-    before = [(table, dict(table)) for table in (backends.IMPLEMENTATIONS, backends.OPERATORS, backends._MODULES, backends._PROBLEMS)]
+    before = [
+        (table, dict(table))
+        for table in (backends.IMPLEMENTATIONS, backends.OPERATORS, backends._MODULES, backends._PROBLEMS)
+    ]
     yield
     for table, entries in before:
         table.clear()
@@ -74,17 +80,25 @@ def test_every_name_of_the_package_can_be_found() -> None:
 
 def test_every_public_name_is_in_the_api() -> None:
     """The site's API pages list exactly the public names."""
-    listed = {name for page in (pages.DOCS / "api").glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+    listed = {
+        name
+        for page in (pages.DOCS / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    }
     assert listed == {f"{module.__name__}.{name}" for module in MODULES for name in module.__all__}
 
 
 def test_the_tests_that_pages_name_exist() -> None:
-    named = {part for page in PAGES.values() for part in pages.code(page) if re.fullmatch(r"tests/[\w/]+\.py(::\w+)?", part)}
+    named = {
+        part for page in PAGES.values() for part in pages.code(page) if re.fullmatch(r"tests/[\w/]+\.py(::\w+)?", part)
+    }
     assert len(named) > 20
     for name in sorted(named):
         path, _, function = name.partition("::")
         assert (pages.ROOT / path).exists(), name
-        assert re.search(rf"^def {function}\b", (pages.ROOT / path).read_text(), flags=re.MULTILINE) or not function, name
+        assert re.search(rf"^def {function}\b", (pages.ROOT / path).read_text(), flags=re.MULTILINE) or not function, (
+            name
+        )
 
 
 def test_docstrings_are_statements() -> None:
@@ -93,7 +107,9 @@ def test_docstrings_are_statements() -> None:
     for folder in ("cmab_kernels", "python", "docs", "bench", "gpu_machine", "tests"):
         for path in sorted((pages.ROOT / folder).rglob("*.py")):
             strings = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Expr))
-            said = [(at.lineno, at.value) for at in strings if isinstance(at, ast.Constant) and isinstance(at.value, str)]
+            said = [
+                (at.lineno, at.value) for at in strings if isinstance(at, ast.Constant) and isinstance(at.value, str)
+            ]
             fragments += [f"{path.name}:{line}: {text}" for line, text in said if text.startswith(("Of ", "That "))]
     assert fragments == []
 
@@ -118,7 +134,9 @@ def _variables_in(source: str) -> set[str]:
 
 
 def _variables_read() -> set[str]:
-    found = set(DEFAULTS.findall((pages.ROOT / "Makefile").read_text())) | _variables_in((pages.ROOT / "setup.py").read_text())
+    found = set(DEFAULTS.findall((pages.ROOT / "Makefile").read_text())) | _variables_in(
+        (pages.ROOT / "setup.py").read_text()
+    )
     for folder in ("cmab_kernels", "csrc", "tests", "gpu_machine", "bench", "python"):
         for path in (pages.ROOT / folder).rglob("*"):
             if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"} and path != Path(__file__):

@@ -32,9 +32,16 @@ def printed(forks: Forks, tmp_path: Path) -> Printed:
 
 
 def printed_alone(name: str) -> str:
-    """Run an example that starts processes: each of these reads its file again, so that it must be that of a process."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], env=environment, capture_output=True, text=True, timeout=120)
+    """Run an example that starts processes: each of these reads its file again, so that it must be that of a
+    process."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    finished = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py"], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -53,7 +60,9 @@ def test_swap_attention(printed: Printed) -> None:
 
 def test_stream_to_cmab(printed: Printed) -> None:
     text = printed("stream_to_cmab")
-    states, grown, history = (numbers(rf"(-?[\d.]+) {unit}", text) for unit in ("KiB", r"MiB(?=.*MiB)", r"MiB(?!.*MiB)"))
+    states, grown, history = (
+        numbers(rf"(-?[\d.]+) {unit}", text) for unit in ("KiB", r"MiB(?=.*MiB)", r"MiB(?!.*MiB)")
+    )
     assert len(states) == len(grown) == len(history) == 5
     assert len(set(states)) == 1
     assert grown[-1] < history[-1] / 3
@@ -88,7 +97,9 @@ def test_stream_regression(printed: Printed) -> None:
     sizes, counts = numbers(r"([\d,]+) bytes", text), numbers(r"(\d+) readings", text)
     assert counts == [20, 40, 60, 80, 60, 40]
     assert len(set(sizes)) == 1
-    errors, gradients, alphas = (numbers(pattern, text) for pattern in (r"error (\S+)", r"gradient (\S+),", r"alpha ([\d.]+)"))
+    errors, gradients, alphas = (
+        numbers(pattern, text) for pattern in (r"error (\S+)", r"gradient (\S+),", r"alpha ([\d.]+)")
+    )
     fitted, learned = errors[:6], errors[6:]
     assert fitted[5] < fitted[3] < fitted[1]
     assert gradients[0] < 0
@@ -112,7 +123,9 @@ def test_swap_encoder_layers(printed: Printed) -> None:
 
 
 def test_river_regression(printed: Printed) -> None:
-    before, after = zip(*(numbers(r"([\d.]+) (?:before|after)", line) for line in printed("river_regression").splitlines()), strict=True)
+    before, after = zip(
+        *(numbers(r"([\d.]+) (?:before|after)", line) for line in printed("river_regression").splitlines()), strict=True
+    )
     assert max(before) < 0.1 and after[1] < 0.1 < 1 < after[0]
 
 

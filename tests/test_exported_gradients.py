@@ -12,7 +12,10 @@ import cmab_kernels as ck
 from cmab_kernels import nn as modules
 
 STRICT = pytest.param(
-    True, marks=pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch does not tell that it exports")
+    True,
+    marks=pytest.mark.skipif(
+        not hasattr(torch.compiler, "is_exporting"), reason="this torch does not tell that it exports"
+    ),
 )
 
 
@@ -45,7 +48,8 @@ def _latent_attention(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
 
 
 def _kernel_features(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
-    """Keys at equal distances, two of them given twice: the recorded operations have no gradient where eigenvalues are equal."""
+    """Keys at equal distances, two of them given twice: the recorded operations have no gradient where eigenvalues are
+    equal."""
     key = torch.eye(9, 16) + context - context.detach()
     query, key = torch.cat([x @ weight, key], 1), torch.cat([key, key[:, :2]], 1)
     return ck.intention.variants.kernel_features(query[:, None].double(), key[:, None].double(), 0.1)
@@ -54,13 +58,19 @@ def _kernel_features(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
 def _dual_intention(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
     """The weights of three keys are 0."""
     weights = context[..., 0].relu() * (torch.arange(9) > 2)
-    return ck.intention((x @ weight)[:, None], (context @ weight)[:, None], context[:, None], 0.5, form="dual", weights=weights)
+    return ck.intention(
+        (x @ weight)[:, None], (context @ weight)[:, None], context[:, None], 0.5, form="dual", weights=weights
+    )
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
     "latent_attention": lambda: _Layer(_latent_attention),
-    "attention_layer": lambda: _Layer(lambda x, context, weight: ck.attention_layer(x, *[weight] * 4, num_heads=2, context=context)),
-    "feed_forward_layer": lambda: _Layer(lambda x, context, weight: ck.feed_forward_layer(x, weight, weight[:, :8]) + context.sum()),
+    "attention_layer": lambda: _Layer(
+        lambda x, context, weight: ck.attention_layer(x, *[weight] * 4, num_heads=2, context=context)
+    ),
+    "feed_forward_layer": lambda: _Layer(
+        lambda x, context, weight: ck.feed_forward_layer(x, weight, weight[:, :8]) + context.sum()
+    ),
     "kernel_features": lambda: _Layer(_kernel_features),
     "dual_intention": lambda: _Layer(_dual_intention),
     "FeedForward": _Network,
@@ -123,7 +133,9 @@ def test_a_transform_of_a_program_is_refused_and_gives_no_zeros(how: str, requir
 def test_a_program_may_be_a_constant_of_a_transform_and_run_in_forward_mode() -> None:
     program, x = _program()
     right = program(x)
-    torch.testing.assert_close(torch.func.grad(lambda w: (program(x).detach() * w).sum())(torch.ones(8)), right.sum((0, 1)).detach())
+    torch.testing.assert_close(
+        torch.func.grad(lambda w: (program(x).detach() * w).sum())(torch.ones(8)), right.sum((0, 1)).detach()
+    )
     with torch.autograd.forward_ad.dual_level(), FlopCounterMode(display=False):
         assert torch.equal(program(x), right)
     with torch.profiler.profile():

@@ -37,14 +37,21 @@ def _gradients(inputs: list[Tensor], dout: Tensor, scale: float) -> tuple[Tensor
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("keys", [64, 65, 513, 2049])
 @pytest.mark.parametrize("width, value_width", [(1, 64), (4, 100), (16, 256), (64, 129)])
-def test_gradients_are_those_of_float32_rounded(isa: str, width: int, value_width: int, keys: int, dtype: torch.dtype) -> None:
+def test_gradients_are_those_of_float32_rounded(
+    isa: str, width: int, value_width: int, keys: int, dtype: torch.dtype
+) -> None:
     """Gradients are right for values of size 0.01 and a scale of 1e-3 as well, where they are as small as 1e-10."""
     latents = int(_pick(1, 3, 40))
     for size, scale in ((0.01, 1e-3), (0.01, width**-0.5), (1.0, 1e-3), (1.0, width**-0.5)):
-        inputs = [(size * torch.randn(1, 2, n, w)).to(dtype) for n, w in ((latents, width), (keys, width), (keys, value_width))]
+        inputs = [
+            (size * torch.randn(1, 2, n, w)).to(dtype)
+            for n, w in ((latents, width), (keys, width), (keys, value_width))
+        ]
         dout = torch.randn(1, 2, latents, value_width)
         ours, single = (_gradients(given, dout, scale) for given in (inputs, [t.float() for t in inputs]))
-        for name, a, b in zip(("out", "dquery", "dkey", "dvalue"), (ours[0], *ours[2:]), (single[0], *single[2:]), strict=True):
+        for name, a, b in zip(
+            ("out", "dquery", "dkey", "dvalue"), (ours[0], *ours[2:]), (single[0], *single[2:]), strict=True
+        ):
             _check_rounded(a, b, f"{name} at size {size}, scale {scale}")
         assert torch.equal(ours[1], single[1])
 
@@ -53,9 +60,14 @@ def test_gradients_are_those_of_float32_rounded(isa: str, width: int, value_widt
 def test_gradients_are_right_to_half_a_step(isa: str, dtype: torch.dtype) -> None:
     """Each element differs from float64 by at most half a step of the type, plus the error of float32."""
     for _ in range(20):
-        latents, keys, width, value_width = (int(_pick(*choices)) for choices in ((1, 3, 40), (64, 200), (1, 8, 64), (64, 128)))
+        latents, keys, width, value_width = (
+            int(_pick(*choices)) for choices in ((1, 3, 40), (64, 200), (1, 8, 64), (64, 128))
+        )
         size, scale = _pick(0.003, 0.01, 0.1), _pick(1e-3, 1e-2, width**-0.5)
-        inputs = [(size * torch.randn(1, 2, n, w)).to(dtype) for n, w in ((latents, width), (keys, width), (keys, value_width))]
+        inputs = [
+            (size * torch.randn(1, 2, n, w)).to(dtype)
+            for n, w in ((latents, width), (keys, width), (keys, value_width))
+        ]
         dout = torch.randn(1, 2, latents, value_width)
         wide = [t.double().requires_grad_() for t in inputs]
         expected = oracles.attention(*wide, scale=scale)
@@ -65,7 +77,12 @@ def test_gradients_are_right_to_half_a_step(isa: str, dtype: torch.dtype) -> Non
             if name != "v":
                 term = term * (scale * width**0.5)  # terms assume a scale of D^-1/2
             rounding = (torch.finfo(dtype).eps / 2 * wanted.abs()).clamp(min=HALF_STEP[dtype])
-            float32 = 4 * 32 * torch.finfo(torch.float32).eps * torch.maximum(wanted.abs(), 0.05 * term.norm(dim=-1, keepdim=True))
+            float32 = (
+                4
+                * 32
+                * torch.finfo(torch.float32).eps
+                * torch.maximum(wanted.abs(), 0.05 * term.norm(dim=-1, keepdim=True))
+            )
             assert ((ours.double() - wanted).abs() <= rounding + float32).all(), name
 
 
@@ -75,12 +92,17 @@ def test_gradients_are_right_to_half_a_step(isa: str, dtype: torch.dtype) -> Non
 def test_streams_are_those_of_float32_rounded(isa: str, output: str, exact: bool, dtype: torch.dtype) -> None:
     """Streams of values of size 1e-4, which are subnormal in float16, are those of float32, rounded."""
     for size, value_size in ((1.0, 1.0), (0.01, 1e-4), (3.0, 1e-2)):
-        tokens = [(factor * torch.randn(1, 2, 90, width)).to(dtype) for factor, width in ((size, 8), (size, 8), (value_size, 5))]
+        tokens = [
+            (factor * torch.randn(1, 2, 90, width)).to(dtype)
+            for factor, width in ((size, 8), (size, 8), (value_size, 5))
+        ]
         landmarks = None if exact else (size * torch.randn(2, 4, 8), size * torch.randn(2, 4, 8))
         found = []
         for given in (tokens, [t.float() for t in tokens]):
             first = [t[:, :, :33] for t in given]
-            state = ck.continual_attention_init(*first) if exact else ck.continual_nystrom_init(*first, landmarks=landmarks)
+            state = (
+                ck.continual_attention_init(*first) if exact else ck.continual_nystrom_init(*first, landmarks=landmarks)
+            )
             step = ck.continual_attention_step if exact else ck.continual_nystrom_step
             found.append(step(state, *(t[:, :, 33:] for t in given), output=output, impl="native")[0])  # type: ignore[operator]
         _check_rounded(*found, f"size {size}, values {value_size}")

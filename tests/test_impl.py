@@ -25,7 +25,9 @@ LABELS = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1, 2]])
 CALLS: dict[str, Callable[[str], Any]] = {
     "latent_attention": lambda impl: ck.latent_attention(Q, K, V, impl=impl),
     "attention_state": lambda impl: ck.attention_state(Q, K, V, impl=impl),
-    "projected_attention_state": lambda impl: ck.projected_attention_state(Q, TOKENS, torch.eye(16, 8), torch.eye(6, 8), impl=impl),
+    "projected_attention_state": lambda impl: ck.projected_attention_state(
+        Q, TOKENS, torch.eye(16, 8), torch.eye(6, 8), impl=impl
+    ),
     "remove_from_state": lambda impl: ck.remove_from_state(SEEN, Q, K, V, impl=impl),
     "attention_layer": lambda impl: ck.attention_layer(TOKENS, *(WEIGHTS,) * 4, num_heads=2, impl=impl),
     "feed_forward_layer": lambda impl: ck.feed_forward_layer(TOKENS, WEIGHTS, WEIGHTS, activation="gelu", impl=impl),
@@ -75,7 +77,9 @@ def test_an_unknown_implementation_is_an_error(name: str) -> None:
 def test_what_the_set_does_not_have_is_an_error_and_what_cannot_run_says_why(name: str, impl: str) -> None:
     """On a CPU without Triton's interpreter a named GPU implementation raises; nothing else runs in its place."""
     has = impl in backends.IMPLEMENTATIONS[backends.OPERATORS[name]]
-    with pytest.raises(RuntimeError if has else ValueError, match=rf"^impl: (got )?'{impl}'(, expected one of| cannot run here: )"):
+    with pytest.raises(
+        RuntimeError if has else ValueError, match=rf"^impl: (got )?'{impl}'(, expected one of| cannot run here: )"
+    ):
         CALLS[name](impl)
 
 

@@ -29,10 +29,16 @@ def test_every_section_is_there(printed: str) -> None:
 
 def test_every_operator_has_a_line_whose_words_are_apart(printed: str) -> None:
     """A name longer than its column does not run into the name of the device."""
-    lines = [line.split() for line in printed.partition("Implementations\n")[2].splitlines() if not line.startswith("  [")]
+    lines = [
+        line.split() for line in printed.partition("Implementations\n")[2].splitlines() if not line.startswith("  [")
+    ]
     assert {line[0] for line in lines} == set(OPERATORS)
     for operator, device, *rest in lines:
-        assert device in ("cpu", "cuda") and rest[:2] == ["auto", "="] and rest[2] in {*IMPLEMENTATIONS[OPERATORS[operator]], "reference"}
+        assert (
+            device in ("cpu", "cuda")
+            and rest[:2] == ["auto", "="]
+            and rest[2] in {*IMPLEMENTATIONS[OPERATORS[operator]], "reference"}
+        )
 
 
 def test_one_reason_stands_once(printed: str) -> None:

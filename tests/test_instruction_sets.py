@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CHOSEN = "native and not (portable or avx2 or avx512)"
 FAMILIES = ("attention", "intention", "layers", "nystrom", "properties")
 SUITES = {
-    f"{kind.__module__.removeprefix('tests.').removesuffix('.test_suite')}-{kind.__name__}": kind for kind in suites() if kind.test_accuracy
+    f"{kind.__module__.removeprefix('tests.').removesuffix('.test_suite')}-{kind.__name__}": kind
+    for kind in suites()
+    if kind.test_accuracy
 }
 
 
@@ -40,7 +42,9 @@ def suite(request: pytest.FixtureRequest) -> Iterator[OperatorSuite]:
 def test_accuracy(narrow_isa: str, suite: OperatorSuite) -> None:
     """Results and gradients are within the bounds of the oracle, for all dtypes and for all laws that the suite has."""
     longest = max(len(suite.dtypes), len(suite.laws))
-    for dtype, law in itertools.islice(zip(itertools.cycle(suite.dtypes), itertools.cycle(suite.laws), strict=False), longest):
+    for dtype, law in itertools.islice(
+        zip(itertools.cycle(suite.dtypes), itertools.cycle(suite.laws), strict=False), longest
+    ):
         suite.check_accuracy("native", dtype, law, suite.inputs(dtype, law, suite.shapes[0]))
 
 

@@ -22,7 +22,9 @@ def test_memory_probe_sees_what_was_held(size: int, result: int, leftover: int, 
 
 @pytest.mark.parametrize(("kind", "error"), [("hangs", TimeoutError), ("dies", RuntimeError), ("raises", RuntimeError)])
 def test_memory_probe_says_what_went_wrong(kind: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match={"hangs": "not done after", "dies": "exit code 3", "raises": "ValueError: what went wrong"}[kind]):
+    with pytest.raises(
+        error, match={"hangs": "not done after", "dies": "exit code 3", "raises": "ValueError: what went wrong"}[kind]
+    ):
         peak_memory(failing, kind, warm_up=("nothing",), limit=2.0 if kind == "hangs" else 60.0)
 
 
@@ -42,6 +44,8 @@ def test_a_sample_is_the_mean_of_its_repeats(monkeypatch: pytest.MonkeyPatch) ->
     assert seconds(lambda: None, repeats=5) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("value", "text"), [(2.5, "2.5 s"), (0.01234, "12.3 ms"), (3.456e-6, "3.46 us"), (1e-8, "0.01 us")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(2.5, "2.5 s"), (0.01234, "12.3 ms"), (3.456e-6, "3.46 us"), (1e-8, "0.01 us")]
+)
 def test_readable(value: float, text: str) -> None:
     assert readable(value) == text

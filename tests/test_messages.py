@@ -24,7 +24,10 @@ REASONS = {
     ("cmab_kernels/online/rows.py", "_csr"): "scikit-learn's checks want this text for complex and infinite numbers",
     ("cmab_kernels/online/rows.py", "_tensor"): "scikit-learn's checks want this text for complex and infinite numbers",
     ("cmab_kernels/online/rows.py", "__init__"): "scikit-learn's checks want this text for no targets",
-    ("cmab_kernels/online/rows.py", "read_points"): "scikit-learn's checks want this text for empty data and for other features",
+    (
+        "cmab_kernels/online/rows.py",
+        "read_points",
+    ): "scikit-learn's checks want this text for empty data and for other features",
     ("cmab_kernels/online/interface.py", "set_params"): "scikit-learn's own text for an unknown parameter",
     ("python/cmab_models/neural_processes/official.py", "shape"): "its caller puts it into `mismatch`",
 }
@@ -34,7 +37,11 @@ REASONS = {
 def _called(tree: ast.AST) -> set[str]:
     """Return the names of the functions and methods that are called anywhere in it."""
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return {call.id if isinstance(call, ast.Name) else call.attr for call in calls if isinstance(call, ast.Name | ast.Attribute)}
+    return {
+        call.id if isinstance(call, ast.Name) else call.attr
+        for call in calls
+        if isinstance(call, ast.Name | ast.Attribute)
+    }
 
 
 def _makers() -> set[str]:
@@ -55,7 +62,13 @@ def _makers() -> set[str]:
 def _assigned(module: ast.Module, makers: set[str]) -> set[str]:
     """Return the names of variables to which such a message is assigned."""
     assigned = (node for node in ast.walk(module) if isinstance(node, ast.Assign))
-    return {name.id for node in assigned if _called(node.value) & makers for name in node.targets if isinstance(name, ast.Name)}
+    return {
+        name.id
+        for node in assigned
+        if _called(node.value) & makers
+        for name in node.targets
+        if isinstance(name, ast.Name)
+    }
 
 
 def _raised(tree: ast.AST, function: str = "") -> Iterator[tuple[str, ast.Call]]:

@@ -25,7 +25,11 @@ def test_states_have_the_size_of_their_formulas() -> None:
         "ContinualAttentionState": ring + 8,
         "ContinualAttentionState, retroactive": ring + 2 * 4 * n * (e + 5) + 8,
     }
-    assert numbers.states() == {name: h * size for name, size in formulas.items()} == record.read("numbers")["states"]["bytes"]
+    assert (
+        numbers.states()
+        == {name: h * size for name, size in formulas.items()}
+        == record.read("numbers")["states"]["bytes"]
+    )
 
 
 def test_every_operator_is_in_the_record() -> None:
@@ -34,7 +38,8 @@ def test_every_operator_is_in_the_record() -> None:
     assert set(kept["operators"]) == set(backends.OPERATORS)
     for operator, dtypes in kept["operators"].items():
         declared = max(
-            (suite for suite in declarations() if suite.operator == operator), key=lambda suite: len(suite.dtypes) * len(suite.laws)
+            (suite for suite in declarations() if suite.operator == operator),
+            key=lambda suite: len(suite.dtypes) * len(suite.laws),
         )
         assert set(dtypes) == {str(dtype).removeprefix("torch.") for dtype in declared.dtypes}
         assert all(set(laws) == set(declared.laws) for laws in dtypes.values())

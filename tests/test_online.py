@@ -154,7 +154,10 @@ def test_far_from_zero(offset: float, spread: float) -> None:
     """An offset costs no more digits than it costs the data themselves, even at 1e10 times their spread."""
     x, y, weights = _data()
     x, y = (spread * x + offset) - offset, (y + offset) - offset  # the digits that are left
-    ours, theirs = _streamed(OnlineRidge(spread**2), x + offset, y + offset, weights), Ridge(spread**2).fit(x, y, weights)
+    ours, theirs = (
+        _streamed(OnlineRidge(spread**2), x + offset, y + offset, weights),
+        Ridge(spread**2).fit(x, y, weights),
+    )
     np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-10)
     digits = np.spacing(offset) * (1 + np.abs(theirs.coef_).sum())
     np.testing.assert_allclose(ours.predict(x + offset) - offset, theirs.predict(x), rtol=1e-10, atol=digits)
@@ -225,7 +228,9 @@ def test_what_rows_of_no_weight_determine_is_said(seed: int) -> None:
     for row in range(30):
         model.forget(x[row : row + 1], y[row : row + 1], weights[row : row + 1])
     assert model.n_samples_seen_ == 30 and model.info_ == 2
-    np.testing.assert_allclose(model.intercept_ + model.coef_ @ model._sums.origin.numpy(), model._sums.target_origin, rtol=1e-10)
+    np.testing.assert_allclose(
+        model.intercept_ + model.coef_ @ model._sums.origin.numpy(), model._sums.target_origin, rtol=1e-10
+    )
 
 
 def test_what_is_forgotten_may_come_in_another_dtype() -> None:
@@ -234,7 +239,9 @@ def test_what_is_forgotten_may_come_in_another_dtype() -> None:
     for added, taken in (((x, y, weights), doubled), (doubled, (x, y, weights))):
         model = OnlineRidge().fit(*added).forget(*(part[:50] for part in taken))
         np.testing.assert_allclose(
-            model.coef_, OnlineRidge().fit(*(part[50:] for part in doubled)).coef_, rtol=1e-6 if added[0] is x else 1e-11
+            model.coef_,
+            OnlineRidge().fit(*(part[50:] for part in doubled)).coef_,
+            rtol=1e-6 if added[0] is x else 1e-11,
         )
 
 
@@ -251,7 +258,9 @@ def test_results_are_of_the_kind_and_dtype_of_the_input(dtype: torch.dtype) -> N
     x, y = (torch.from_numpy(part).to(dtype) for part in _data()[:2])
     model = OnlineRidge().fit(x, y)
     wanted = Ridge().fit(x.double().numpy(), y.double().numpy()).predict(x.double().numpy())
-    assert all(isinstance(each, Tensor) and each.dtype == dtype for each in (model.predict(x), model.coef_, model.intercept_))
+    assert all(
+        isinstance(each, Tensor) and each.dtype == dtype for each in (model.predict(x), model.coef_, model.intercept_)
+    )
     limit = max(4 * torch.finfo(dtype).eps, 1e-12)
     torch.testing.assert_close(model.predict(x).double(), torch.from_numpy(wanted), rtol=limit, atol=limit)
     if dtype != torch.bfloat16:
@@ -298,7 +307,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "sample_weight": ({"sample_weight": -np.ones(4)}, "^sample_weight: got a negative element"),
     "sample_weight shape": ({"sample_weight": np.ones(3)}, "^sample_weight: got shape"),
     "device": ({"X": torch.zeros(4, 5, device="meta")}, "^X: got device meta"),
-    "too many": ({"forget": True, "X": np.zeros((70, 5)), "y": np.zeros((70, 2))}, "^X: got 70 rows, expected at most 60, the examples"),
+    "too many": (
+        {"forget": True, "X": np.zeros((70, 5)), "y": np.zeros((70, 2))},
+        "^X: got 70 rows, expected at most 60, the examples",
+    ),
 }
 
 
@@ -332,7 +344,9 @@ def test_with_the_tools_of_scikit_learn() -> None:
     search = GridSearchCV(make_pipeline(StandardScaler(), OnlineRidge()), {"onlineridge__alpha": [1e-3, 1e3]}).fit(x, y)
     assert search.best_params_ == {"onlineridge__alpha": 1e-3} and is_regressor(OnlineRidge())
     model = OnlineRidge(2.0, forgetting=0.5).fit(x, y)
-    assert repr(clone(model)) == "OnlineRidge(alpha=2.0, forgetting=0.5)" and not hasattr(clone(model), "n_features_in_")
+    assert repr(clone(model)) == "OnlineRidge(alpha=2.0, forgetting=0.5)" and not hasattr(
+        clone(model), "n_features_in_"
+    )
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict(x), model.predict(x))
     assert abs(model.score(x, y) - r2_score(y, model.predict(x))) < 1e-12
 
@@ -378,10 +392,15 @@ def test_rows_of_no_weight_may_hold_anything() -> None:
     """They do not move the origin, from which the others would then be too far."""
     x, y, weights = _data()
     for anything in (1e17, 1e200):
-        filled, counted = (np.r_[part, np.full_like(part, anything)] for part in (x, y)), np.r_[weights, np.zeros_like(weights)]
+        filled, counted = (
+            (np.r_[part, np.full_like(part, anything)] for part in (x, y)),
+            np.r_[weights, np.zeros_like(weights)],
+        )
         ours, right = OnlineRidge().fit(*filled, counted), OnlineRidge().fit(x, y, weights)
         np.testing.assert_allclose(ours.coef_, right.coef_, rtol=1e-12)
-        np.testing.assert_allclose(ours.predict(x, return_std=True)[1], right.predict(x, return_std=True)[1], rtol=1e-12)
+        np.testing.assert_allclose(
+            ours.predict(x, return_std=True)[1], right.predict(x, return_std=True)[1], rtol=1e-12
+        )
         assert ours.info_ == 0
 
 
@@ -425,14 +444,28 @@ def test_a_penalty_for_each_target(alpha: Any, offset: float) -> None:
     theirs = Ridge(np.asarray(alpha)).fit(x, y, weights)
     ours = _streamed(OnlineRidge(alpha), x + offset, y + offset, weights)
     np.testing.assert_allclose(ours.coef_, theirs.coef_, rtol=1e-9, atol=1e-10)
-    np.testing.assert_allclose(ours.predict(x + offset) - offset, theirs.predict(x), rtol=1e-9, atol=1e-8 if offset else 1e-11)
+    np.testing.assert_allclose(
+        ours.predict(x + offset) - offset, theirs.predict(x), rtol=1e-9, atol=1e-8 if offset else 1e-11
+    )
     assert ours.info_ == 0 and "alpha=" in repr(clone(ours)) and ours.set_params(alpha=1.0).info_ == 0
     np.testing.assert_allclose(ours.coef_, Ridge().fit(x, y, weights).coef_, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize(
     "alpha",
-    [[], [1.0, -1.0], [1.0, np.nan], [1.0, np.inf], "ab", "11", None, [[1.0, 2.0]], [1.0, 2.0, 3.0], np.ones((2, 2)), {1.0: 2.0, "a": 1}],
+    [
+        [],
+        [1.0, -1.0],
+        [1.0, np.nan],
+        [1.0, np.inf],
+        "ab",
+        "11",
+        None,
+        [[1.0, 2.0]],
+        [1.0, 2.0, 3.0],
+        np.ones((2, 2)),
+        {1.0: 2.0, "a": 1},
+    ],
 )
 def test_penalties_that_do_not_fit(alpha: Any) -> None:
     x, y, _ = _data()

@@ -50,7 +50,9 @@ def _build(what: str, source: Path, target: Path, **variables: str) -> Path:
     """Build `what`, "sdist" or "wheel", in `source`; return the file that setuptools writes to `target`."""
     target.mkdir(parents=True)
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(target)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=source, env={**_outside(), **variables}, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=source, env={**_outside(), **variables}, check=True, capture_output=True
+    )
     (built,) = target.iterdir()
     return built
 
@@ -69,7 +71,9 @@ def _run(folder: Path, *arguments: str) -> str:
     """Return what Python prints when the package is found in `folder` only:
     -S turns off an editable installation's finder."""
     environment = {**_outside(), "PYTHONPATH": os.pathsep.join([str(folder), str(DEPENDENCIES)])}
-    done = subprocess.run([sys.executable, "-S", *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-S", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -132,18 +136,28 @@ def _check_bill(path: Path) -> None:
     """Check that the bill of materials is an SPDX document that names the package and its dependencies."""
     bill = json.loads(path.read_text())
     assert (bill["spdxVersion"], bill["dataLicense"], bill["SPDXID"]) == ("SPDX-2.3", "CC0-1.0", "SPDXRef-DOCUMENT")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", bill["creationInfo"]["created"]) and bill["creationInfo"]["creators"]
+    assert (
+        re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", bill["creationInfo"]["created"])
+        and bill["creationInfo"]["creators"]
+    )
     assert re.fullmatch(r"https://[^#\s]+", bill["documentNamespace"]) and bill["name"]
     packages = {package["SPDXID"]: package for package in bill["packages"]}
     assert all(re.fullmatch(r"SPDXRef-[\w.-]+", name) for name in packages) and len(packages) == len(bill["packages"])
     assert all({"name", "downloadLocation", "filesAnalyzed"} <= set(package) for package in bill["packages"])
     relations = {(r["spdxElementId"], r["relationshipType"], r["relatedSpdxElement"]) for r in bill["relationships"]}
     own = "SPDXRef-cmab-kernels"
-    assert relations == {("SPDXRef-DOCUMENT", "DESCRIBES", own), *((own, "DEPENDS_ON", f"SPDXRef-{name}") for name in ("torch", "numpy"))}
-    assert set(packages) == {whom for _, _, whom in relations} and packages[own]["versionInfo"] == cmab_kernels.__version__
+    assert relations == {
+        ("SPDXRef-DOCUMENT", "DESCRIBES", own),
+        *((own, "DEPENDS_ON", f"SPDXRef-{name}") for name in ("torch", "numpy")),
+    }
+    assert (
+        set(packages) == {whom for _, _, whom in relations} and packages[own]["versionInfo"] == cmab_kernels.__version__
+    )
 
 
-@pytest.mark.parametrize("how, reason", [("switched off", "CMAB_KERNELS_BUILD=0"), ("without a compiler", "no C++ compiler")])
+@pytest.mark.parametrize(
+    "how, reason", [("switched off", "CMAB_KERNELS_BUILD=0"), ("without a compiler", "no C++ compiler")]
+)
 def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: str, reason: str) -> None:
     variables = {"CMAB_KERNELS_BUILD": "0"} if how == "switched off" else {"PATH": str(Path(sys.executable).parent)}
     wheel = _build("wheel", sdist, tmp_path / "wheel", **variables)
@@ -151,7 +165,9 @@ def test_a_wheel_without_the_extension_runs(sdist: Path, tmp_path: Path, how: st
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     files = {path.relative_to(installed).as_posix() for path in installed.rglob("*") if path.is_file()}
-    assert {path.relative_to((ROOT / name).parent).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")} <= files
+    assert {
+        path.relative_to((ROOT / name).parent).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+    } <= files
     assert {f"cmab_kernels/{name}" for name in ("py.typed", "runtime/tiles.json", "_build.json")} <= files
     assert not [name for name in files if name.endswith(".so") or not name.startswith(("cmab_kernels", "cmab_models/"))]
     metadata = next(installed.glob("*.dist-info/METADATA")).read_text()
@@ -166,7 +182,9 @@ LINKED = r"libstdc\+\+\.so|libm\.so|libgcc_s\.so|libc\.so|libpthread\.so|ld-linu
 """The libraries that an extension may link to: those of every manylinux machine, and libgomp, which torch brings."""
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump, which shows what an extension links to, is not here")
+@pytest.mark.skipif(
+    shutil.which("objdump") is None, reason="objdump, which shows what an extension links to, is not here"
+)
 def test_the_extension_links_to_what_wheels_may() -> None:
     told = subprocess.run(["objdump", "-p", load().__file__], check=True, capture_output=True, text=True).stdout
     linked = re.findall(r"NEEDED +(\S+)", told)
@@ -185,7 +203,9 @@ def test_a_wheel_with_the_extension_runs_the_examples(sdist: Path, tmp_path: Pat
     packages = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
     (packages / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
     without_compiler = {**_outside(), "PATH": str(python.parent)}
-    told = subprocess.run([python, "-c", FAMILIES], cwd=tmp_path, env=without_compiler, check=True, capture_output=True, text=True).stdout
+    told = subprocess.run(
+        [python, "-c", FAMILIES], cwd=tmp_path, env=without_compiler, check=True, capture_output=True, text=True
+    ).stdout
     assert f"from {packages}" in told and "extension True" in told
     for example in sorted((ROOT / "python" / "examples").glob("*.py")):
         program = shutil.copy(example, tmp_path)

@@ -39,7 +39,12 @@ from cmab_kernels.intention.contract import ApplyRows, GramBackward, PrefixRidge
 from cmab_kernels.intention.solve import triton as solve
 from cmab_kernels.intention.solve.contract import RegularisedSolve
 from cmab_kernels.layers import triton as layers
-from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
+from cmab_kernels.layers.contract import (
+    AttentionLayer,
+    AttentionLayerBackward,
+    FeedForwardLayer,
+    FeedForwardLayerBackward,
+)
 from cmab_kernels.nystrom import triton as nystrom
 from cmab_kernels.nystrom.continual import triton as continual
 from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
@@ -90,7 +95,9 @@ def programs() -> Iterator[list[Program]]:
         constants = {names[at]: value for (at, *_), value in source.constants.items()}
         absent = tuple(name for name, value in constants.items() if value is None)
         blocks = tuple((constants | options).get(name) for name in BLOCKS)
-        compiled.append(Program(source.name, blocks, absent, f"{source.signature} {constants} {options} {source.attrs}"))
+        compiled.append(
+            Program(source.name, blocks, absent, f"{source.signature} {constants} {options} {source.attrs}")
+        )
         run = mock.Mock(global_scratch_size=0)
         return SimpleNamespace(run=run, function=0, packed_metadata=None, launch_metadata=lambda *_: None)
 
@@ -133,7 +140,9 @@ def _attention(dtype: torch.dtype, given: str = "") -> None:
     state = (out, lse) if given == "state" else (None, None)
     attention.attention_forward(Attention(q, k, v, mask, offsets, *state, 0.25))
     attention.attention_backward(
-        AttentionBackward(out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), 0.25, (True, True, True))
+        AttentionBackward(
+            out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), 0.25, (True, True, True)
+        )
     )
     if given == "state":
         attention.attention_removal(Attention(q, k, v, mask, None, *state, 0.25))
@@ -171,7 +180,9 @@ def _projected(dtype: torch.dtype, given: str = "") -> None:
     state = (out, lse) if given == "state" else (None, None)
     rest = (q, x, weight, bias, mask, offsets)
     projected.projected_attention_forward(ProjectedAttention(*rest, *state, 0.25, 1e-3))
-    projected.projected_attention_backward(ProjectedAttentionBackward(out, lse, *rest, out, lse, 0.25, 1e-3, (True,) * 4))
+    projected.projected_attention_backward(
+        ProjectedAttentionBackward(out, lse, *rest, out, lse, 0.25, 1e-3, (True,) * 4)
+    )
 
 
 def _layers(dtype: torch.dtype, mask: bool) -> None:
@@ -205,7 +216,9 @@ def _intention(given: str = "") -> None:
 def _solve(dtype: torch.dtype) -> None:
     M, D = random.choice(SIZES), random.randint(17, 32)
     solve.regularised_solve(
-        RegularisedSolve(_some(M, D, D, dtype=dtype), _some(M, D, random.choice(SIZES), dtype=dtype), _some(M, 1, dtype=dtype)[:, 0])
+        RegularisedSolve(
+            _some(M, D, D, dtype=dtype), _some(M, D, random.choice(SIZES), dtype=dtype), _some(M, 1, dtype=dtype)[:, 0]
+        )
     )
 
 
@@ -219,8 +232,16 @@ def _nystrom(landmarks: tuple[int, int], given: str = "") -> None:
 
 
 def _nystrom_step(dtype: torch.dtype, landmarks: tuple[int, int], fixed: bool, retroactive: bool) -> None:
-    B, H, n, m = random.choice(SIZES[:5]), random.choice(SIZES[:5]), random.randint(300, 10**6), random.randint(*landmarks)
-    window, given = torch.empty(B, H, n, 16, dtype=dtype, device="meta"), torch.empty(H, m, 16, dtype=dtype, device="meta")
+    B, H, n, m = (
+        random.choice(SIZES[:5]),
+        random.choice(SIZES[:5]),
+        random.randint(300, 10**6),
+        random.randint(*landmarks),
+    )
+    window, given = (
+        torch.empty(B, H, n, 16, dtype=dtype, device="meta"),
+        torch.empty(H, m, 16, dtype=dtype, device="meta"),
+    )
     chosen = {"landmarks": (given, given)} if fixed else {"num_landmarks": m}
     with use_impl("reference"):
         state = continual_nystrom_init(window, window, window, **chosen)
@@ -252,7 +273,10 @@ def _calls() -> dict[str, tuple[int, Callable[[], None]]]:
             how = "retroactive" if retroactive else "single"
             calls[f"attention step {name} {how}"] = 60, partial(_attention_step, dtype, retroactive)
             for fixed, landmarks in ((True, (3, 16)), (False, (33, 64)), (False, (65, 128))):
-                calls[f"nystrom step {name} {how} {fixed} {landmarks}"] = 30, partial(_nystrom_step, dtype, landmarks, fixed, retroactive)
+                calls[f"nystrom step {name} {how} {fixed} {landmarks}"] = (
+                    30,
+                    partial(_nystrom_step, dtype, landmarks, fixed, retroactive),
+                )
         for given, every in itertools.product(("", "mask", "state"), ((1, 2), (3, 15), (16, 10**6))):
             calls[f"prefixes {name} {given} {every}"] = 200, partial(_prefix, dtype, every, given)
     for given in ("", "weights", "mask"):
@@ -286,7 +310,12 @@ def test_every_kernel_is_counted(programs: list[Program]) -> None:
         for _ in range(3):
             call()
     modules = [m.name for m in pkgutil.walk_packages(cmab_kernels.__path__, "cmab_kernels.") if ".triton." in m.name]
-    there = {name for module in modules for name, found in vars(importlib.import_module(module)).items() if isinstance(found, Kernel)}
+    there = {
+        name
+        for module in modules
+        for name, found in vars(importlib.import_module(module)).items()
+        if isinstance(found, Kernel)
+    }
     assert len(there) > 15 and {program.kernel for program in programs} == there
 
 

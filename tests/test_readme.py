@@ -19,7 +19,10 @@ def test_it_is_short() -> None:
 
 
 def test_every_family_of_operators_has_a_row() -> None:
-    rows = [re.findall(r"^\| \[.+?\]\(docs/(\w+)\.md\)", "\n".join(table), re.MULTILINE) for table in pages.tables(pages.README)]
+    rows = [
+        re.findall(r"^\| \[.+?\]\(docs/(\w+)\.md\)", "\n".join(table), re.MULTILINE)
+        for table in pages.tables(pages.README)
+    ]
     assert sorted(rows[-1]) == sorted({name.split(".")[0] for name in SETS})
 
 

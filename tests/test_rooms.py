@@ -34,7 +34,17 @@ MAY = {
     "state": {"backends", "checks", "dtypes"},
     "native": {"contract", "native", "extension", "state", *SHARED},
     "cuda": {"contract", "native", "extension", "cuda_launch", "state", *SHARED},
-    "triton": {"contract", "triton", "state", "triton_launch", "triton_rows", "triton_products", "tiles", "constants", "dtypes"},
+    "triton": {
+        "contract",
+        "triton",
+        "state",
+        "triton_launch",
+        "triton_rows",
+        "triton_products",
+        "tiles",
+        "constants",
+        "dtypes",
+    },
     "costs": {"reference", "checks", "constants"},
 }
 """The imports that each room may have from its own family; "public" stands for the public names of another family."""
@@ -153,7 +163,12 @@ def test_the_map_is_that_of_the_tree() -> None:
 def test_tests_and_benchmarks_import_nothing_of_each_other() -> None:
     """Code that both use lies beside them, in `gpu_machine`."""
     found = []
-    for folder, stranger in (("tests", "bench"), ("bench", "tests"), ("gpu_machine", "bench"), ("gpu_machine", "tests")):
+    for folder, stranger in (
+        ("tests", "bench"),
+        ("bench", "tests"),
+        ("gpu_machine", "bench"),
+        ("gpu_machine", "tests"),
+    ):
         files = sorted((folders.ROOT / folder).rglob("*.py"))
         assert files
         found += [
@@ -202,11 +217,16 @@ def _modules(frame: FrameType | None) -> list[str]:
 
 def _ways(call: Callable[[], Any]) -> str:
     """Return the paths by which a call reaches kernels of the extension, as the page writes them."""
-    extension = {id(function): name for name, function in vars(sys.modules["cmab_kernels._C"]).items() if callable(function)}
+    extension = {
+        id(function): name for name, function in vars(sys.modules["cmab_kernels._C"]).items() if callable(function)
+    }
     ways: dict[str, None] = {}
 
     def see(frame: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and extension.get(id(called), "collect_parameters") not in ("collect_parameters", "is_not_below_infinity"):
+        if event == "c_call" and extension.get(id(called), "collect_parameters") not in (
+            "collect_parameters",
+            "is_not_below_infinity",
+        ):
             ways[", ".join(f"`{name}`" for name in _modules(frame))] = None
 
     sys.setprofile(see)

@@ -89,7 +89,9 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("latents, keys, width", [(5, 150, 5), (31, 301, 8), (40, 1000, 16), (129, 270, 64), (61, 6000, 3)])
+@pytest.mark.parametrize(
+    "latents, keys, width", [(5, 150, 5), (31, 301, 8), (40, 1000, 16), (129, 270, 64), (61, 6000, 3)]
+)
 def test_attention(engine: str, dtype: torch.dtype, latents: int, keys: int, width: int) -> None:
     q, k, v = (_random(1, 2, n, width, dtype=dtype) for n in (latents, keys, keys))
 
@@ -122,7 +124,9 @@ def test_nystrom_attention(engine: str, dtype: torch.dtype) -> None:
     q = torch.cat([q, _random(1, 2, 60, 16, dtype=dtype)], 2)
 
     def attend(query: Tensor) -> tuple[Tensor, ...]:
-        return _differentiated(lambda leaf: (ck.nystrom_attention(leaf, k, v, landmarks=landmarks, impl="native"),), query)
+        return _differentiated(
+            lambda leaf: (ck.nystrom_attention(leaf, k, v, landmarks=landmarks, impl="native"),), query
+        )
 
     _check(attend, q, 17, FINITE)
 

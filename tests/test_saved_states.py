@@ -43,7 +43,10 @@ def test_a_saved_state_is_read_without_pickle(state, tmp_path: Path):
 def test_a_new_process_reads_it(tmp_path: Path):
     file = tmp_path / "states.pt"
     torch.save([state() for state in STATES.values()], file)
-    program = "import sys, torch, cmab_kernels.nn; print(*(type(state).__name__ for state in torch.load(sys.argv[1], weights_only=True)))"
+    program = (
+        "import sys, torch, cmab_kernels.nn; print(*(type(state).__name__ for state in torch.load(sys.argv[1], "
+        "weights_only=True)))"
+    )
     run = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True)
     assert run.stdout.split() == [
         "AttentionState",

@@ -42,7 +42,11 @@ def test_a_planted_entry_is_found_by_its_key_alone(tmp_path: Path) -> None:
     assert dict(table) == {KEY: (64, 32, 8, 2)}
     with using(table):
         assert tuned("attention.forward", CPU, "half", 8) == (64, 32, 8, 2), "heads of 8 are padded to 16"
-        others = [("attention.backward", "half", 16), ("attention.forward", "bf16x6", 16), ("attention.forward", "half", 17)]
+        others = [
+            ("attention.backward", "half", 16),
+            ("attention.forward", "bf16x6", 16),
+            ("attention.forward", "half", 17),
+        ]
         assert [tuned(kernel, CPU, kind, width) for kernel, kind, width in others] == [None] * 3
         with using({}):
             assert tuned("attention.forward", CPU, "half", 16) is None, "the built-in tables, whatever the file says"
@@ -97,7 +101,10 @@ def _with_tiles(**changes: Any) -> dict[str, Any]:
         (ENTRY | {"kind": "fp8"}, "kind: got 'fp8', expected "),
         (ENTRY | {"width": 48}, "width: got 48, expected one of "),
         (ENTRY | {"capability": "nine"}, "capability: got 'nine', expected "),
-        ({name: value for name, value in ENTRY.items() if name != "evidence"}, "evidence: got nothing, expected a value"),
+        (
+            {name: value for name, value in ENTRY.items() if name != "evidence"},
+            "evidence: got nothing, expected a value",
+        ),
         ("an entry", "entry: got 'an entry', expected a JSON object"),
     ],
 )
@@ -109,7 +116,8 @@ def test_what_is_no_tile_is_refused(entry: Any, says: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"cmab_kernels_tiles": 2, "entries": []}', '{"cmab_kernels_tiles": 1, "entries": {}}']
+    "content",
+    ["", "{", "[]", "{}", '{"cmab_kernels_tiles": 2, "entries": []}', '{"cmab_kernels_tiles": 1, "entries": {}}'],
 )
 def test_what_is_no_table_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"
@@ -164,7 +172,10 @@ def _everything(dtype: torch.dtype) -> None:
     from cmab_kernels.nystrom import triton as nystrom
 
     q, k = torch.empty(1, 2, 300, 32, dtype=dtype), torch.empty(1, 2, 5003, 32, dtype=dtype)
-    out, lse = torch.empty(1, 2, 300, 32, dtype=torch.promote_types(dtype, torch.float32)), torch.empty(1, 2, 300).double()
+    out, lse = (
+        torch.empty(1, 2, 300, 32, dtype=torch.promote_types(dtype, torch.float32)),
+        torch.empty(1, 2, 300).double(),
+    )
     attention.attention_forward(Attention(q, k, k, scale=1.0))
     attention.attention_backward(AttentionBackward(out, lse, q, k, k, None, None, out, lse, 1.0, (True, True, True)))
     square = torch.empty(1, 2, 32, 32).double()
@@ -210,7 +221,11 @@ def test_blocks_are_no_larger_than_the_queries_need() -> None:
     from cmab_kernels.runtime.triton_launch import Products
 
     with using({KEY: (256, 32, 8, 2)}):
-        assert [forward_tiles(Products(torch.bfloat16, "ieee"), CPU, 8, n).BLOCK_L for n in (1, 20, 1000)] == [16, 32, 256]
+        assert [forward_tiles(Products(torch.bfloat16, "ieee"), CPU, 8, n).BLOCK_L for n in (1, 20, 1000)] == [
+            16,
+            32,
+            256,
+        ]
 
 
 INTERPRETED = """
@@ -232,7 +247,8 @@ square = torch.randn(1, 2, 8, 8, dtype=torch.float64)
 
 def everything():
     out, lse = attention.attention_forward(Attention(q, k, v, scale=0.5))
-    grads = attention.attention_backward(AttentionBackward(out, lse, q, k, v, None, None, out, lse, 0.5, (True, True, True)))
+    given = AttentionBackward(out, lse, q, k, v, None, None, out, lse, 0.5, (True, True, True))
+    grads = attention.attention_backward(given)
     sums = intention.gram(Gram(k, v, None, None, (True, True), False))
     slopes = intention.gram_backward(GramBackward(square, square, k, v, None, None, (True, True, True), False))
     inverse = nystrom.iterative_pinv(Pinv(square[0], 2))

@@ -16,7 +16,9 @@ from cmab_kernels.testing import row_error
 TINY = 2.0**-133
 """A float32 below the smallest normal one, 2^-126."""
 
-pytestmark = pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="other processors keep such numbers")
+pytestmark = pytest.mark.skipif(
+    platform.machine().lower() not in ("x86_64", "amd64"), reason="other processors keep such numbers"
+)
 
 
 def _rows(latents: int = 16, keys: int = 16) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +54,9 @@ def _feed_forward() -> Tensor:
 
 def _attention_layer() -> Tensor:
     weights = torch.randn(3, 16, 16), torch.full((16, 16), TINY)
-    return ck.attention_layer(torch.zeros(1, 64, 16), *weights[0], weights[1], context=torch.randn(1, 8, 16), num_heads=2, impl="native")
+    return ck.attention_layer(
+        torch.zeros(1, 64, 16), *weights[0], weights[1], context=torch.randn(1, 8, 16), num_heads=2, impl="native"
+    )
 
 
 def _stream(kind: str) -> Tensor:
@@ -92,7 +96,11 @@ def test_results_are_0(threads: Callable[[int], None], case: str, count: int) ->
 
 def test_operands_keep_their_value() -> None:
     """Keys below the smallest normal number make logits of 1 with queries of 2^124."""
-    query, key, value = 2.0**124 * torch.randn(1, 2, 40, 16), 2.0**-127 * torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 8)
+    query, key, value = (
+        2.0**124 * torch.randn(1, 2, 40, 16),
+        2.0**-127 * torch.randn(1, 2, 30, 16),
+        torch.randn(1, 2, 30, 8),
+    )
     right = ck.latent_attention(query.double(), key.double(), value.double(), impl="reference")
     assert row_error(ck.latent_attention(query, key, value, impl="native"), right).max() < 1e-5
 

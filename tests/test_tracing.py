@@ -59,7 +59,9 @@ def _system(k: Tensor) -> Tensor:
 
 OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "latent_attention": lambda q, k, v: ck.latent_attention(q, k, v),
-    "attention_state": lambda q, k, v: tuple(ck.attention_state(q, k, v, state=ck.attention_state(q, k[:, :, :4], v[:, :, :4]))),
+    "attention_state": lambda q, k, v: tuple(
+        ck.attention_state(q, k, v, state=ck.attention_state(q, k[:, :, :4], v[:, :, :4]))
+    ),
     "projected_attention_state": _projected,
     "prefix_attention_states": lambda q, k, v: tuple(ck.prefix_attention_states(q, k, v, every=5)),
     "attention_layer": _layers,
@@ -69,7 +71,9 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "remove_from_state": _remove,
     "nystrom_attention": lambda q, k, v: ck.nystrom_attention(q, k, v, 3),
     "iterative_pinv": lambda q, k, v: ck.iterative_pinv((q @ q.mT).softmax(-1)),
-    "continual_nystrom_step": _steps(lambda *t: ck.continual_nystrom_init(*t, num_landmarks=3), ck.continual_nystrom_step),
+    "continual_nystrom_step": _steps(
+        lambda *t: ck.continual_nystrom_init(*t, num_landmarks=3), ck.continual_nystrom_step
+    ),
     "continual_attention_step": _steps(ck.continual_attention_init, ck.continual_attention_step),
     "intention": lambda q, k, v: ck.intention(q, k, v, 0.5),
     "intention, dual": lambda q, k, v: ck.intention(q, k[:, :, :3], v[:, :, :3], 0.5),
@@ -110,17 +114,30 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "MultiheadIntention": (lambda: SelfAttended(modules.MultiheadIntention(16, 2, batch_first=True)), 1),
     "MultiheadSigmaIntention": (lambda: SelfAttended(modules.MultiheadSigmaIntention(16, 2, batch_first=True)), 1),
     "NystromAttention": (lambda: SelfAttended(modules.NystromAttention(16, 2, batch_first=True, num_landmarks=3)), 1),
-    "ContinualAttention": (lambda: SelfAttended(modules.ContinualAttention(16, 2, batch_first=True, sequence_len=12)), 1),
+    "ContinualAttention": (
+        lambda: SelfAttended(modules.ContinualAttention(16, 2, batch_first=True, sequence_len=12)),
+        1,
+    ),
     "ContinualNystromAttention": (
-        lambda: SelfAttended(modules.ContinualNystromAttention(16, 2, batch_first=True, sequence_len=12, num_landmarks=3)),
+        lambda: SelfAttended(
+            modules.ContinualNystromAttention(16, 2, batch_first=True, sequence_len=12, num_landmarks=3)
+        ),
         1,
     ),
-    "ContinualEncoderLayer": (lambda: modules.ContinualEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=9, num_landmarks=3), 1),
+    "ContinualEncoderLayer": (
+        lambda: modules.ContinualEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=9, num_landmarks=3),
+        1,
+    ),
     "ContinualEncoder": (
-        lambda: modules.ContinualEncoder(modules.ContinualEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=5), 2),
+        lambda: modules.ContinualEncoder(
+            modules.ContinualEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=5), 2
+        ),
         1,
     ),
-    "RetroactiveEncoderLayer": (lambda: modules.RetroactiveEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=9), 1),
+    "RetroactiveEncoderLayer": (
+        lambda: modules.RetroactiveEncoderLayer(16, 2, 32, 0.0, batch_first=True, sequence_len=9),
+        1,
+    ),
     "CircularPositionalEncoding": (lambda: modules.CircularPositionalEncoding(16, 12, batch_first=True), 1),
 }
 """Maps the name of a module to (its constructor, its number of inputs of shape (B, N, 16))."""
@@ -187,8 +204,14 @@ def _module(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def test_every_module_is_exported_here() -> None:
-    every = {name for name in modules.__all__ if isinstance(getattr(modules, name), type) and issubclass(getattr(modules, name), nn.Module)}
-    assert every - {"AttentionStream", "RidgeStream", "ContinualStream", "RecentStream", "WindowStream"} == MODULES.keys()
+    every = {
+        name
+        for name in modules.__all__
+        if isinstance(getattr(modules, name), type) and issubclass(getattr(modules, name), nn.Module)
+    }
+    assert (
+        every - {"AttentionStream", "RidgeStream", "ContinualStream", "RecentStream", "WindowStream"} == MODULES.keys()
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -247,7 +270,9 @@ def test_a_traced_module_with_trainable_parameters_is_saved_and_has_its_gradient
     loaded, fresh = torch.jit.load(file), tuple(torch.randn_like(t) for t in inputs)
     ours, wanted = (each(*fresh) for each in (loaded, module))
     torch.testing.assert_close(ours, wanted)
-    gradients = [torch.autograd.grad(out.sin().sum(), [*each.parameters()]) for out, each in ((ours, loaded), (wanted, module))]
+    gradients = [
+        torch.autograd.grad(out.sin().sum(), [*each.parameters()]) for out, each in ((ours, loaded), (wanted, module))
+    ]
     torch.testing.assert_close(*gradients)
 
 
@@ -290,7 +315,10 @@ def test_padding_on_the_meta_device(train: bool) -> None:
         encoder = nn.TransformerEncoder(kind(16, 2, 32, batch_first=True, device="meta"), 2, enable_nested_tensor=False)
         assert encoder.train(train)(tokens, src_key_padding_mask=padding).shape == tokens.shape
     attention = modules.NystromAttention(16, 2, batch_first=True, num_landmarks=3, device="meta")
-    assert attention(tokens, tokens, tokens, key_padding_mask=torch.where(padding, -torch.inf, 0.0))[0].shape == tokens.shape
+    assert (
+        attention(tokens, tokens, tokens, key_padding_mask=torch.where(padding, -torch.inf, 0.0))[0].shape
+        == tokens.shape
+    )
 
 
 @pytest.mark.parametrize("empty", [ck.empty_state, ck.empty_ridge], ids=["attention", "ridge"])

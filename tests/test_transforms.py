@@ -124,7 +124,9 @@ def test_forward_mode(name: str) -> None:
     with forward_ad.dual_level():
         close(forward_ad.unpack_dual(call(forward_ad.make_dual(at, direction))).tangent, theirs)
     close(jacfwd(call)(at), jacrev(call)(at))
-    close(hessian(lambda x: call(x).sin().sum())(at), torch.autograd.functional.hessian(lambda x: call(x).sin().sum(), at))
+    close(
+        hessian(lambda x: call(x).sin().sum())(at), torch.autograd.functional.hessian(lambda x: call(x).sin().sum(), at)
+    )
 
 
 def test_what_forward_mode_refuses() -> None:
@@ -164,7 +166,9 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
     "vmap": lambda call: vmap(call)(torch.stack([HALF, HALF])),
     "gradient": lambda call: grad(lambda c: call(c).sum())(HALF),
     "gradient within a gradient": lambda call: grad(lambda c: grad(lambda x: x * call(c).sum())(HALF))(HALF),
-    "gradient within forward mode": lambda call: jvp(lambda c: grad(lambda x: x * call(c).sum())(HALF), (HALF,), (HALF,)),
+    "gradient within forward mode": lambda call: jvp(
+        lambda c: grad(lambda x: x * call(c).sum())(HALF), (HALF,), (HALF,)
+    ),
 }
 
 
@@ -191,7 +195,10 @@ SYSTEMS = STACK @ STACK.mT + torch.eye(3)
 OF_SYSTEMS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "solve": (lambda gram: ck.regularised_solve(gram, STACK[0], 0.5).weight, SYSTEMS),
     "inverse": (lambda gram: ck.regularised_inverse(gram, 0.5), SYSTEMS),
-    "penalty": (lambda alpha: ck.solve_ridge(ck.RidgeState(SYSTEMS[0], STACK[0], COUNT), alpha).weight, SYSTEMS[..., 0, 0]),
+    "penalty": (
+        lambda alpha: ck.solve_ridge(ck.RidgeState(SYSTEMS[0], STACK[0], COUNT), alpha).weight,
+        SYSTEMS[..., 0, 0],
+    ),
 }
 
 

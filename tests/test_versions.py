@@ -91,7 +91,10 @@ def test_each_triton_is_asked_in_its_own_order(gathered: bool) -> None:
 
     asked: list[tuple[Any, ...]] = []
     launcher = SimpleNamespace(
-        launch=lambda *arguments: asked.append(arguments), global_scratch_size=0, launch_cooperative_grid="grid", launch_pdl="pdl"
+        launch=lambda *arguments: asked.append(arguments),
+        global_scratch_size=0,
+        launch_cooperative_grid="grid",
+        launch_pdl="pdl",
     )
     if gathered:
         launcher.arg_annotations, launcher.kernel_signature = "kinds", "types"
@@ -101,7 +104,9 @@ def test_each_triton_is_asked_in_its_own_order(gathered: bool) -> None:
     launch(5, 1, 1, "stream", *before, "address", 3, *after)
     start = (5, 1, 1, "stream", "function", "grid", "pdl")
     hooks, scratch, arguments = ("packed", None, None, None), (None, None), ("address", 3, 16)
-    expected = (*start, *hooks, *scratch, "kinds", "types", arguments) if gathered else (*start, *scratch, *hooks, *arguments)
+    expected = (
+        (*start, *hooks, *scratch, "kinds", "types", arguments) if gathered else (*start, *scratch, *hooks, *arguments)
+    )
     assert asked == [expected]
 
 
@@ -120,7 +125,9 @@ def test_what_torch_does_not_promise_is_in_the_oldest_too() -> None:
     """A name of newer versions only would break the import of the package, and no ordinary test runs the oldest."""
     sources = [*ROOT.glob("cmab_kernels/**/*.py"), *ROOT.glob("python/cmab_models/**/*.py")]
     names = {name for source in sources for name in _names_of_torch(ast.parse(source.read_text()))}
-    private = {name for name in names if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))}
+    private = {
+        name for name in names if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    }
     assert {name for name in private if not any(longer.startswith(f"{name}.") for longer in private)} == UNPROMISED
 
 
@@ -137,5 +144,7 @@ def test_a_share_of_the_suite(wanted: list[str], tmp_path: Path) -> None:
     assert installed.returncode == 0, installed.stderr
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'python'}"}
     chosen = f"not cubin and (test_accuracy or test_opcheck or test_compile or test_vmap or test_gradcheck or {WHOLE})"
-    run = subprocess.run([python, "-m", "pytest", "-p", "no:cacheprovider", *SAMPLE, "-k", chosen], cwd=ROOT, env=environment)
+    run = subprocess.run(
+        [python, "-m", "pytest", "-p", "no:cacheprovider", *SAMPLE, "-k", chosen], cwd=ROOT, env=environment
+    )
     assert run.returncode == 0

@@ -1,4 +1,5 @@
-"""States of sets that points leave: equal to recomputation after any steps, without drift, saved, copied, refused whole."""
+"""States of sets that points leave: equal to recomputation after any steps, without drift, saved, copied, refused
+whole."""
 
 from __future__ import annotations
 
@@ -98,7 +99,12 @@ def test_random_members_of_a_tree(make: Maker) -> None:
         if choose.random() < 0.2:
             others.append((copy.copy(tree), dict(held)))
             tree = choose.choice([copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t)), reloaded])(tree)
-        assert len(tree) == len(held) and set(tree) == held.keys() and all(key in tree for key in held) and None not in tree
+        assert (
+            len(tree) == len(held)
+            and set(tree) == held.keys()
+            and all(key in tree for key in held)
+            and None not in tree
+        )
         if held:
             close(tree.state, anew(list(held.values())))
     for other, what in others:
@@ -229,7 +235,10 @@ def test_states_of_stacks_and_of_any_size() -> None:
     huge = StateWindow(2)
     for lse in (-math.inf, 1e300, -math.inf, -math.inf):
         huge.push(
-            AttentionState(torch.full((1, 1, 1, 1), math.nan if lse == -math.inf else 2.0), torch.full((1, 1, 1), lse, dtype=torch.float64))
+            AttentionState(
+                torch.full((1, 1, 1, 1), math.nan if lse == -math.inf else 2.0),
+                torch.full((1, 1, 1), lse, dtype=torch.float64),
+            )
         )
     assert huge.state.out.eq(0).all() and huge.state.lse.eq(-math.inf).all(), "the spike has left without a trace"
 
@@ -259,7 +268,11 @@ def test_saved_and_restored_it_goes_on_with_the_same_bits(make: Maker) -> None:
             holder = copy.copy(holder)
             holder.push(new)
             close(holder.state, holder.state)
-        assert same(restored[0].state, window.state) and same(restored[1].state, tree.state) and list(restored[1]) == list(tree)
+        assert (
+            same(restored[0].state, window.state)
+            and same(restored[1].state, tree.state)
+            and list(restored[1]) == list(tree)
+        )
         window, tree = restored if step % 2 else (window, tree)
 
 
@@ -295,8 +308,16 @@ def test_states_that_do_not_fit_are_refused(kind: type) -> None:
     good = attention()
     for wrong, error, match in (
         (ridge(), TypeError, r"^state: got a RidgeState, expected an AttentionState"),
-        (AttentionState(good.out[:1], good.lse[:1]), ValueError, r"^state.out: got shape \(1, 3, 2, 4\), expected \(2, 3, 2, 4\)"),
-        (AttentionState(good.out.float(), good.lse), TypeError, r"^state.out: got torch.float32, expected torch.float64"),
+        (
+            AttentionState(good.out[:1], good.lse[:1]),
+            ValueError,
+            r"^state.out: got shape \(1, 3, 2, 4\), expected \(2, 3, 2, 4\)",
+        ),
+        (
+            AttentionState(good.out.float(), good.lse),
+            TypeError,
+            r"^state.out: got torch.float32, expected torch.float64",
+        ),
         (AttentionState(good.out, good.lse.float()), TypeError, r"^state.lse: got torch.float32"),
         (AttentionState(*(part.to("meta") for part in good)), ValueError, r"^state.out: got device meta"),
         (AttentionState(good.out, good.lse + math.inf), ValueError, r"^state.lse: got \+inf"),
@@ -306,7 +327,9 @@ def test_states_that_do_not_fit_are_refused(kind: type) -> None:
 
 def test_what_is_not_there() -> None:
     for holder in (StateWindow(2), StateTree()):
-        with pytest.raises(ValueError, match=rf"^{type(holder).__name__}: got no state that is held, expected at least one"):
+        with pytest.raises(
+            ValueError, match=rf"^{type(holder).__name__}: got no state that is held, expected at least one"
+        ):
             holder.state  # noqa: B018 - the property raises
     with pytest.raises(ValueError, match=r"^StateWindow: got no state"):
         StateWindow(2).pop()
@@ -333,7 +356,9 @@ def test_an_emptied_holder_takes_any_kind() -> None:
 @KINDS
 @pytest.mark.parametrize("pushed", [6, 8])
 @pytest.mark.parametrize("failing", [1, 3])
-def test_a_failing_merge_leaves_what_is_held(make: Maker, pushed: int, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_merge_leaves_what_is_held(
+    make: Maker, pushed: int, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory may run out in any merge of a change: it then changes nothing."""
     merge, calls = module.merge, []
 
@@ -401,7 +426,10 @@ def test_mutated_files_are_refused(kind: type) -> None:
         holder.push(attention()) if kind is StateWindow else holder.put(key, attention())
     saved = holder.state_dict()
     cases: dict[str, tuple[Any, str]] = _mutated(saved)
-    cases |= {name: ({**saved, **change}, match) for name, (change, match) in (WINDOWS if kind is StateWindow else TREES).items()}
+    cases |= {
+        name: ({**saved, **change}, match)
+        for name, (change, match) in (WINDOWS if kind is StateWindow else TREES).items()
+    }
     for name in ("front", "size") if kind is StateWindow else ("keys",):
         cases[f"without {name}"] = ({key: part for key, part in saved.items() if key != name}, f"{name}: got nothing")
     for wrong, match in cases.values():
@@ -411,7 +439,9 @@ def test_mutated_files_are_refused(kind: type) -> None:
         for _ in range(3):
             longer.push(attention())
         too_long = {**longer.state_dict(), "size": torch.tensor(2)}
-        _untouched(holder, lambda: holder.load_state_dict(too_long), ValueError, "out: got 3 states, expected at most 2")
+        _untouched(
+            holder, lambda: holder.load_state_dict(too_long), ValueError, "out: got 3 states, expected at most 2"
+        )
 
 
 def test_a_ridge_file_is_read_with_its_own_rules() -> None:

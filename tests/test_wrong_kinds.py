@@ -24,10 +24,13 @@ MASK, WEIGHTS, LABELS = torch.zeros(B, N, dtype=torch.bool), torch.ones(B, N), (
 STATE, SUMS = ck.attention_state(Q, K, V), ck.ridge_state(K, V)
 MOMENTS = variants.class_moments(K, LABELS, 3)
 STREAM, EXACT = ck.continual_nystrom_init(K, K, V, 3), ck.continual_attention_init(K, K, V)
-TOKEN = K[:, :, :1]
+TOKEN, GAMMA, ALPHA = K[:, :, :1], torch.tensor(1.0), torch.tensor(0.1)
+TOKENS = {"query": TOKEN, "key": TOKEN, "value": TOKEN}
 PADDED = {"key_padding_mask": MASK}
 WEIGHTED = {"weights": WEIGHTS, **PADDED}
-ROWS = {"query": Q, "key": K, "value": V}
+KEYS = {"query": Q, "key": K}
+ROWS = {**KEYS, "value": V}
+PACKED = {name: rows[:1] for name, rows in ROWS.items()}
 NESTED = torch.nested.nested_tensor([torch.randn(2, D), torch.randn(3, D)], layout=torch.jagged)
 OFFSETS = torch.tensor([0, N])
 LAYER = {name: torch.randn(8, 8) for name in ("query_weight", "key_weight", "value_weight", "output_weight")}
@@ -36,7 +39,7 @@ LABELLED = {"key": K, "labels": LABELS, "num_classes": 3, **WEIGHTED}
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "latent_attention": (ck.latent_attention, {**ROWS, **PADDED}),
-    "latent_attention packed": (ck.latent_attention, {"query": Q[:1], "key": K[:1], "value": V[:1], "cu_seqlens": OFFSETS}),
+    "latent_attention packed": (ck.latent_attention, {**PACKED, "cu_seqlens": OFFSETS}),
     "attention_state": (ck.attention_state, {**ROWS, "state": STATE, "decay": torch.tensor(0.5), **PADDED}),
     "remove_from_state": (ck.remove_from_state, {"state": STATE, **ROWS, **PADDED}),
     "prefix_attention_states": (ck.prefix_attention_states, {**ROWS, "state": STATE, **PADDED}),
@@ -67,8 +70,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "contract_bias": torch.randn(8),
         },
     ),
-    "intention": (ck.intention, {**ROWS, "alpha": torch.tensor(0.1), **WEIGHTED}),
-    "sigma_intention": (ck.sigma_intention, {**ROWS, "alpha": torch.tensor(0.1), **WEIGHTED}),
+    "intention": (ck.intention, {**ROWS, "alpha": ALPHA, **WEIGHTED}),
+    "sigma_intention": (ck.sigma_intention, {**ROWS, "alpha": ALPHA, **WEIGHTED}),
     "nystrom_attention": (ck.nystrom_attention, {**ROWS, "query": K, "num_landmarks": 3, **PADDED}),
     "iterative_pinv": (ck.iterative_pinv, {"matrix": GRAM}),
     "ridge_state": (ck.ridge_state, {"key": K, "value": V, "state": SUMS, "decay": torch.tensor(0.5), **WEIGHTED}),
@@ -76,31 +79,31 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "prefix_ridge_states": (ck.prefix_ridge_states, {"key": K, "value": V, "state": SUMS, **WEIGHTED}),
     "ridge_step": (
         ck.ridge_step,
-        {"state": SUMS, "key": K, "value": V, "alpha": torch.tensor(0.1), "decay": torch.tensor(0.5), **WEIGHTED},
+        {"state": SUMS, "key": K, "value": V, "alpha": ALPHA, "decay": torch.tensor(0.5), **WEIGHTED},
     ),
-    "solve_ridge": (ck.solve_ridge, {"state": SUMS, "alpha": torch.tensor(0.1)}),
-    "regularised_solve": (ck.regularised_solve, {"gram": GRAM, "rhs": GRAM, "alpha": torch.tensor(0.1)}),
-    "regularised_inverse": (ck.regularised_inverse, {"gram": GRAM, "alpha": torch.tensor(0.1)}),
+    "solve_ridge": (ck.solve_ridge, {"state": SUMS, "alpha": ALPHA}),
+    "regularised_solve": (ck.regularised_solve, {"gram": GRAM, "rhs": GRAM, "alpha": ALPHA}),
+    "regularised_inverse": (ck.regularised_inverse, {"gram": GRAM, "alpha": ALPHA}),
     "continual_attention_init": (ck.continual_attention_init, {"query": K, "key": K, "value": V}),
     "continual_nystrom_init": (ck.continual_nystrom_init, {"query": K, "key": K, "value": V, "num_landmarks": 3}),
-    "continual_attention_step": (ck.continual_attention_step, {"state": EXACT, "query": TOKEN, "key": TOKEN, "value": TOKEN}),
-    "continual_nystrom_step": (ck.continual_nystrom_step, {"state": STREAM, "query": TOKEN, "key": TOKEN, "value": TOKEN}),
+    "continual_attention_step": (ck.continual_attention_step, {"state": EXACT, **TOKENS}),
+    "continual_nystrom_step": (ck.continual_nystrom_step, {"state": STREAM, **TOKENS}),
     "move_state": (ck.move_state, {"state": STREAM, "device": "cpu"}),
     "state_to_tensors": (ck.state_to_tensors, {"state": STREAM}),
     "state_from_tensors": (ck.state_from_tensors, {"kind": type(STREAM), "tensors": ck.state_to_tensors(STREAM)}),
     "class_moments": (variants.class_moments, {**LABELLED, "state": MOMENTS}),
-    "constrained": (variants.constrained, {"key": K, "value": V, "alpha": torch.tensor(0.1), **WEIGHTED}),
-    "kernel_features": (variants.kernel_features, {"query": Q, "key": K, "gamma": torch.tensor(1.0), **PADDED}),
-    "nystrom_features": (variants.nystrom_features, {"query": Q, "key": K, "num_landmarks": 3, "gamma": torch.tensor(1.0), **PADDED}),
-    "lda": (variants.lda, {**LABELLED, "shrinkage": torch.tensor(0.1)}),
-    "qda": (variants.qda, {**LABELLED, "regularisation": torch.tensor(0.1)}),
-    "lssvm": (variants.lssvm, {**LABELLED, "alpha": torch.tensor(0.1)}),
-    "pooled_class_scatter": (variants.pooled_class_scatter, {**LABELLED, "alpha": torch.tensor(0.1)}),
-    "ridge": (variants.ridge, {"key": K, "value": V, "alpha": torch.tensor(0.1), **WEIGHTED}),
-    "solve_lda": (variants.solve_lda, {"moments": MOMENTS, "shrinkage": torch.tensor(0.1)}),
-    "solve_qda": (variants.solve_qda, {"moments": variants.class_moments(K, LABELS, 3), "regularisation": torch.tensor(0.1)}),
-    "solve_lssvm": (variants.solve_lssvm, {"moments": MOMENTS, "alpha": torch.tensor(0.1)}),
-    "solve_pooled_class_scatter": (variants.solve_pooled_class_scatter, {"moments": MOMENTS, "alpha": torch.tensor(0.1)}),
+    "constrained": (variants.constrained, {"key": K, "value": V, "alpha": ALPHA, **WEIGHTED}),
+    "kernel_features": (variants.kernel_features, {**KEYS, "gamma": GAMMA, **PADDED}),
+    "nystrom_features": (variants.nystrom_features, {**KEYS, "num_landmarks": 3, "gamma": GAMMA, **PADDED}),
+    "lda": (variants.lda, {**LABELLED, "shrinkage": ALPHA}),
+    "qda": (variants.qda, {**LABELLED, "regularisation": ALPHA}),
+    "lssvm": (variants.lssvm, {**LABELLED, "alpha": ALPHA}),
+    "pooled_class_scatter": (variants.pooled_class_scatter, {**LABELLED, "alpha": ALPHA}),
+    "ridge": (variants.ridge, {"key": K, "value": V, "alpha": ALPHA, **WEIGHTED}),
+    "solve_lda": (variants.solve_lda, {"moments": MOMENTS, "shrinkage": ALPHA}),
+    "solve_qda": (variants.solve_qda, {"moments": variants.class_moments(K, LABELS, 3), "regularisation": ALPHA}),
+    "solve_lssvm": (variants.solve_lssvm, {"moments": MOMENTS, "alpha": ALPHA}),
+    "solve_pooled_class_scatter": (variants.solve_pooled_class_scatter, {"moments": MOMENTS, "alpha": ALPHA}),
 }  # fmt: skip
 OTHERS = {"empty_state", "empty_ridge", "explain", "use_impl"}
 """Functions that take no tensor, or any arguments."""
@@ -130,7 +133,11 @@ def _changed(kind: str, given: Any) -> Any:
         "list": [[1.0, 2.0]] if given.dim() == 0 else given.tolist(),
         "text": "key",
         "whole": given.long() if given.dtype != torch.int64 else given.float(),
-        "double": given.double() if given.is_floating_point() else given.int() if given.dtype == torch.bool else given.bool(),
+        "double": given.double()
+        if given.is_floating_point()
+        else given.int()
+        if given.dtype == torch.bool
+        else given.bool(),
         "complex": given.to(torch.complex64),
         "one dimension less": given[0] if given.dim() else torch.ones(9, 9),
         "one dimension more": given[None],
@@ -152,8 +159,8 @@ OF_STATES = (
     "a part that is sparse",
     "a part that is nested",
 )
-OF_TENSORS = ("None", "array", "list", "text", "whole", "double", "complex", "one dimension less", "one dimension more", "elsewhere",
-              "sparse", "nested", "eight bits")  # fmt: skip
+OF_TENSORS = ("None", "array", "list", "text", "whole", "double", "complex", "one dimension less", "one dimension more",
+              "elsewhere", "sparse", "nested", "eight bits")  # fmt: skip
 
 
 def _cases() -> list[Any]:
@@ -208,7 +215,12 @@ def test_an_option_that_is_no_text_is_named(name: str) -> None:
             function(**{**arguments, option: wrong})
 
 
-ARRAYS = {"array": np.ones(2), "names": np.array(["auto", "dual"]), "tensor": torch.ones(2), "bools": torch.tensor([True, False])}
+ARRAYS = {
+    "array": np.ones(2),
+    "names": np.array(["auto", "dual"]),
+    "tensor": torch.ones(2),
+    "bools": torch.tensor([True, False]),
+}
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
@@ -233,13 +245,18 @@ def test_what_is_no_device_is_named(device: Any) -> None:
         lambda device: ck.empty_ridge(1, 2, 3, 4, device=device),
     ]
     for call in calls:
-        with pytest.raises((TypeError, ValueError), match=r"^device: got .*, expected a torch\.device or the name of one$"):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"^device: got .*, expected a torch\.device or the name of one$"
+        ):
             call(device)
 
 
 @pytest.mark.parametrize("every", [2**63, 10**30])
 def test_a_size_that_torch_cannot_count_is_more_than_all(every: int) -> None:
-    for call in (lambda every: ck.prefix_attention_states(**ROWS, every=every), lambda every: ck.prefix_ridge_states(K, V, every=every)):
+    for call in (
+        lambda every: ck.prefix_attention_states(**ROWS, every=every),
+        lambda every: ck.prefix_ridge_states(K, V, every=every),
+    ):
         assert all(map(torch.equal, call(every), call(K.shape[2])))
 
 
@@ -259,11 +276,13 @@ def _swapped(*names: str) -> dict[str, Tensor]:
     [
         (
             ("key", "value"),
-            "^key: got shape .* query has shape .*; key seems to have the heads in the third dimension, so pass .transpose",
+            "^key: got shape .* query has shape .*; key seems to have the heads in the third dimension, so pass "
+            ".transpose",
         ),
         (
             ("query",),
-            "^query: got shape .* key has shape .*; query seems to have the heads in the third dimension, so pass .transpose",
+            "^query: got shape .* key has shape .*; query seems to have the heads in the third dimension, so pass "
+            ".transpose",
         ),
         (
             ("query", "key", "value"),
@@ -271,15 +290,19 @@ def _swapped(*names: str) -> dict[str, Tensor]:
         ),
         (
             ("value",),
-            r"^value: got shape .* as key has shape .*; key or value seems to be \(B, N, H, D\), so pass its .transpose\(1, 2\)",
+            r"^value: got shape .* as key has shape .*; key or value seems to be \(B, N, H, D\), so pass its "
+            r".transpose\(1, 2\)",
         ),
         (
             ("key",),
-            r"^value: got shape .* as key has shape .*; key or value seems to be \(B, N, H, D\), so pass its .transpose\(1, 2\)",
+            r"^value: got shape .* as key has shape .*; key or value seems to be \(B, N, H, D\), so pass its "
+            r".transpose\(1, 2\)",
         ),
     ],
 )
-@pytest.mark.parametrize("name", ["latent_attention", "prefix_attention_states", "intention", "sigma_intention", "nystrom_attention"])
+@pytest.mark.parametrize(
+    "name", ["latent_attention", "prefix_attention_states", "intention", "sigma_intention", "nystrom_attention"]
+)
 def test_a_swapped_layout_is_said(name: str, swapped: tuple[str, ...], said: str) -> None:
     options = {"alpha": 0.1} if "intention" in name else {"num_landmarks": 1} if "nystrom" in name else {}
     with pytest.raises(ValueError, match=said):
@@ -289,8 +312,14 @@ def test_a_swapped_layout_is_said(name: str, swapped: tuple[str, ...], said: str
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: ck.merge_states([STATE, STATE]), r"^states\[0\]: got a list, expected an AttentionState.* a list of them with \*"),
-        (lambda: ck.merge_ridge([SUMS, SUMS]), r"^states\[0\]: got a list, expected a RidgeState.* a list of them with \*"),
+        (
+            lambda: ck.merge_states([STATE, STATE]),
+            r"^states\[0\]: got a list, expected an AttentionState.* a list of them with \*",
+        ),
+        (
+            lambda: ck.merge_ridge([SUMS, SUMS]),
+            r"^states\[0\]: got a list, expected a RidgeState.* a list of them with \*",
+        ),
         (
             lambda: variants.merge_moments((MOMENTS, MOMENTS)),
             r"^states\[0\]: got a tuple, expected a ClassMoments.* a list of them with \*",
@@ -300,8 +329,14 @@ def test_a_swapped_layout_is_said(name: str, swapped: tuple[str, ...], said: str
             lambda: ck.attention_state(Q, K, V, state=STATE._asdict()),
             r"^state: got a dict, expected .*AttentionState\(\*\*state\) makes one",
         ),
-        (lambda: ck.latent_attention(Q, K.numpy(), V), r"^key: got a ndarray, expected a torch.Tensor; torch.as_tensor\(key\) makes one"),
-        (lambda: ck.latent_attention(Q, K, V.tolist()), r"^value: got a list, expected a torch.Tensor; torch.as_tensor\(value\)"),
+        (
+            lambda: ck.latent_attention(Q, K.numpy(), V),
+            r"^key: got a ndarray, expected a torch.Tensor; torch.as_tensor\(key\) makes one",
+        ),
+        (
+            lambda: ck.latent_attention(Q, K, V.tolist()),
+            r"^value: got a list, expected a torch.Tensor; torch.as_tensor\(value\)",
+        ),
     ],
 )
 def test_the_likely_cause_is_said(call: Callable[[], Any], said: str) -> None:

@@ -57,7 +57,10 @@ def main() -> None:
     print("| all |", " | ".join(f"{folders[tier].total():,}" for tier in TIERS), "|\n")
     ordinary = {line.rpartition(": ")[0] for line in lines["make test"]}
     later = [name for name, fault in FAULTS.items() if not ordinary_catches(fault.caught_by, ordinary)]
-    print(f"`make test` has tests of {len(FAULTS) - len(later)} of {len(FAULTS)} planted faults, `make test-thorough` those of the others:")
+    print(
+        f"`make test` has tests of {len(FAULTS) - len(later)} of {len(FAULTS)} planted faults, `make test-thorough` "
+        "those of the others:"
+    )
     print(*(f"- {name}" for name in later), sep="\n")
 
 

@@ -39,7 +39,9 @@ def unpack(file: Path, folder: Path) -> None:
         with tarfile.open(file, "r:xz") as packed:
             packed.extractall(folder, filter="data")
     except tarfile.TarError as error:
-        raise ValueError(f"{file}: got no kernels ({error}), expected what `python -m bench.gpu.ahead` writes") from None
+        raise ValueError(
+            f"{file}: got no kernels ({error}), expected what `python -m bench.gpu.ahead` writes"
+        ) from None
     for group in folder.glob("*/__grp__*.json"):
         there = {path.name: str(path) for path in group.parent.iterdir() if path != group}
         group.write_text(json.dumps({"child_paths": there}))

@@ -89,7 +89,9 @@ def targets() -> Iterator[Target]:
     for dtype, width in itertools.product(("float32", "bfloat16"), (64, 16)):
         for kernel in ("intention.gram", "intention.backward", "intention.apply"):
             yield Target(kernel, dtype, width)
-    for kernel, dtype, width in itertools.product(("nystrom.forward", "nystrom.backward"), ("float32", "float64"), (16, 32, 64)):
+    for kernel, dtype, width in itertools.product(
+        ("nystrom.forward", "nystrom.backward"), ("float32", "float64"), (16, 32, 64)
+    ):
         yield Target(kernel, dtype, width)
     yield from _of_attention(("bfloat16", "float32"), (32,))
     yield from _of_attention(("bfloat16",), (128,))
@@ -134,7 +136,10 @@ def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
     found = [
         tiles
         for tiles in itertools.product(*values)
-        if all(size <= most.get(name, size) and size == whole.get(name, size) for name, size in zip(fields, tiles, strict=True))
+        if all(
+            size <= most.get(name, size) and size == whole.get(name, size)
+            for name, size in zip(fields, tiles, strict=True)
+        )
         and LEAST_OF_BUILT_IN <= _size(fields, tiles) / _size(fields, start) <= MOST_OF_BUILT_IN
     ]
     return list(dict.fromkeys((start, *found)))
@@ -180,7 +185,9 @@ def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
     needs = (False, True, True) if target.kernel == "attention.backward_keys" else (True, True, True)
     slopes = dout.to(out.dtype), torch.zeros_like(lse)
     return lambda: tuple(
-        t for t in module.attention_backward(AttentionBackward(*slopes, q, k, v, None, None, out, lse, scale, needs)) if t.numel()
+        t
+        for t in module.attention_backward(AttentionBackward(*slopes, q, k, v, None, None, out, lse, scale, needs))
+        if t.numel()
     )
 
 

@@ -30,7 +30,12 @@ from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward, Prefi
 from cmab_kernels.intention.solve import triton as solve
 from cmab_kernels.intention.solve.contract import RegularisedSolve
 from cmab_kernels.layers import triton as layers
-from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
+from cmab_kernels.layers.contract import (
+    AttentionLayer,
+    AttentionLayerBackward,
+    FeedForwardLayer,
+    FeedForwardLayerBackward,
+)
 from cmab_kernels.nystrom import triton as nystrom
 from cmab_kernels.nystrom.continual import triton as continual
 from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
@@ -95,7 +100,9 @@ def _attention(dtype: torch.dtype, heads: int, latents: int, width: int) -> Call
         q, k, v = (torch.empty(1, heads, n, width, dtype=dtype) for n in (latents, 10**6, 10**6))
         out, lse = torch.empty(1, heads, latents, width), torch.empty(1, heads, latents, dtype=F64)
         attention.attention_forward(Attention(q, k, v, scale=1.0))
-        attention.attention_backward(AttentionBackward(out, lse, q, k, v, None, None, out, lse, 1.0, (True, True, True)))
+        attention.attention_backward(
+            AttentionBackward(out, lse, q, k, v, None, None, out, lse, 1.0, (True, True, True))
+        )
 
     return f"latent_attention, {heads} x (L {latents}, N 1e6, d {width})", width, dtype, call
 
@@ -119,7 +126,9 @@ def _projected(dtype: torch.dtype) -> Call:
         out, lse = torch.empty(1, 1, 4, 128, 16), torch.empty(1, 1, 4, 128, dtype=F64)
         given = (out, torch.empty(1, 2**16, 64, dtype=dtype), torch.empty(1, 128, 64), torch.empty(1, 128), None, None)
         projected.projected_attention_forward(ProjectedAttention(*given, scale=1.0, eps=1e-5))
-        projected.projected_attention_backward(ProjectedAttentionBackward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4))
+        projected.projected_attention_backward(
+            ProjectedAttentionBackward(out, lse, *given, out, lse, 1.0, 1e-5, (True,) * 4)
+        )
 
     return "projected_attention_state, 4 x (L 128, N 65,536, C 64, d 16)", 16, dtype, call
 
@@ -132,7 +141,10 @@ def _feed_forward() -> None:
 
 def _attention_layer() -> None:
     x, matrix, vector = torch.empty(16, 128, 64), torch.empty(64, 64), torch.empty(64)
-    tensors, settings = (x, None, None, vector, vector, None, None, *(matrix, vector) * 4), (4, 0.25, 1e-5, 1e-5, "input")
+    tensors, settings = (
+        (x, None, None, vector, vector, None, None, *(matrix, vector) * 4),
+        (4, 0.25, 1e-5, 1e-5, "input"),
+    )
     out, lse = torch.empty(16, 4, 128, 16), torch.empty(16, 4, 128, dtype=F64)
     layers.attention_layer(AttentionLayer(*tensors, *settings))
     needs = True, False, True, True, False, False, *(True,) * 8
@@ -142,7 +154,9 @@ def _attention_layer() -> None:
 def _prefix_sums() -> None:
     rows, sums = torch.empty(16, 1, 1000, 16), torch.empty(16, 1, 1000, 16, 16, dtype=F64)
     intention.prefix_ridge(PrefixRidge(rows, rows, None, None, None, None, 1))
-    intention.prefix_ridge_backward(PrefixRidgeBackward(sums, sums, rows, rows, None, None, 1, (True, True, False, False, False)))
+    intention.prefix_ridge_backward(
+        PrefixRidgeBackward(sums, sums, rows, rows, None, None, 1, (True, True, False, False, False))
+    )
 
 
 def _sums(dtype: torch.dtype, batch: int, keys: int) -> Call:
@@ -188,7 +202,12 @@ CALLS: Sequence[Call] = [
     ("prefix_ridge_states, 16 x (N 1,000, d 16)", 16, F32, _prefix_sums),
     *(_sums(dtype, *sizes) for sizes, dtype in (((256, 1024), BF16), ((256, 1024), F32), ((1, 10**6), F32))),
     ("landmarks of nystrom_attention, 1,024 x (m 16, d 64)", 16, F32, _landmarks),
-    ("one product of 65 landmarks or more, 64 x (m 256)", 256, F32, lambda: multiply(torch.empty(64, 256, 256), torch.empty(64, 256, 256))),
+    (
+        "one product of 65 landmarks or more, 64 x (m 256)",
+        256,
+        F32,
+        lambda: multiply(torch.empty(64, 256, 256), torch.empty(64, 256, 256)),
+    ),
     *(_solve(dtype) for dtype in (F32, F64)),
     ("a step of a stream, 64 x (n 64, m 16, d 64)", 64, F32, _steps),
 ]
@@ -231,7 +250,10 @@ def _figures(launch: Launch, capability: int, folder: Path) -> list[str]:
     spilled = len(re.findall(r"\s(?:LDL|STL)[. ]", made.sass))
     blocks, limit = blocks_held(capability, made.registers, made.shared, made.warps, made.tensor_columns)
     if not blocks:
-        raise ValueError(f"{launch.kernel.__name__} on sm_{capability}: a multiprocessor has not enough {limit} for one block: no launch")
+        raise ValueError(
+            f"{launch.kernel.__name__} on sm_{capability}: a multiprocessor has not enough {limit} for one block: no "
+            "launch"
+        )
     waves = programs / (blocks * CHIPS[capability].multiprocessors)
     held = f"{made.warps}", f"{made.registers}", f"{spilled}", f"{made.shared / 1024:.1f}", f"{blocks}", limit
     return [*held, f"{programs}", f"{waves:.2f}", f"{math.ceil(waves) - waves:.0%}"]
@@ -241,7 +263,9 @@ def _on_amd(launch: Launch) -> str:
     """Vector registers, those that were spilled, and KiB of LDS, as Triton compiles a launch for AMD's gfx942."""
     source, options = launch.kernel.source(*launch.args, **launch.options)
     kernel = triton.compile(source, target=GPUTarget("hip", "gfx942", 64), options=options)
-    registers, spilled = (re.findall(rf"\.{name}:\s+(\d+)", kernel.asm["amdgcn"])[0] for name in ("vgpr_count", "vgpr_spill_count"))
+    registers, spilled = (
+        re.findall(rf"\.{name}:\s+(\d+)", kernel.asm["amdgcn"])[0] for name in ("vgpr_count", "vgpr_spill_count")
+    )
     return f"{registers}, {spilled}, {kernel.metadata.shared / 1024:.1f}"
 
 
@@ -252,12 +276,16 @@ def written() -> dict[Key, str]:
 
 
 def page(rows: Mapping[Key, str]) -> str:
-    chips = ", ".join(f"{chip.name} (sm_{capability}, {chip.multiprocessors} multiprocessors)" for capability, chip in CHIPS.items())
+    chips = ", ".join(
+        f"{chip.name} (sm_{capability}, {chip.multiprocessors} multiprocessors)" for capability, chip in CHIPS.items()
+    )
     return TEXT.read_text().format(rows="\n".join(rows.values()), chips=chips, compiler=COMPILER)
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.occupancy", description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu.occupancy", description=(__doc__ or "").partition(":")[0]
+    )
     parser.add_argument("--kernels", nargs="+", metavar="KERNEL", help="compile only these")
     parser.add_argument("--write", action="store_true", help="write the page")
     wanted = parser.parse_args(given)

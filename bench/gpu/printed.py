@@ -78,16 +78,25 @@ def _timed(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
             groups.setdefault(row.get("group", ""), []).append(row)
         for group, rows in groups.items():
             yield f"  {group}"
-            yield from map(_figures, sorted(rows, key=lambda row: row["seconds"][0] if "seconds" in row else float("inf")))
+            yield from map(
+                _figures, sorted(rows, key=lambda row: row["seconds"][0] if "seconds" in row else float("inf"))
+            )
 
 
 def _figures(row: Row) -> str:
     if "rates" in row:
-        rates = {**row["rates"]["matrix"], "exponentials": row["rates"]["exponentials"], "memory": row["rates"]["memory"]}
+        rates = {
+            **row["rates"]["matrix"],
+            "exponentials": row["rates"]["exponentials"],
+            "memory": row["rates"]["memory"],
+        }
         return "  measured, T/s: " + ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in rates.items())
     name = row.get("key", "").partition("; ")[2] or row["key"]
     if "kernels" in row:
-        spent = [f"{kernel} {us:.1f} us" + (f" in {count:g}" if count != 1 else "") for kernel, (count, us) in row["kernels"].items()]
+        spent = [
+            f"{kernel} {us:.1f} us" + (f" in {count:g}" if count != 1 else "")
+            for kernel, (count, us) in row["kernels"].items()
+        ]
         return f"    {row['key']}: {'; '.join(spent[:MOST_KERNELS])}"
     if "seconds" not in row:
         return f"    {name}: {row.get('problem', '')}"
@@ -108,7 +117,9 @@ def _tuned(report: Report) -> Iterator[str]:
     if rows:
         yield f"tuning: {len(written)} of {len(rows)} block sizes are better than the built-in ones"
     for row in sorted(written, key=lambda row: -row["gain"]):
-        yield f"  {row['key']:40} {row['built-in']} -> {row['tiles']}: {row['gain']:.1%} faster, noise {row['noise']:.1%}"
+        yield (
+            f"  {row['key']:40} {row['built-in']} -> {row['tiles']}: {row['gain']:.1%} faster, noise {row['noise']:.1%}"
+        )
 
 
 def _left(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:

@@ -36,6 +36,10 @@ def profiled(case: Case) -> Row:
         for _ in range(CALLS):
             call()
         torch.cuda.synchronize()
-    events = [event for event in profiler.key_averages() if event.self_device_time_total and event.device_type.name == "CUDA"]
-    kernels = {event.key[:100]: [event.count / CALLS, round(event.self_device_time_total / CALLS, 2)] for event in events}
+    events = [
+        event for event in profiler.key_averages() if event.self_device_time_total and event.device_type.name == "CUDA"
+    ]
+    kernels = {
+        event.key[:100]: [event.count / CALLS, round(event.self_device_time_total / CALLS, 2)] for event in events
+    }
     return {"implementation": name, "kernels": dict(sorted(kernels.items(), key=lambda one: -one[1][1]))}

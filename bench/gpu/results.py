@@ -54,7 +54,11 @@ def opened(folder: Path, machine: dict[str, Any], force: bool) -> Report:
             [row["key"] for row in outcome.rows]
         there = {name: content["machine"][name] for name in SAME}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a result of this check ({error}): move it away, or give --force to replace it") from None
+        raise ValueError(
+            f"{path} is not a result of this check ({error}): move it away, or give --force to replace it"
+        ) from None
     if other := [name for name in SAME if there[name] != machine[name]]:
-        raise ValueError(f"{path} is of another {' and '.join(other)}: give --output another folder, or --force to replace it")
+        raise ValueError(
+            f"{path} is of another {' and '.join(other)}: give --output another folder, or --force to replace it"
+        )
     return Report(path, machine, outcomes)

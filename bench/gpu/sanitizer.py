@@ -45,7 +45,9 @@ def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
         return [Task("compute-sanitizer", lambda: {"ok": True, "passed over": reason})]
     planted = Task("memcheck sees a write beyond the end", lambda: must_see(sanitizer, "memcheck", FAULT))
     looks = [
-        Task(f"{tool}, {family}", lambda t=tool, f=family: is_silent(sanitizer, t, tests_of(f))) for family in FAMILIES for tool in TOOLS
+        Task(f"{tool}, {family}", lambda t=tool, f=family: is_silent(sanitizer, t, tests_of(f)))
+        for family in FAMILIES
+        for tool in TOOLS
     ]
     return [planted, *looks]
 
@@ -83,7 +85,16 @@ def looked_at(sanitizer: str, tool: str, command: Sequence[str]) -> tuple[int, s
     Errors that the driver returns are left to the program: torch and Triton ask for what older drivers lack, and go on
     without it.
     """
-    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5", "--target-processes", "application-only"]
+    options = [
+        "--tool",
+        tool,
+        "--error-exitcode",
+        str(FOUND),
+        "--print-limit",
+        "5",
+        "--target-processes",
+        "application-only",
+    ]
     return _output([sanitizer, *options, *(["--report-api-errors", "no"] if tool == "memcheck" else []), *command])
 
 
@@ -91,10 +102,20 @@ def _output(command: Sequence[str]) -> tuple[int, str]:
     """Exit code and output of a command. Allocations are not cached, because else tensors would adjoin one another."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     try:
-        run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT)
+        run = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT,
+        )
     except subprocess.TimeoutExpired as stopped:
         said = stopped.stdout or b""
-        return -1, (said.decode(errors="replace") if isinstance(said, bytes) else said) + f"\nstopped after {LIMIT:.0f} s"
+        return -1, (
+            said.decode(errors="replace") if isinstance(said, bytes) else said
+        ) + f"\nstopped after {LIMIT:.0f} s"
     return run.returncode, run.stdout
 
 

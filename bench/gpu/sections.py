@@ -103,7 +103,9 @@ def first_line(error: BaseException) -> str:
 # ---- in a worker
 
 
-def _work(section: Section, device: str, before: Mapping[str, list[Row]], outcome: Outcome, folder: str, number: int) -> None:
+def _work(
+    section: Section, device: str, before: Mapping[str, list[Row]], outcome: Outcome, folder: str, number: int
+) -> None:
     """End without cleanup: a crash in it would look like a crash of a row."""
     os.setsid()  # what a row starts is stopped with it
     if "TRITON_CACHE_DIR" in os.environ:

@@ -30,12 +30,27 @@ def tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], N
 
 def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None] | list[Task]:
     """The tests of numbers again, if something was tuned meanwhile."""
-    return partial(run_tests, [str(TESTS), "-k", OF_TILES]) if any(row.get("written") for row in before.get("tune", [])) else []
+    return (
+        partial(run_tests, [str(TESTS), "-k", OF_TILES])
+        if any(row.get("written") for row in before.get("tune", []))
+        else []
+    )
 
 
 def run_tests(arguments: Sequence[str], perform: Perform) -> None:
     """Collect the tests of these arguments, and pass them to `perform`. `RuntimeError` if they cannot be collected."""
-    options = ["-m", "gpu", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), "-o", "addopts=", "-p", "no:cacheprovider"]
+    options = [
+        "-m",
+        "gpu",
+        "--rootdir",
+        str(ROOT),
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+    ]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = pytest.main([*options, "-qq", "--no-summary", *arguments], plugins=[_Loop(perform)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -65,7 +80,10 @@ class _Loop:
             if report.failed:
                 raise Failed(_message(report.longrepr))
             if report.skipped:
-                return {"ok": True, "passed over": report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)}
+                return {
+                    "ok": True,
+                    "passed over": report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr),
+                }
         return {"ok": True}
 
 

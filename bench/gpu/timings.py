@@ -114,7 +114,9 @@ def compiled_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     return [*of_cases(attention_cases, device, compiled=True), *of_cases(layer_cases, device, compiled=True)]
 
 
-def of_cases(cases: Callable[[], Iterable[Case]], device: str, compiled: bool | None = None, capture: bool = True) -> list[Task]:
+def of_cases(
+    cases: Callable[[], Iterable[Case]], device: str, compiled: bool | None = None, capture: bool = True
+) -> list[Task]:
     """A task for each implementation; `compiled`: only those that `torch.compile` makes, or only the others."""
     measure_on(device)
     made = [

@@ -83,13 +83,17 @@ def tune(target: Target, sound: Mapping[str, bool], device: str, path: Path = ta
     right = [tiles for tiles in others if sound[_name(target, tiles)]]
     key, found = target.key(place), fastest(target, built_in, right, device)
     evidence = {name: found[name] for name in ("seconds", "built-in seconds", "noise")}
-    entry = table.as_entry(key, found["tiles"], {"gpu": gpu_name(place), **evidence, "tried": len(right), "date": now()[:10]})
+    entry = table.as_entry(
+        key, found["tiles"], {"gpu": gpu_name(place), **evidence, "tried": len(right), "date": now()[:10]}
+    )
     written = found["gain"] > found["noise"] and found["confirmed"]
     put(path, key, entry if written else None)
     return {"ok": True, "written": written, **found, "built-in": list(built_in), "tiles": list(found["tiles"])}
 
 
-def fastest(target: Target, built_in: tuple[int, ...], others: Sequence[tuple[int, ...]], device: str) -> dict[str, Any]:
+def fastest(
+    target: Target, built_in: tuple[int, ...], others: Sequence[tuple[int, ...]], device: str
+) -> dict[str, Any]:
     """The best of `others` beside the built-in tiles: timed with all of them,
     then with the best few, and once more alone with these."""
     key = target.key(torch.device(device))
@@ -98,7 +102,11 @@ def fastest(target: Target, built_in: tuple[int, ...], others: Sequence[tuple[in
     for name, tiles in choices.items():
         with table.using({key: tiles}):
             calls[name] = captured(call)
-    first = {name: statistics.median(taken) for name, taken in samples_of(calls, FIRST_ROUNDS).items() if name not in (BUILT_IN, AGAIN)}
+    first = {
+        name: statistics.median(taken)
+        for name, taken in samples_of(calls, FIRST_ROUNDS).items()
+        if name not in (BUILT_IN, AGAIN)
+    }
     finalists = sorted(first, key=lambda name: first[name])[:FINALISTS]
     samples = samples_of({name: calls[name] for name in (BUILT_IN, AGAIN, *finalists)}, ROUNDS)
     noise = max(LEAST_GAIN, *(abs(part - 1) for part in ratio(samples[AGAIN], samples[BUILT_IN])))
@@ -129,7 +137,8 @@ def put(path: Path, key: table.Key, entry: Mapping[str, Any] | None) -> None:
     """The table with this entry in place of any other of its key, or without one."""
     others = [table.as_entry(*one) for one in table.entries(path) if one[0] != key]
     entries = sorted(
-        [*others, *([] if entry is None else [entry])], key=lambda one: (one["kernel"], one["capability"], one["kind"], one["width"])
+        [*others, *([] if entry is None else [entry])],
+        key=lambda one: (one["kernel"], one["capability"], one["kind"], one["width"]),
     )
     write_json(path, {"cmab_kernels_tiles": table.FORMAT, "entries": entries})
 

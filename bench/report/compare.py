@@ -130,10 +130,20 @@ def compare(old: Run, new: Run) -> Comparison:
     for (group, _), move in moved.items():
         beside[group] = max(beside[group], abs(move - drift) if move is not None else 0.0)
     changes = [
-        _change(before.get(key), after.get(key), by, Noise(drift, between, beside[key[0]]), new.not_measured.get("-".join(key), ""))
+        _change(
+            before.get(key),
+            after.get(key),
+            by,
+            Noise(drift, between, beside[key[0]]),
+            new.not_measured.get("-".join(key), ""),
+        )
         for key in keys
     ]
-    expected = changes if new.quick == old.quick else [change for change in changes if (change.old and change.new) or change.why]
+    expected = (
+        changes
+        if new.quick == old.quick
+        else [change for change in changes if (change.old and change.new) or change.why]
+    )
     notes = tuple(_notes(old, new, len(known), len(changes) - len(expected)))
     return Comparison(old, new, by, different, math.exp(drift), between, len(known), tuple(expected), notes)
 
@@ -203,7 +213,10 @@ def _notes(old: Run, new: Run, controls: int, left_out: int) -> Iterator[str]:
     if left_out:
         yield f"one of the runs is quick: {left_out} rows that only the other has are left out"
     if controls < CONTROLS:
-        yield f"only {controls} rows of peers are in both runs: noise between runs is taken as {UNKNOWN:.0%}, and drift is not taken out"
+        yield (
+            f"only {controls} rows of peers are in both runs: noise between runs is taken as {UNKNOWN:.0%}, and "
+            "drift is not taken out"
+        )
 
 
 # ---- on the terminal -------------------------------------------------------------------------------------------------
@@ -215,19 +228,24 @@ def basis(comparison: Comparison) -> list[str]:
     lines = []
     if old.processor != new.processor:
         lines.append(f"THE RUNS COME FROM DIFFERENT PROCESSORS: {old.processor}, and now {new.processor}.")
-    lines.append(f"{new.name} ({new.when}, commit {new.revision}) beside {old.name} ({old.when}, commit {old.revision})")
+    lines.append(
+        f"{new.name} ({new.when}, commit {new.revision}) beside {old.name} ({old.when}, commit {old.revision})"
+    )
     if comparison.by == "ratio":
         lines.append(
-            f"Times cannot be compared ({'; '.join(comparison.different)}). What is compared are ratios to the baseline, which differ "
+            f"Times cannot be compared ({'; '.join(comparison.different)}). What is compared are ratios to the "
+            "baseline, which differ "
             "between machines and versions of torch for reasons of their own."
         )
     elif comparison.controls >= CONTROLS:
         lines.append(
-            f"The machine: {comparison.controls} rows of peers, whose code is the same, took {comparison.drift:.3f} times as long, which "
+            f"The machine: {comparison.controls} rows of peers, whose code is the same, took {comparison.drift:.3f} "
+            "times as long, which "
             f"is taken out of all changes; what is left of theirs has a standard deviation of {comparison.between:.1%}."
         )
     lines.append(
-        f"A change counts beyond {BOUND:.0f} standard deviations, of the noise between runs and within both; more where the peers of its "
+        f"A change counts beyond {BOUND:.0f} standard deviations, of the noise between runs and within both; more "
+        "where the peers of its "
         "group moved by more."
     )
     return [*lines, *(f"{note[0].upper()}{note[1:]}." for note in comparison.notes)]
@@ -240,17 +258,22 @@ def table(comparison: Comparison) -> Iterator[str]:
     yield f"{'group, implementation':<72}{'old':>10}{'new':>10}{'change':>9}{'noise':>8}  verdict"
     for change in ordered(comparison):
         name = f"{change.group}, {change.implementation}"
-        yield f"{name:<72}{shown(change.old, comparison.by):>10}{shown(change.new, comparison.by):>10}{percent(change.change):>9}" + (
-            f"{percent(change.noise):>8}  {spoken(change)}"
+        yield (
+            f"{name:<72}{shown(change.old, comparison.by):>10}{shown(change.new, comparison.by):>10}"
+            f"{percent(change.change):>9}{percent(change.noise):>8}  {spoken(change)}"
         )
     yield ""
-    yield "; ".join(f"{count} {verdict}" for verdict, count in comparison.counts.most_common()) or "no row of ours is in both runs"
+    yield (
+        "; ".join(f"{count} {verdict}" for verdict, count in comparison.counts.most_common())
+        or "no row of ours is in both runs"
+    )
 
 
 def ordered(comparison: Comparison) -> list[Change]:
     """What is worst first."""
     return sorted(
-        comparison.changes, key=lambda change: (not change.wrong, not change.less_exact, not change.notable, -(change.change or 1))
+        comparison.changes,
+        key=lambda change: (not change.wrong, not change.less_exact, not change.notable, -(change.change or 1)),
     )
 
 

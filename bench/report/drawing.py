@@ -96,7 +96,10 @@ def styles(run: Run) -> dict[str, Style]:
     our variants dashed, the definition grey."""
     ours = [name for name in run.implementations if is_ours(name)]
     peers = [name for name in run.implementations if name not in ours and name != DEFINITION]
-    chosen = {name: Style(OURS, MARKERS[i % 7], DASHES[i % 3 + 1] if "," in name else "-", 2.6, 4) for i, name in enumerate(ours)}
+    chosen = {
+        name: Style(OURS, MARKERS[i % 7], DASHES[i % 3 + 1] if "," in name else "-", 2.6, 4)
+        for i, name in enumerate(ours)
+    }
     chosen |= {name: Style(PEERS[i % 6], MARKERS[(i + 1) % 7]) for i, name in enumerate(peers)}
     return chosen | {DEFINITION: Style(GREY, "x", DASHES[2], 1.1, 1)}
 
@@ -128,7 +131,12 @@ class Panel:
     @property
     def inches(self) -> float:
         return (
-            TITLE + LINE * len(self.about_lines) + UNIT + self.height + BOTTOM + ENTRY * math.ceil(len(self.legend) / self.legend_columns)
+            TITLE
+            + LINE * len(self.about_lines)
+            + UNIT
+            + self.height
+            + BOTTOM
+            + ENTRY * math.ceil(len(self.legend) / self.legend_columns)
         )
 
     def onto(self, figure: Figure, x: float = 0.0, y: float = 0.0) -> None:
@@ -157,7 +165,12 @@ def svg(panel: Panel) -> str:
         figure = Figure((WIDTH, panel.inches))
         panel.onto(figure)
         written = io.StringIO()
-        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            written,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     text = written.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -165,7 +178,11 @@ def svg(panel: Panel) -> str:
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{panel.name}-", text)
     text = re.sub(r'\b(?:d|x|y|transform)="[^"]*"', _rounded, text)
     text = text.replace(INK, "currentColor").replace(FAINT, "var(--line)").replace(PAPER, "var(--ground)")
-    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{html.escape(panel.alt)}">', text)
+    text = re.sub(
+        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>',
+        rf'<svg viewBox="\1" role="img" aria-label="{html.escape(panel.alt)}">',
+        text,
+    )
     return text.strip()
 
 

@@ -45,7 +45,12 @@ PLACE = re.compile(r"\{([^}]+)\}")
 
 def shown(tables: Sequence[str]) -> set[str]:
     """The groups with figures in these tables."""
-    return {place for table in tables for place in PLACE.findall(table) if place != "narrow" and not place.startswith("where")}
+    return {
+        place
+        for table in tables
+        for place in PLACE.findall(table)
+        if place != "narrow" and not place.startswith("where")
+    }
 
 
 def measure(path: Path) -> None:
@@ -58,7 +63,10 @@ def measure(path: Path) -> None:
     if path == WHOLE:
         save(session.measured(scans=PLOTS, groups=shown(TABLES)), path)
     else:
-        save(session.measured(groups=shown(TABLES[:1]) if path == NARROW else {case.name for case in short_cases()}), path)
+        save(
+            session.measured(groups=shown(TABLES[:1]) if path == NARROW else {case.name for case in short_cases()}),
+            path,
+        )
 
 
 def page(run: Run, narrow: Run) -> str:
@@ -156,7 +164,9 @@ def short_calls(run: Run, narrow: Run) -> str:
     lines = [f"| queries over keys | {head} |", "|---|" + "---|" * len(columns)]
     for (latents, keys, batch), cells in sorted(found.items()):
         alone = " (a batch of 1)" if batch == 1 else ""
-        lines.append(f"| {latents:,} over {keys:,}{alone} | {' | '.join(cells.get(column, 'noisy') for column in columns)} |")
+        lines.append(
+            f"| {latents:,} over {keys:,}{alone} | {' | '.join(cells.get(column, 'noisy') for column in columns)} |"
+        )
     return "\n".join([*lines, "", f"{_where(run, [1])} Held to AVX2: {_where(narrow, [1])}"])
 
 
@@ -176,7 +186,10 @@ def main() -> None:
     for operator, plot in PLOTS.items():
         plots.picture(run, operator, plot)
     written = (HEADLINE.page, PAGE, LOSSES.page, *PLOTS.values())
-    print(f"{', '.join(str(path.relative_to(ROOT)) for path in written)}: from {', '.join(path.name for path in every.values())}")
+    print(
+        f"{', '.join(str(path.relative_to(ROOT)) for path in written)}: from "
+        f"{', '.join(path.name for path in every.values())}"
+    )
 
 
 if __name__ == "__main__":

@@ -72,7 +72,9 @@ def _before(path: Path) -> Mapping[str, Any] | None:
         return None
     check, earlier = json.loads(older[-1].read_text()), older[-1].with_name(f"{older[-1].stem}_earlier.json")
     if earlier.exists():
-        check["sections"] |= {f"earlier {name}": section for name, section in json.loads(earlier.read_text())["sections"].items()}
+        check["sections"] |= {
+            f"earlier {name}": section for name, section in json.loads(earlier.read_text())["sections"].items()
+        }
     return check
 
 
@@ -81,13 +83,20 @@ def _of_earlier(before: Mapping[str, Any] | None) -> str:
         return ""
     machine = before["machine"]
     return (
-        f"{EARLIER}: timed on {machine['date'][:10]}, on an {machine['gpu']}, near commit {machine['commit'][:7]}; not timed again since."
+        f"{EARLIER}: timed on {machine['date'][:10]}, on an {machine['gpu']}, near commit {machine['commit'][:7]}; "
+        "not timed again since."
     )
 
 
 def cases() -> dict[str, Case]:
     """Group -> the timed case."""
-    families = (timings.attention_cases, timings.intention_cases, timings.nystrom_cases, timings.continual_cases, timings.layer_cases)
+    families = (
+        timings.attention_cases,
+        timings.intention_cases,
+        timings.nystrom_cases,
+        timings.continual_cases,
+        timings.layer_cases,
+    )
     measured = device()
     measure_on("cuda")
     try:
@@ -114,9 +123,14 @@ def timed(check: Mapping[str, Any]) -> dict[str, list[Row]]:
 def with_earlier(groups: Mapping[str, list[Row]], before: Mapping[str, Any] | None) -> dict[str, list[Row]]:
     """The groups, those without a peer with the peers of the check before,
     and the groups that it alone has; what is of it is marked."""
-    earlier = {name: [{**row, "earlier": EARLIER} for row in rows] for name, rows in timed(before).items()} if before else {}
+    earlier = (
+        {name: [{**row, "earlier": EARLIER} for row in rows] for name, rows in timed(before).items()} if before else {}
+    )
     alone = {name: rows for name, rows in earlier.items() if name not in groups}
-    both = {name: rows if any(map(_is_peer, rows)) else [*rows, *filter(_is_peer, earlier.get(name, []))] for name, rows in groups.items()}
+    both = {
+        name: rows if any(map(_is_peer, rows)) else [*rows, *filter(_is_peer, earlier.get(name, []))]
+        for name, rows in groups.items()
+    }
     return both | alone
 
 

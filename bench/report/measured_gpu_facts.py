@@ -15,7 +15,9 @@ def facts(check: Mapping[str, Any], name: str) -> dict[str, str]:
     """Name of a place on the page -> its text. `ValueError` if git does not know the commit."""
     machine, added = check["machine"], check.get("added_later", {})
     there = provenance.sources_of(machine["commit"])
-    changed = Changed(machine.get("kernels") or provenance.kernel_digests(there), provenance.kernel_digests(provenance.sources()))
+    changed = Changed(
+        machine.get("kernels") or provenance.kernel_digests(there), provenance.kernel_digests(provenance.sources())
+    )
     commit = f"commit {machine['commit'][:7]}"
     if provenance.digest(there) != machine["sources"]:
         commit = f"a tree with changes that are in no commit, on top of {commit}"
@@ -28,7 +30,9 @@ def facts(check: Mapping[str, Any], name: str) -> dict[str, str]:
         "triton": machine["versions"]["triton"],
         "commit": commit,
         "rates": _rates(check["sections"]["timings"]["rows"]),
-        "notes": "".join(["\nAdded to the file later:", *(f"\n- {note}" for note in added["notes"]), "\n"]) if added else "",
+        "notes": "".join(["\nAdded to the file later:", *(f"\n- {note}" for note in added["notes"]), "\n"])
+        if added
+        else "",
         "sections": _sections(check["sections"]),
         "changed": changed.counted(),
         "changed files": changed.listed(),
@@ -39,9 +43,16 @@ def facts(check: Mapping[str, Any], name: str) -> dict[str, str]:
 def _rates(rows: Sequence[Mapping[str, Any]]) -> str:
     found = next(row["rates"] for row in rows if "rates" in row)
     matrix = found["matrix"]
-    names = {kind: "float32 in tf32" if kind == "float32" and "tf32" not in matrix else kind for kind in matrix if kind != "float16"}
+    names = {
+        kind: "float32 in tf32" if kind == "float32" and "tf32" not in matrix else kind
+        for kind in matrix
+        if kind != "float16"
+    }
     products = ", ".join(f"products of {names[kind]} {matrix[kind] / 1e12:.0f} TFLOP/s" for kind in names)
-    return f"{products}, memory {found['memory'] / 1e12:.2f} TB/s; exponentials {found['exponentials'] / 1e12:.1f} T/s by the clock"
+    return (
+        f"{products}, memory {found['memory'] / 1e12:.2f} TB/s; exponentials {found['exponentials'] / 1e12:.1f} "
+        "T/s by the clock"
+    )
 
 
 # ---- how much was run ------------------------------------------------------------------------------------------------
@@ -56,14 +67,17 @@ def _suite(suite: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, str]
     stopped = f", {there - len(rows):,} not run ({suite['problem'] or 'cut off'})" if there > len(rows) else ""
     return {
         "ran": f"{len(rows):,} of {there:,} GPU tests were run, {len(wrong):,} failed",
-        "suite": f"{len(rows) - len(wrong) - over.total():,} of {there:,} passed, {len(wrong):,} failed{skipped}{stopped}",
+        "suite": f"{len(rows) - len(wrong) - over.total():,} of {there:,} passed, {len(wrong):,} "
+        f"failed{skipped}{stopped}",
         "wrong": "".join(f"\n- `{key}`" for key in wrong) or " none",
     }
 
 
 def _sections(sections: Mapping[str, Any]) -> str:
     ended = [name for name, section in sections.items() if section["complete"]]
-    cut = [f"{name} ({section['problem'] or 'cut off'})" for name, section in sections.items() if not section["complete"]]
+    cut = [
+        f"{name} ({section['problem'] or 'cut off'})" for name, section in sections.items() if not section["complete"]
+    ]
     absent = [name for name in SECTIONS if name not in sections]
     kinds = {"finished": ended, "begun and not finished": cut, "not begun": absent}
     return "; ".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in kinds.items())
@@ -74,7 +88,11 @@ def _sections(sections: Mapping[str, Any]) -> str:
 
 def _renamed(name: str) -> str:
     """Return the path of a file whose folder had another name before."""
-    return name.replace("/kernels/", "/triton/").replace("csrc/gram/", "csrc/intention/").replace("csrc/pinv/", "csrc/nystrom/")
+    return (
+        name.replace("/kernels/", "/triton/")
+        .replace("csrc/gram/", "csrc/intention/")
+        .replace("csrc/pinv/", "csrc/nystrom/")
+    )
 
 
 class Changed:
@@ -88,7 +106,10 @@ class Changed:
 
     def counted(self) -> str:
         gone = f", and {len(self.gone)} are gone" if self.gone else ""
-        return f"{len(self.files)} of the {self.total} files of kernels for GPUs have changed since that commit or are new{gone}"
+        return (
+            f"{len(self.files)} of the {self.total} files of kernels for GPUs have changed since that commit or "
+            f"are new{gone}"
+        )
 
     def listed(self) -> str:
         """One line for each folder."""
@@ -96,4 +117,7 @@ class Changed:
         for name in self.files:
             folders.setdefault(str(PurePath(name).parent), []).append(PurePath(name).name)
         lines = [f"\n- `{folder}`: {', '.join(names)}" for folder, names in folders.items()]
-        return "".join(lines) + (f"\n- gone: {', '.join(f'`{name}`' for name in self.gone)}" if self.gone else "") or " none"
+        return (
+            "".join(lines) + (f"\n- gone: {', '.join(f'`{name}`' for name in self.gone)}" if self.gone else "")
+            or " none"
+        )

@@ -74,7 +74,9 @@ def _errors(dtype: str, operators: dict[str, Any]) -> str:
     rows = []
     for operator, dtypes in operators.items():
         for kind, what in (("results", f"`{operator}`"), ("gradients", f"`{operator}`, gradients")):
-            cells = [_three(found[kind]) if kind in (found := dtypes.get(dtype, {}).get(law, {})) else "" for law in LAWS]
+            cells = [
+                _three(found[kind]) if kind in (found := dtypes.get(dtype, {}).get(law, {})) else "" for law in LAWS
+            ]
             if any(cells):
                 rows.append([what, *cells])
     return _table((f"{dtype}: median / 99.9 % / largest", *LAWS.values()), rows)
@@ -87,7 +89,9 @@ def _digits(solves: dict[str, Any]) -> str:
     }
     rows = []
     for digits in (12, 10, 8, 6, 5, 4, 3, 2, 1):
-        most = [max((exponent for exponent, have in each.items() if have >= digits), default=None) for each in kept.values()]
+        most = [
+            max((exponent for exponent, have in each.items() if have >= digits), default=None) for each in kept.values()
+        ]
         rows.append([str(digits), *("" if exponent is None else f"1e{exponent}" for exponent in most)])
     return _table(("digits", *kept), rows)
 
@@ -100,11 +104,19 @@ def _flags(solves: dict[str, Any]) -> str:
         rows.append(
             [
                 f"1e{exponent}",
-                *(cell for each in found for cell in (("", "") if each is None else (_three(each["error"]), f"{each['flagged']:.0%}"))),
+                *(
+                    cell
+                    for each in found
+                    for cell in (("", "") if each is None else (_three(each["error"]), f"{each['flagged']:.0%}"))
+                ),
             ]
         )
     return _table(
-        ("condition number", *(cell for dtype in solves for cell in (f"{dtype}: median / 99.9 % / largest", "unsound by `info`"))), rows
+        (
+            "condition number",
+            *(cell for dtype in solves for cell in (f"{dtype}: median / 99.9 % / largest", "unsound by `info`")),
+        ),
+        rows,
     )
 
 
@@ -113,7 +125,14 @@ def _drift(streams: dict[str, Any]) -> str:
     for operator, laws in streams["streams"].items():
         for law, found in laws.items():
             errors = _three([found[name] for name in ("median", "p999", "largest")])
-            rows.append([f"`{operator}`, {law}", f"{found['steps']:,}", errors, f"{found['afresh']:,}" if "afresh" in found else ""])
+            rows.append(
+                [
+                    f"`{operator}`, {law}",
+                    f"{found['steps']:,}",
+                    errors,
+                    f"{found['afresh']:,}" if "afresh" in found else "",
+                ]
+            )
     return _table(("stream, logits", "calls", "median / 99.9 % / largest", "rows made afresh"), rows)
 
 

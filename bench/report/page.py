@@ -34,7 +34,9 @@ def write(run: Run, folder: Path, comparison: Comparison | None = None) -> list[
     page = folder / "report.html"
     page.write_text(html(run, comparison, sheets), encoding="utf-8")
     overview = plots.overview(run)
-    pictures = {name: panels for name, panels in ({"overview": [overview] if overview else []} | sheets).items() if panels}
+    pictures = {
+        name: panels for name, panels in ({"overview": [overview] if overview else []} | sheets).items() if panels
+    }
     for name, panels in sorted(pictures.items()):
         sheet(panels, folder / f"{plots.slug(name)}.png")
     return [page, *(folder / f"{plots.slug(name)}.png" for name in sorted(pictures))]
@@ -53,7 +55,9 @@ def html(run: Run, comparison: Comparison | None, sheets: Mapping[str, Sequence[
         "definitions": ("How each figure is defined", _definitions(run)),
     }
     shown = {name: section for name, section in sections.items() if section[1]}
-    body = "\n".join(f'<section id="{name}"><h2>{title}</h2>\n{content}\n</section>' for name, (title, content) in shown.items())
+    body = "\n".join(
+        f'<section id="{name}"><h2>{title}</h2>\n{content}\n</section>' for name, (title, content) in shown.items()
+    )
     return string.Template(_text("page.html")).substitute(
         kind="A quick run" if run.quick else "A full run",
         processor=escape(run.processor),
@@ -71,7 +75,9 @@ def _text(name: str) -> str:
 
 def _link(run: Run, name: str, title: str) -> str:
     within = (
-        "".join(f'<li><a href="#{_anchor("figures", scan)}">{escape(scan)}</a></li>' for scan in run.scans) if name == "figures" else ""
+        "".join(f'<li><a href="#{_anchor("figures", scan)}">{escape(scan)}</a></li>' for scan in run.scans)
+        if name == "figures"
+        else ""
     )
     return f'<li><a href="#{name}">{title}</a>{f"<ul>{within}</ul>" if within else ""}</li>'
 
@@ -82,7 +88,9 @@ def _anchor(section: str, scan: str) -> str:
 
 def _pairs(pairs: Mapping[str, str]) -> str:
     """A list of names and their meanings, which are HTML already."""
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in pairs.items() if value) + "</dl>"
+    return (
+        "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in pairs.items() if value) + "</dl>"
+    )
 
 
 def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
@@ -90,7 +98,8 @@ def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
     cells = "".join(f'<th scope="col">{name}</th>' for name in head)
     body = "\n".join(rows)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{cells}</tr></thead>\n'
+        '<div class="scroll" tabindex="0" role="region" '
+        f'aria-label="{escape(label)}"><table><thead><tr>{cells}</tr></thead>\n'
         f"<tbody>\n{body}\n</tbody></table></div>"
     )
 
@@ -123,7 +132,8 @@ def _machine(run: Run) -> str:
         "commit": run.revision,
         "date": run.when,
         "notes": " ".join(run.notes),
-        "extent": f"{'quick' if run.quick else 'full'}: {len(run.scans)} operators, {len(run.groups)} groups, {len(run.rows)} rows",
+        "extent": f"{'quick' if run.quick else 'full'}: {len(run.scans)} operators, {len(run.groups)} groups, "
+        f"{len(run.rows)} rows",
         "file": run.path.name,
     }
     found = {name: escape(value) for name, value in told.items()}
@@ -143,8 +153,9 @@ def _summary(run: Run) -> str:
     overview = plots.overview(run)
     assert overview is not None
     return f"""{_wrong(run)}
-<p>In {len(judged) - len(slower) - len(even)} of {len(judged)} groups with a peer, cmab_kernels is faster than the fastest of them;
-in {len(even)} the quartiles leave it open; in {len(slower)} it is slower.{_ends(judged)}{_noisy(len(every) - len(judged))}</p>
+<p>In {len(judged) - len(slower) - len(even)} of {len(judged)} groups with a peer, cmab_kernels is faster
+than the fastest of them; in {len(even)} the quartiles leave it open;
+in {len(slower)} it is slower.{_ends(judged)}{_noisy(len(every) - len(judged))}</p>
 <div class="beside"><figure>{svg(overview)}</figure>
 {_table("Speed-up of each operator", SUMMARY, _summary_rows(gains))}</div>
 <h3>Where cmab_kernels is slower</h3>
@@ -177,7 +188,10 @@ def _summary_rows(gains: Mapping[str, Sequence[tuple[Row, float]]]) -> Iterator[
         values = [gain for _, gain in found]
         peers = "; ".join(dict.fromkeys(str(row.baseline) for row, _ in found))
         ends = [_gain(value) for value in (min(values), statistics.median(values), max(values))]
-        yield _line(SUMMARY, (f'<a href="#{_anchor("figures", scan)}">{escape(scan)}</a>', str(len(found)), *ends, escape(peers)))
+        yield _line(
+            SUMMARY,
+            (f'<a href="#{_anchor("figures", scan)}">{escape(scan)}</a>', str(len(found)), *ends, escape(peers)),
+        )
 
 
 def _gain(value: float) -> str:
@@ -196,12 +210,14 @@ def clearly_slower(row: Row) -> bool:
 def _slower(surely: Sequence[Row], perhaps: Sequence[Row]) -> str:
     """The list of groups in which we are slower, the worst first."""
     lines = [
-        f'<li>{_where(row)}: <span class="slower">{row.ratio.median:.3g} times the time</span> of {escape(str(row.baseline))} '
+        f'<li>{_where(row)}: <span class="slower">{row.ratio.median:.3g} times the time</span> of '
+        f"{escape(str(row.baseline))} "
         f"({_quartiles(row)})</li>"
         for row in sorted(surely, key=lambda row: -row.ratio.median)
     ]
     lines += [
-        f"<li>{_where(row)}: perhaps, {row.ratio.median:.3g} ({_quartiles(row)}) times the time of {escape(str(row.baseline))}</li>"
+        f"<li>{_where(row)}: perhaps, {row.ratio.median:.3g} ({_quartiles(row)}) times the time of "
+        f"{escape(str(row.baseline))}</li>"
         for row in perhaps
     ]
     return f'<ul class="columns">{"".join(lines)}</ul>' if lines else "<p>In no group of this run.</p>"
@@ -232,7 +248,9 @@ def _figures(run: Run, sheets: Mapping[str, Sequence[Panel]]) -> str:
 
 
 def _drawn(panels: Sequence[Panel]) -> str:
-    return f'<div class="figures">{"".join(f"<figure>{svg(panel)}</figure>" for panel in panels)}</div>' if panels else ""
+    return (
+        f'<div class="figures">{"".join(f"<figure>{svg(panel)}</figure>" for panel in panels)}</div>' if panels else ""
+    )
 
 
 AT = {"n": 120, "m": 4, "d": 192}
@@ -253,17 +271,26 @@ CALLED = {
 
 @cache
 def _counts() -> str:
-    head = (f"a step at {escape(words(AT))}", "operations, paper", "here", "kept elements, paper", "here", "at most, paper")
+    head = (
+        f"a step at {escape(words(AT))}",
+        "operations, paper",
+        "here",
+        "kept elements, paper",
+        "here",
+        "at most, paper",
+    )
     rows = (
-        _line(head, (escape(CALLED[scheme]), *(f"{count:,.0f}" if count else "&ndash;" for count in counts(scheme)))) for scheme in SCHEMES
+        _line(head, (escape(CALLED[scheme]), *(f"{count:,.0f}" if count else "&ndash;" for count in counts(scheme))))
+        for scheme in SCHEMES
     )
     return f"""
-<p>Of no run: these are formulas, of one head and one token, the mean over a stream. Those of the paper on continual Nyström
-attention are what its figure 4 shows; beside them stands what is executed here, two operations for each multiply-add of a product. The two
-do not count alike: in the paper, full attention counts two a multiply-add, Nyström attention one.</p>
+<p>Of no run: these are formulas, of one head and one token, the mean over a stream. Those of the paper on continual
+Nyström attention are what its figure 4 shows; beside them stands what is executed here, two operations for each
+multiply-add of a product. The two do not count alike: in the paper, full attention counts two a multiply-add, Nyström
+attention one.</p>
 {_table("Counts of a step", head, rows)}
-<p class="note">The states here keep the window of keys, values and queries whatever the landmarks, for without it no token can leave. The
-paper's counts for fixed landmarks leave the window out.</p>"""
+<p class="note">The states here keep the window of keys, values and queries whatever the landmarks, for without it no
+token can leave. The paper's counts for fixed landmarks leave the window out.</p>"""
 
 
 def counts(scheme: str) -> tuple[float, ...]:
@@ -302,7 +329,9 @@ def _rows(run: Run) -> str:
         once, each = labels(rows)
         lines = [line for name, members in groups.items() for line in _group(each[name], members)]
         about = f'<p class="note">{escape(once[:1].upper() + once[1:])}.</p>' if once else ""
-        parts.append(f'<h3 id="{_anchor("rows", scan)}">{escape(scan)}</h3>\n{about}\n{_table(f"Rows of {scan}", HEAD, lines)}')
+        parts.append(
+            f'<h3 id="{_anchor("rows", scan)}">{escape(scan)}</h3>\n{about}\n{_table(f"Rows of {scan}", HEAD, lines)}'
+        )
     return "\n".join(parts)
 
 
@@ -331,7 +360,11 @@ def _cells(row: Row) -> Sequence[str]:
 
 
 def _missing(run: Run) -> str:
-    quick = "<p>A quick run leaves out most sizes, and the definition that the kernels are tested against.</p>" if run.quick else ""
+    quick = (
+        "<p>A quick run leaves out most sizes, and the definition that the kernels are tested against.</p>"
+        if run.quick
+        else ""
+    )
     if not run.not_measured:
         return quick + "<p>All that was asked for was measured.</p>"
     rows = (
@@ -348,13 +381,21 @@ CHANGES = ("row", "verdict", "change", "noise", "old", "new")
 
 
 def _changes(comparison: Comparison) -> str:
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in comparison.counts.most_common()) or "no row of ours is in both runs"
+    counts = (
+        ", ".join(f"{count} {verdict}" for verdict, count in comparison.counts.most_common())
+        or "no row of ours is in both runs"
+    )
     basis = "".join(f"<li>{escape(line)}</li>" for line in compare.basis(comparison))
     told = [_change(change, comparison) for change in compare.ordered(comparison) if change.notable]
     quiet = [_change(change, comparison) for change in compare.ordered(comparison) if not change.notable]
-    first = _table("Changes beyond the noise", CHANGES, told) if told else "<p>Nothing changed by more than the noise.</p>"
+    first = (
+        _table("Changes beyond the noise", CHANGES, told) if told else "<p>Nothing changed by more than the noise.</p>"
+    )
     rest = (
-        f"<details><summary>{len(quiet)} rows without a change</summary>{_table('The others', CHANGES, quiet)}</details>" if quiet else ""
+        f"<details><summary>{len(quiet)} rows without a "
+        f"change</summary>{_table('The others', CHANGES, quiet)}</details>"
+        if quiet
+        else ""
     )
     return f"<p>{escape(counts)}.</p><ul>{basis}</ul>{first}{rest}"
 
@@ -395,7 +436,10 @@ def _rates(run: Run) -> str:
                 escape(name),
                 f"{rate['exponentials'] / 1e9:,.3g} G/s",
                 f"{rate['memory'] / 1e9:,.3g} GB/s",
-                *(f"{rate['matrix'][dtype] / 1e9:,.4g} GFLOP/s" if dtype in rate["matrix"] else "&ndash;" for dtype in dtypes),
+                *(
+                    f"{rate['matrix'][dtype] / 1e9:,.4g} GFLOP/s" if dtype in rate["matrix"] else "&ndash;"
+                    for dtype in dtypes
+                ),
             ),
         )
         for name, rate in rates.items()

@@ -28,7 +28,14 @@ RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
 """Peaks of memory below so many MiB cannot be told apart, and are drawn at this value."""
 
 NAMES = {
-    **{"N": "keys", "n": "tokens of the window", "m": "landmarks", "D": "width of a head", "E": "width of the values", "H": "heads"},
+    **{
+        "N": "keys",
+        "n": "tokens of the window",
+        "m": "landmarks",
+        "D": "width of a head",
+        "E": "width of the values",
+        "H": "heads",
+    },
     **{"B": "batch", "L": "queries", "C": "width of the model", "t": "tokens a call", "d": "width"},
 }
 """The names of axes."""
@@ -36,7 +43,9 @@ NAMES = {
 
 def panels(run: Run, scan: str) -> list[Panel]:
     """The panels of one operator: its curves along each axis."""
-    return [panel for number, axis in enumerate(axes(run, scan)) for panel in _curves(run, scan, axis, main=number == 0)]
+    return [
+        panel for number, axis in enumerate(axes(run, scan)) for panel in _curves(run, scan, axis, main=number == 0)
+    ]
 
 
 def _curves(run: Run, scan: str, axis: str, main: bool) -> Iterator[Panel]:
@@ -67,7 +76,10 @@ def _said(one: Series, title: str) -> str:
         "Memory": lambda row: drawing.mebibytes(max(0, row.scratch) / MIB),
     }[title]
     ends = ((name, rows[0], rows[-1]) for name, rows in one.lines.items())
-    return "; ".join(f"{name}: {tell(first)} at {_value(first, one)}, {tell(last)} at {_value(last, one)}" for name, first, last in ends)
+    return "; ".join(
+        f"{name}: {tell(first)} at {_value(first, one)}, {tell(last)} at {_value(last, one)}"
+        for name, first, last in ends
+    )
 
 
 def _value(row: Row, one: Series) -> str:
@@ -148,7 +160,12 @@ def gains(run: Run, scan: str) -> list[tuple[Row, float]]:
     found = []
     for group in run.groups.values():
         ours = fastest(group)
-        if group[0].scan == scan and ours and ours.ratio and any(row.implementation == ours.baseline and row.peer for row in group):
+        if (
+            group[0].scan == scan
+            and ours
+            and ours.ratio
+            and any(row.implementation == ours.baseline and row.peer for row in group)
+        ):
             found.append((ours, 1 / ours.ratio.median))
     return found
 
@@ -157,9 +174,20 @@ def _draw_overview(found: Mapping[str, Sequence[float]], axes: Axes) -> None:
     every = [1.0, *(gain for values in found.values() for gain in values)]
     drawing.log_scale(axes.xaxis, [0.7 * min(every), 1.25 * max(every)], drawing.times)
     for place, (scan, values) in enumerate(found.items()):
-        axes.plot(values, [place] * len(values), linestyle="", marker="o", markersize=5, color=OURS, alpha=0.55, markeredgewidth=0)
+        axes.plot(
+            values,
+            [place] * len(values),
+            linestyle="",
+            marker="o",
+            markersize=5,
+            color=OURS,
+            alpha=0.55,
+            markeredgewidth=0,
+        )
         axes.plot(statistics.median(values), place, marker="|", markersize=11, markeredgewidth=2, color=INK)
-        axes.text(0.005, place - 0.27, scan, fontsize=7.5, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR)
+        axes.text(
+            0.005, place - 0.27, scan, fontsize=7.5, va="bottom", transform=axes.get_yaxis_transform(), bbox=CLEAR
+        )
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_ylim(len(found) - 0.5, -0.75)
     axes.set_yticks([])
@@ -231,8 +259,12 @@ def picture(run: Run, scan: str, path: Path) -> None:
             axes = figure.add_axes((left, 0.13, 0.21, 0.595))
             drawn(chosen, axes)
             axes.set_title(title, loc="left", fontsize=12, x=-0.4)
-            drawing.name_ends(axes, {_beside(scan, name): (value(one.lines[name][-1]), style) for name, style in chosen.items()})
-        figure.savefig(path, format="png", dpi=200, metadata={"Software": None, "Run": run.name, "Digest": digest(run, scan)})
+            drawing.name_ends(
+                axes, {_beside(scan, name): (value(one.lines[name][-1]), style) for name, style in chosen.items()}
+            )
+        figure.savefig(
+            path, format="png", dpi=200, metadata={"Software": None, "Run": run.name, "Digest": digest(run, scan)}
+        )
 
 
 def _beside(scan: str, implementation: str) -> str:

@@ -43,4 +43,7 @@ def brief(rows: Sequence[Row], problems: Mapping[str, str]) -> str:
 
 def _figures(row: Row) -> str:
     ratio = f"{row.ratio.median:.3g} [{row.ratio.low:.3g}, {row.ratio.high:.3g}]" if row.ratio else "--"
-    return f"{readable(row.seconds.median):>10}{row.spread:>8.0%}{ratio:>24}{beyond_results(row):>12}{row.gflops:>9.1f}{row.error:>9.0e}"
+    return (
+        f"{readable(row.seconds.median):>10}{row.spread:>8.0%}{ratio:>24}{beyond_results(row):>12}"
+        f"{row.gflops:>9.1f}{row.error:>9.0e}"
+    )

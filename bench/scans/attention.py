@@ -81,7 +81,10 @@ def exact(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None = None)
     head by head because the scores are stored."""
     if dout is None:
         return (attended(query, key, value).out,)
-    heads = [_exact_gradients(*(part[:, head].detach().double() for part in (query, key, value, dout))) for head in range(query.shape[1])]
+    heads = [
+        _exact_gradients(*(part[:, head].detach().double() for part in (query, key, value, dout)))
+        for head in range(query.shape[1])
+    ]
     return tuple(torch.stack(results, dim=1) for results in zip(*heads, strict=True))
 
 
@@ -166,7 +169,9 @@ def attention(
         if implementation == FLEX and dtype == torch.float64:
             return "torch has no float64 of it"
         stored = 4 * dtype.itemsize * scores if _stores_scores(implementation) else 0
-        return refusing("latent_attention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=stored + 3 * 2**30)(implementation)
+        return refusing("latent_attention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=stored + 3 * 2**30)(
+            implementation
+        )
 
     works = [
         attention_work(scores, batch * heads * keys, width, width, named, pass_, device())
@@ -178,13 +183,23 @@ def attention(
     return Case(
         scan="latent_attention",
         name=f"{way(backward)}-{named}-B{batch}-{heads}x{width}-L{latents}-N{keys}{suffix}",
-        sizes={"pass": direction(backward), **sizes, "layout": "(B, N, H, D)" if transposed else "(B, H, N, D)", **large},
+        sizes={
+            "pass": direction(backward),
+            **sizes,
+            "layout": "(B, N, H, D)" if transposed else "(B, H, N, D)",
+            **large,
+        },
         inputs=inputs,
-        implementations={name: as_named(name, passes(ATTENTION[name], 3, backward)) for name in names() if in_reach(name)},
+        implementations={
+            name: as_named(name, passes(ATTENTION[name], 3, backward)) for name in names() if in_reach(name)
+        },
         oracle=lambda i: exact(*i[:3], i.dout if backward else None),
-        baselines=tuple(name for name in names() if in_reach(name) and not of_this_package(name) and IN_TF32 not in name),
+        baselines=tuple(
+            name for name in names() if in_reach(name) and not of_this_package(name) and IN_TF32 not in name
+        ),
         work=works,
-        counted={FLEX: SDPA, FLEX_IN_TF32: SDPA} | {name: name.removesuffix(COMPILED) for name in PLAIN if name.endswith(COMPILED)},
+        counted={FLEX: SDPA, FLEX_IN_TF32: SDPA}
+        | {name: name.removesuffix(COMPILED) for name in PLAIN if name.endswith(COMPILED)},
         refusal=refusal,
         smaller={"keys": min(keys, 4096), "batch": min(batch, 4)},
     )
@@ -253,7 +268,8 @@ def update(
     count = "one-key" if new == 1 else f"{new}-keys"
     return Case(
         scan=scan,
-        name=f"{'removal' if removes else 'update'}-{named}-{heads}x{width}-L{latents}-{count}-{'of' if removes else 'after'}-{keys}",
+        name=f"{'removal' if removes else 'update'}-{named}-{heads}x{width}-L{latents}-{count}"
+        f"-{'of' if removes else 'after'}-{keys}",
         sizes={"H": heads, "L": latents, "N": keys, "t": new, "D": width},
         inputs=inputs,
         implementations={
@@ -297,7 +313,9 @@ def merge(parts: int = 2, heads: int = 4, width: int = 16, latents: int = 128, b
         },
         oracle=oracle,
         baselines=(EAGER,),
-        work=Work(bytes=(parts + 1) * rows * (width * BYTES["float32"] + BYTES["float64"])),  # each state is read, one is written
+        work=Work(
+            bytes=(parts + 1) * rows * (width * BYTES["float32"] + BYTES["float64"])
+        ),  # each state is read, one is written
         smaller={"batch": 1},
     )
 
@@ -331,16 +349,22 @@ def short_cases() -> Iterator[Case]:
     """Attention at `SHORT`, in heads of 16 and 64, on one thread."""
     for latents, keys, batch in SHORT:
         yield from (
-            attention(4, width, keys, batch, latents, threads=1, quick=latents < 128 and keys == 256 and width == 64) for width in (16, 64)
+            attention(4, width, keys, batch, latents, threads=1, quick=latents < 128 and keys == 256 and width == 64)
+            for width in (16, 64)
         )
 
 
 def cases() -> Iterator[Case]:
     half, wide, double = torch.bfloat16, torch.float32, torch.float64
     yield from (attention(keys=keys, quick=True, every_peer=keys == 100_000) for keys in NUMBERS)
-    yield from (attention(keys=keys, backward=True, quick=keys == 100_000, every_peer=keys == 100_000) for keys in NUMBERS)
     yield from (
-        attention(heads, width, backward=backward, quick=True) for heads, width in WIDTHS if heads != 4 for backward in (False, True)
+        attention(keys=keys, backward=True, quick=keys == 100_000, every_peer=keys == 100_000) for keys in NUMBERS
+    )
+    yield from (
+        attention(heads, width, backward=backward, quick=True)
+        for heads, width in WIDTHS
+        if heads != 4
+        for backward in (False, True)
     )
     yield from (attention(heads, width, transposed=True) for heads, width in WIDTHS)
     yield from (attention(heads, width, dtype=half, quick=heads != 8) for heads, width in WIDTHS)

@@ -29,7 +29,12 @@ PACKAGE = "nystrom-attention 0.0.14"
 CONTINUAL_INFERENCE = "continual-inference 1.2.4"
 FLASH = "flash-attention"
 FLASHINFER = "flashinfer"
-MODULES = {PACKAGE: "nystrom_attention", CONTINUAL_INFERENCE: "continual", FLASH: "flash_attn", FLASHINFER: "flashinfer"}
+MODULES = {
+    PACKAGE: "nystrom_attention",
+    CONTINUAL_INFERENCE: "continual",
+    FLASH: "flash_attn",
+    FLASHINFER: "flashinfer",
+}
 """Peer from a package -> the module that it is imported as."""
 INSTALLED_AS = {FLASH: "flash-attn", FLASHINFER: "flashinfer-python"}
 """Peer from a package -> the package's name, where the peer's name does not begin with it."""
@@ -132,7 +137,9 @@ def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callabl
             case = build(**arguments)
             name = case.name if threads == usual else f"{case.name}-{threads}-thread{'' if threads == 1 else 's'}"
             again = partial(made, threads=threads, quick=quick, **arguments)
-            return replace(case, name=name, threads=threads, quick=quick, dtype=arguments.get("dtype", case.dtype), made_by=again)
+            return replace(
+                case, name=name, threads=threads, quick=quick, dtype=arguments.get("dtype", case.dtype), made_by=again
+            )
 
         return made
 
@@ -150,7 +157,9 @@ def kernels(operator: str, definition: bool = True) -> tuple[str, ...]:
     return (*found, "reference") if definition else found
 
 
-def refusing(operator: str, *shapes: Sequence[int], dtype: torch.dtype = torch.float32, memory: float = 0.0) -> Callable[[str], str | None]:
+def refusing(
+    operator: str, *shapes: Sequence[int], dtype: torch.dtype = torch.float32, memory: float = 0.0
+) -> Callable[[str], str | None]:
     """The refusal of a case: an implementation of `operator` that cannot take such tensors, a package that is not
     installed, or too little memory for `memory` bytes."""
 

@@ -10,12 +10,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cmab_kernels import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
+from cmab_kernels import (
+    continual_attention_init,
+    continual_attention_step,
+    continual_nystrom_init,
+    continual_nystrom_step,
+)
 
 from ..devices import generator, lacking_memory, normal
 from ..floors import Work, step_work
 from .attention import SDPA, exact, naive_attention
-from .case import CONTINUAL_INFERENCE, DTYPES, EAGER, Case, Results, declared, drawn, dtype_name, kernels, refusing, wide
+from .case import (
+    CONTINUAL_INFERENCE,
+    DTYPES,
+    EAGER,
+    Case,
+    Results,
+    declared,
+    drawn,
+    dtype_name,
+    kernels,
+    refusing,
+    wide,
+)
 from .eager import ITERATIONS, EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive
 
 BAND = "eager torch, by a band"
@@ -105,7 +122,9 @@ class Shape(NamedTuple):
 
     def made(self, seed: int) -> list[Tensor]:
         """Queries, keys and values."""
-        return drawn(seed, *3 * [(1, self.heads, self.window + self.tokens, self.width)], backward=False, dtype=self.dtype)[:3]
+        return drawn(
+            seed, *3 * [(1, self.heads, self.window + self.tokens, self.width)], backward=False, dtype=self.dtype
+        )[:3]
 
     def first(self, tokens: Sequence[Tensor]) -> list[Tensor]:
         return [part[:, :, : self.window] for part in tokens]
@@ -145,7 +164,9 @@ def banded(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
     age = places[-query.shape[2] :, None] - places
     outside = (age < 0) | (age >= window)
     heads = zip(*(part[0].double() for part in (query, key, value)), strict=True)
-    return torch.stack([(q @ k.T * q.shape[-1] ** -0.5).masked_fill(outside, -torch.inf).softmax(-1) @ v for q, k, v in heads])[None]
+    return torch.stack(
+        [(q @ k.T * q.shape[-1] ** -0.5).masked_fill(outside, -torch.inf).softmax(-1) @ v for q, k, v in heads]
+    )[None]
 
 
 # ---- Nyström attention -----------------------------------------------------------------------------------------------
@@ -172,7 +193,8 @@ class NystromStreams:
     def name(self) -> str:
         s = self.shape
         output = "-retroactive" if s.retroactive else ""
-        return f"nystrom-step-{self.kind}{output}-{dtype_name(s.dtype)}-{s.heads}x{s.width}-n{s.window}-m{self.landmarks}{s.suffix}"
+        sizes = f"{dtype_name(s.dtype)}-{s.heads}x{s.width}-n{s.window}-m{self.landmarks}"
+        return f"nystrom-step-{self.kind}{output}-{sizes}{s.suffix}"
 
     @property
     def work(self) -> Work:
@@ -275,7 +297,9 @@ def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
     streams, usable = NystromStreams(shape, 4, fixed), shape.refusal("continual_nystrom_step")
 
     def exact_stream(tokens: Streams, seed: int) -> Call:
-        return all_steps(Ours(continual_attention_step, continual_attention_init(*shape.first(tokens))).step, shape.after(tokens, 1))
+        return all_steps(
+            Ours(continual_attention_step, continual_attention_init(*shape.first(tokens))).step, shape.after(tokens, 1)
+        )
 
     def whole(attend: Callable[..., Tensor], tokens: Streams, seed: int) -> Call:
         last = [part[:, :, -window:].contiguous() for part in tokens]
@@ -298,7 +322,8 @@ def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
         baselines=(SDPA, EXPLICIT),
         others=(EXACT, SDPA, EXPLICIT),
         work=streams.work,
-        steps=dict.fromkeys((*ours, EXACT), shape.tokens) | dict.fromkeys(peers, 1),  # full attention is computed once a call
+        steps=dict.fromkeys((*ours, EXACT), shape.tokens)
+        | dict.fromkeys(peers, 1),  # full attention is computed once a call
     )
 
 
@@ -338,16 +363,22 @@ def exact_step(
     scan, shape = "continual_attention_step", Shape(window, width, heads, block, calls, retroactive, dtype)
 
     def by_ours(name: str, tokens: Streams, seed: int) -> Call:
-        step = Ours(continual_attention_step, continual_attention_init(*shape.first(tokens)), **shape.options(name)).step
+        step = Ours(
+            continual_attention_step, continual_attention_init(*shape.first(tokens)), **shape.options(name)
+        ).step
         return all_steps(step, shape.after(tokens, block))
 
     def eager(tokens: Streams, seed: int) -> Call:
         first = shape.first(tokens)[1:]
-        return all_steps((EagerExact(*first) if block == 1 else EagerExactBlocks(*first, block)).step, shape.after(tokens, block))
+        return all_steps(
+            (EagerExact(*first) if block == 1 else EagerExactBlocks(*first, block)).step, shape.after(tokens, block)
+        )
 
     def package(tokens: Streams, seed: int) -> Call:
         stream = ContinualInference([part.to(wide(part.dtype)) for part in shape.first(tokens)], retroactive)
-        return all_steps(shape.widened(stream.step), [[part[0, :, 0] for part in token] for token in shape.after(tokens, block)])
+        return all_steps(
+            shape.widened(stream.step), [[part[0, :, 0] for part in token] for token in shape.after(tokens, block)]
+        )
 
     def oracle(i: Streams) -> Mapping[str, Results]:
         """Attention over each token's window: of all its queries, or of the newest."""

@@ -35,7 +35,9 @@ class Ring:
         """The first window (1, n, C) of a stream."""
         self.layer, self.attention, self.window, self.place = layer, layer.self_attn, tokens.shape[1], 0
         packed = F.linear(tokens, self.attention.in_proj_weight, self.attention.in_proj_bias)
-        _, key, value = (part.contiguous() for part in packed.unflatten(-1, (3, self.attention.num_heads, -1)).permute(2, 0, 3, 1, 4))
+        _, key, value = (
+            part.contiguous() for part in packed.unflatten(-1, (3, self.attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        )
         self.key, self.value = key, value
 
     def attended(self, token: Tensor) -> Tensor:
@@ -78,7 +80,9 @@ class BareRing:
 
 
 @declared()
-def layer_step(window: int = 256, width: int = 16, calls: int = 64, heads: int = 4, hidden: int = 128, landmarks: int = 16) -> Case:
+def layer_step(
+    window: int = 256, width: int = 16, calls: int = 64, heads: int = 4, hidden: int = 128, landmarks: int = 16
+) -> Case:
     """One stream in float32. With landmarks that follow the window, a layer computes something else."""
     features = heads * width
 
@@ -95,7 +99,9 @@ def layer_step(window: int = 256, width: int = 16, calls: int = 64, heads: int =
         if name in PEERS:
             return all_steps(PEERS[name](weights(), tokens[:, :window]).step, after)
         options = {"batch_first": True, "device": device(), "sequence_len": window}
-        ours = ContinualEncoderLayer(features, heads, hidden, **options, num_landmarks=landmarks if name == OURS_NYSTROM else None).eval()
+        ours = ContinualEncoderLayer(
+            features, heads, hidden, **options, num_landmarks=landmarks if name == OURS_NYSTROM else None
+        ).eval()
         ours.load_state_dict(weights().state_dict())
         ours.forward_steps(tokens[:, :window])
         return all_steps(ours.forward_step, after)
@@ -103,7 +109,9 @@ def layer_step(window: int = 256, width: int = 16, calls: int = 64, heads: int =
     @torch.no_grad()
     def oracle(i: Streams) -> Mapping[str, Results]:
         """Attention by definition in float64, between the layer's other parts in float64."""
-        layer = nn.TransformerEncoderLayer(features, heads, hidden, batch_first=True, dtype=torch.float64, device=i[0].device)
+        layer = nn.TransformerEncoderLayer(
+            features, heads, hidden, batch_first=True, dtype=torch.float64, device=i[0].device
+        )
         layer.load_state_dict(weights().state_dict())
         layer.eval()
         tokens, attention = i[0].double(), layer.self_attn

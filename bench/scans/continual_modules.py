@@ -22,7 +22,9 @@ from .modules import torch_attention
 OURS, OURS_EXACT = "cmab_kernels.nn.ContinualNystromAttention", "cmab_kernels.nn.ContinualAttention"
 
 
-def _module_step(names: Sequence[str], window: int, width: int, calls: int, heads: int, batch: int, landmarks: int) -> Case:
+def _module_step(
+    names: Sequence[str], window: int, width: int, calls: int, heads: int, batch: int, landmarks: int
+) -> Case:
     """Modules over a stream, with their projections, in float32; landmarks follow the window, and `names[0]` is
     measured.
 
@@ -93,18 +95,22 @@ def _module_step(names: Sequence[str], window: int, width: int, calls: int, head
         {name: partial(started, name) for name in names},
         missing,
         scan=scan,
-        name=f"{scan.removeprefix('nn.')}-step-float32-B{batch}-{heads}-heads-C{features}-n{window}{f'-m{landmarks}' if nystrom else ''}",
+        name=f"{scan.removeprefix('nn.')}-step-float32-B{batch}-{heads}-heads-C{features}-n{window}"
+        + (f"-m{landmarks}" if nystrom else ""),
         sizes={"B": batch, "H": heads, "n": window, "D": width, **({"m": landmarks} if nystrom else {})},
         oracle=oracle,
         baselines=(CONTINUAL_INFERENCE,),
         others=(OURS_EXACT, CONTINUAL_INFERENCE) if nystrom else (),
-        work=step_work("continual single" if nystrom else "single", batch * heads, window, landmarks, width, "float32") + projections,
+        work=step_work("continual single" if nystrom else "single", batch * heads, window, landmarks, width, "float32")
+        + projections,
         steps=dict.fromkeys(names, calls),
     )
 
 
 @declared()
-def module_step(window: int = 64, width: int = 64, calls: int = 64, heads: int = 4, batch: int = 1, landmarks: int = 16) -> Case:
+def module_step(
+    window: int = 64, width: int = 64, calls: int = 64, heads: int = 4, batch: int = 1, landmarks: int = 16
+) -> Case:
     return _module_step((OURS, OURS_EXACT, EAGER, CONTINUAL_INFERENCE), window, width, calls, heads, batch, landmarks)
 
 

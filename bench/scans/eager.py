@@ -100,7 +100,14 @@ class EagerNystrom:
     """A stream of continual Nyström attention, single outputs."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, number: int, fixed: tuple[Tensor, Tensor] | None, iterations: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        number: int,
+        fixed: tuple[Tensor, Tensor] | None,
+        iterations: int,
     ) -> None:
         """Starts from a first window (M, n, D); fixed landmarks are (M, m, D)."""
         self.ring = Ring(key, value)
@@ -170,7 +177,14 @@ class EagerBlocks:
     """The same with fixed landmarks for blocks of tokens: a band of each token's window, by matrix products alone."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, fixed: tuple[Tensor, Tensor], iterations: int, block: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        fixed: tuple[Tensor, Tensor],
+        iterations: int,
+        block: int,
     ) -> None:
         self.key, self.value, self.window = _one(key), _one(value), key.shape[1]
         self.queries, far = scale * _one(fixed[0]), _one(fixed[1])

@@ -47,16 +47,29 @@ def _inverse(key: Tensor) -> Tensor:
 def regression_work(heads: int, length: int, width: int, dtype: str, backward: bool) -> list[Work]:
     """Sums, solution and rows, with as many queries as keys; backward the gradients of each, by the same factor."""
     rows = heads * length
-    forward = ridge_work(rows, width, width, dtype) + solve_work(heads, width, width, dtype) + rows_work(rows, width, width, dtype)
+    forward = (
+        ridge_work(rows, width, width, dtype)
+        + solve_work(heads, width, width, dtype)
+        + rows_work(rows, width, width, dtype)
+    )
     if not backward:
         return [forward]
     again = Work(0.0, heads * 4 * width**3, 0.0, dtype)
-    gradients = ridge_work(rows, width, width, dtype, backward=True) + rows_work(rows, width, width, dtype, backward=True)
+    gradients = ridge_work(rows, width, width, dtype, backward=True) + rows_work(
+        rows, width, width, dtype, backward=True
+    )
     return [forward, again + gradients]
 
 
 @declared()
-def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward: bool = False, dtype: torch.dtype = torch.float32) -> Case:
+def layer(
+    length: int,
+    heads: int = 1,
+    width: int = 64,
+    batch: int = 1,
+    backward: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
     """`intention` of as many queries as keys.
 
     The oracle is by an inverse in float64; for long ones, where the gradient of that takes gigabytes, torch's form in
@@ -68,14 +81,17 @@ def layer(length: int, heads: int = 1, width: int = 64, batch: int = 1, backward
     held = 4 * batch * heads * length * width * (24 if backward else 12)  # in float64 too
     case = operator(
         functions,
-        dict.fromkeys((*ours, CHUNKED), lambda q, k, v: q @ (_inverse(k) @ (k.mT @ v))) | ({SDPA: SCALED} if short else {}),
+        dict.fromkeys((*ours, CHUNKED), lambda q, k, v: q @ (_inverse(k) @ (k.mT @ v)))
+        | ({SDPA: SCALED} if short else {}),
         operands=3,
         backward=backward,
         implementations={CHUNKED: lambda i: regression(*i)},
         scan="intention",
         name=f"intention-{way(backward)}-{named}-{heads}x{width}-N{length}{f'-B{batch}' if batch > 1 else ''}",
         sizes={"pass": direction(backward), "B": batch, "H": heads, "N": length, "D": width},
-        inputs=lambda seed: Operands(*drawn(seed, *3 * [(batch, heads, length, width)], backward=backward, dtype=dtype)),
+        inputs=lambda seed: Operands(
+            *drawn(seed, *3 * [(batch, heads, length, width)], backward=backward, dtype=dtype)
+        ),
         baselines=(CHUNKED,),
         uncaptured=(CHUNKED,),
         others=(SDPA,),
@@ -109,7 +125,8 @@ def sigma_layer(
     return operator(
         {name: partial(sigma_intention, alpha=ALPHA, scale=scale, impl=name) for name in ours}
         | {EAGER: partial(sigma, scale=scale), SDPA: SCALED},
-        dict.fromkeys((*ours, EAGER), lambda q, k, v: (scale * (q @ _inverse(k)) @ k.mT).softmax(-1) @ v) | {SDPA: SCALED},
+        dict.fromkeys((*ours, EAGER), lambda q, k, v: (scale * (q @ _inverse(k)) @ k.mT).softmax(-1) @ v)
+        | {SDPA: SCALED},
         operands=3,
         backward=backward,
         scan=scan,

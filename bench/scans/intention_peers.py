@@ -53,7 +53,9 @@ def summed_heads(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return tuple(torch.stack(parts).unflatten(0, key.shape[:2]) for parts in (grams, moments))
 
 
-def sums_gradients(key: Tensor, value: Tensor, dgram: Tensor, dmoment: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sums_gradients(
+    key: Tensor, value: Tensor, dgram: Tensor, dmoment: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The gradients of keys and values: K (dG + dG') + V dM' and K dM, in `dtype`."""
     slope, dmoment = (part.flatten(0, 1).to(dtype) for part in (dgram + dgram.mT, dmoment))
     dkey, dvalue = torch.empty_like(key), torch.empty_like(value)

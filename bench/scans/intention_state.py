@@ -16,14 +16,29 @@ from cmab_kernels.intention.schema import gram_op
 
 from ..devices import device, generator, normal
 from ..floors import ridge_work
-from .case import DTYPES, EAGER, Case, Implementation, Results, declared, direction, dtype_name, kernels, moved, operator, refusing
+from .case import (
+    DTYPES,
+    EAGER,
+    Case,
+    Implementation,
+    Results,
+    declared,
+    direction,
+    dtype_name,
+    kernels,
+    moved,
+    operator,
+    refusing,
+)
 from .intention_peers import ALPHA, cholesky_solve, inverse_of, regularised, summed_heads, sums_gradients
 
 TORCH, TORCH_SINGLE = "torch, float64", "torch, float32"
 RUNS = "native, float32 runs"
 
 
-def _keys(seed: int, batch: int, heads: int, keys: int, width: int, dtype: torch.dtype, grad: bool = False) -> list[Tensor]:
+def _keys(
+    seed: int, batch: int, heads: int, keys: int, width: int, dtype: torch.dtype, grad: bool = False
+) -> list[Tensor]:
     """Keys and values."""
     random = generator(seed)
     return [normal(random, batch, heads, keys, width, dtype=dtype, grad=grad) for _ in range(2)]
@@ -83,7 +98,8 @@ def sums(
         backward=backward,
         implementations=peers,
         scan=scan,
-        name=f"ridge-state{'+backward' if backward else ''}-{named}-{heads}x{width}-N{keys}{f'-B{batch}' if batch > 1 else ''}",
+        name=f"ridge-state{'+backward' if backward else ''}-{named}-{heads}x{width}-N{keys}"
+        + (f"-B{batch}" if batch > 1 else ""),
         sizes={"pass": direction(backward), "B": batch, "H": heads, "N": keys, "D": width},
         inputs=inputs,
         baselines=(TORCH,),
@@ -121,7 +137,9 @@ def removal(keys: int, width: int = 64, heads: int = 1) -> Case:
 
     def inputs(seed: int) -> Held:
         gone, kept = (_keys(each, 1, heads, keys, width, torch.float32) for each in (seed, seed + 1000))
-        gram, moment = (sum(parts) for parts in zip(*(summed_heads(*pair, torch.float64) for pair in (gone, kept)), strict=True))
+        gram, moment = (
+            sum(parts) for parts in zip(*(summed_heads(*pair, torch.float64) for pair in (gone, kept)), strict=True)
+        )
         return Held(*gone, gram, moment, torch.full(gram.shape[:2], 2 * keys, device=gram.device))
 
     return Case(
@@ -164,7 +182,13 @@ def update(heads: int, width: int, keys: int = 100_000, tokens: int = 1) -> Case
     def inputs(seed: int) -> Held:
         key, value = _keys(seed, 1, heads, keys + tokens, width, torch.float32)
         gram, moment = gram_reference(key[:, :, :keys], value[:, :, :keys], None, None, exact=True)
-        return Held(key[:, :, keys:].clone(), value[:, :, keys:].clone(), gram, moment, torch.full((1, heads), keys, device=gram.device))
+        return Held(
+            key[:, :, keys:].clone(),
+            value[:, :, keys:].clone(),
+            gram,
+            moment,
+            torch.full((1, heads), keys, device=gram.device),
+        )
 
     def oracle(i: Held) -> Results:
         outer, cross = (torch.einsum("bhni,bhnj->bhij", i.key.double(), part.double()) for part in (i.key, i.value))
@@ -179,7 +203,11 @@ def update(heads: int, width: int, keys: int = 100_000, tokens: int = 1) -> Case
         sizes={"pass": "update and solution", "H": heads, "t": tokens, "D": width},
         inputs=inputs,
         implementations={
-            **{name: partial(_updated_by, impl=name) for name in kernels("ridge_step") if name in kernels("solve_ridge")},
+            **{
+                name: partial(_updated_by, impl=name)
+                for name in kernels("ridge_step")
+                if name in kernels("solve_ridge")
+            },
             EAGER: eager_update,
         },
         oracle=oracle,

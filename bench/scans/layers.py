@@ -56,21 +56,37 @@ def feed_forward(rows: int = 2048, width: int = 64, backward: bool = False) -> C
         return cmab_kernels.feed_forward_layer(x, *weights, norm=(weight, bias, 1e-5), impl=impl)
 
     shapes = [(rows, width), (width,), (width,), (4 * width, width), (width, 2 * width)]
-    return _layer("feed_forward_layer", ours, torch_feed_forward, shapes, 6 * rows * width**2, 0, backward, {"R": rows, "C": width}, "rows")
+    return _layer(
+        "feed_forward_layer",
+        ours,
+        torch_feed_forward,
+        shapes,
+        6 * rows * width**2,
+        0,
+        backward,
+        {"R": rows, "C": width},
+        "rows",
+    )
 
 
 @declared()
-def attention_layer(latents: int = 128, width: int = 64, heads: int = 4, keys: int = 128, batch: int = 16, backward: bool = False) -> Case:
+def attention_layer(
+    latents: int = 128, width: int = 64, heads: int = 4, keys: int = 128, batch: int = 16, backward: bool = False
+) -> Case:
     """The attention layer of a block, whose latents attend to others."""
 
     def ours(impl: str, x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, *weights: Tensor) -> Tensor:
-        return cmab_kernels.attention_layer(x, *weights, num_heads=heads, context=context, norm=(weight, bias, 1e-5), impl=impl)
+        return cmab_kernels.attention_layer(
+            x, *weights, num_heads=heads, context=context, norm=(weight, bias, 1e-5), impl=impl
+        )
 
     shapes = [(batch, latents, width), (batch, keys, width), (width,), (width,), *4 * [(width, width)]]
     products = batch * (2 * (latents + keys) * width**2 + 2 * latents * keys * width)
     sizes = {"B": batch, "H": heads, "L": latents, "N": keys, "C": width}
     theirs = partial(torch_attention, heads=heads)
-    return _layer("attention_layer", ours, theirs, shapes, products, batch * heads * latents * keys, backward, sizes, "batch")
+    return _layer(
+        "attention_layer", ours, theirs, shapes, products, batch * heads * latents * keys, backward, sizes, "batch"
+    )
 
 
 def _layer(
@@ -85,7 +101,10 @@ def _layer(
     shorter: str,
 ) -> Case:
     """One layer, its implementations beside eager and compiled torch. `shorter`: the argument that makes it smaller."""
-    functions = {name: partial(ours, name) for name in kernels(scan)} | {EAGER: theirs, EAGER + COMPILED: lambda *i: compiled(theirs)(*i)}
+    functions = {name: partial(ours, name) for name in kernels(scan)} | {
+        EAGER: theirs,
+        EAGER + COMPILED: lambda *i: compiled(theirs)(*i),
+    }
     return operator(
         functions,
         theirs,
@@ -130,13 +149,22 @@ def torch_block(attend: Attend, heads: int, weights: Mapping[str, Tensor], input
         normed = norm(f"{name}.norm", x)
         context = normed if context is None else norm(f"{name}.context_norm", context)
         rows = zip(("query", "key", "value"), (normed, context, context), strict=True)
-        out = attend(*(F.linear(y, weights[f"{name}.{part}.weight"]).unflatten(-1, (heads, -1)).transpose(1, 2) for part, y in rows))
-        return x + F.linear(out.transpose(1, 2).flatten(-2), weights[f"{name}.output.weight"], weights[f"{name}.output.bias"])
+        out = attend(
+            *(
+                F.linear(y, weights[f"{name}.{part}.weight"]).unflatten(-1, (heads, -1)).transpose(1, 2)
+                for part, y in rows
+            )
+        )
+        return x + F.linear(
+            out.transpose(1, 2).flatten(-2), weights[f"{name}.output.weight"], weights[f"{name}.output.bias"]
+        )
 
     def feed_forward(name: str, x: Tensor) -> Tensor:
         wide = F.linear(norm(f"{name}.norm", x), weights[f"{name}.expand.weight"], weights[f"{name}.expand.bias"])
         features, gate = wide.chunk(2, dim=-1)
-        return x + F.linear(features * F.gelu(gate), weights[f"{name}.contract.weight"], weights[f"{name}.contract.bias"])
+        return x + F.linear(
+            features * F.gelu(gate), weights[f"{name}.contract.weight"], weights[f"{name}.contract.bias"]
+        )
 
     def layer(name: str, x: Tensor, context: Tensor) -> Tensor:
         x = feed_forward(f"{name}.cross_feed_forward", attention(f"{name}.cross_attention", x, context))
@@ -147,13 +175,21 @@ def torch_block(attend: Attend, heads: int, weights: Mapping[str, Tensor], input
 
 @cache
 def _blocks(name: str, heads: int) -> Callable[..., Tensor]:
-    block = partial(torch_block, F.scaled_dot_product_attention if name.startswith(WITH_SDPA) else naive_attention, heads)
+    block = partial(
+        torch_block, F.scaled_dot_product_attention if name.startswith(WITH_SDPA) else naive_attention, heads
+    )
     return compiled(block) if name.endswith(COMPILED) else block
 
 
 @declared(threads=None)
 def stack(
-    latents: int = 128, width: int = 64, heads: int = 4, depth: int = 6, backward: bool = True, points: int = 50, batch: int = 16
+    latents: int = 128,
+    width: int = 64,
+    heads: int = 4,
+    depth: int = 6,
+    backward: bool = True,
+    points: int = 50,
+    batch: int = 16,
 ) -> Case:
     """A stack of blocks over `batch` functions of `points` points, as in training, or without gradients.
 

@@ -22,7 +22,21 @@ from cmab_kernels.nn import CMAB, MultiheadAttention, MultiheadIntention, Nystro
 from ..devices import device, generator, lacking_memory, normal
 from ..floors import BYTES, Work, attention_work, nystrom_work
 from .attention import ATTENTION, SDPA
-from .case import COMPILED, EAGER, IN_TF32, PACKAGE, Case, Results, declared, direction, doubled, drawn, dtype_name, missing, way
+from .case import (
+    COMPILED,
+    EAGER,
+    IN_TF32,
+    PACKAGE,
+    Case,
+    Results,
+    declared,
+    direction,
+    doubled,
+    drawn,
+    dtype_name,
+    missing,
+    way,
+)
 from .eager import ITERATIONS, eager_attention
 from .intention import regression_work
 from .intention_peers import ALPHA, cholesky_solve, regularised
@@ -125,10 +139,15 @@ def module_case(
 
 
 @declared(threads=None)
-def cross_attention(heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128, backward: bool = False) -> Case:
+def cross_attention(
+    heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128, backward: bool = False
+) -> Case:
     """The whole of nn.MultiheadAttention of `latents` over a context; backward to parameters and inputs."""
     each, scores = width // heads, heads * latents * keys
-    attend = [attention_work(scores, heads * keys, each, each, "float32", pass_, device()) for pass_ in (False, True)[: 1 + backward]]
+    attend = [
+        attention_work(scores, heads * keys, each, each, "float32", pass_, device())
+        for pass_ in (False, True)[: 1 + backward]
+    ]
     projections = 4 * keys * width**2  # of the context, to keys and values; backward to its weights and to itself
     moved = keys * width * BYTES["float32"]
 
@@ -149,7 +168,9 @@ def cross_attention(heads: int = 4, width: int = 64, keys: int = 100_000, latent
         name=f"module{'-forward+backward' if backward else ''}-float32-{heads}-heads-C{width}-L{latents}-N{keys}",
         sizes={"pass": direction(backward), "H": heads, "L": latents, "N": keys, "C": width},
         baselines=(THEIRS,),
-        work=[one + Work(products=times * projections, bytes=moved) for times, one in zip((1, 2), attend, strict=False)],
+        work=[
+            one + Work(products=times * projections, bytes=moved) for times, one in zip((1, 2), attend, strict=False)
+        ],
         counted={BETWEEN + name: BETWEEN + name.removesuffix(COMPILED) for name in PLAIN if name.endswith(COMPILED)},
         refusal=lambda name: lacking_memory(20 * width * keys + (16 * scores if stores_scores(name) else 0)),
         smaller={"keys": min(keys, 4096)},
@@ -311,7 +332,9 @@ def nystrom_module(
     width = features // heads
 
     def package(weights: nn.MultiheadAttention) -> Attend:
-        enter, leave = (partial(F.linear, weight=weight) for weight in (weights.in_proj_weight, weights.out_proj.weight))
+        enter, leave = (
+            partial(F.linear, weight=weight) for weight in (weights.in_proj_weight, weights.out_proj.weight)
+        )
         return packaged_attention(heads, width, landmarks, enter, leave)
 
     return self_attention(
@@ -330,7 +353,9 @@ def nystrom_module(
 
 
 def cases() -> Iterator[Case]:
-    yield from (cross_attention(keys=keys, quick=keys in (10_000, 100_000)) for keys in (1000, 10_000, 100_000, 1_000_000))
+    yield from (
+        cross_attention(keys=keys, quick=keys in (10_000, 100_000)) for keys in (1000, 10_000, 100_000, 1_000_000)
+    )
     yield from (cross_attention(keys=keys, backward=True) for keys in (1000, 10_000, 100_000))
     yield from (cross_attention(heads) for heads in (1, 2, 8))
     yield from (block(keys=keys, quick=keys < 1_000_000) for keys in (1000, 10_000, 100_000, 1_000_000))

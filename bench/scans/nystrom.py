@@ -84,10 +84,16 @@ def layer(
     def oracle(i: LayerInputs) -> Mapping[str, Results]:
         """The definition in float64; attention and the package have their own."""
         doubles = LayerInputs(*doubled(i))
-        own = {name: implementations[name](doubles) for name in (SDPA, PACKAGE) if name in implementations and missing(name) is None}
+        own = {
+            name: implementations[name](doubles)
+            for name in (SDPA, PACKAGE)
+            if name in implementations and missing(name) is None
+        }
         return dict.fromkeys(implementations, implementations["reference"](doubles)) | own
 
-    implementations = {name: by(partial(nystrom_attention, num_landmarks=landmarks, impl=name)) for name in kernels(scan)}
+    implementations = {
+        name: by(partial(nystrom_attention, num_landmarks=landmarks, impl=name)) for name in kernels(scan)
+    }
     implementations[EAGER] = by(partial(eager_attention, number=landmarks))
     if dtype == wide(dtype):  # half precision does not resolve the package's pseudo-inverse
         implementations[PACKAGE] = packaged
@@ -99,7 +105,8 @@ def layer(
         work.append(half + half)
     return Case(
         scan=scan,
-        name=f"nystrom-{way(backward)}-{named}-{heads}x{width}-N{length}-m{landmarks}{f'-B{batch}' if batch > 1 else ''}",
+        name=f"nystrom-{way(backward)}-{named}-{heads}x{width}-N{length}-m{landmarks}"
+        + (f"-B{batch}" if batch > 1 else ""),
         sizes={"pass": direction(backward), "B": batch, "H": heads, "N": length, "D": width, "m": landmarks},
         inputs=inputs,
         implementations=implementations,
@@ -107,7 +114,9 @@ def layer(
         baselines=(PACKAGE, EAGER),
         others=(SDPA,),
         work=work,
-        refusal=refusing(scan, (heads, landmarks, width), dtype=dtype, memory=8 * rows * (8 * width + 12 * landmarks) + 2**30),
+        refusal=refusing(
+            scan, (heads, landmarks, width), dtype=dtype, memory=8 * rows * (8 * width + 12 * landmarks) + 2**30
+        ),
         smaller={"length": 4 * landmarks},
     )
 
@@ -265,7 +274,9 @@ def start(
         """Sums of exponentials as they are; ours less their greatest, which stands behind them,
         phi once more as its peak, and the size."""
         query, key, value = (part.double() for part in i[:3])
-        near, far = (part.double() for part in i[3:]) if fixed else (segment_means(part, landmarks) for part in (query, key))
+        near, far = (
+            (part.double() for part in i[3:]) if fixed else (segment_means(part, landmarks) for part in (query, key))
+        )
         scores = torch.einsum("...md,...nd->...mn", near, key) * scale
         inverse = iterated((torch.einsum("...md,...nd->...mn", near, far) * scale).softmax(-1))
         top, phi = scores.amax(-1, keepdim=True), scores.logsumexp(-1, keepdim=True)

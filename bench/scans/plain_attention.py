@@ -59,7 +59,9 @@ def _parts(query: Tensor, key: Tensor, value: Tensor) -> Parts:
     scores = (query * query.shape[-1] ** -0.5).unsqueeze(2) @ key.mT
     peak = scores.detach().amax(-1, keepdim=True)
     weights = (scores - peak).exp()
-    return Parts(peak, weights.sum(-1, keepdim=True, dtype=torch.promote_types(query.dtype, torch.float32)), weights @ value)
+    return Parts(
+        peak, weights.sum(-1, keepdim=True, dtype=torch.promote_types(query.dtype, torch.float32)), weights @ value
+    )
 
 
 def _merged(parts: Parts) -> Tensor:

@@ -144,11 +144,18 @@ def _our_ridge(key: Tensor, value: Tensor, every: int, impl: str) -> tuple[Tenso
 
 @declared(threads=None)
 def ridge_prefixes(
-    keys: int = 1024, every: int = 1, heads: int = 4, width: int = 16, batch: int = 1, dtype: torch.dtype = torch.float32
+    keys: int = 1024,
+    every: int = 1,
+    heads: int = 4,
+    width: int = 16,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> Case:
     """Both sums of all states; `every` divides the number of keys."""
     scan, named, prefixes = "prefix_ridge_states", dtype_name(dtype), keys // every
-    functions: dict[str, Callable[..., tuple[Tensor, ...]]] = {name: partial(_our_ridge, impl=name) for name in kernels(scan)}
+    functions: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+        name: partial(_our_ridge, impl=name) for name in kernels(scan)
+    }
     functions |= {CUMULATIVE: cumulative_ridge, **({RIDGE_LOOP: looped_ridge} if prefixes <= 512 else {})}
     sums = batch * heads * prefixes * 2 * width * width
 
@@ -175,8 +182,14 @@ def cases() -> Iterator[Case]:
     for backward in (False, True):
         yield attention_prefixes(backward=backward, quick=True)
         yield attention_prefixes(every=16, backward=backward)
-        yield from (attention_prefixes(events, latents=8, heads=1, batch=16, backward=backward) for events in (100, 200, 500, 1000))
+        yield from (
+            attention_prefixes(events, latents=8, heads=1, batch=16, backward=backward)
+            for events in (100, 200, 500, 1000)
+        )
         for latents in (8, 32):
-            yield from (attention_prefixes(n, latents=latents, heads=1, width=32, batch=16, backward=backward) for n in (200, 1000))
+            yield from (
+                attention_prefixes(n, latents=latents, heads=1, width=32, batch=16, backward=backward)
+                for n in (200, 1000)
+            )
     yield from (ridge_prefixes(keys, quick=keys == 1024) for keys in (256, 1024, 2048, 4096))
     yield ridge_prefixes(every=16)

@@ -54,7 +54,11 @@ def in_one_pass(impl: str, given: Stacked) -> Tensor:
 
 def _run(name: str, backward: bool, given: Stacked) -> Results:
     """The result, and backward its gradients to queries, weights and norms, as training has them."""
-    attend = partial(one_by_one, ATTENTION[theirs]) if (theirs := name.removeprefix(LAYERS)) != name else partial(in_one_pass, name)
+    attend = (
+        partial(one_by_one, ATTENTION[theirs])
+        if (theirs := name.removeprefix(LAYERS)) != name
+        else partial(in_one_pass, name)
+    )
     if not backward:
         with torch.no_grad():
             return (attend(given),)
@@ -64,19 +68,30 @@ def _run(name: str, backward: bool, given: Stacked) -> Results:
 
 
 @declared(threads=None)
-def projected(blocks: int = 6, heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128, backward: bool = False) -> Case:
+def projected(
+    blocks: int = 6, heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128, backward: bool = False
+) -> Case:
     """A stack of blocks over `keys` rows of inputs."""
     each, scores = width // heads, blocks * heads * latents * keys
-    attend = [attention_work(scores, 0, each, each, "float32", pass_, device()) for pass_ in (False, True)[: 1 + backward]]
+    attend = [
+        attention_work(scores, 0, each, each, "float32", pass_, device()) for pass_ in (False, True)[: 1 + backward]
+    ]
     projections = 4 * blocks * keys * width**2  # backward to the weights
     moved = keys * width * BYTES["float32"]
-    names = (*kernels(SCAN, definition=False), LINEAR, *((OURS_IN_TF32, *(LAYERS + name for name in PLAIN)) if device() == "cuda" else ()))
+    names = (
+        *kernels(SCAN, definition=False),
+        LINEAR,
+        *((OURS_IN_TF32, *(LAYERS + name for name in PLAIN)) if device() == "cuda" else ()),
+    )
 
     def inputs(seed: int) -> Stacked:
         random = generator(seed)
         weights = (width**-0.5 * normal(random, blocks, width, width) for _ in range(2))
         return Stacked(
-            normal(random, 1, keys, width), normal(random, blocks, heads, latents, each), *weights, *normal(random, 2, blocks, width)
+            normal(random, 1, keys, width),
+            normal(random, blocks, heads, latents, each),
+            *weights,
+            *normal(random, 2, blocks, width),
         )
 
     def oracle(given: Stacked) -> Results:

@@ -99,7 +99,14 @@ def tuned_tests(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perfo
 
 def tuned(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     """Tiles that are better than the built-in ones."""
-    found = {"written": True, "gain": 0.2, "noise": 0.01, "built-in": [4], "tiles": [8], "candidates": len(before["candidates"])}
+    found = {
+        "written": True,
+        "gain": 0.2,
+        "noise": 0.01,
+        "built-in": [4],
+        "tiles": [8],
+        "candidates": len(before["candidates"]),
+    }
     return [_marked("tuned", lambda: {"ok": True, **found})]
 
 

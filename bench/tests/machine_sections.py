@@ -35,10 +35,14 @@ SOME = ("TestAttentionState", "TestRidgeState", "TestRegularisedSolve")
 class Planted(Machine):
     """A machine on which one kernel gives wrong results and one crashes, until they are mended."""
 
-    def launch(self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]) -> None:
+    def launch(
+        self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]
+    ) -> None:
         if not MENDED.exists():
             if name == "_gram":  # the last key is left out
-                parameters = [struct.pack("<I", KEYS - 1) if value == struct.pack("<I", KEYS) else value for value in parameters]
+                parameters = [
+                    struct.pack("<I", KEYS - 1) if value == struct.pack("<I", KEYS) else value for value in parameters
+                ]
             if name == "_solve":
                 os.kill(os.getpid(), signal.SIGSEGV)
         super().launch(ptx, name, grid, threads, shared_bytes, parameters)
@@ -64,7 +68,10 @@ def pytest_configure() -> None:
     def move(suite: type[OperatorSuite]) -> None:
         plain(suite)
         if suite.batch:  # packed sets have their own numbers of keys
-            suite.extents = {**suite.extents, **{letter: size for letter, size in SMALL.items() if letter in suite.extents}}
+            suite.extents = {
+                **suite.extents,
+                **{letter: size for letter, size in SMALL.items() if letter in suite.extents},
+            }
         suite.shapes, suite.laws = ({},), ("normal",)
 
     plain = OperatorSuite._move_to_gpu.__func__

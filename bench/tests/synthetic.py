@@ -60,7 +60,10 @@ def only(made: Run, wanted: Callable[[Row], bool]) -> Run:
 def edited(made: Run, group: str, implementation: str, **changes: Any) -> Run:
     """A run with fields of one row replaced."""
     wanted = (group, implementation)
-    return replace(made, rows=tuple(replace(row, **changes) if (row.group, row.implementation) == wanted else row for row in made.rows))
+    return replace(
+        made,
+        rows=tuple(replace(row, **changes) if (row.group, row.implementation) == wanted else row for row in made.rows),
+    )
 
 
 LENGTHS = (1_000, 10_000, 100_000, 1_000_000)
@@ -80,13 +83,19 @@ def _groups(draw: random.Random, speed: Speed, noise: float) -> Iterator[list[Ro
         yield _rows(draw, speed, noise, heading, parameters, peers)
 
 
-def _latent(keys: int = 100_000, width: int = 16, backward: bool = False, dtype: str = "float32") -> tuple[dict, dict, Peers]:
+def _latent(
+    keys: int = 100_000, width: int = 16, backward: bool = False, dtype: str = "float32"
+) -> tuple[dict, dict, Peers]:
     """Attention of 128 queries: linear in the keys; the naive form stores its scores,
     and does not fit at a million keys."""
     direction = "forward + backward" if backward else "forward"
     parameters = {"pass": direction, "dtype": dtype, "B": 1, "H": 4, "D": width, "L": 128, "N": keys, "threads": 2}
     seconds = 2e-7 * keys * (3 if backward else 1) * (16 + width) / 32 + 2e-5
-    peers: Peers = {"native": (seconds, 0.6, 0.5), SDPA: (2.2 * seconds, 0.1, 0.23), "reference": (9 * seconds, keys / 500, 0.05)}
+    peers: Peers = {
+        "native": (seconds, 0.6, 0.5),
+        SDPA: (2.2 * seconds, 0.1, 0.23),
+        "reference": (9 * seconds, keys / 500, 0.05),
+    }
     if keys < 1_000_000:
         peers["naive"] = (8 * seconds, keys / 500, 0.06)
     name = f"latent-{direction.replace(' ', '')}-{dtype}-D{width}-N{keys}"
@@ -103,7 +112,11 @@ def _step(window: int, landmarks: str) -> tuple[dict, dict, Peers]:
         EAGER: (slower * seconds, 0.2, 0.05),
         "native, exact": (seconds * (1 + window / 500), 0.1, None),
     }
-    return {"group": f"step-{landmarks}-n{window}", "scan": "continual_nystrom_step", "baseline": EAGER}, parameters, peers
+    return (
+        {"group": f"step-{landmarks}-n{window}", "scan": "continual_nystrom_step", "baseline": EAGER},
+        parameters,
+        peers,
+    )
 
 
 def _rows(draw: random.Random, speed: Speed, noise: float, heading: dict, parameters: dict, peers: Peers) -> list[Row]:

@@ -17,7 +17,10 @@ def test_the_page_has_the_table_of_the_committed_results():
 
 
 def test_every_model_was_measured_in_both_modes_and_with_the_fast_path_on_and_off():
-    ways = {key: {(row["pass"], row["implementation"]) for row in FOUND["rows"] if row["model"] == key} for key in adoption.SUBJECTS}
+    ways = {
+        key: {(row["pass"], row["implementation"]) for row in FOUND["rows"] if row["model"] == key}
+        for key in adoption.SUBJECTS
+    }
     for key, subject in adoption.SUBJECTS.items():
         peers = ("torch, fast path", "torch, no fast path") if subject.ways is adoption.by_modules else ("eager",)
         assert ways[key] >= {(mode, name) for mode in adoption.PASSES for name in peers}
@@ -25,8 +28,14 @@ def test_every_model_was_measured_in_both_modes_and_with_the_fast_path_on_and_of
 
 @pytest.mark.parametrize("fastest", ["torch, fast path", "torch, no fast path"])
 def test_a_ratio_is_to_the_fastest_of_what_the_model_has(fastest: str):
-    seconds = dict.fromkeys(("torch, fast path", "torch, no fast path"), 3.0) | {fastest: 2.0, "cmab, attention": 1.5, "cmab, layers": 1.0}
-    assert adoption.ratio_of({("m", "evaluation", name): taken for name, taken in seconds.items()}, "m", "evaluation") == (
+    seconds = dict.fromkeys(("torch, fast path", "torch, no fast path"), 3.0) | {
+        fastest: 2.0,
+        "cmab, attention": 1.5,
+        "cmab, layers": 1.0,
+    }
+    assert adoption.ratio_of(
+        {("m", "evaluation", name): taken for name, taken in seconds.items()}, "m", "evaluation"
+    ) == (
         *(0.5, "cmab, layers"),
         fastest,
     )
@@ -36,7 +45,9 @@ def test_torchs_fast_path_is_on_and_off_as_a_way_says(monkeypatch: pytest.Monkey
     model, inputs = adoption.encoder(2, 5, 2, 4)()
     ways, seen = adoption.by_modules(model.eval()), []
     monkeypatch.setattr(
-        torch, "_transformer_encoder_layer_fwd", lambda src, *_: seen.append(torch.backends.mha.get_fastpath_enabled()) or src
+        torch,
+        "_transformer_encoder_layer_fwd",
+        lambda src, *_: seen.append(torch.backends.mha.get_fastpath_enabled()) or src,
     )
     for name in ("torch, fast path", "torch, no fast path"):
         with torch.no_grad():

@@ -84,7 +84,11 @@ def test_a_saved_run_is_shown_without_measuring(saved: Path, output: Path, monke
     assert status_of(monkeypatch, "--from", str(saved), "--compare", str(saved)) == 0
     assert files(output) == WRITTEN and json.loads((output / "run.json").read_text()) == json.loads(saved.read_text())
     told = capsys.readouterr().out
-    assert "latent-forward-float32-D16-N1000 " in told and "30 same within noise" in told and "bench_report/report.html" in told
+    assert (
+        "latent-forward-float32-D16-N1000 " in told
+        and "30 same within noise" in told
+        and "bench_report/report.html" in told
+    )
     assert "What changed" in (output / "report.html").read_text()
 
 
@@ -97,7 +101,10 @@ def test_a_run_is_measured_and_written(undrawn, measured, output: Path, monkeypa
 
 def test_a_wrong_row_is_an_error_and_the_report_is_written(undrawn, tmp_path: Path, output: Path, monkeypatch):
     wrong = synthetic.run(not_measured={"pinv-m16-native": "wrong: relative RMS error 1.0"})
-    assert status_of(monkeypatch, "--from", str(synthetic.written(tmp_path, wrong, "wrong").path)) == 1 and files(output) == WRITTEN
+    assert (
+        status_of(monkeypatch, "--from", str(synthetic.written(tmp_path, wrong, "wrong").path)) == 1
+        and files(output) == WRITTEN
+    )
 
 
 def test_force_replaces_what_it_writes_and_nothing_else(undrawn, saved: Path, output: Path, monkeypatch):
@@ -117,25 +124,39 @@ def test_a_run_in_its_own_folder_can_be_shown_again(undrawn, saved: Path, output
 # ---- what it refuses -------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "an unknown scan": (["latent_attention", "latent_atention"], "scan: got latent_atention, expected one of .*, latent_attention, "),
+    "an unknown scan": (
+        ["latent_attention", "latent_atention"],
+        "scan: got latent_atention, expected one of .*, latent_attention, ",
+    ),
     "a saved run that is not there": (["--from", "absent.json"], "absent.json: cannot be read"),
     "a foreign run": (["--from", "foreign.json"], "foreign.json: no run of these benchmarks"),
     "a foreign run to compare with": (["--compare", "foreign.json"], "foreign.json: no run of these benchmarks"),
     "a run that is cut short": (["--compare", "short.json"], "short.json: no JSON, or cut short"),
-    "a saved run that should be measured": (["--from", "saved.json", "--quick"], "--from: got a saved run together with --quick"),
-    "a scan of a saved run": (["latent_attention", "--from", "saved.json"], "--from: got a saved run together with a scan"),
+    "a saved run that should be measured": (
+        ["--from", "saved.json", "--quick"],
+        "--from: got a saved run together with --quick",
+    ),
+    "a scan of a saved run": (
+        ["latent_attention", "--from", "saved.json"],
+        "--from: got a saved run together with a scan",
+    ),
     "a device for a saved run": (["--from", "saved.json", "--device", "cpu"], "together with --device"),
     "threads for a saved run": (["--from", "saved.json", "--threads", "0"], "together with --threads"),
     "no threads": (["--threads", "0"], "--threads: got 0, expected an int >= 1"),
     "a GPU that is not there": (["--device", "cuda"], "--device: got cuda, expected cpu, as torch finds no GPU"),
     "no folder": (["--output", "saved.json"], "--output: got saved.json, a file, expected a folder"),
-    "a folder with files": (["--output", "full"], "--output: got full, which has files in it, expected an empty folder; or give --force"),
+    "a folder with files": (
+        ["--output", "full"],
+        "--output: got full, which has files in it, expected an empty folder; or give --force",
+    ),
     "a folder that cannot be": (["--output", "saved.json/in"], "--output: got saved.json/in, which cannot be written"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refusals_come_in_one_line_and_before_anything_is_measured(what: str, measured, saved, output: Path, monkeypatch, capsys):
+def test_refusals_come_in_one_line_and_before_anything_is_measured(
+    what: str, measured, saved, output: Path, monkeypatch, capsys
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("foreign.json").write_text('{"name": "package"}')
     Path("short.json").write_text(saved.read_text()[:1000])
@@ -165,7 +186,9 @@ def test_a_missing_package_is_named(module: str, output: Path, monkeypatch, caps
     assert f"{bench.NEEDED[module]}: not installed; pip install" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("ends", "status"), [(KeyboardInterrupt, 130), (lambda: synthetic.run(rows=()), 2)], ids=["interrupted", "empty"])
+@pytest.mark.parametrize(
+    ("ends", "status"), [(KeyboardInterrupt, 130), (lambda: synthetic.run(rows=()), 2)], ids=["interrupted", "empty"]
+)
 def test_a_run_without_an_end_leaves_no_file_under_its_name(ends, status: int, output: Path, monkeypatch, capsys):
     def broken_off(*_: Any) -> runs.Run:
         assert [path.name for path in output.iterdir() if not path.name.startswith(".unfinished-")] == ["run.json"]
@@ -207,7 +230,9 @@ def test_a_session_measures_what_was_asked_for_and_no_definition(cases_measured,
     finally:
         torch.set_num_threads(before)
     wanted = [case for case in (*scans()["merge_states"], *scans()["iterative_pinv"]) if case.quick]
-    assert cases_measured == [(case.name, [name for name in case.implementations if name != "reference"]) for case in wanted]
+    assert cases_measured == [
+        (case.name, [name for name in case.implementations if name != "reference"]) for case in wanted
+    ]
     assert [(row.group, row.implementation) for row in run.rows] == [(name, names[0]) for name, names in cases_measured]
     assert run.wrong.keys() == {f"{name}-{which}" for name, names in cases_measured for which in names[1:]}
     told = capsys.readouterr().out
@@ -215,13 +240,18 @@ def test_a_session_measures_what_was_asked_for_and_no_definition(cases_measured,
 
 
 @pytest.mark.parametrize(("share", "said"), [(None, False), (0.02, False), (0.4, True)])
-def test_a_session_says_that_the_machine_is_busy(share: float | None, said: bool, cases_measured, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_session_says_that_the_machine_is_busy(
+    share: float | None, said: bool, cases_measured, monkeypatch: pytest.MonkeyPatch, capsys
+):
     """The warning comes before the measurement, and at the end for the groups that it concerns."""
     monkeypatch.setattr(session, "others", lambda seconds: share)
     run = session.measured(["iterative_pinv"], quick=True)
     assert ("Other programs take 40% of this machine's processors" in capsys.readouterr().err) == said and not run.notes
     rows = tuple(replace(row, group=f"{number}", others=share) for number, row in enumerate(run.rows))
-    told = f"{len(rows)} of {len(rows)} groups were timed while other programs took more than 5% of the machine's processors"
+    told = (
+        f"{len(rows)} of {len(rows)} groups were timed while other programs took more than 5% of the machine's "
+        "processors"
+    )
     assert [note.partition(": ")[0] for note in session._notes(rows)] == [told] * said
 
 
@@ -248,15 +278,31 @@ PLANTED = "from bench import harness; harness.ERROR_BOUND = dict.fromkeys(harnes
 @pytest.mark.parametrize(("bound", "failures"), [(2e-5, 0), (0.0, 1)])
 def test_pytest_bench_runs_the_same_cases_and_a_wrong_result_fails(bound: float, failures: int, tmp_path: Path):
     (tmp_path / "planted.py").write_text(PLANTED.format(bound=bound))
-    options = ("--quick", "-k", "merge_states", "-p", "planted", "--benchmark-max-time=0.01", "--benchmark-json=found.json")
+    options = (
+        "--quick",
+        "-k",
+        "merge_states",
+        "-p",
+        "planted",
+        "--benchmark-max-time=0.01",
+        "--benchmark-json=found.json",
+    )
     path = os.pathsep.join(map(str, (bench.ROOT, tmp_path)))
     command = [sys.executable, "-m", "pytest", str(bench.ROOT / "bench"), *options]
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}  # whose workers time nothing
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
+    }  # whose workers time nothing
     found = subprocess.run(command, cwd=tmp_path, env=alone | {"PYTHONPATH": path}, capture_output=True, text=True)
-    assert found.returncode == bool(failures) and found.stdout.count("Failed: wrong: relative RMS error") == failures, found.stdout
+    assert found.returncode == bool(failures) and found.stdout.count("Failed: wrong: relative RMS error") == failures, (
+        found.stdout
+    )
     assert found.stdout.count("1 skipped") == failures, found.stdout  # the peer is skipped
     if not failures:
-        rows = {row["name"]: row["extra_info"] for row in json.loads((tmp_path / "found.json").read_text())["benchmarks"]}
+        rows = {
+            row["name"]: row["extra_info"] for row in json.loads((tmp_path / "found.json").read_text())["benchmarks"]
+        }
         eager, ours = rows.values()
-        assert all("[merge_states-merge-2-states" in name for name in rows) and eager["ratio"] == 1.0 and ours["ratio"] > 0
+        assert (
+            all("[merge_states-merge-2-states" in name for name in rows) and eager["ratio"] == 1.0 and ours["ratio"] > 0
+        )
         assert ours.keys() == {"extra_memory", "result_memory", "flops", "bytes", "error", "steps", "ratio"}

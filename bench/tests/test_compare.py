@@ -62,11 +62,15 @@ def test_a_slower_machine_is_no_slower_kernel():
 def test_where_peers_moved_ours_may_move_too():
     """A group that the machine disturbed as a whole tells nothing; the same change with steady peers does."""
     disturbed = {(TARGET, SDPA): 1.6, (TARGET, "native"): 1.3, (OTHER, "native"): 1.3}
-    assert notable(c.compare(synthetic.run(1), synthetic.run(2, lambda *row: disturbed.get(row, 1.0)))) == [(OTHER, "native")]
+    assert notable(c.compare(synthetic.run(1), synthetic.run(2, lambda *row: disturbed.get(row, 1.0)))) == [
+        (OTHER, "native")
+    ]
 
 
 def test_a_peer_that_a_neighbour_disturbed_does_not_hide_a_change():
-    comparison = c.compare(synthetic.run(1), synthetic.run(2, lambda *row: 3.0 if row == (OTHER, SDPA) else planted(1.2)(*row)))
+    comparison = c.compare(
+        synthetic.run(1), synthetic.run(2, lambda *row: 3.0 if row == (OTHER, SDPA) else planted(1.2)(*row))
+    )
     assert notable(comparison) == [(TARGET, "native")]
 
 
@@ -74,14 +78,18 @@ def test_noise_within_a_row_is_its_own():
     """A row whose samples scatter must change by more than one whose samples do not."""
     new = synthetic.run(2)
     median = next(row.seconds.median for row in new.groups[TARGET] if row.implementation == "native")
-    comparison = c.compare(synthetic.run(1), edited(new, TARGET, "native", seconds=Spread(median, median / 2, 2 * median)))
+    comparison = c.compare(
+        synthetic.run(1), edited(new, TARGET, "native", seconds=Spread(median, median / 2, 2 * median))
+    )
     assert found(comparison).noise > 1.5 > 1.2 > found(comparison, "latent-forward-float32-D16-N10000").noise
 
 
 def test_other_machines_are_compared_by_ratios():
     other = synthetic.run(2, lambda group, name: 3 * planted(1.5)(group, name))
     comparison = c.compare(synthetic.run(1), replace(other, versions={**other.versions, "torch": "2.14.0"}))
-    assert comparison.by == "ratio" and comparison.different == ("torch: 2.13.0, now 2.14.0",) and comparison.drift == 1.0
+    assert (
+        comparison.by == "ratio" and comparison.different == ("torch: 2.13.0, now 2.14.0",) and comparison.drift == 1.0
+    )
     assert notable(comparison) == [(TARGET, "native")] and found(comparison).change == pytest.approx(1.5, rel=0.1)
     assert found(comparison, "pinv-m16").verdict == "not comparable"
     told = "\n".join(c.basis(comparison))
@@ -91,14 +99,18 @@ def test_other_machines_are_compared_by_ratios():
 def test_another_processor_is_said_first():
     comparison = c.compare(synthetic.run(1), synthetic.run(2, processor="Another"))
     assert comparison.by == "ratio" and comparison.different[0] == "processor: A processor <of 2 cores>, now Another"
-    assert c.basis(comparison)[0] == "THE RUNS COME FROM DIFFERENT PROCESSORS: A processor <of 2 cores>, and now Another."
+    assert (
+        c.basis(comparison)[0] == "THE RUNS COME FROM DIFFERENT PROCESSORS: A processor <of 2 cores>, and now Another."
+    )
     assert next(iter(c.table(comparison))) == c.basis(comparison)[0]
 
 
 @pytest.mark.parametrize("change", [{"threads": 1}, {"device": "cuda"}, {"machine": {"cores": 3}}])
 def test_threads_devices_and_cores_make_times_incomparable(change):
     comparison = c.compare(synthetic.run(1), synthetic.run(2, **change))
-    assert comparison.by == "ratio" and comparison.different[0].startswith(next(iter(change)).replace("machine", "cores"))
+    assert comparison.by == "ratio" and comparison.different[0].startswith(
+        next(iter(change)).replace("machine", "cores")
+    )
 
 
 def test_new_and_gone_rows_are_told():
@@ -130,24 +142,32 @@ def test_scans_that_only_one_run_has_are_told_and_not_compared():
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"), [(1.0, 1.4, ""), (1.0, 1.6, "more"), (3.0, 1.0, "less"), (100.0, 101.5, ""), (100.0, 103.0, "more")]
+    ("before", "after", "told"),
+    [(1.0, 1.4, ""), (1.0, 1.6, "more"), (3.0, 1.0, "less"), (100.0, 101.5, ""), (100.0, 103.0, "more")],
 )
 def test_memory_counts_beyond_half_a_mebibyte_and_two_percent(before, after, told):
     sizes = ((1, before), (2, after))
-    comparison = c.compare(*(edited(synthetic.run(seed), TARGET, "native", extra_memory=int(size * MIB)) for seed, size in sizes))
+    comparison = c.compare(
+        *(edited(synthetic.run(seed), TARGET, "native", extra_memory=int(size * MIB)) for seed, size in sizes)
+    )
     assert found(comparison).memory == told and bool(notable(comparison)) == bool(told)
     assert (f"{told} memory: {before:.1f} to {after:.1f} MiB" in "\n".join(c.table(comparison))) == bool(told)
 
 
-@pytest.mark.parametrize(("before", "after", "told"), [(1e-7, 2.9e-7, False), (1e-7, 3.1e-7, True), (0.0, 1e-16, False), (0.0, 1e-9, True)])
+@pytest.mark.parametrize(
+    ("before", "after", "told"), [(1e-7, 2.9e-7, False), (1e-7, 3.1e-7, True), (0.0, 1e-16, False), (0.0, 1e-9, True)]
+)
 def test_an_error_that_grew_threefold_is_told(before, after, told):
-    comparison = c.compare(*(edited(synthetic.run(seed), TARGET, "native", error=error) for seed, error in ((1, before), (2, after))))
+    comparison = c.compare(
+        *(edited(synthetic.run(seed), TARGET, "native", error=error) for seed, error in ((1, before), (2, after)))
+    )
     assert found(comparison).less_exact == told and ("LESS EXACT" in "\n".join(c.table(comparison))) == told
 
 
 def test_few_controls_leave_the_noise_a_guess():
     few = [
-        replace(run, rows=only(run, lambda row: row.implementation in ("native", EAGER)).rows[-12:]) for run in map(synthetic.run, (1, 2))
+        replace(run, rows=only(run, lambda row: row.implementation in ("native", EAGER)).rows[-12:])
+        for run in map(synthetic.run, (1, 2))
     ]
     comparison = c.compare(*few)
     assert comparison.controls < c.CONTROLS and comparison.between == c.UNKNOWN and comparison.drift == 1.0

@@ -45,7 +45,9 @@ def test_attention_on_a_gpu(heads, width, latents, dtype, exponentials, matrix, 
 
 
 def test_backward_takes_five_products_and_twice_the_traffic():
-    forward, backward = (attention_work(128 * 10**6, 10**6, 64, 64, "bfloat16", pass_, "cuda") for pass_ in (False, True))
+    forward, backward = (
+        attention_work(128 * 10**6, 10**6, 64, 64, "bfloat16", pass_, "cuda") for pass_ in (False, True)
+    )
     assert backward.products == 2.5 * forward.products == 2 * 128e6 * 320
     assert backward.bytes == 2 * forward.bytes and backward.exponentials == forward.exponentials
 
@@ -59,7 +61,11 @@ def test_passes_follow_one_another():
 
 
 def test_a_training_step_has_two_passes():
-    for case in (attention.attention(backward=True), projected.projected(backward=True), intention.layer(8, backward=True)):
+    for case in (
+        attention.attention(backward=True),
+        projected.projected(backward=True),
+        intention.layer(8, backward=True),
+    ):
         assert [type(one) for one in case.work] == [Work, Work], case
     step = floors(attention.attention(backward=True, keys=1000).work, H200)
     halves = (attention_work(4 * 128 * 1000, 4 * 1000, 16, 16, "float32", backward) for backward in (False, True))
@@ -73,13 +79,18 @@ def test_exact_products_are_several_of_tf32(monkeypatch):
     monkeypatch.setattr(rates, "_memory", lambda device: 1.0)
     for exact, expected in ((6.0, 10.0), (20.0, 20.0)):
         monkeypatch.setattr(
-            rates, "_products", lambda dtype, device, exact=exact: 30.0 if torch.get_float32_matmul_precision() == "high" else exact
+            rates,
+            "_products",
+            lambda dtype, device, exact=exact: 30.0 if torch.get_float32_matmul_precision() == "high" else exact,
         )
         found = rates_of.__wrapped__("cuda")
         assert found.matrix["tf32"] == 30.0 and found.matrix["float32"] == expected
     assert TF32_AN_EXACT_PRODUCT == 3
     work = Work(products=60.0)
-    assert [floors(each, Rates(1, 1, {"float32": 10.0, "tf32": 30.0})).seconds for each in (work, rounded(work))] == [6, 2]
+    assert [floors(each, Rates(1, 1, {"float32": 10.0, "tf32": 30.0})).seconds for each in (work, rounded(work))] == [
+        6,
+        2,
+    ]
 
 
 def test_intention_on_a_gpu():
@@ -114,7 +125,10 @@ def test_work_of_nystrom_attention():
     assert window.exponentials == 2 * (2 * 100 * 4 + 16) and window.bytes == 2 * 100 * 32 * 4
     assert step_work("fixed single", 2, 64, 16, 64, "float32").exponentials == 2 * 3 * 16
     assert step_work("single", 2, 64, 16, 64, "float32").exponentials == 2 * 64
-    assert step_work("fixed retroactive", 1, 64, 16, 64, "float32").products > step_work("fixed single", 1, 64, 16, 64, "float32").products
+    assert (
+        step_work("fixed retroactive", 1, 64, 16, 64, "float32").products
+        > step_work("fixed single", 1, 64, 16, 64, "float32").products
+    )
     with pytest.raises(AssertionError, match="full"):
         step_work("full", 1, 64, 16, 64, "float32")
 
@@ -122,5 +136,9 @@ def test_work_of_nystrom_attention():
 def test_rates_of_this_machine_are_sensible():
     rates = rates_of("cpu")
     assert rates.together and rates.matrix.keys() == {"float64", "float32", "bfloat16", "float16"}
-    assert 1e9 < rates.memory < 1e13 and rates.matrix["float32"] > 1e9 and rates.matrix["bfloat16"] >= rates.matrix["float32"]
+    assert (
+        1e9 < rates.memory < 1e13
+        and rates.matrix["float32"] > 1e9
+        and rates.matrix["bfloat16"] >= rates.matrix["float32"]
+    )
     assert rates.exponentials < rates.matrix["float32"] / 2

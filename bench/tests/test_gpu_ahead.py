@@ -25,7 +25,11 @@ def _compile(folder: Path) -> list[str]:
     with as_if_on(90), triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(folder)
         (launch,) = record(lambda: iterative_pinv(Pinv(torch.rand(1, 4, 4), 1)))
-        numbers = [launch.options.pop(name) for name in launch.kernel.jit.arg_names[len(launch.args) :] if name in launch.options]
+        numbers = [
+            launch.options.pop(name)
+            for name in launch.kernel.jit.arg_names[len(launch.args) :]
+            if name in launch.options
+        ]
         source, options = launch.kernel.source(*launch.args, *numbers, **launch.options)
         compiled_kernel(source, GPUTarget("cuda", 90, 32), options)
     return sorted(path.name for path in folder.rglob("*.*"))

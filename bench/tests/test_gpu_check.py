@@ -35,7 +35,15 @@ MACHINE = {"gpu": "NVIDIA H200", "commit": "unknown", "date": "2026-01-01T00:00:
 def test_peers_and_shapes_of_timings() -> None:
     """Every peer of the design, at its shapes; each row has a key of its own, and ours come first."""
     keys = [task.key for task in timings.tasks("cuda", {})]
-    for peer in ("flash_attention", "cudnn_attention", "efficient_attention", "math", "flash-attention", "naive", "triton, tf32"):
+    for peer in (
+        "flash_attention",
+        "cudnn_attention",
+        "efficient_attention",
+        "math",
+        "flash-attention",
+        "naive",
+        "triton, tf32",
+    ):
         assert any(peer.removesuffix("_attention") in key for key in keys), peer
     assert len(set(keys)) == len(keys) and not any("compiled" in key for key in keys)
     peers = [task.peer for task in timings.tasks("cuda", {})[1:]]
@@ -57,7 +65,8 @@ def test_the_table_says_what_is_wrong_what_is_missing_and_why() -> None:
     good, bad = {"key": "a", "ok": True}, {"key": "b", "ok": False, "share": 2.0}
     over = {"key": "c", "ok": True, "passed over": "it was not built"}
     text = _table(
-        sanitizer=Outcome([good, bad], True, listed=2), suite=Outcome([over, {**over, "key": "d"}], False, "stopped after 90 s", listed=7)
+        sanitizer=Outcome([good, bad], True, listed=2),
+        suite=Outcome([over, {**over, "key": "d"}], False, "stopped after 90 s", listed=7),
     )
     assert "sanitizer: 1 of 2 right\n" in text and 'WRONG {"key": "b", "ok": false, "share": 2.0}' in text
     assert "suite: 2 of 7 right, incomplete: stopped after 90 s" in text
@@ -68,7 +77,13 @@ def test_the_table_says_what_is_wrong_what_is_missing_and_why() -> None:
 
 
 def test_the_table_has_times_beside_floors_and_peers() -> None:
-    row = {"key": "some case; triton", "group": "some case", "extra_memory": 2**21, "result_memory": 2**20, "error": 1e-3}
+    row = {
+        "key": "some case; triton",
+        "group": "some case",
+        "extra_memory": 2**21,
+        "result_memory": 2**20,
+        "error": 1e-3,
+    }
     ours = row | {"seconds": [2e-4, 1.9e-4, 2.1e-4], "floor": 1e-4, "bound": "matrix"}
     peer = row | {"key": "some case; flash", "seconds": [3e-4, 3e-4, 3e-4], "speed_up": [1.5, 1.4, 1.6]}
     absent = {"key": "some case; flash-attn", "group": "some case", "problem": "not installed: pip install flash-attn"}
@@ -76,7 +91,12 @@ def test_the_table_has_times_beside_floors_and_peers() -> None:
     lines = text.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("timings"))
     assert lines[at + 1] == "  some case"
-    assert "triton" in lines[at + 2] and "200 us" in lines[at + 2] and "50% of it" in lines[at + 2] and "+1.0 MiB" in lines[at + 2]
+    assert (
+        "triton" in lines[at + 2]
+        and "200 us" in lines[at + 2]
+        and "50% of it" in lines[at + 2]
+        and "+1.0 MiB" in lines[at + 2]
+    )
     assert "flash " in lines[at + 3] and "1.50 times ours" in lines[at + 3], "the fastest first"
     assert "flash-attn: not installed: pip install flash-attn" in lines[at + 4] and "WRONG" not in text
 
@@ -88,7 +108,11 @@ def test_the_table_has_times_beside_floors_and_peers() -> None:
 def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / "gpu_check.py"), "--output", str(tmp_path)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 2 and run.stderr == "gpu_check: there is no GPU that torch can use\n" and not list(tmp_path.iterdir())
+    assert (
+        run.returncode == 2
+        and run.stderr == "gpu_check: there is no GPU that torch can use\n"
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_what_cannot_be_asked_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -105,7 +129,9 @@ def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def output(*command: str) -> str:
         if "clocks_event_reasons.active" in command[3]:
             return "unknown"
-        return {"--query-gpu=clocks_throttle_reasons.active": "0x0000000000000001"}.get(command[3], "1980 MHz, 3201 MHz, 40, 100 W")
+        return {"--query-gpu=clocks_throttle_reasons.active": "0x0000000000000001"}.get(
+            command[3], "1980 MHz, 3201 MHz, 40, 100 W"
+        )
 
     monkeypatch.setattr(provenance, "output", output)
     assert provenance.gpu_state() == {
@@ -180,7 +206,10 @@ def test_a_dirty_tree_is_refused_before_anything_runs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "run", lambda *_: pytest.fail("a section has begun"))
     assert gpu_check.main(["--output", str(tmp_path / "results")]) == 2
-    assert capsys.readouterr().err.startswith("gpu_check: bench/a.py: not as in commit") and not (tmp_path / "results").exists()
+    assert (
+        capsys.readouterr().err.startswith("gpu_check: bench/a.py: not as in commit")
+        and not (tmp_path / "results").exists()
+    )
 
 
 def test_sources_of_kernels_are_what_their_compilers_read() -> None:
@@ -191,7 +220,9 @@ def test_sources_of_kernels_are_what_their_compilers_read() -> None:
     for name in (name for name in kernels if name.startswith("csrc")):
         for included in re.findall(r'#include "(.+)"', files[name].decode()):
             assert any(f"{folder}/{included}" in kernels for folder in (Path(name).parent, "csrc")), (name, included)
-    assert {name for name, source in files.items() if b"@triton.jit" in source and name.startswith("cmab_kernels/")} <= kernels
+    assert {
+        name for name, source in files.items() if b"@triton.jit" in source and name.startswith("cmab_kernels/")
+    } <= kernels
 
 
 def test_each_row_is_made_and_what_is_wrong_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

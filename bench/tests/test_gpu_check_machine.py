@@ -43,4 +43,6 @@ def test_faults_of_kernels_cost_their_rows(tmp_path: Path, monkeypatch: pytest.M
         assert found and all(problem in said for said in found), (test, found)
     (tmp_path / "mended").touch()
     run(section, "cpu", outcome, {}, 3600.0)
-    assert len(_problems(outcome)) == 2 and all("[cuda" in key for key in _problems(outcome)), "the extension is still not there"
+    assert len(_problems(outcome)) == 2 and all("[cuda" in key for key in _problems(outcome)), (
+        "the extension is still not there"
+    )

@@ -32,7 +32,10 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
     def install(text: str, code: int = 0, seconds: float = 0.0) -> str:
         path = tmp_path / "compute-sanitizer"
-        path.write_text(f"#!{sys.executable}\nimport sys, time\nprint({text!r}, flush=True)\ntime.sleep({seconds})\nsys.exit({code})\n")
+        path.write_text(
+            f"#!{sys.executable}\nimport sys, time\nprint({text!r}, "
+            f"flush=True)\ntime.sleep({seconds})\nsys.exit({code})\n"
+        )
         path.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
         return str(path)
@@ -56,7 +59,9 @@ PASSED_OVER = {"ok": True, "passed over": "compute-sanitizer: Device not support
         (REFUSED, 1, PASSED_OVER, True),
     ],
 )
-def test_what_it_says_is_understood(text: str, code: int, silent: dict[str, Any], must_see: bool, says: Callable[..., str]) -> None:
+def test_what_it_says_is_understood(
+    text: str, code: int, silent: dict[str, Any], must_see: bool, says: Callable[..., str]
+) -> None:
     """The cases are a right program and a planted fault.
 
     A missing verdict is not a success; programs that it refuses are skipped.
@@ -97,7 +102,9 @@ def test_errors_of_the_driver_are_left_to_the_program(monkeypatch: pytest.Monkey
     assert all(command[-3:] == RIGHT for command in commands.values())
 
 
-def test_every_family_meets_every_tool_and_the_fault_comes_first(says: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_meets_every_tool_and_the_fault_comes_first(
+    says: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     says(CLEAN)
     first, *others = [task.key for task in sanitizer.tasks("cuda", {})]
     assert first == "memcheck sees a write beyond the end"

@@ -49,7 +49,9 @@ def _rows(outcome: Outcome) -> dict[str, dict[str, Any]]:
 # ---- one section
 
 
-def test_a_section_that_is_cut_off_goes_on_behind_its_rows(runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_is_cut_off_goes_on_behind_its_rows(
+    runs: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     outcome = Outcome()
     start = time.monotonic()
     kept: list[int] = []
@@ -101,7 +103,9 @@ def test_a_report_is_continued(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_check_nvidia-h200_2026-01-02.json"]
     assert asdict(opened(tmp_path, MACHINE, False).outcomes["parity"]) == asdict(report.outcomes["parity"])
     assert opened(tmp_path, MACHINE, True).outcomes == {}, "--force begins anew"
-    assert opened(tmp_path, MACHINE | {"date": "2026-01-03T00:00:00"}, False).outcomes == {}, "another day has another file"
+    assert opened(tmp_path, MACHINE | {"date": "2026-01-03T00:00:00"}, False).outcomes == {}, (
+        "another day has another file"
+    )
 
 
 @pytest.mark.parametrize("changed", ["gpu", "commit", "sources"])
@@ -118,7 +122,9 @@ def test_a_report_of_something_else_is_not_continued(changed: str, tmp_path: Pat
     opened(tmp_path, MACHINE, True)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"gpu_check": 1}', '{"gpu_check": 4, "machine": {}, "sections": {}}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"gpu_check": 1}', '{"gpu_check": 4, "machine": {}, "sections": {}}']
+)
 def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / file_name(MACHINE)
     path.write_text(content)
@@ -143,12 +149,19 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     as_on_a_gpu(monkeypatch, tmp_path)
     monkeypatch.setattr(gpu_check, "adopt_installed", lambda checkout: None)
     monkeypatch.setattr(gpu_check, "os", SimpleNamespace(environ={}))
-    sections = {"one": _section("fine"), "two": _section("times"), "three": _section("slow"), "tune": _section("tuned", after="three")}
+    sections = {
+        "one": _section("fine"),
+        "two": _section("times"),
+        "three": _section("slow"),
+        "tune": _section("tuned", after="three"),
+    }
     monkeypatch.setattr(gpu_check, "SECTIONS", sections)
     clock = [0.0]
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
 
-    def made(section: Section, device: str, outcome: Outcome, before: Any, seconds: float, keep: Callable[[], None]) -> None:
+    def made(
+        section: Section, device: str, outcome: Outcome, before: Any, seconds: float, keep: Callable[[], None]
+    ) -> None:
         assert device == "cuda"
         takes = {"fine": 100.0, "times": 300.0, "slow": 90.0, "tuned": 10.0}[section.tasks.split(":")[1]]
         clock[0] += min(takes, seconds)
@@ -172,13 +185,17 @@ def _times(folder: Path) -> dict[str, int]:
     return {name: section["rows"][0]["times"] for name, section in content.items()}
 
 
-def test_a_call_stays_within_its_budget(calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_call_stays_within_its_budget(
+    calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Cut sections are named; the next call continues them and repeats wrong rows;
     the one after finds nothing to do."""
     assert calls() == 1
     printed = capsys.readouterr().out
     assert "not done yet: three, tune; the same command goes on" in printed and "two: 0 of 1 right" in printed
-    assert _times(tmp_path) == {"one": 1, "two": 1, "three": 1}, "a section is not begun before the one that it waits for is complete"
+    assert _times(tmp_path) == {"one": 1, "two": 1, "three": 1}, (
+        "a section is not begun before the one that it waits for is complete"
+    )
     assert calls() == 0
     assert _times(tmp_path) == {"one": 1, "two": 2, "three": 2, "tune": 1}, "the right one was not run again"
     before = (tmp_path / file_name(MACHINE)).read_text()
@@ -191,7 +208,9 @@ def test_a_section_that_is_named_is_run_again(calls: Callable[..., int], tmp_pat
     assert calls("--sections", "one,three,one") == 0
     assert _times(tmp_path) == {"one": 1, "three": 1}, "anew, and once"
     assert calls("--sections", "three,tune") == 0 and _times(tmp_path) == {"one": 1, "three": 1, "tune": 1}
-    assert calls("--sections", "three") == 0 and _times(tmp_path) == {"one": 1, "three": 1}, "what came from rows that are made anew goes"
+    assert calls("--sections", "three") == 0 and _times(tmp_path) == {"one": 1, "three": 1}, (
+        "what came from rows that are made anew goes"
+    )
 
 
 def test_refusals_of_the_command(calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

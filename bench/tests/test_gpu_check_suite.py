@@ -46,7 +46,8 @@ def test_crashes():
 def test_extension(monkeypatch):
     if not os.path.exists(MARKS + ".mended"):
         from cmab_kernels.runtime import extension
-        monkeypatch.setattr(extension, "build_report", lambda: {{"cuda": {{"built": False, "reason": "nvcc was not found"}}}})
+        cuda = {{"built": False, "reason": "nvcc was not found"}}
+        monkeypatch.setattr(extension, "build_report", lambda: {{"cuda": cuda}})
         extension.load_cuda()
 
 def test_skipped(): pytest.skip("there is one GPU only")
@@ -87,7 +88,9 @@ def test_tests_that_cannot_be_collected_are_a_problem(content: str | None, tests
     assert not outcome.complete and outcome.problem.startswith("RuntimeError: pytest ended with"), outcome
 
 
-def test_a_check_from_start_to_end(tests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_check_from_start_to_end(
+    tests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     """The first call finds the faults, the second the mended tests, the third nothing to do;
     tuned tiles are tested in turn."""
     fakes = {"suite": "tests", "timings": "times", "candidates": "fine", "tune": "tuned", "tuned_suite": "tuned_tests"}
@@ -111,23 +114,35 @@ def test_a_check_from_start_to_end(tests: Path, tmp_path: Path, monkeypatch: pyt
     suite = json.loads((output / "gpu_check_nvidia-h200_2026-01-02.json").read_text())["sections"]["suite"]
     rows = {row["key"].rpartition("::")[2]: row for row in suite["rows"]}
     assert suite["listed"] == len(ALL)
-    assert sorted(rows) == ALL and sorted(name for name in rows if not rows[name]["ok"]) == FAULTY, "each fault costs its row alone"
-    assert "AssertionError: other bits" in rows["test_wrong"]["problem"] and "test_some.py:" in rows["test_wrong"]["problem"]
+    assert sorted(rows) == ALL and sorted(name for name in rows if not rows[name]["ok"]) == FAULTY, (
+        "each fault costs its row alone"
+    )
+    assert (
+        "AssertionError: other bits" in rows["test_wrong"]["problem"]
+        and "test_some.py:" in rows["test_wrong"]["problem"]
+    )
     assert "the CUDA kernels are not there (nvcc was not found)" in rows["test_extension"]["problem"]
     assert rows["test_hangs"]["problem"] == "stopped after 2 s" and "exit code 9" in rows["test_crashes"]["problem"]
     assert "\nsuite: 4 of 8 right\n" in said and "\ntuned_suite: 4 of 8 right\n" in said and "not done yet" not in said
     assert "passed over, 2 rows" in said and "[4] -> [8]: 20.0% faster" in said and "100 us" in said
-    assert "a case; peer" not in said and "peer: RuntimeError: out of memory" in said and "another: stopped after 2 s" in said, (
-        "no fault of ours"
+    assert (
+        "a case; peer" not in said
+        and "peer: RuntimeError: out of memory" in said
+        and "another: stopped after 2 s" in said
+    ), "no fault of ours"
+    assert (
+        "timings, clocks.sm 1980 MHz" in said
+        and "measured, T/s: bfloat16 790.00, exponentials 3.87, memory 4.30" in said
     )
-    assert "timings, clocks.sm 1980 MHz" in said and "measured, T/s: bfloat16 790.00, exponentials 3.87, memory 4.30" in said
     assert os.environ["TRITON_CACHE_DIR"] == str(output / "compiled" / "triton"), "what is compiled is kept"
     assert copy.read_text() == "{}"
     (tests.parent / "marks.mended").touch()
     copy.write_text('{"tuned": 1}')
     code, said = call()
     assert code == 0 and _ran(tests) == sorted(2 * FAULTY) and "\nsuite: 8 of 8 right\n" in said and "WRONG" not in said
-    assert gpu_check.tiles.FILE.read_text() == '{"tuned": 1}', "on a new machine, what was tuned is taken from beside the results"
+    assert gpu_check.tiles.FILE.read_text() == '{"tuned": 1}', (
+        "on a new machine, what was tuned is taken from beside the results"
+    )
     code, said = call()
     assert code == 0 and _ran(tests) == [] and "\nsuite: 8 of 8 right\n" in said
 
@@ -149,10 +164,17 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
 def test_the_installed_extension_is_found(places: tuple[Path, Path]) -> None:
     checkout, site = places
     adopt_installed(checkout, [str(checkout), str(site)])
-    assert sorted(path.name for path in (checkout / "cmab_kernels").iterdir()) == ["_C.so", "_build.json", "_cuda.abi3.so", "api.py"]
+    assert sorted(path.name for path in (checkout / "cmab_kernels").iterdir()) == [
+        "_C.so",
+        "_build.json",
+        "_cuda.abi3.so",
+        "api.py",
+    ]
     (site / "cmab_kernels" / "_cuda.abi3.so").write_text("another")
     adopt_installed(checkout, [str(site)])
-    assert (checkout / "cmab_kernels" / "_cuda.abi3.so").read_text() == "_cuda.abi3.so", "what is built in the checkout is taken first"
+    assert (checkout / "cmab_kernels" / "_cuda.abi3.so").read_text() == "_cuda.abi3.so", (
+        "what is built in the checkout is taken first"
+    )
 
 
 def test_an_extension_of_other_sources_is_refused(places: tuple[Path, Path]) -> None:

@@ -78,7 +78,9 @@ def test_the_fastest_that_is_right_is_written(clock: Callable[..., None], table:
     assert len(found) == 2 and found[Key("nystrom.forward", HOPPER, "ieee", 16)][0] == (8,)
     chosen, evidence = found[TARGET.key(CPU)]
     assert chosen == SECOND and evidence["gpu"] == "NVIDIA H200"
-    assert evidence["seconds"] == 80e-6 and evidence["built-in seconds"] == 100e-6 and {"date", "noise"} <= evidence.keys()
+    assert (
+        evidence["seconds"] == 80e-6 and evidence["built-in seconds"] == 100e-6 and {"date", "noise"} <= evidence.keys()
+    )
     with using(tiles.read(table)):
         assert tiles.tuned(TARGET.kernel, CPU, "half", 16) == SECOND
 
@@ -118,20 +120,26 @@ def test_a_malformed_table_is_not_overwritten(clock: Callable[..., None], table:
 
 def test_candidates_are_valid_and_few_and_keys_differ() -> None:
     every = list(targets())
-    assert {target.kernel for target in every} == FIELDS.keys() and len({target.key(CPU) for target in every}) == len(every)
+    assert {target.kernel for target in every} == FIELDS.keys() and len({target.key(CPU) for target in every}) == len(
+        every
+    )
     for target in every:
         found = candidates(target, CPU)
         assert found[0] == target.built_in(CPU) and len(set(found)) == len(found) <= 48
         for chosen in found[1:]:
             entry = tiles.as_entry(target.key(CPU), chosen, {})  # it refuses anything but tiles
-            assert entry["tiles"].get("BLOCK_L", 0) <= target.latents, "a block that the queries do not fill is not seen"
+            assert entry["tiles"].get("BLOCK_L", 0) <= target.latents, (
+                "a block that the queries do not fill is not seen"
+            )
 
 
 def test_rows_of_candidates_name_what_was_tried() -> None:
     tasks = tune.candidate_tasks("cpu", {})
     assert len({task.key for task in tasks}) == len(tasks)
     assert sum(not task.peer for task in tasks) == len(list(targets())), "only the built-in tiles must compile"
-    before = {"candidates": [{"key": tasks[0].key, "sound": True}, {"key": tasks[1].key, "problem": "out of resources"}]}
+    before = {
+        "candidates": [{"key": tasks[0].key, "sound": True}, {"key": tasks[1].key, "problem": "out of resources"}]
+    }
     assert [task.key for task in tune.tasks("cpu", before)] == [str(target) for target in targets()]
 
 

@@ -45,7 +45,9 @@ def test_calls_go_round_copies_of_the_inputs():
 @pytest.mark.parametrize("name", [SDPA, NAIVE, "reference"])
 def test_flops_of_peers_are_those_of_the_products(case: Case, name: str):
     backward = case.sizes["pass"] != "forward"
-    products = (7 if name == SDPA else 6) if backward else 2  # torch's attention computes its scores again for the backward
+    products = (
+        (7 if name == SDPA else 6) if backward else 2
+    )  # torch's attention computes its scores again for the backward
     scores = math.prod(case.sizes[letter] for letter in "BHLN")
     inputs = case.inputs(0)
     results, flops = harness.count_flops(lambda: case.implementations[name](inputs))
@@ -69,7 +71,9 @@ def test_what_no_graph_may_capture_is_called(no_memory: None, monkeypatch: pytes
     """No implementation is captured if a call forbids it."""
     captured = []
     monkeypatch.setattr(
-        harness, "timed_call", lambda implementation, copies, capture: captured.append(capture) or partial(implementation, copies[0])
+        harness,
+        "timed_call",
+        lambda implementation, copies, capture: captured.append(capture) or partial(implementation, copies[0]),
     )
     case = replace(FORWARD, uncaptured=(SDPA,))
     harness.measure(case, [SDPA, NAIVE], budget=0.01)
@@ -88,7 +92,9 @@ def clock(no_memory: None, monkeypatch: pytest.MonkeyPatch):
     """Says how long each implementation takes."""
 
     def take(took: dict[str, float]) -> None:
-        monkeypatch.setattr(harness, "interleave", lambda calls, rounds, *_, **__: {name: [took[name]] * rounds for name in calls})
+        monkeypatch.setattr(
+            harness, "interleave", lambda calls, rounds, *_, **__: {name: [took[name]] * rounds for name in calls}
+        )
 
     return take
 
@@ -123,7 +129,9 @@ def test_threads_are_those_of_the_case_while_it_is_measured(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("others", "noisy"), [(None, False), (0.05, False), (0.06, True)])
-def test_rows_that_were_timed_beside_other_programs_are_noisy(others: float | None, noisy: bool, clock, monkeypatch: pytest.MonkeyPatch):
+def test_rows_that_were_timed_beside_other_programs_are_noisy(
+    others: float | None, noisy: bool, clock, monkeypatch: pytest.MonkeyPatch
+):
     clock({NAIVE: 3.0, SDPA: 1.0})
     monkeypatch.setattr(harness, "others_since", lambda before: others)
     rows = harness.measure(FORWARD, [NAIVE, SDPA], budget=0.01).rows.values()
@@ -134,7 +142,9 @@ def test_ratios_are_to_the_fastest_baseline_and_speed_ups_over_peers(clock):
     clock({NAIVE: 3.0, SDPA: 1.0, "native": 0.5})
     for baselines in ((NAIVE, SDPA), (SDPA, NAIVE)):
         rows = harness.measure(replace(FORWARD, baselines=baselines), ["native", NAIVE, SDPA], budget=0.01).rows
-        found = {name: (row.baseline, row.ratio.median, row.speed_up and row.speed_up.median) for name, row in rows.items()}
+        found = {
+            name: (row.baseline, row.ratio.median, row.speed_up and row.speed_up.median) for name, row in rows.items()
+        }
         assert found == {"native": (SDPA, 0.5, None), NAIVE: (SDPA, 3.0, 6.0), SDPA: (SDPA, 1.0, 2.0)}
     alone = harness.measure(replace(FORWARD, baselines=("absent",)), [NAIVE], budget=0.01).rows[NAIVE]
     assert (alone.baseline, alone.ratio, alone.speed_up) == (None, None, None)
@@ -143,7 +153,11 @@ def test_ratios_are_to_the_fastest_baseline_and_speed_ups_over_peers(clock):
 def test_a_number_that_is_none_is_an_error_wherever_it_is():
     good, bad = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
     assert harness.relative_error([good, good], [good, good]) == 0.0
-    assert harness.relative_error([good, bad], [good, good]) == harness.relative_error([bad, good], [good, good]) == math.inf
+    assert (
+        harness.relative_error([good, bad], [good, good])
+        == harness.relative_error([bad, good], [good, good])
+        == math.inf
+    )
 
 
 def test_a_row_says_how_near_it_is_to_the_floor(clock, monkeypatch: pytest.MonkeyPatch):
@@ -156,13 +170,18 @@ def test_a_row_says_how_near_it_is_to_the_floor(clock, monkeypatch: pytest.Monke
 
 def test_figures_are_of_a_step(clock):
     clock({EAGER: 12.0})
-    one, many = (harness.measure(continual.step(16, 8, landmarks=3, calls=calls), [EAGER], budget=0.01).rows[EAGER] for calls in (1, 6))
+    one, many = (
+        harness.measure(continual.step(16, 8, landmarks=3, calls=calls), [EAGER], budget=0.01).rows[EAGER]
+        for calls in (1, 6)
+    )
     assert one.seconds.median == 12.0 and many.seconds.median == 2.0 and one.flops == many.flops > 0
     assert many.gflops == pytest.approx(6 * one.gflops)
 
 
 @pytest.mark.parametrize(("name", "wrong"), [(NAIVE, False), ("native", True), ("reference", True)])
-def test_what_raises_is_a_fault_if_it_is_ours_and_a_reason_if_it_is_a_peer(name: str, wrong: bool, monkeypatch: pytest.MonkeyPatch):
+def test_what_raises_is_a_fault_if_it_is_ours_and_a_reason_if_it_is_a_peer(
+    name: str, wrong: bool, monkeypatch: pytest.MonkeyPatch
+):
     def hang(*_, **__):
         raise TimeoutError("not done after 60 s")
 

@@ -64,7 +64,9 @@ def test_every_row_of_a_table_is_in_the_committed_runs(whole: Run, narrow: Run):
     assert text.count("\n| ") == "".join(measured.TABLES).count("\n| ") > 50
     narrowed = [line for line in measured.TABLES[0].splitlines() if "{narrow}" in line]
     assert (
-        whole.groups.keys() >= measured.shown(measured.TABLES) and narrow.groups.keys() >= measured.shown(narrowed) and len(narrowed) == 7
+        whole.groups.keys() >= measured.shown(measured.TABLES)
+        and narrow.groups.keys() >= measured.shown(narrowed)
+        and len(narrowed) == 7
     )
 
 
@@ -86,13 +88,18 @@ def test_a_run_of_the_page_measures_what_is_shown(monkeypatch: pytest.MonkeyPatc
         measured.measure(path)
     narrow, page, short, narrow_short = asked
     assert [what["path"] for what in asked] == ["avx2.json", "page.json", "short.json", "short_avx2.json"]
-    assert narrow["groups"] < page["groups"] <= {case.name for case in all_cases()} and set(page["scans"]) == set(plots.TITLES)
+    assert narrow["groups"] < page["groups"] <= {case.name for case in all_cases()} and set(page["scans"]) == set(
+        plots.TITLES
+    )
     assert short["groups"] == narrow_short["groups"] == {case.name for case in short_cases()}
 
 
 def test_labels_say_how_many_operations_are_saved():
     """The texts of the steps beside full attention, of 16 heads of 12 with 4 landmarks."""
-    found = re.findall(r"1 / ([\d,]+) of its.*?1 / ([\d,]+) of those executed \| \{nystrom-step-(\w+)-.*-n(\d+)-", "".join(measured.TABLES))
+    found = re.findall(
+        r"1 / ([\d,]+) of its.*?1 / ([\d,]+) of those executed \| \{nystrom-step-(\w+)-.*-n(\d+)-",
+        "".join(measured.TABLES),
+    )
     assert len(found) == 6
     for paper, executed, landmarks, window in found:
         step, n = f"{landmarks} single", int(window)
@@ -106,20 +113,31 @@ def saved(folder: Path, name: str, **changes: object) -> Run:
 
 def test_a_table_says_what_it_shows(tmp_path: Path):
     run = saved(tmp_path, "some")
-    ours, theirs = (next(row for row in run.groups[GROUP] if row.implementation == name) for name in ("native", synthetic.SDPA))
+    ours, theirs = (
+        next(row for row in run.groups[GROUP] if row.implementation == name) for name in ("native", synthetic.SDPA)
+    )
     assert ours.ratio
     heading, _, head, _, *rows, _, caption = measured.filled(TABLE, run).splitlines()
     assert (heading, head) == ("## Some", "| all float32 | torch |")
     times = [f"{row.seconds.median * 1e6:.3g} us, {scratch} MiB" for row, scratch in ((theirs, "+0.1"), (ours, "+0.6"))]
     assert rows == [
-        f"| attention | {times[0]} | {times[1]} | **{ours.ratio.median:.2f}** ({ours.ratio.low:.2f} to {ours.ratio.high:.2f}) |"
+        f"| attention | {times[0]} | {times[1]} | **{ours.ratio.median:.2f}** ({ours.ratio.low:.2f} to "
+        f"{ours.ratio.high:.2f}) |"
     ]
     assert (
         caption
-        == "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, 2026-01-02, commit 0123456789, `some.json`."
+        == "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, 2026-01-02, commit "
+        "0123456789, `some.json`."
     )
-    assert "commit 0123456789 **with changes that are in no commit**, `" in measured.filled(TABLE, replace(run, dirty=True))
-    assert measured.filled(TABLE, replace(run, rows=tuple(replace(row, others=0.5) for row in run.rows))).count("), noisy |\n") == 1
+    assert "commit 0123456789 **with changes that are in no commit**, `" in measured.filled(
+        TABLE, replace(run, dirty=True)
+    )
+    assert (
+        measured.filled(TABLE, replace(run, rows=tuple(replace(row, others=0.5) for row in run.rows))).count(
+            "), noisy |\n"
+        )
+        == 1
+    )
     assert measured.filled(TABLE.replace(GROUP, "absent"), run) == ""
 
 
@@ -129,12 +147,17 @@ def test_short_calls_tell_losses_by_the_rule_of_the_report(whole: Run):
     def made(*ratios: tuple[float, float, float], others: float = 0.0) -> Run:
         case, row = next(short_cases()), next(row for row in whole.rows if row.implementation == "native")
         parameters = [{**case.parameters, "D": width} for width in (16, 64)]
-        rows = [replace(row, ratio=Spread(*ratio), parameters=each, others=others) for ratio, each in zip(ratios, parameters, strict=True)]
+        rows = [
+            replace(row, ratio=Spread(*ratio), parameters=each, others=others)
+            for ratio, each in zip(ratios, parameters, strict=True)
+        ]
         return replace(whole, rows=tuple(rows))
 
     text = measured.short_calls(made((0.9, 0.8, 0.95), (1.2, 1.1, 1.3)), made((1.04, 0.98, 1.1), (1.3, 1.2, 1.4)))
     assert "\n| 1 over 128 | 0.90 | **1.20** | 1.04 | **1.30** |\n" in text
-    assert "| noisy | noisy |" in measured.short_calls(made((0.9, 0.8, 0.95), (1.2, 1.1, 1.3)), made((1, 1, 1), (1, 1, 1), others=0.3))
+    assert "| noisy | noisy |" in measured.short_calls(
+        made((0.9, 0.8, 0.95), (1.2, 1.1, 1.3)), made((1, 1, 1), (1, 1, 1), others=0.3)
+    )
 
 
 def test_a_column_of_another_run(tmp_path: Path):
@@ -149,13 +172,16 @@ def test_a_column_of_another_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("scratch", "text"), [(-1000, "0.0 MiB"), (0, "0.0 MiB"), (1000, "0.0 MiB"), (-(2**20), "-1.0 MiB"), (2**20, "+1.0 MiB")]
+    ("scratch", "text"),
+    [(-1000, "0.0 MiB"), (0, "0.0 MiB"), (1000, "0.0 MiB"), (-(2**20), "-1.0 MiB"), (2**20, "+1.0 MiB")],
 )
 def test_a_little_less_than_no_memory_is_none(run: Run, scratch: int, text: str):
     assert beyond_results(replace(run.rows[0], extra_memory=run.rows[0].result_memory + scratch)) == text
 
 
-@pytest.mark.parametrize(("ratio", "text"), [(1.234, "1.23"), (0.0812, "0.081"), (1 / 4321, "1 / 4,300"), (0.0009, "1 / 1,100")])
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(1.234, "1.23"), (0.0812, "0.081"), (1 / 4321, "1 / 4,300"), (0.0009, "1 / 1,100")]
+)
 def test_ratios_have_two_digits(ratio: float, text: str):
     assert measured._ratio(ratio) == text
 

@@ -17,7 +17,11 @@ from bench.scans.case import Case
 
 STALE = "stale: python -m bench.report.measured_gpu"
 NEWEST = json.loads(measured_gpu.newest().read_text())
-RATES = {"exponentials": 4e12, "memory": 3e12, "matrix": {"float64": 6e13, "float32": 4e14, "bfloat16": 8e14, "float16": 8e14}}
+RATES = {
+    "exponentials": 4e12,
+    "memory": 3e12,
+    "matrix": {"float64": 6e13, "float32": 4e14, "bfloat16": 8e14, "float16": 8e14},
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,9 @@ def test_the_page_is_of_the_newest_check(text: str) -> None:
 def test_page_and_readme_say_what_was_run(text: str) -> None:
     """The commit, the number of tests that were run, and the kernels that have changed since."""
     for told in (text.split("\n## ")[0], measured_gpu.headline(text)):
-        assert f"commit {NEWEST['machine']['commit'][:7]}" in told and re.search(r"[\d,]+ of [\d,]+ GPU tests were run, \d+ failed", told)
+        assert f"commit {NEWEST['machine']['commit'][:7]}" in told and re.search(
+            r"[\d,]+ of [\d,]+ GPU tests were run, \d+ failed", told
+        )
         assert re.search(r"\d+ of the \d+ files of kernels for GPUs have changed since that commit", told)
 
 
@@ -56,7 +62,12 @@ GROUP = "forward-float32-B1-4x16-L128-N1000"
 
 def _row(implementation: str, seconds: float | None, **other: Any) -> dict[str, Any]:
     timed = {"problem": "too slow"} if seconds is None else {"seconds": [seconds] * 3}
-    named = {"implementation": implementation, "group": GROUP, "scan": "latent_attention", "key": f"{GROUP}; {implementation}"}
+    named = {
+        "implementation": implementation,
+        "group": GROUP,
+        "scan": "latent_attention",
+        "key": f"{GROUP}; {implementation}",
+    }
     return {**named, **timed, "extra_memory": 2**20, "result_memory": 0, **other}
 
 
@@ -71,10 +82,19 @@ NAIVE = _row("naive", 9e-3)
 
 def test_what_auto_takes_is_compared() -> None:
     """Our row is the one of "auto", not the fastest; the peer is the fastest right one."""
-    rows = [_row("triton", 2e-3), _row("cuda", 3e-3), _row("auto", 4e-3), _row("reference", 1e-6), NAIVE, _row("quick", 4e-3)]
+    rows = [
+        _row("triton", 2e-3),
+        _row("cuda", 3e-3),
+        _row("auto", 4e-3),
+        _row("reference", 1e-6),
+        NAIVE,
+        _row("quick", 4e-3),
+    ]
     wrong = {"implementation": "hasty", "group": GROUP, "key": "hasty", "problem": "its result is wrong here"}
     assert _cells(*rows, wrong) == "quick | 4 ms, +1.0 MiB | 4 ms, +1.0 MiB | **1** | "
-    assert _cells(*rows[:2], *rows[4:], added_later={"auto": {GROUP: "cuda"}}).endswith(" | 3 ms, +1.0 MiB | **0.75** | ")
+    assert _cells(*rows[:2], *rows[4:], added_later={"auto": {GROUP: "cuda"}}).endswith(
+        " | 3 ms, +1.0 MiB | **0.75** | "
+    )
     assert _cells(rows[0], _row("naive", None), wrong) == "none was right | | 2 ms, +1.0 MiB |  | "
     assert _cells(rows[0], _row("naive", None), _row("quick", 4e-3)).startswith("quick | ")
     assert _cells(NAIVE) == "" and _cells(_row("triton", None), NAIVE) == "not compared | | too slow | | "
@@ -97,7 +117,9 @@ def test_tf32_is_compared_with_tf32() -> None:
 
 def test_a_peer_of_another_formula_is_said_to_be_one() -> None:
     rows = [_row("triton", 2e-3, scan="intention"), _row("scaled_dot_product_attention", 4e-3)]
-    assert _cells(*rows, case=intention.layer(8)).startswith("scaled_dot_product_attention (computes something else) | 4 ms")
+    assert _cells(*rows, case=intention.layer(8)).startswith(
+        "scaled_dot_product_attention (computes something else) | 4 ms"
+    )
 
 
 def test_peers_of_an_earlier_run_are_marked() -> None:
@@ -112,7 +134,9 @@ def test_the_share_is_of_the_floor_of_the_passes_one_after_the_other() -> None:
     case = attention.attention(keys=10**6, backward=True)
     matrix = RATES["matrix"] | {"tf32": 4e14, "float32": 4e14 / 3}
     least = floors(case.work, Rates(**RATES | {"matrix": matrix}))
-    assert len(case.work) == 2 and _cells(_row("triton", 2 * least.seconds), NAIVE, case=case).endswith(f" | 50% ({least.bound})")
+    assert len(case.work) == 2 and _cells(_row("triton", 2 * least.seconds), NAIVE, case=case).endswith(
+        f" | 50% ({least.bound})"
+    )
 
 
 def test_a_line_without_figures_is_left_out() -> None:
@@ -130,17 +154,34 @@ def test_calls_from_python_are_not_shown(key: str, shown: bool) -> None:
 # ---- the run
 
 
-KERNELS = {"csrc/solve/solve.cu": b"1", "cmab_kernels/attention/triton/forward.py": b"1", "cmab_kernels/attention/triton/gone.py": b"1"}
+KERNELS = {
+    "csrc/solve/solve.cu": b"1",
+    "cmab_kernels/attention/triton/forward.py": b"1",
+    "cmab_kernels/attention/triton/gone.py": b"1",
+}
 
 
 def _facts(monkeypatch: pytest.MonkeyPatch, now: dict[str, bytes], **machine: Any) -> dict[str, str]:
     monkeypatch.setattr(provenance, "sources_of", lambda commit: KERNELS)
     monkeypatch.setattr(provenance, "sources", lambda: now)
-    known = {"gpu": "one", "driver_version": "1", "date": "2026-01-01", "commit": 40 * "a", "versions": {"torch": "2", "triton": "3"}}
-    rows = [{"key": "a", "ok": True}, {"key": "tests/b", "ok": False}, {"key": "c", "ok": True, "passed over": "Skipped: one GPU"}]
+    known = {
+        "gpu": "one",
+        "driver_version": "1",
+        "date": "2026-01-01",
+        "commit": 40 * "a",
+        "versions": {"torch": "2", "triton": "3"},
+    }
+    rows = [
+        {"key": "a", "ok": True},
+        {"key": "tests/b", "ok": False},
+        {"key": "c", "ok": True, "passed over": "Skipped: one GPU"},
+    ]
     suite = {"rows": rows, "listed": 1005, "complete": False, "problem": "stopped after 5 s"}
     timings = {"rows": [{"key": "rates", "rates": RATES}], "complete": True, "problem": ""}
-    check = {"machine": known | {"sources": provenance.digest(KERNELS)} | machine, "sections": {"suite": suite, "timings": timings}}
+    check = {
+        "machine": known | {"sources": provenance.digest(KERNELS)} | machine,
+        "sections": {"suite": suite, "timings": timings},
+    }
     return measured_gpu_facts.facts(check, "file")
 
 
@@ -148,7 +189,9 @@ def test_coverage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = _facts(monkeypatch, KERNELS)
     assert told["ran"] == "3 of 1,005 GPU tests were run, 1 failed" and told["wrong"] == "\n- `b`"
     assert told["suite"] == "1 of 1,005 passed, 1 failed, 1 skipped (one GPU), 1,002 not run (stopped after 5 s)"
-    assert told["sections"].startswith("finished: timings; begun and not finished: suite (stopped after 5 s); not begun: ridge_timings")
+    assert told["sections"].startswith(
+        "finished: timings; begun and not finished: suite (stopped after 5 s); not begun: ridge_timings"
+    )
 
 
 def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +201,9 @@ def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest
     expected = "2 of the 3 files of kernels for GPUs have changed since that commit or are new, and 1 are gone"
     told = _facts(monkeypatch, now)
     assert told["changed"] == expected
-    assert told["changed files"] == "\n- `csrc/solve`: new.cuh, solve.cu\n- gone: `cmab_kernels/attention/triton/gone.py`"
+    assert (
+        told["changed files"] == "\n- `csrc/solve`: new.cuh, solve.cu\n- gone: `cmab_kernels/attention/triton/gone.py`"
+    )
     before = {name.replace("/triton/", "/kernels/"): value for name, value in provenance.kernel_digests(now).items()}
     for same in (provenance.kernel_digests(now), before):
         assert _facts(monkeypatch, now, kernels=same)["changed"].startswith("0 of the 3 files")
@@ -181,9 +226,13 @@ def test_comments_and_line_breaks_change_no_digest(name: str, code: str, changed
         code.replace("(x):\n", '(x):  # one "\n    """Two.\n\n    # Three.\n    """\n'),
     ]
     assert told[python] != code and digest(told[python]) == digest(code)
-    assert digest(code.replace(changed, '"b"')) != digest(code) and digest(code.replace('"#"' if python else '"//"', '""')) != digest(code)
+    assert digest(code.replace(changed, '"b"')) != digest(code) and digest(
+        code.replace('"#"' if python else '"//"', '""')
+    ) != digest(code)
 
 
 def test_a_dirty_tree_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _facts(monkeypatch, KERNELS)["commit"] == "commit aaaaaaa"
-    assert _facts(monkeypatch, KERNELS, sources="other")["commit"].startswith("a tree with changes that are in no commit")
+    assert _facts(monkeypatch, KERNELS, sources="other")["commit"].startswith(
+        "a tree with changes that are in no commit"
+    )

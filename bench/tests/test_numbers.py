@@ -8,7 +8,9 @@ from bench.report import numbers
 
 
 def test_the_page_is_what_the_records_say() -> None:
-    assert numbers.PLACE.have(numbers.section(numbers.read("numbers"), numbers.read("streams"))), "run python -m bench.report.numbers"
+    assert numbers.PLACE.have(numbers.section(numbers.read("numbers"), numbers.read("streams"))), (
+        "run python -m bench.report.numbers"
+    )
 
 
 def test_a_figure_that_was_changed_by_hand_is_seen() -> None:

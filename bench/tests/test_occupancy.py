@@ -40,7 +40,9 @@ CHEAP = [key for key in HELD if key[0] in ("`_merge`", "`_row_terms`") and key[1
         (120, 512, 40, 0, 3, "registers"),
     ],
 )
-def test_blocks_of_a_multiprocessor(capability: int, threads: int, registers: int, shared: int, blocks: int, limit: str) -> None:
+def test_blocks_of_a_multiprocessor(
+    capability: int, threads: int, registers: int, shared: int, blocks: int, limit: str
+) -> None:
     """Blocks as cudaOccMaxActiveBlocksPerMultiprocessor of NVIDIA's cuda_occupancy.h (CUDA 13.0) gives them."""
     assert blocks_held(capability, registers, shared, threads // 32) == (blocks, limit)
 
@@ -65,7 +67,9 @@ def test_the_page_has_the_launches_of_today() -> None:
         assert all(one in lines[key].split(" | ")[8].split(" / ") for one in programs), key
 
 
-@pytest.mark.parametrize("key", [pytest.param(key, marks=() if key in CHEAP else pytest.mark.nightly) for key in HELD], ids=" ".join)
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=() if key in CHEAP else pytest.mark.nightly) for key in HELD], ids=" ".join
+)
 def test_no_row_is_stale(key: Key, tmp_path: Path) -> None:
     """Each kernel compiles for every GPU, AMD's too, to what the page says."""
     if COMPILER not in PAGE.read_text():
@@ -73,7 +77,9 @@ def test_no_row_is_stale(key: Key, tmp_path: Path) -> None:
     assert row(key, HELD[key], tmp_path) == written()[key]
 
 
-def test_a_stale_page_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_page_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Only the rows of the kernels that are named are compiled."""
     stale, key = tmp_path / "page.md", CHEAP[0]
     monkeypatch.setattr(occupancy, "PAGE", stale)
@@ -89,5 +95,7 @@ def test_a_stale_page_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 def test_what_cannot_be_launched_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(occupancy, "blocks_held", lambda *_: (0, "registers"))
-    with pytest.raises(ValueError, match=r"_row_terms on sm_80: a multiprocessor has not enough registers for one block"):
+    with pytest.raises(
+        ValueError, match=r"_row_terms on sm_80: a multiprocessor has not enough registers for one block"
+    ):
         row(CHEAP[-1], HELD[CHEAP[-1]], tmp_path)

@@ -9,7 +9,15 @@ from bench import devices, harness
 from bench.scans import attention, intention, modules, plain_attention, projected
 from bench.scans.case import COMPILED, passes
 from bench.scans.continual import banded
-from bench.scans.eager import EagerBlocks, EagerExact, EagerExactBlocks, EagerNystrom, EagerRetroactive, Ring, eager_pinv
+from bench.scans.eager import (
+    EagerBlocks,
+    EagerExact,
+    EagerExactBlocks,
+    EagerNystrom,
+    EagerRetroactive,
+    Ring,
+    eager_pinv,
+)
 from bench.scans.intention_peers import ALPHA, CHUNK, regression
 from bench.scans.intention_state import errors_of_additions
 from bench.scans.nystrom import iterated
@@ -45,7 +53,9 @@ def test_what_is_compiled_is_what_it_is_named_after(name: str, monkeypatch: pyte
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     plain_attention._compiled.cache_clear()
     inputs = attention.attention(2, 4, keys=3000, latents=5).inputs(0)[:3]
-    assert torch.equal(plain_attention.plain(name)(*inputs), plain_attention.plain(name.removesuffix(COMPILED))(*inputs))
+    assert torch.equal(
+        plain_attention.plain(name)(*inputs), plain_attention.plain(name.removesuffix(COMPILED))(*inputs)
+    )
     plain_attention._compiled.cache_clear()
 
 
@@ -54,7 +64,10 @@ def test_chunks_of_half_precision_are_merged_in_float32(dtype: torch.dtype):
     case = attention.attention(2, 16, keys=20_000, latents=5, dtype=dtype)
     inputs = case.inputs(0)
     found = plain_attention.in_turn(*inputs[:3])
-    assert found.dtype == dtype and harness.relative_error([found], attention.exact(*inputs[:3])) < harness.ERROR_BOUND[dtype]
+    assert (
+        found.dtype == dtype
+        and harness.relative_error([found], attention.exact(*inputs[:3])) < harness.ERROR_BOUND[dtype]
+    )
 
 
 def test_tf32_is_allowed_where_a_name_says_so():
@@ -75,20 +88,31 @@ def test_tf32_is_allowed_where_a_name_says_so():
     x = torch.ones(2, requires_grad=True)
     for name in ("naive", "naive, tf32", "naive, tf32, compiled"):
         plain_attention.as_named(name, passes(Looking.apply, 1, True))((x, torch.ones(2)))
-    assert seen == ["highest", "highest", "high", "high", "high", "high"] and torch.get_float32_matmul_precision() == "highest"
+    assert (
+        seen == ["highest", "highest", "high", "high", "high", "high"]
+        and torch.get_float32_matmul_precision() == "highest"
+    )
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_peers_over_many_keys_are_all_of_plain_torch():
     """A state, blocks that project, and the module have each form, in float32 and in tf32;
     a GPU's memory decides, not the size."""
-    cases = [attention.attention(keys=10**6, backward=True, every_peer=True), projected.projected(), modules.cross_attention()]
+    cases = [
+        attention.attention(keys=10**6, backward=True, every_peer=True),
+        projected.projected(),
+        modules.cross_attention(),
+    ]
     for case in cases:
         assert all(any(name.endswith(plain) for name in case.implementations) for plain in plain_attention.PLAIN), case
-        assert all(case.counted[name] in case.implementations for name in case.implementations if name.endswith(COMPILED))
+        assert all(
+            case.counted[name] in case.implementations for name in case.implementations if name.endswith(COMPILED)
+        )
     assert {"flash-attention", "flashinfer", "scaled_dot_product_attention, math"} < cases[0].implementations.keys()
     half = attention.attention(dtype=torch.bfloat16, every_peer=True)
-    assert not any("tf32" in name for name in half.implementations) and "naive, in chunks in turn" in half.implementations
+    assert (
+        not any("tf32" in name for name in half.implementations) and "naive, in chunks in turn" in half.implementations
+    )
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -141,7 +165,9 @@ def test_a_ring_gives_a_token_with_the_one_that_it_evicts():
         pair, values = ring.push(keys[0, place : place + 1], 10 * keys[0, place : place + 1])
         assert pair.tolist() == [[place, place - 3]] and values.tolist() == [[10 * place, 1], [10 * (place - 3), 1]]
         rows, _, evicted = ring.window()
-        assert rows[evicted].item() == place - 3 and sorted(rows.flatten().tolist()) == list(range(place - 3, place + 1))
+        assert rows[evicted].item() == place - 3 and sorted(rows.flatten().tolist()) == list(
+            range(place - 3, place + 1)
+        )
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 5, 5)])
@@ -158,5 +184,8 @@ def test_the_eager_exact_stream_forgets():
     expected = banded(tokens[0][:, :, 4:], tokens[1], tokens[2], window=4)
     assert torch.allclose(torch.cat(outs, dim=2).double(), expected, atol=1e-6)
     blocks = EagerExactBlocks(*(part[:, :, :4] for part in tokens[1:]), block=3)
-    outs = [blocks.step(*block) for block in zip(*(part[:, :, 4:].split(3, dim=2) for part in tokens[:, :, :, :7]), strict=True)]
+    outs = [
+        blocks.step(*block)
+        for block in zip(*(part[:, :, 4:].split(3, dim=2) for part in tokens[:, :, :, :7]), strict=True)
+    ]
     assert torch.allclose(torch.cat(outs, dim=2).double(), expected[:, :, :3], atol=1e-6)

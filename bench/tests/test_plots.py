@@ -43,12 +43,17 @@ def test_each_operator_has_its_curves(run: runs.Run):
 
 
 def test_times_are_drawn_where_they_were_measured(run: runs.Run):
-    panel = next(panel for panel in plots.panels(run, "latent_attention") if panel.title.startswith("Time against keys"))
+    panel = next(
+        panel for panel in plots.panels(run, "latent_attention") if panel.title.startswith("Time against keys")
+    )
     axes = axes_of(panel)
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     rows = series(run, "latent_attention", "N")[0].lines
     drawn = {(tuple(line.get_xdata()), tuple(line.get_ydata())) for line in axes.lines}
-    expected = {(tuple(row.parameters["N"] for row in line), tuple(row.seconds.median for row in line)) for line in rows.values()}
+    expected = {
+        (tuple(row.parameters["N"] for row in line), tuple(row.seconds.median for row in line))
+        for line in rows.values()
+    }
     assert drawn == expected
     assert len(axes.collections) == len(rows)  # the quartiles of each
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1k", "10k", "100k", "1M"]
@@ -74,7 +79,8 @@ def luminance(colour: str) -> float:
     """The relative luminance of a colour by the Web Content Accessibility Guidelines."""
     parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return sum(
-        w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+        w * (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4)
+        for w, c in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
     )
 
 
@@ -109,7 +115,9 @@ def test_figures_of_a_page_share_no_identifier(run: runs.Run):
     assert len(found) > 500 and max(found.values()) == 1
     for text in texts:
         ids = set(re.findall(r'\bid="([^"]*)"', text))
-        assert set(re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', text)) <= {(name, "") for name in ids} | {("", name) for name in ids}
+        assert set(re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', text)) <= {(name, "") for name in ids} | {
+            ("", name) for name in ids
+        }
 
 
 def test_text_stays_text_and_takes_the_colour_of_the_page(run: runs.Run):
@@ -124,7 +132,9 @@ def test_text_stays_text_and_takes_the_colour_of_the_page(run: runs.Run):
 
 def test_what_a_run_says_cannot_become_markup(run: runs.Run):
     hostile = '"><script>x</script>'
-    run = replace(run, rows=tuple(replace(row, implementation=row.implementation.replace("naive", hostile)) for row in run.rows))
+    run = replace(
+        run, rows=tuple(replace(row, implementation=row.implementation.replace("naive", hostile)) for row in run.rows)
+    )
     for panel in plots.panels(run, "latent_attention"):
         text = drawing.svg(panel)
         assert "<script" not in text
@@ -142,7 +152,8 @@ def test_pictures_are_not_blank(run: runs.Run, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "ticks"), [(1e-6, 1e-3, [1e-6, 1e-5, 1e-4, 1e-3]), (2e-3, 8e-3, [2e-3, 5e-3]), (0.9, 4.0, [1, 2]), (1.0, 1e12, None)]
+    ("low", "high", "ticks"),
+    [(1e-6, 1e-3, [1e-6, 1e-5, 1e-4, 1e-3]), (2e-3, 8e-3, [2e-3, 5e-3]), (0.9, 4.0, [1, 2]), (1.0, 1e12, None)],
 )
 def test_ticks_are_few_and_round(low: float, high: float, ticks: list[float] | None):
     found = drawing.log_ticks(low, high)
@@ -187,7 +198,10 @@ def test_each_line_of_a_picture_has_its_name_beside_it(run: runs.Run, tmp_path: 
 def test_the_digest_changes_with_the_rows_that_are_shown_only(run: runs.Run):
     def digest(group: str) -> str:
         row = next(row for row in run.groups[group] if row.implementation == "native")
-        return plots.digest(synthetic.edited(run, group, "native", seconds=row.seconds._replace(median=1.001 * row.seconds.median)), SCAN)
+        return plots.digest(
+            synthetic.edited(run, group, "native", seconds=row.seconds._replace(median=1.001 * row.seconds.median)),
+            SCAN,
+        )
 
     assert digest("pinv-m16") == plots.digest(run, SCAN) == digest("latent-forward+backward-float32-D16-N1000")
     assert digest("latent-forward-float32-D16-N1000") != plots.digest(run, SCAN)

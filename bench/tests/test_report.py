@@ -63,9 +63,20 @@ def section(page: str, name: str) -> str:
 
 def test_the_page_begins_with_what_was_measured(page: str):
     told = text_of(section(page, "run"))
-    for expected in ("A processor <of 2 cores>", "cores 2", "native avx2, torch AVX2", "torch 2.13.0", "0123456789", "2026-01-02 03:04"):
+    for expected in (
+        "A processor <of 2 cores>",
+        "cores 2",
+        "native avx2, torch AVX2",
+        "torch 2.13.0",
+        "0123456789",
+        "2026-01-02 03:04",
+    ):
         assert expected in told
-    assert "threads 2, where a row does not say" in told and "quick: 3 operators, 22 groups, 75 rows" in told and "triton" not in told
+    assert (
+        "threads 2, where a row does not say" in told
+        and "quick: 3 operators, 22 groups, 75 rows" in told
+        and "triton" not in told
+    )
 
 
 def test_sections_come_in_order_and_the_contents_lead_to_them(page: str):
@@ -78,10 +89,16 @@ def test_sections_come_in_order_and_the_contents_lead_to_them(page: str):
 
 def test_what_is_wrong_and_what_is_slower_is_said_plainly(page: str):
     told = text_of(section(page, "summary"))
-    assert told.index("No right result, and so no speed: latent-forward-float32-D16-N7-native") < told.index("In 19 of 21 groups")
+    assert told.index("No right result, and so no speed: latent-forward-float32-D16-N7-native") < told.index(
+        "In 19 of 21 groups"
+    )
     assert "in 2 it is slower" in told
     slower = told[told.index("Where cmab_kernels is slower") :]
-    assert slower.count("times the time of eager torch") == 2 and "window of 4,096" in slower and "window of 64" not in slower
+    assert (
+        slower.count("times the time of eager torch") == 2
+        and "window of 4,096" in slower
+        and "window of 64" not in slower
+    )
 
 
 def test_a_run_without_losses_says_so(run: runs.Run):
@@ -90,10 +107,17 @@ def test_a_run_without_losses_says_so(run: runs.Run):
 
 
 def test_noisy_groups_count_neither_as_gain_nor_as_loss(run: runs.Run):
-    noisy = replace(run, rows=tuple(replace(row, others=0.3 if row.group.endswith("n4096") else 0.01) for row in run.rows))
+    noisy = replace(
+        run, rows=tuple(replace(row, others=0.3 if row.group.endswith("n4096") else 0.01) for row in run.rows)
+    )
     page = page_of(noisy)
     told = text_of(section(page, "summary"))
-    assert "In 19 of 19 groups" in told and "in 0 it is slower" in told and "2 more groups are noisy" in told and "In no group of" in told
+    assert (
+        "In 19 of 19 groups" in told
+        and "in 0 it is slower" in told
+        and "2 more groups are noisy" in told
+        and "In no group of" in told
+    )
     assert section(page, "rows").count("noisy: other programs took 30% of the processors") == 2
     every = text_of(section(page_of(replace(run, rows=tuple(replace(row, others=0.3) for row in run.rows))), "summary"))
     assert "In 0 of 0 groups" in every and "21 more groups are noisy" in every and "gains most" not in every
@@ -101,16 +125,23 @@ def test_noisy_groups_count_neither_as_gain_nor_as_loss(run: runs.Run):
 
 def test_a_run_of_changes_without_a_commit_says_so_in_bold(run: runs.Run):
     assert "in no commit" not in page_of(run)
-    assert "0123456789+, <strong>with changes that are in no commit</strong>" in section(page_of(replace(run, dirty=True)), "run")
+    assert "0123456789+, <strong>with changes that are in no commit</strong>" in section(
+        page_of(replace(run, dirty=True)), "run"
+    )
 
 
 def test_a_ratio_whose_quartiles_hold_one_is_left_open(run: runs.Run):
     def summary(*ratio: float) -> str:
         row = run.rows[0]
-        return text_of(section(page_of(synthetic.edited(run, row.group, row.implementation, ratio=runs.Spread(*ratio))), "summary"))
+        return text_of(
+            section(page_of(synthetic.edited(run, row.group, row.implementation, ratio=runs.Spread(*ratio))), "summary")
+        )
 
     told = summary(1.01, 0.99, 1.02)
-    assert "in 1 the quartiles leave it open; in 2 it is slower" in told and "perhaps, 1.01 (0.99 to 1.02) times the time of" in told
+    assert (
+        "in 1 the quartiles leave it open; in 2 it is slower" in told
+        and "perhaps, 1.01 (0.99 to 1.02) times the time of" in told
+    )
     told = summary(0.99, 0.98, 1.01)
     assert "in 1 the quartiles leave it open" in told and "perhaps" not in told
 
@@ -121,7 +152,10 @@ def test_every_row_is_there_with_its_figures(page: str, folder: Path):
     run = runs.load(folder / "run.json")
     assert sum("<td " in line for line in lines) == len(run.rows)
     row = run.rows[0]
-    cells = [html.unescape(cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", next(line for line in lines if "<td " in line))]
+    cells = [
+        html.unescape(cell)
+        for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", next(line for line in lines if "<td " in line))
+    ]
     assert cells == [
         "native",
         report.readable(row.seconds.median),
@@ -144,7 +178,12 @@ def test_each_figure_is_defined_and_rates_are_given(page: str):
     told = text_of(defined := section(page, "definitions"))
     for name in ("time", "spread", "ratio", "times as fast", "extra memory", "GFLOP/s", "share of the floor", "error"):
         assert f"<dt>{name}</dt>" in defined
-    assert "10 G/s" in told and "20 GB/s" in told and "100 GFLOP/s" in told and "error of a million additions 1.0e-15" in told
+    assert (
+        "10 G/s" in told
+        and "20 GB/s" in told
+        and "100 GFLOP/s" in told
+        and "error of a million additions 1.0e-15" in told
+    )
 
 
 def test_changes_are_told_with_the_noise(page: str):
@@ -243,17 +282,32 @@ def test_pictures_lie_beside_the_page(folder: Path):
 
 def test_counts_are_those_of_the_formulas(page: str):
     """The paper's printed counts of operations; it counts less memory than our states keep."""
-    printed = {"full": 11.06e6, "nystrom": 0.423e6, "single": 0.0925e6, "continual single": 0.01178e6, "fixed single": 0.00618e6}
+    printed = {
+        "full": 11.06e6,
+        "nystrom": 0.423e6,
+        "single": 0.0925e6,
+        "continual single": 0.01178e6,
+        "fixed single": 0.00618e6,
+    }
     assert [report.counts(scheme)[0] for scheme in printed] == pytest.approx(list(printed.values()), rel=2e-3)
     assert report.counts("fixed single")[2] == 2324 and report.counts("continual single")[4] == 50_072
-    assert report.counts("fixed single")[3] == report.counts("continual single")[3] == 72_824 and report.counts("full")[2:] == (0, 0, 0)
+    assert report.counts("fixed single")[3] == report.counts("continual single")[3] == 72_824 and report.counts("full")[
+        2:
+    ] == (0, 0, 0)
     assert report.CALLED.keys() == set(SCHEMES) and "72,824" in section(page, "counts")
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
 )
 PHONE, LAPTOP, DESK = 390, 1280, 1920
@@ -265,7 +319,8 @@ const beyond = [...document.querySelectorAll("body *")].filter(e => !e.closest("
 const pixels = e => parseFloat(getComputedStyle(e).fontSize) * e.ownerSVGElement.getScreenCTM().a;
 const small = [...document.querySelectorAll("svg text")].map(pixels);
 const tall = [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().height > 100);
-const inside = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).map(e => e.ariaLabel);
+const scrolls = [...document.querySelectorAll(".scroll")];
+const inside = scrolls.filter(e => e.scrollWidth > e.clientWidth).map(e => e.ariaLabel);
 const right = Math.max(...[...document.querySelectorAll("main *")].map(e => e.getBoundingClientRect().right));
 const left = Math.min(...[...document.querySelectorAll("nav a")].map(e => e.getBoundingClientRect().left));
 const row = document.querySelector(".figures").children;
@@ -274,8 +329,9 @@ const drawn = tall.filter(e => e.querySelector("text").getBBox().width > 0);
 const headings = [...document.querySelectorAll("h1, h2, h3")].map(e => e.innerText);
 const groups = document.querySelectorAll("th.group").length;
 const smallest = Math.min(...small);
-parent.document.body.dataset.seen = JSON.stringify({wide, inner: innerWidth, beyond, inside, beside, used: right - left, smallest,
-  drawn: drawn.length, headings, groups});
+parent.document.body.dataset.seen = JSON.stringify({
+  wide, inner: innerWidth, beyond, inside, beside, used: right - left, smallest, drawn: drawn.length,
+  headings, groups});
 </script>"""
 
 
@@ -305,7 +361,8 @@ def seen_at(width: int, page: str, browser, folder: Path) -> dict:
     inner = html.escape(page.replace("</body>", MEASURE + "</body>"))
     outer = folder / f"frame{width}.html"
     outer.write_text(
-        f'<!doctype html><body style="margin:0"><iframe style="border:0;width:{width}px;height:2000px" srcdoc="{inner}"></iframe>'
+        f'<!doctype html><body style="margin:0"><iframe style="border:0;width:{width}px;height:2000px" '
+        f'srcdoc="{inner}"></iframe>'
     )
     found = re.search(r'data-seen="([^"]*)"', browser(outer, "--dump-dom", "--virtual-time-budget=5000"))
     assert found, "the page's script did not run"

@@ -42,8 +42,18 @@ def test_provenance_is_said_once_and_a_row_takes_a_line(run: Run, tmp_path: Path
 
 def test_a_row_knows_what_follows_from_its_figures(run: Run):
     row = run.rows[0]
-    assert (row.group, row.implementation, row.scan, row.threads) == ("latent-forward-float32-D16-N1000", "native", "latent_attention", 2)
-    assert row.seconds.low < row.seconds.median < row.seconds.high and row.share == pytest.approx(0.5) and row.ours and not row.peer
+    assert (row.group, row.implementation, row.scan, row.threads) == (
+        "latent-forward-float32-D16-N1000",
+        "native",
+        "latent_attention",
+        2,
+    )
+    assert (
+        row.seconds.low < row.seconds.median < row.seconds.high
+        and row.share == pytest.approx(0.5)
+        and row.ours
+        and not row.peer
+    )
     assert row.spread == pytest.approx((row.seconds.high - row.seconds.low) / row.seconds.median)
     assert row.scratch == row.extra_memory - row.result_memory and row.gflops == row.flops / row.seconds.median / 1e9
     alone = run.scans["iterative_pinv"][0]
@@ -56,17 +66,30 @@ def test_a_run_says_where_it_comes_from(run: Run):
     assert (run.name, run.when, run.revision) == ("some", "2026-01-02 03:04", "0123456789")
     assert replace(run, dirty=True).revision == "0123456789+" and replace(run, commit="unknown").revision == "unknown"
     assert list(run.scans) == ["latent_attention", "continual_nystrom_step", "iterative_pinv"]
-    assert run.implementations[:2] == ("native", "native, exact") and set(run.implementations[2:]) == {SDPA, "naive", EAGER, "reference"}
+    assert run.implementations[:2] == ("native", "native, exact") and set(run.implementations[2:]) == {
+        SDPA,
+        "naive",
+        EAGER,
+        "reference",
+    }
 
 
 def test_what_failed_is_told_from_what_cannot_be_measured(run: Run):
-    reasons = {"a": "needs 9 GiB", "b": "wrong: relative RMS error 1.0", "c": "failed: out of range", "d": "not installed: pip install d"}
+    reasons = {
+        "a": "needs 9 GiB",
+        "b": "wrong: relative RMS error 1.0",
+        "c": "failed: out of range",
+        "d": "not installed: pip install d",
+    }
     assert replace(run, not_measured=reasons).wrong.keys() == {"b", "c"} and not run.wrong
 
 
 def test_a_variant_is_ours_only_where_there_is_nothing_else(run: Run):
     group = run.groups["step-fixed-n64"]
-    fast = [replace(row, seconds=runs.Spread(1e-9, 1e-9, 1e-9)) if row.implementation == "native, exact" else row for row in group]
+    fast = [
+        replace(row, seconds=runs.Spread(1e-9, 1e-9, 1e-9)) if row.implementation == "native, exact" else row
+        for row in group
+    ]
     assert runs.fastest(fast).implementation == "native"
     assert runs.fastest([row for row in fast if row.implementation != "native"]).implementation == "native, exact"
     assert runs.fastest([row for row in group if not row.ours]) is None
@@ -78,7 +101,10 @@ def test_a_variant_is_ours_only_where_there_is_nothing_else(run: Run):
 def damaged(raw: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
     """A file with fields of the second group or row replaced; the value `missing` takes one out."""
     entry = {**raw[part][1], **changes}
-    return {**raw, part: [raw[part][0], {name: value for name, value in entry.items() if value != "missing"}, *raw[part][2:]]}
+    return {
+        **raw,
+        part: [raw[part][0], {name: value for name, value in entry.items() if value != "missing"}, *raw[part][2:]],
+    }
 
 
 BAD = {
@@ -149,14 +175,25 @@ def test_a_series_differs_in_one_parameter(run: Run):
     assert forward.fixed == {"pass": "forward", "dtype": "float32", "B": 1, "H": 4, "D": 16, "L": 128, "threads": 2}
     assert backward.fixed["pass"] == "forward + backward"
     assert forward.values == list(synthetic.LENGTHS)
-    assert {name: len(rows) for name, rows in forward.lines.items()} == {"native": 4, SDPA: 4, "reference": 4, "naive": 3}
+    assert {name: len(rows) for name, rows in forward.lines.items()} == {
+        "native": 4,
+        SDPA: 4,
+        "reference": 4,
+        "naive": 3,
+    }
     assert [row.parameters["N"] for row in forward.lines["naive"]] == list(synthetic.LENGTHS[:3])
     (widths,) = series.series(run, "latent_attention", "D")
-    assert widths.values == [8, 16, 32, 64] and series.series(run, "latent_attention", "dtype") == [], "words are no axis"
+    assert widths.values == [8, 16, 32, 64] and series.series(run, "latent_attention", "dtype") == [], (
+        "words are no axis"
+    )
 
 
 def test_fewer_than_three_points_are_no_curve_and_axes_begin_with_the_length(run: Run):
-    assert series.series(run, "latent_attention", "pass") == series.series(run, "continual_nystrom_step", "landmarks") == []
+    assert (
+        series.series(run, "latent_attention", "pass")
+        == series.series(run, "continual_nystrom_step", "landmarks")
+        == []
+    )
     assert series.axes(run, "latent_attention") == ["N", "D"]
     assert series.axes(run, "continual_nystrom_step") == ["n"] and series.axes(run, "iterative_pinv") == []
 
@@ -167,13 +204,20 @@ def test_labels_tell_groups_apart_and_say_the_rest_once(run: Run):
     assert len(set(each.values())) == len(each) == 13
     assert each["latent-forward-float32-D16-N1000"] == "forward, 1,000 keys"
     assert each["latent-forward-bfloat16-D16-N100000"] == "forward, bfloat16, 100,000 keys"
-    assert series.labels(run.scans["iterative_pinv"]) == ("16 landmarks, batch of 1, float32, 1 thread", {"pinv-m16": "pinv-m16"})
+    assert series.labels(run.scans["iterative_pinv"]) == (
+        "16 landmarks, batch of 1, float32, 1 thread",
+        {"pinv-m16": "pinv-m16"},
+    )
 
 
 def test_a_group_like_most_says_what_others_vary(run: Run):
     alone = run.rows[-1]
     rows = [replace(alone, group=f"m{m}B{b}", parameters={"m": m, "B": b}) for m, b in ((16, 1), (32, 1), (16, 4))]
-    assert series.labels(rows)[1] == {"m16B1": "16 landmarks, batch of 1", "m32B1": "32 landmarks", "m16B4": "batch of 4"}
+    assert series.labels(rows)[1] == {
+        "m16B1": "16 landmarks, batch of 1",
+        "m32B1": "32 landmarks",
+        "m16B4": "batch of 4",
+    }
 
 
 def test_examples_in_the_module_are_right():

@@ -129,7 +129,11 @@ def test_implementations_of_a_case_agree(case: Case):
 def test_another_process_makes_the_same_case(case: Case):
     """The one that measures memory, which is sent the case with whatever it has built."""
     again = pickle.loads(pickle.dumps(case))
-    assert (again.name, again.parameters, again.implementations.keys()) == (case.name, case.parameters, case.implementations.keys())
+    assert (again.name, again.parameters, again.implementations.keys()) == (
+        case.name,
+        case.parameters,
+        case.implementations.keys(),
+    )
     assert again.small().scan == case.scan and (again.threads, again.quick) == (case.threads, case.quick)
 
 
@@ -157,7 +161,9 @@ def points(cases: Sequence[Case], axis: str) -> int:
     lines = defaultdict(set)
     for case in cases:
         if axis in case.parameters:
-            lines[tuple((key, value) for key, value in case.parameters.items() if key != axis)].add(case.parameters[axis])
+            lines[tuple((key, value) for key, value in case.parameters.items() if key != axis)].add(
+                case.parameters[axis]
+            )
     return max(map(len, lines.values()), default=0)
 
 
@@ -180,7 +186,15 @@ def test_groups_without_an_axis_are_seen():
 
 # ---- what is there ---------------------------------------------------------------------------------------------------
 
-WITHOUT_WORK = {"empty_ridge", "empty_state", "explain", "move_state", "state_from_tensors", "state_to_tensors", "use_impl"}
+WITHOUT_WORK = {
+    "empty_ridge",
+    "empty_state",
+    "explain",
+    "move_state",
+    "state_from_tensors",
+    "state_to_tensors",
+    "use_impl",
+}
 """Public functions that compute nothing."""
 MODULE_SCANS = {
     "MultiheadAttention",
@@ -207,7 +221,11 @@ def test_cases_have_names_of_their_own_and_tables_know_them():
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_on_a_gpu_its_kernels_are_measured():
-    expected = {"intention": ("triton", "cuda"), "ridge_state": ("triton", "cuda"), "regularised_solve": ("triton", "cuda")}
+    expected = {
+        "intention": ("triton", "cuda"),
+        "ridge_state": ("triton", "cuda"),
+        "regularised_solve": ("triton", "cuda"),
+    }
     expected |= {"nystrom_attention": ("triton",), "continual_attention_step": ("triton", "cuda")}
     for operator, names in expected.items():
         auto = {"auto"} if len(names) > 1 else set()  # what a user gets where there is a choice
@@ -218,7 +236,9 @@ def test_on_a_gpu_its_kernels_are_measured():
 
 
 @pytest.mark.parametrize(
-    "case", [continual.exact_step(10), nystrom.layer(64, 2, 8, 8), modules.nystrom_module(64, 2, 16, landmarks=8)], ids=str
+    "case",
+    [continual.exact_step(10), nystrom.layer(64, 2, 8, 8), modules.nystrom_module(64, 2, 16, landmarks=8)],
+    ids=str,
 )
 def test_a_missing_package_is_said(case: Case, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -232,13 +252,24 @@ def test_peers_are_peers():
     """Implementations that compute something else have no share of the floor;
     a baseline is as exact as ours, and the fastest known."""
     million, short = intention.layer(1_000_000), intention.layer(16_384)
-    assert million.baselines == (CHUNKED,) and SDPA not in million.implementations and "reference" not in million.implementations
+    assert (
+        million.baselines == (CHUNKED,)
+        and SDPA not in million.implementations
+        and "reference" not in million.implementations
+    )
     assert short.baselines == (CHUNKED,) and short.others == (SDPA,) and "reference" in short.implementations
     assert INVERSE not in intention.solve(8, 8, 5).baselines and INVERSE in intention.inverse(8, 5).baselines
     assert all(
-        THEIRS in module.others and THEIRS not in module.baselines for module in (modules.intention_module(), modules.nystrom_module())
+        THEIRS in module.others and THEIRS not in module.baselines
+        for module in (modules.intention_module(), modules.nystrom_module())
     )
-    assert attention.attention(every_peer=True).baselines == (SDPA, NAIVE, f"{SDPA}, math", NAIVE + attention.COMPILED, attention.FLEX)
+    assert attention.attention(every_peer=True).baselines == (
+        SDPA,
+        NAIVE,
+        f"{SDPA}, math",
+        NAIVE + attention.COMPILED,
+        attention.FLEX,
+    )
     assert set(intention_state.sums().others) == {TORCH_SINGLE, RUNS}
     steps = continual.beside_full(20, calls=30).steps
     assert steps == {"native": 30, continual.EXACT: 30, SDPA: 1, continual.EXPLICIT: 1}
@@ -251,7 +282,11 @@ def test_peers_are_peers():
     ("case", "name", "more"),
     [
         (attention.attention(3, 8, keys=50, latents=5, batch=2), NAIVE, 0),
-        (attention.attention(3, 8, keys=50, latents=5, batch=2, backward=True), NAIVE, -2 * (2 * 3 * 5 * 50) * 8),  # it keeps its scores
+        (
+            attention.attention(3, 8, keys=50, latents=5, batch=2, backward=True),
+            NAIVE,
+            -2 * (2 * 3 * 5 * 50) * 8,
+        ),  # it keeps its scores
         (intention.layer(100, 2, 8, batch=3), CHUNKED, 6 * 100 * 64),
         (intention.layer(100, 2, 8, batch=3, backward=True), CHUNKED, 6 * 100 * 64),
         (intention.sigma_layer(100, 10, 2, 8), EAGER, 2 * 100 * 64),
@@ -278,7 +313,9 @@ def test_work_is_what_torch_counts(case: Case, name: str, more: int):
     inputs = case.inputs(0)
     _, flops = harness.count_flops(lambda: case.implementations[name](inputs))
     products = sum(work.products for work in passes_of(case.work))
-    assert flops == pytest.approx(case.steps.get(name, 1) * products + more, abs=10)  # torch's counter rounds a third of a cube
+    assert flops == pytest.approx(
+        case.steps.get(name, 1) * products + more, abs=10
+    )  # torch's counter rounds a third of a cube
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -287,7 +324,9 @@ def test_work_of_a_step_is_the_mean_of_what_is_counted(fixed: bool, retroactive:
     case = TINY.varied(fixed=fixed, retroactive=retroactive, calls=160)  # ten times round the window
     inputs = case.inputs(0)
     _, flops = harness.count_flops(lambda: case.implementations["native"](inputs))
-    assert flops / 160 == pytest.approx(case.work.products, rel=0.02)  # but for the rows that are recomputed every 1,024 tokens
+    assert flops / 160 == pytest.approx(
+        case.work.products, rel=0.02
+    )  # but for the rows that are recomputed every 1,024 tokens
 
 
 @pytest.mark.parametrize("case", [intention_state.merge(5, 2**14, 8), nystrom.exact_start(10_000, 8, 20)], ids=str)

@@ -3,7 +3,16 @@
 from .api import attention_state, latent_attention, merge_states, remove_from_state
 from .prefix import prefix_attention_states
 from .projected import NO_CHUNK, AfterChunk, attention_state_of_chunks, projected_attention_state
-from .state import AttentionState, Removal, check_mergeable, check_state, decayed, empty_state, subtract_state, unlikely_attention
+from .state import (
+    AttentionState,
+    Removal,
+    check_mergeable,
+    check_state,
+    decayed,
+    empty_state,
+    subtract_state,
+    unlikely_attention,
+)
 
 __all__ = [
     "NO_CHUNK",

@@ -163,8 +163,10 @@ def remove_from_state(
     on the mass.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
-    >>> state, reliable = cmab_kernels.remove_from_state(cmab_kernels.attention_state(q, k, v), q, k[:, :, :4], v[:, :, :4])
-    >>> torch.allclose(state.out, cmab_kernels.attention_state(q, k[:, :, 4:], v[:, :, 4:]).out, atol=1e-4), bool(reliable.all())
+    >>> state = cmab_kernels.attention_state(q, k, v)
+    >>> state, reliable = cmab_kernels.remove_from_state(state, q, k[:, :, :4], v[:, :, :4])
+    >>> rest = cmab_kernels.attention_state(q, k[:, :, 4:], v[:, :, 4:])
+    >>> torch.allclose(state.out, rest.out, atol=1e-4), bool(reliable.all())
     (True, True)
     """
     inputs = _inputs(query, key, value, key_padding_mask, None, scale)
@@ -205,11 +207,18 @@ def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attentio
 
 def _contract(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attention:
     out, lse = state or (None, None)
-    return Attention(inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, inputs.cu_seqlens, out, lse, inputs.scale, impl)
+    return Attention(
+        inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, inputs.cu_seqlens, out, lse, inputs.scale, impl
+    )
 
 
 def _inputs(
-    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float | None,
 ) -> _Inputs:
     check_operands(query=query, key=key, value=value)
     check_key_value(key, value)
@@ -217,7 +226,9 @@ def _inputs(
     query = over_batch(query, key, sets)
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(query, key, value)
-    return _Inputs(query, key, value, key_padding_mask, cu_seqlens, float(key.shape[-1] ** -0.5) if scale is None else fixed(scale))
+    return _Inputs(
+        query, key, value, key_padding_mask, cu_seqlens, float(key.shape[-1] ** -0.5) if scale is None else fixed(scale)
+    )
 
 
 def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
@@ -232,5 +243,7 @@ def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
     if cu_seqlens.device != keys.device:
         raise ValueError(mismatch("cu_seqlens", f"device {cu_seqlens.device}", f"{keys.device}, the device of {name}"))
     if keys.shape[0] != 1:
-        raise ValueError(mismatch(name, f"batch {keys.shape[0]}", "batch 1, as cu_seqlens packs all sets into one row of keys"))
+        raise ValueError(
+            mismatch(name, f"batch {keys.shape[0]}", "batch 1, as cu_seqlens packs all sets into one row of keys")
+        )
     return cu_seqlens.shape[0] - 1

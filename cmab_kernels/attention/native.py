@@ -89,7 +89,9 @@ def is_not_below_infinity(lse: Tensor) -> bool | None:
 def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dquery, dkey, dvalue), contiguous; tensors that are not in `needs` are empty."""
     dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale, needs, _ = inputs
-    dquery, dkey, dvalue = (x.new_empty(x.shape if need else 0) for x, need in zip((query, key, value), needs, strict=True))
+    dquery, dkey, dvalue = (
+        x.new_empty(x.shape if need else 0) for x, need in zip((query, key, value), needs, strict=True)
+    )
     _C.attention_backward(
         query=query,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),

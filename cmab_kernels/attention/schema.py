@@ -1,4 +1,5 @@
-"""Latent cross-attention and its gradient as `torch.library` operators: contracts, shapes, FLOP counts, vmap rules and derivatives."""
+"""Latent cross-attention and its gradient as `torch.library` operators: contracts, shapes, FLOP counts, vmap rules and
+derivatives."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ def _backward(call: Call[Attention], dout: Tensor, dlse: Tensor) -> Gradients:
     return gradients
 
 
-def state_gradient(dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def state_gradient(
+    dout: Tensor, dlse: Tensor, state_out: Tensor, state_lse: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradient of the incoming state, which is a part of the merged result."""
     down, slope = share_gradient(AttentionState(state_out, state_lse), AttentionState(out, lse), dout, dlse)
     return down.to(state_out.dtype), slope

@@ -44,7 +44,13 @@ class Removal(NamedTuple):
 
 
 def empty_state(
-    batch: int, heads: int, latents: int, width: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    batch: int,
+    heads: int,
+    latents: int,
+    width: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
 ) -> AttentionState:
     """The state without keys, the identity of `merge_states`.
 
@@ -118,7 +124,9 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     not reliable either, unless the lse of `part` is so far below that `part` had no weight.
     """
     if state.out.shape != part.out.shape:  # unequal shapes would broadcast
-        raise ValueError(mismatch("state.out", f"shape {tuple(state.out.shape)}", f"{tuple(part.out.shape)}, the shape of part.out"))
+        raise ValueError(
+            mismatch("state.out", f"shape {tuple(state.out.shape)}", f"{tuple(part.out.shape)}, the shape of part.out")
+        )
     state, part = counted(state), counted(part)
     nothing_there, nothing_removed = state.lse == -math.inf, part.lse == -math.inf
     whole = state.lse.masked_fill(state.lse == math.inf, math.nan)
@@ -154,12 +162,16 @@ def check_mergeable(state: AttentionState, name: str, like: AttentionState | Non
         if state.out.dim() == 0:
             raise ValueError(mismatch(f"{name}.out", "shape ()", "(B, H, L, E)"))
         if state.out.dtype != state_dtype(state.out.dtype):
-            raise TypeError(mismatch(f"{name}.out", state.out.dtype, "float32 or float64; states are never half precision"))
+            raise TypeError(
+                mismatch(f"{name}.out", state.out.dtype, "float32 or float64; states are never half precision")
+            )
         like = state
     check_fit(state, like.out.shape, like.out.dtype, like.out.device, name)
 
 
-def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state") -> None:
+def check_state(
+    state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "state"
+) -> None:
     """Raise unless `out` has this shape (B, H, L, E), dtype and device, and `lse` fits `out`."""
     check_parts(state, name)
     check_fit(state, shape, dtype, device, name)
@@ -167,13 +179,18 @@ def check_state(state: AttentionState, shape: Sequence[int], dtype: torch.dtype,
 
 def check_fit(state: AttentionState, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str) -> None:
     """`check_state` for a state that has passed `check_parts`."""
-    for part, tensor, wanted, wanted_dtype in (("out", state.out, shape, dtype), ("lse", state.lse, shape[:-1], torch.float64)):
+    for part, tensor, wanted, wanted_dtype in (
+        ("out", state.out, shape, dtype),
+        ("lse", state.lse, shape[:-1], torch.float64),
+    ):
         if tensor.shape != wanted:
             raise ValueError(mismatch(f"{name}.{part}", f"shape {tuple(tensor.shape)}", tuple(wanted)))
         if tensor.dtype != wanted_dtype:
             raise TypeError(mismatch(f"{name}.{part}", tensor.dtype, wanted_dtype))
         if tensor.device != device:
-            raise ValueError(mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}, the device of the other arguments"))
+            raise ValueError(
+                mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}, the device of the other arguments")
+            )
     refuse_wrong_sums(state, name)
 
 

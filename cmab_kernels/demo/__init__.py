@@ -1,4 +1,5 @@
-"""The three demos. `python -m cmab_kernels demo [cmab | intention | stream]` runs one, prints its figures and draws them."""
+"""The three demos. `python -m cmab_kernels demo [cmab | intention | stream]` runs one, prints its figures and draws
+them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def checked_output(output: str) -> Path:
     try:
         _refuse_unwritable(target)
     except OSError as error:
-        raise SystemExit(mismatch("--output", f"{output}, which cannot be written ({error.strerror})", "another name")) from None
+        raise SystemExit(
+            mismatch("--output", f"{output}, which cannot be written ({error.strerror})", "another name")
+        ) from None
     return target
 
 

@@ -57,7 +57,7 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
             an error.
 
     >>> import torch.distributed as dist
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)      # or started by torchrun, on any number
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or torchrun, on any number
     >>> query, points = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8)
     >>> own = points.tensor_split(dist.get_world_size(), dim=2)[dist.get_rank()]
     >>> merged = cmab_kernels.distributed.all_merge_state(cmab_kernels.attention_state(query, own, own))
@@ -84,7 +84,9 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
         return _merged(type(state), rows, fields)
     state = type(state)(*map(accepted, state))
     if header[0] != WANTED:  # other ranks want a gradient, so this rank takes part in the backward pass
-        state = type(state)(*(field.detach().requires_grad_() if field.is_floating_point() else field for field in state))
+        state = type(state)(
+            *(field.detach().requires_grad_() if field.is_floating_point() else field for field in state)
+        )
     return type(state)(*_Merge.apply(type(state), group.group_name, rows, *state))
 
 

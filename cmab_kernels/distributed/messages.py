@@ -37,7 +37,9 @@ def members(group: ProcessGroup | None) -> ProcessGroup:
     it."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
-        raise RuntimeError("group: torch.distributed has no process group yet; call torch.distributed.init_process_group first")
+        raise RuntimeError(
+            "group: torch.distributed has no process group yet; call torch.distributed.init_process_group first"
+        )
     group = distributed.group.WORLD if group is None else group
     if not isinstance(group, distributed.ProcessGroup):
         raise TypeError(mismatch("group", repr(group), "a ProcessGroup that this process belongs to, or None"))
@@ -62,7 +64,9 @@ class _Agreement:
 _AGREEMENTS: WeakKeyDictionary[ProcessGroup, _Agreement] = WeakKeyDictionary()
 
 
-def gathered(packed: Tensor, header: tuple[int, ...], group: ProcessGroup, *, alike: bool = False) -> tuple[Tensor, bool]:
+def gathered(
+    packed: Tensor, header: tuple[int, ...], group: ProcessGroup, *, alike: bool = False
+) -> tuple[Tensor, bool]:
     """Return the packed states (W, bytes) of all ranks, and whether any rank wants a gradient; raise on all ranks if
     the states do not fit.
 
@@ -102,7 +106,9 @@ def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
     """Return the messages (W, bytes) of all ranks, in rank order."""
     world = torch.distributed.get_world_size(group)
     received = message.new_empty(world * message.numel())
-    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor  # its name before torch 2.13
+    gather = (
+        getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    )  # its name before torch 2.13
     gather(received, message, group)
     return received.view(world, -1)
 
@@ -116,7 +122,9 @@ def announced(group: ProcessGroup, like: Any) -> Iterator[None]:
     try:
         yield
     except Exception:
-        device = next((leaf.device for leaf in tree_leaves(like) if isinstance(leaf, Tensor) and not leaf.is_meta), None)
+        device = next(
+            (leaf.device for leaf in tree_leaves(like) if isinstance(leaf, Tensor) and not leaf.is_meta), None
+        )
         if device is None:
             device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
@@ -158,11 +166,15 @@ def _compare(headers: list[list[int]], alike: bool) -> None:
         off = _ranks(each == _GRAD_MODE_OFF for each in gradients)
         raise RuntimeError(
             mismatch(
-                "state", f"{wanting} while grad mode is off on {off}", "grad mode on every rank, as all take part in the backward pass"
+                "state",
+                f"{wanting} while grad mode is off on {off}",
+                "grad mode on every rank, as all take part in the backward pass",
             )
         )
     if alike and WANTED in gradients and _UNWANTED in gradients:
-        raise RuntimeError(mismatch("state", wanting, "a gradient required on all ranks or on none, as the graph is compiled"))
+        raise RuntimeError(
+            mismatch("state", wanting, "a gradient required on all ranks or on none, as the graph is compiled")
+        )
 
 
 def _ranks(chosen: Iterable[bool]) -> str:
@@ -195,7 +207,10 @@ def check(state: AttentionState | RidgeState) -> None:
     *leading, height, width = like.shape
     wanted: dict[str, tuple[list[int], torch.dtype]]
     if isinstance(state, AttentionState):
-        wanted = {"out": ([*leading, height, width], state_dtype(like.dtype)), "lse": ([*leading, height], torch.float64)}
+        wanted = {
+            "out": ([*leading, height, width], state_dtype(like.dtype)),
+            "lse": ([*leading, height], torch.float64),
+        }
     else:
         matrices = {"gram": [*leading, height, height], "moment": [*leading, height, width]}
         wanted = {name: (shape, torch.float64) for name, shape in matrices.items()} | {"count": (leading, torch.int64)}
@@ -206,7 +221,9 @@ def check(state: AttentionState | RidgeState) -> None:
         if field.dtype != dtype:
             raise TypeError(mismatch(f"state.{name}", field.dtype, dtype))
         if field.device != like.device:
-            raise ValueError(mismatch(f"state.{name}", f"device {field.device}", f"{like.device}, the device of the rest"))
+            raise ValueError(
+                mismatch(f"state.{name}", f"device {field.device}", f"{like.device}, the device of the rest")
+            )
     if isinstance(state, AttentionState):
         refuse_wrong_sums(state, "state")
 

@@ -1,4 +1,5 @@
-"""Modules whose context is spread over the ranks of a group: each rank reads its part, and all go on from the merged state."""
+"""Modules whose context is spread over the ranks of a group: each rank reads its part, and all go on from the merged
+state."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class _Group(NamedTuple):
         if self.group is None:
             return _Group, (None,)
         allowed = "None; save the state_dict(), and load it into a module that each process makes with its own group"
-        raise TypeError(mismatch("group", "a process group, which cannot be pickled, as it belongs to its process", allowed))
+        raise TypeError(
+            mismatch("group", "a process group, which cannot be pickled, as it belongs to its process", allowed)
+        )
 
 
 class ContextSharded(nn.Module, Generic[State]):
@@ -105,7 +108,7 @@ class ShardedCMAB(ContextSharded[AttentionState]):
     all inputs. Gradients with respect to inputs are then those of W losses.
 
     >>> import torch.distributed as dist
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)      # or started by torchrun, on any number
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # or torchrun, on any number
     >>> block = cmab_kernels.nn.CMAB(dim=16, num_latents=8, num_heads=2)
     >>> points, latents = torch.randn(1, 1000, 16), torch.randn(4, 16)
     >>> own = points.tensor_split(dist.get_world_size(), dim=1)[dist.get_rank()]
@@ -124,7 +127,12 @@ class ShardedCMAB(ContextSharded[AttentionState]):
         return self._updated(inputs, latents, None, key_padding_mask).latents
 
     def update(
-        self, new_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+        self,
+        new_inputs: Tensor,
+        latents: Tensor,
+        state: AttentionState | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
     ) -> CMABUpdate:
         """Return the result over all inputs so far, to which every rank adds its own. The arguments are those of
         `CMAB.update`.
@@ -134,13 +142,17 @@ class ShardedCMAB(ContextSharded[AttentionState]):
         """
         stream = self.module.stream
         if state is None and isinstance(stream, WindowStream):
-            raise ValueError(mismatch("state", None, "a state, as the window of the module's own stream cannot be spread over ranks"))
+            raise ValueError(
+                mismatch("state", None, "a state, as the window of the module's own stream cannot be spread over ranks")
+            )
         result = self._updated(new_inputs, latents, stream.held if state is None else state, key_padding_mask)
         if state is None:
             stream.state = result.state
         return result
 
-    def _updated(self, inputs: Tensor, latents: Tensor, before: AttentionState | None, key_padding_mask: Tensor | None) -> CMABUpdate:
+    def _updated(
+        self, inputs: Tensor, latents: Tensor, before: AttentionState | None, key_padding_mask: Tensor | None
+    ) -> CMABUpdate:
         module = self.module._computed()
 
         def read() -> AttentionState:
@@ -177,7 +189,9 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
     merge = staticmethod(merge_states)
     module: MultiheadAttention
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """Return (out, None) over the keys of all ranks. The arguments are those of `torch.nn.MultiheadAttention` with
         `need_weights=False`.
 
@@ -186,7 +200,12 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
         return self._attend(query, key, value, None, key_padding_mask).out, None
 
     def attend_state(
-        self, query: Tensor, inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        inputs: Tensor,
+        state: AttentionState | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
     ) -> Attended:
         """Attend to a stream, to which every rank adds its own inputs. The arguments are those of
         `MultiheadAttention.attend_state`.
@@ -195,7 +214,9 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
         """
         return self._attend(query, inputs, inputs, state, key_padding_mask)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> Attended:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None
+    ) -> Attended:
         module = computed(self.module)
 
         def read() -> AttentionState:
@@ -229,7 +250,9 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
     merge = staticmethod(merge_ridge)
     module: MultiheadIntention
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         """Return (out, None) over the keys of all ranks. The arguments are those of `MultiheadIntention` with
         `need_weights=False`."""
         module = computed(self.module)
@@ -244,7 +267,12 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
         return module.predict(accepted(query), sums), None
 
     def update(
-        self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
+        self,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        state: RidgeState | None = None,
+        key_padding_mask: Tensor | None = None,
     ) -> RidgeState:
         """Return the state with the keys and values of all ranks added. The arguments are those of
         `MultiheadIntention.update`.

@@ -23,17 +23,17 @@ def reduce_states(client: Any, function: Callable[[Any], Any], partitions: Itera
     of partitions decides which are neighbours, so the result has the same bits for any number of workers.
 
     Args:
-        client: a `dask.distributed.Client`, an executor of `concurrent.futures`, or another object whose `submit(function,
-            *arguments)` returns a future. The futures of Dask stay on the workers: a worker fetches the state that it
-            merges from another. Those of `concurrent.futures` pass through the caller.
+        client: a `dask.distributed.Client`, an executor of `concurrent.futures`, or another object whose
+            `submit(function, *arguments)` returns a future. The futures of Dask stay on the workers: a worker fetches
+            the state that it merges from another. Those of `concurrent.futures` pass through the caller.
         function: takes a partition and returns an `AttentionState`, such as `CMABStack.encode`, a `RidgeState`, or an
             `OnlineRidge` that has read the partition. It runs without gradients. Other processes must be able to import
             or unpickle it.
-        partitions: at least one. A partition is anything that `function` takes, such as a file's name, or a future of the
-            client.
+        partitions: at least one. A partition is anything that `function` takes, such as a file's name, or a future of
+            the client.
 
-    Raises a `TypeError` if `client` has no `submit`, `function` cannot be called, or a result is no state, a `ValueError`
-    if there are no partitions or their states do not fit together, and what `function` raises.
+    Raises a `TypeError` if `client` has no `submit`, `function` cannot be called, or a result is no state, a
+    `ValueError` if there are no partitions or their states do not fit together, and what `function` raises.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> x, y = torch.randn(100, 3), torch.randn(100)
@@ -44,7 +44,9 @@ def reduce_states(client: Any, function: Callable[[Any], Any], partitions: Itera
     True
     """
     if not callable(getattr(client, "submit", None)):
-        raise TypeError(mismatch("client", kind_of(client), "an object with a method submit, such as a dask.distributed.Client"))
+        raise TypeError(
+            mismatch("client", kind_of(client), "an object with a method submit, such as a dask.distributed.Client")
+        )
     if not callable(function):
         raise TypeError(mismatch("function", kind_of(function), "a function of one partition"))
     futures = [client.submit(_state_of, function, partition) for partition in partitions]
@@ -63,7 +65,8 @@ def reduce_states(client: Any, function: Callable[[Any], Any], partitions: Itera
 
 
 def _passed(future: Any) -> Any:
-    """Return what a task takes for a future: Dask's workers resolve theirs, but an executor passes arguments as they are."""
+    """Return what a task takes for a future: Dask's workers resolve theirs, but an executor passes arguments as they
+    are."""
     return future.result() if isinstance(future, Future) else future
 
 

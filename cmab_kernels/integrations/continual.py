@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn import CircularPositionalEncoding, ContinualAttention, ContinualEncoder, ContinualEncoderLayer, ContinualNystromAttention
+from ..nn import (
+    CircularPositionalEncoding,
+    ContinualAttention,
+    ContinualEncoder,
+    ContinualEncoderLayer,
+    ContinualNystromAttention,
+)
 from ..nn.stream import with_own_streams
 from ..runtime.checks import mismatch
 
@@ -34,11 +40,17 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        last: Any = getattr(module, "self_attn", module.layers[-1].self_attn if isinstance(module, ContinualEncoder) else module)
+        last: Any = getattr(
+            module, "self_attn", module.layers[-1].self_attn if isinstance(module, ContinualEncoder) else module
+        )
         output = getattr(last, "output", "single")
         if not last.batch_first or output != "single":
             given = f"one with batch_first={last.batch_first} and output={output!r}"
-            raise ValueError(mismatch("module", given, "batch_first=True and output='single', as containers of continual-inference need"))
+            raise ValueError(
+                mismatch(
+                    "module", given, "batch_first=True and output='single', as containers of continual-inference need"
+                )
+            )
         self.module = module
         self.receptive_field = _receptive_field(module)
 
@@ -54,7 +66,9 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
         run = getattr(self.module, "forward_stream", self.module)
         out = run(input.mT)
         if out is None:
-            raise ValueError(mismatch("input", f"{input.shape[2]} tokens", f"at least a window of {self.receptive_field}"))
+            raise ValueError(
+                mismatch("input", f"{input.shape[2]} tokens", f"at least a window of {self.receptive_field}")
+            )
         return out.mT
 
     def forward_step(self, input: Tensor, update_state: bool = True) -> Tensor | None:
@@ -98,10 +112,21 @@ def register() -> None:
     ...     model.forward_steps(torch.randn(1, 16, 20)).shape
     torch.Size([1, 3, 13])
     """
-    for kind in (CircularPositionalEncoding, ContinualAttention, ContinualEncoder, ContinualEncoderLayer, ContinualNystromAttention):
+    for kind in (
+        CircularPositionalEncoding,
+        ContinualAttention,
+        ContinualEncoder,
+        ContinualEncoderLayer,
+        ContinualNystromAttention,
+    ):
         continual.convert.register(kind, Adapted)
         # Residual, Parallel and BroadcastReduce read these attributes of a module before they convert it.
-        for name, given in {"delay": 0, "padding": 0, "stride": 1, "receptive_field": property(_receptive_field)}.items():
+        for name, given in {
+            "delay": 0,
+            "padding": 0,
+            "stride": 1,
+            "receptive_field": property(_receptive_field),
+        }.items():
             setattr(kind, name, given)
 
 

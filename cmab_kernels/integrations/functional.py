@@ -58,7 +58,13 @@ def scaled_dot_product_attention(
     torch.Size([2, 8, 16, 4])
     """
     dropout_p, is_causal = as_float("dropout_p", dropout_p), as_flag("is_causal", is_causal)
-    out = DROPOUT if dropout_p else CAUSAL if is_causal else fused_attention(query, key, value, attn_mask, scale, enable_gqa)
+    out = (
+        DROPOUT
+        if dropout_p
+        else CAUSAL
+        if is_causal
+        else fused_attention(query, key, value, attn_mask, scale, enable_gqa)
+    )
     note(out if isinstance(out, str) else None)
     if isinstance(out, str):
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -98,9 +104,16 @@ def fused_attention(
 def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     """Return whether the operator takes tensors of these shapes and dtypes; none of them may be empty."""
     tensors = (query, key, value)
-    if any(each.is_nested or each.dim() != 4 or each.dtype != query.dtype or each.device != query.device for each in tensors):
+    if any(
+        each.is_nested or each.dim() != 4 or each.dtype != query.dtype or each.device != query.device
+        for each in tensors
+    ):
         return False
-    if query.dtype not in FLOATING or key.shape[:3] != value.shape[:3] or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+    if (
+        query.dtype not in FLOATING
+        or key.shape[:3] != value.shape[:3]
+        or (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3])
+    ):
         return False
     heads, groups = query.shape[1], key.shape[1]
     return all(each.numel() for each in tensors) and (heads == groups or (enable_gqa and heads % groups == 0))
@@ -119,7 +132,9 @@ def _common_row(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
     """Return the mask of keys (B, N) if the shape or strides of `mask` show that it is the same for all heads and
     queries; else None."""
     shape = (*query.shape[:3], key.shape[2])
-    if not 2 <= mask.dim() <= 4 or any(have not in (1, need) for have, need in zip(reversed(mask.shape), reversed(shape), strict=False)):
+    if not 2 <= mask.dim() <= 4 or any(
+        have not in (1, need) for have, need in zip(reversed(mask.shape), reversed(shape), strict=False)
+    ):
         return None
     whole = mask.expand(shape)
     return whole[:, 0, 0] if all(shape[dim] == 1 or whole.stride(dim) == 0 for dim in (1, 2)) else None

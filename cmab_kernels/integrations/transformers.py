@@ -43,7 +43,8 @@ def register_transformers() -> None:
     >>> from cmab_kernels.integrations import register_transformers
     >>> register_transformers()
     >>> from transformers import AutoModel, ViTConfig
-    >>> tiny = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=2)
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "image_size": 8, "patch_size": 2}
+    >>> tiny = ViTConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
     >>> model = AutoModel.from_config(tiny, attn_implementation="cmab")
     >>> model(torch.randn(1, 3, 8, 8)).last_hidden_state.shape
     torch.Size([1, 17, 16])
@@ -53,7 +54,9 @@ def register_transformers() -> None:
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         needed = "its AttentionInterface, which has been in the package since version 4.53: pip install -U transformers"
-        raise ImportError(f"cmab_kernels.integrations.register_transformers works with the package transformers; {needed}") from error
+        raise ImportError(
+            f"cmab_kernels.integrations.register_transformers works with the package transformers; {needed}"
+        ) from error
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
 
@@ -77,7 +80,11 @@ def attention(
     for name in _SINKS:
         if kwargs.get(name) is not None:
             raise ValueError(
-                mismatch(name, kind_of(kwargs[name]), f"None, as {NAME!r} has no attention sinks; use attn_implementation='eager'")
+                mismatch(
+                    name,
+                    kind_of(kwargs[name]),
+                    f"None, as {NAME!r} has no attention sinks; use attn_implementation='eager'",
+                )
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     sees_all = attention_mask is not None or query.shape[2] == 1 or not causal
@@ -102,7 +109,10 @@ def _warn_once(kind: str, why: str) -> None:
     if why == FASTER or torch.compiler.is_compiling() or (kind, why) in _warned:
         return
     _warned.add((kind, why))
-    text = f"attn_implementation={NAME!r}: {kind} runs 'sdpa', because {why}; cmab_kernels.explain(model, ...) says it of each call"
+    text = (
+        f"attn_implementation={NAME!r}: {kind} runs 'sdpa', because {why}; cmab_kernels.explain(model, ...) says "
+        "it of each call"
+    )
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 

@@ -24,7 +24,8 @@ class Gram(NamedTuple):
 
 
 class RidgeUpdate(NamedTuple):
-    """The arguments of `cmab::ridge_update`, whose results are the sums and the number of keys, added to those given."""
+    """The arguments of `cmab::ridge_update`, whose results are the sums and the number of keys, added to those
+    given."""
 
     key: Tensor
     value: Tensor
@@ -51,7 +52,8 @@ class GramBackward(NamedTuple):
 
 
 class PrefixRidge(NamedTuple):
-    """The arguments of `cmab::prefix_ridge`, whose results are K'WK and K'WV over all prefixes, added to those given."""
+    """The arguments of `cmab::prefix_ridge`, whose results are K'WK and K'WV over all prefixes, added to those
+    given."""
 
     key: Tensor
     value: Tensor
@@ -64,7 +66,8 @@ class PrefixRidge(NamedTuple):
 
 
 class PrefixRidgeBackward(NamedTuple):
-    """The arguments of `cmab::prefix_ridge_backward`, whose results are the gradients of key, value, weights, gram and moment."""
+    """The arguments of `cmab::prefix_ridge_backward`, whose results are the gradients of key, value, weights, gram and
+    moment."""
 
     dgram: Tensor
     dmoment: Tensor

@@ -21,7 +21,9 @@ def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
         return f"no CUDA kernel for {key.dtype}"
     if key.shape[-1] > MAX_WIDTH:
         return f"its keys are at most {MAX_WIDTH} wide, and key is {key.shape[-1]} wide"
-    return gpu_problem(key.device.index, "ridge_shared_bytes", key.shape[-1], value.shape[-1], key.dtype == torch.float64)
+    return gpu_problem(
+        key.device.index, "ridge_shared_bytes", key.shape[-1], value.shape[-1], key.dtype == torch.float64
+    )
 
 
 def is_slower(query: Tensor, key: Tensor, value: Tensor) -> bool:

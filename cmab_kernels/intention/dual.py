@@ -1,6 +1,7 @@
 """The dual of ridge regression: an N x N system, for N < D.
 
-Kernels with a fixed order of additions form all products, so that the bits of a result do not depend on threads, batch or layout.
+Kernels with a fixed order of additions form all products, so that the bits of a result do not depend on threads, batch
+or layout.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ from .solve.schema import regularised_solve_op, solve_operations
 
 
 class Dual:
-    """The system W K K' + alpha I of keys (B, H, N, D), weights (B, H, N) or None, a mask (B, N) or None and alpha (B, H).
+    """The system W K K' + alpha I of keys (B, H, N, D), weights (B, H, N) or None, a mask (B, N) or None and alpha (B,
+    H).
 
     `impl` is the implementation of the products, `solver` is the implementation of the solve. On a GPU there are
     kernels for up to 256 keys; for more keys, "auto" takes the reference, with a warning.
     """
 
     def __init__(
-        self, key: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, penalty: Tensor, impl: str, solver: str
+        self,
+        key: Tensor,
+        weights: Tensor | None,
+        key_padding_mask: Tensor | None,
+        penalty: Tensor,
+        impl: str,
+        solver: str,
     ) -> None:
         self._mask, self._penalty, self._solver = key_padding_mask, penalty, solver
         self._key = rows_of(key, key_padding_mask, torch.float64)
@@ -66,13 +74,17 @@ class Dual:
         """(W K K' + alpha I)^-1 W B for a right-hand side B (B, H, N, E), in float64."""
         products = self._times(self._key, self._key.mT)
         if products.shape[-1] == 0:  # empty; alpha and the weights get gradients of 0
-            return rhs * self._penalty[..., None, None] * (1.0 if self._weights is None else self._weights.unsqueeze(-1))
+            return (
+                rhs * self._penalty[..., None, None] * (1.0 if self._weights is None else self._weights.unsqueeze(-1))
+            )
         if self._weights is None:
             return solve_heads(products, rhs, self._penalty, self._solver).weight
         flat = (products.flatten(0, 1), rhs.flatten(0, 1), self._weights.flatten(0, 1), self._penalty.flatten())
         if needs_definition():
             return _weighted_formula(*flat).view(rhs.shape)
-        return _weighted_solve_op(WeightedSolve(*flat, choose("intention.solve", self._solver, *flat[:2]))).view(rhs.shape)
+        return _weighted_solve_op(WeightedSolve(*flat, choose("intention.solve", self._solver, *flat[:2]))).view(
+            rhs.shape
+        )
 
 
 def _weighted_formula(products: Tensor, value: Tensor, weights: Tensor, alpha: Tensor) -> Tensor:
@@ -85,11 +97,14 @@ def _weighted_formula(products: Tensor, value: Tensor, weights: Tensor, alpha: T
     diagonal = alpha + ((weights == 0) & (alpha == 0))
     system = weights.unsqueeze(-1) * products + torch.diag_embed(diagonal)
     factor, pivots, info = torch.linalg.lu_factor_ex(system)  # the forward derivative of `solve` has wrong derivatives
-    return torch.linalg.lu_solve(factor, pivots, weights.unsqueeze(-1) * value).masked_fill((info != 0)[:, None, None], torch.nan)
+    return torch.linalg.lu_solve(factor, pivots, weights.unsqueeze(-1) * value).masked_fill(
+        (info != 0)[:, None, None], torch.nan
+    )
 
 
 class WeightedSolve(NamedTuple):
-    """The arguments of `cmab::weighted_solve`: M (S, N, N) symmetric, V (S, N, E), W = diag(weights) (S, N), alpha (S,), all float64."""
+    """The arguments of `cmab::weighted_solve`: M (S, N, N) symmetric, V (S, N, E), W = diag(weights) (S, N), alpha
+    (S,), all float64."""
 
     products: Tensor
     value: Tensor
@@ -133,7 +148,12 @@ def _backward(call: Call[WeightedSolve], dout: Tensor) -> Gradients:
     penalty = penalty.masked_fill(absent & (alpha == 0) & (residuals != 0), 0.0)
     dweights = torch.where(absent, residuals / penalty, alpha * overlap / present)
     dproducts = row_products(dvalue, solution.mT)
-    return {"products": (dproducts + dproducts.mT) / -2, "value": dvalue, "weights": dweights, "alpha": -overlap.sum(-1)}
+    return {
+        "products": (dproducts + dproducts.mT) / -2,
+        "value": dvalue,
+        "weights": dweights,
+        "alpha": -overlap.sum(-1),
+    }
 
 
 _weighted_solve_op = Operator(

@@ -1,4 +1,5 @@
-"""Sums over keys, and rows times a matrix, on the CPU: calls into csrc/intention, which fills the tensors that are allocated here."""
+"""Sums over keys, and rows times a matrix, on the CPU: calls into csrc/intention, which fills the tensors that are
+allocated here."""
 
 from __future__ import annotations
 

@@ -5,12 +5,14 @@ Keys k_i with values v_i, weights w_i >= 0 (1 by default) and a penalty alpha >=
     G = K'WK = sum_i w_i k_i' k_i        C = K'WV = sum_i w_i k_i' v_i        Omega = (G + alpha I)^-1 C
 
     intention        out = Q Omega                                     primal, D x D
-                     out = Q K' Y,  Y = (W K K' + alpha I)^-1 W V      dual, N x N: the same result (push-through identity)
-    sigma-intention  out = softmax(scale Q (G + alpha I)^-1 K') V
+                     out = Q K' Y,  Y = (W K K' + alpha I)^-1 W V      dual, N x N: the same result (push-through
+    identity) sigma-intention  out = softmax(scale Q (G + alpha I)^-1 K') V
 
-(Exploring the Space of Key-Value-Query Models with Intention, Garnelo and Czarnecki.) Gradients, given dG, dC, with S = dG + dG':
+(Exploring the Space of Key-Value-Query Models with Intention, Garnelo and Czarnecki.) Gradients, given dG, dC, with S =
+dG + dG':
 
-    u_i = S k_i + dC v_i     y_i = dC' k_i     dk_i = w_i u_i     dv_i = w_i y_i     dw_i = (k_i.S k_i) / 2 + k_i.(dC v_i)
+    u_i = S k_i + dC v_i     y_i = dC' k_i     dk_i = w_i u_i     dv_i = w_i y_i     dw_i = (k_i.S k_i) / 2 + k_i.(dC
+    v_i)
 
 The solve and its gradient are defined in `solve/reference.py`.
 """
@@ -81,7 +83,9 @@ def prefix_ridge_backward_reference(
     """
     (batch, heads, length, _), value_width = key.shape, value.shape[-1]
     slope, dmoments = (part.flip(2).cumsum(2).flip(2).flatten(0, 2).unsqueeze(1) for part in (dgram, dmoment))
-    chunks = gram_backward_reference(slope, dmoments, *in_chunks(key, value, weights, key_padding_mask, every), exact=True)
+    chunks = gram_backward_reference(
+        slope, dmoments, *in_chunks(key, value, weights, key_padding_mask, every), exact=True
+    )
     dkey, dvalue, dweights = (
         chunk.reshape(batch, heads, dgram.shape[2] * every, width)[:, :, :length]
         for chunk, width in zip(chunks, (key.shape[-1], value_width, 1), strict=True)

@@ -1,4 +1,5 @@
-"""Sums over rows, and rows times a matrix, as `torch.library` operators: contracts, shapes, FLOP counts and derivatives."""
+"""Sums over rows, and rows times a matrix, as `torch.library` operators: contracts, shapes, FLOP counts and
+derivatives."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def check_weights(rows: Any) -> None:
     On a GPU, `weights_of_heads` has already replaced negative weights by NaN.
     """
     if rows.weights is not None:
-        refuse_negative("weights", rows.weights, absent=None if rows.key_padding_mask is None else rows.key_padding_mask[:, None])
+        refuse_negative(
+            "weights", rows.weights, absent=None if rows.key_padding_mask is None else rows.key_padding_mask[:, None]
+        )
 
 
 def _update_definition(inputs: RidgeUpdate) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,24 +49,32 @@ def sums_like(key: Tensor, value: Tensor, parts: tuple[int, int] = (True, True))
     """Uninitialised float64 tensors for K'WK and K'WV; a part that is not requested is an empty vector."""
     batch, heads, _, width = key.shape
     shapes = ((batch, heads, width, width), (batch, heads, width, value.shape[-1]))
-    gram, moment = (key.new_empty(shape if part else 0, dtype=torch.float64) for shape, part in zip(shapes, parts, strict=True))
+    gram, moment = (
+        key.new_empty(shape if part else 0, dtype=torch.float64) for shape, part in zip(shapes, parts, strict=True)
+    )
     return gram, moment
 
 
 def _prefix_shapes(inputs: PrefixRidge) -> tuple[Tensor, Tensor]:
     batch, heads, length, width = inputs.key.shape
     shape = (batch, heads, -(-length // inputs.every), width)
-    gram, moment = (inputs.key.new_empty(*shape, columns, dtype=torch.float64) for columns in (width, inputs.value.shape[-1]))
+    gram, moment = (
+        inputs.key.new_empty(*shape, columns, dtype=torch.float64) for columns in (width, inputs.value.shape[-1])
+    )
     return gram, moment
 
 
 def _gradient_shapes(inputs: GramBackward | PrefixRidgeBackward) -> tuple[Tensor, ...]:
-    """The gradients of key, value, weights and, for prefixes, of the sums before. The weights may be None, which means 1."""
+    """The gradients of key, value, weights and, for prefixes, of the sums before. The weights may be None, which means
+    1."""
     key, value = inputs.key, inputs.value
     like = [(key.shape, key.dtype), (value.shape, value.dtype), (key.shape[:-1], state_dtype(key.dtype))]
     if isinstance(inputs, PrefixRidgeBackward):
         like += [(part.shape[:2] + part.shape[3:], torch.float64) for part in (inputs.dgram, inputs.dmoment)]
-    return tuple(key.new_empty(shape if need else 0, dtype=dtype) for (shape, dtype), need in zip(like, inputs.needs, strict=True))
+    return tuple(
+        key.new_empty(shape if need else 0, dtype=dtype)
+        for (shape, dtype), need in zip(like, inputs.needs, strict=True)
+    )
 
 
 # ---- FLOPs, two for each multiply-add, for contracts of shapes
@@ -100,7 +111,9 @@ def gradient_of_sums(call: Call[Any], dgram: Tensor, dmoment: Tensor, exact: boo
     if not any(needs):
         return {}
     rows = call.inputs
-    inputs = GramBackward(dgram, dmoment, rows.key, rows.value, rows.weights, rows.key_padding_mask, needs, exact, rows.impl)
+    inputs = GramBackward(
+        dgram, dmoment, rows.key, rows.value, rows.weights, rows.key_padding_mask, needs, exact, rows.impl
+    )
     dkey, dvalue, dweights = _gram_backward_op(inputs)
     return {"key": dkey, "value": dvalue, "weights": dweights}
 
@@ -163,7 +176,9 @@ gram_op = Operator(
     operations=lambda inputs: gram_operations(inputs, inputs.parts),
     backward=_backward_of_gram,
     # Both sums: the reference ignores `parts`.
-    reference=lambda inputs: gram_reference(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, inputs.exact),
+    reference=lambda inputs: gram_reference(
+        inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, inputs.exact
+    ),
     check=check_weights,
 )
 ridge_update_op = Operator(
@@ -171,7 +186,10 @@ ridge_update_op = Operator(
     "ridge_update",
     RidgeUpdate,
     ("gram", "moment", "count"),
-    shapes=lambda inputs: (*sums_like(inputs.key, inputs.value), inputs.key.new_empty(inputs.key.shape[:2], dtype=torch.int64)),
+    shapes=lambda inputs: (
+        *sums_like(inputs.key, inputs.value),
+        inputs.key.new_empty(inputs.key.shape[:2], dtype=torch.int64),
+    ),
     operations=gram_operations,
     backward=_backward_of_update,
     keeps=ROWS,

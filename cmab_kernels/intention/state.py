@@ -27,7 +27,9 @@ class RidgeState(NamedTuple):
     """(B, H) int64: the number of keys seen, not counting masked ones."""
 
 
-def empty_ridge(batch: int, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None) -> RidgeState:
+def empty_ridge(
+    batch: int, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None
+) -> RidgeState:
     """The state without keys, the identity of `merge_ridge`, for keys of `width` D and values of `value_width` E.
 
     Extents must be ints (`TypeError` otherwise) of at least 0 (`ValueError`).
@@ -76,7 +78,9 @@ def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
     """`state` without `part`, the state of a subset of its keys; heads left with no key have sums of exactly 0."""
     count = state.count - part.count
     nothing = (count == 0)[..., None, None]
-    gram, moment = ((whole - gone).masked_fill(nothing, 0.0) for whole, gone in zip(tuple(state)[:2], tuple(part)[:2], strict=True))
+    gram, moment = (
+        (whole - gone).masked_fill(nothing, 0.0) for whole, gone in zip(tuple(state)[:2], tuple(part)[:2], strict=True)
+    )
     return RidgeState(gram, moment, count)
 
 
@@ -106,7 +110,11 @@ def in_chunks(
             rows = torch.nn.functional.pad(rows, (0, 0, 0, chunks * every - length))
         return rows.unflatten(2, (chunks, every)).flatten(0, 2).unsqueeze(1)
 
-    masks = None if key_padding_mask is None else cut(key_padding_mask[:, None, :, None].expand(batch, heads, length, 1))[:, 0, :, 0]
+    masks = (
+        None
+        if key_padding_mask is None
+        else cut(key_padding_mask[:, None, :, None].expand(batch, heads, length, 1))[:, 0, :, 0]
+    )
     return cut(key), cut(value), None if weights is None else cut(weights.unsqueeze(-1)).squeeze(-1), masks
 
 
@@ -126,7 +134,9 @@ def unlikely_ridge(prefix: str, entries: Mapping[str, Tensor]) -> str:
     return ""  # after removals, rounding may make a gram indefinite; `solve_ridge` reports that in `info`
 
 
-def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state") -> None:
+def check_ridge(
+    state: RidgeState, shape: Sequence[int] | None = None, device: torch.device | None = None, name: str = "state"
+) -> None:
     """Raise unless `state` is a `RidgeState` on `device` whose moment has `shape` (B, H, D, E).
 
     None accepts any shape or device on which all parts agree.
@@ -152,4 +162,6 @@ def check_ridge(state: RidgeState, shape: Sequence[int] | None = None, device: t
         if tensor.dtype != dtype:
             raise TypeError(mismatch(f"{name}.{part}", tensor.dtype, dtype))
         if tensor.device != device:
-            raise ValueError(mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}, the device of the other arguments"))
+            raise ValueError(
+                mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}, the device of the other arguments")
+            )

@@ -1,4 +1,5 @@
-"""Layers of a transformer as one call each: norm, projections, attention or feed-forward network, and residual connection."""
+"""Layers of a transformer as one call each: norm, projections, attention or feed-forward network, and residual
+connection."""
 
 from .api import attention_layer, check_residual, feed_forward_layer
 from .block import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks

@@ -9,7 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from ..runtime.backends import choose
-from ..runtime.checks import as_autocast, as_float, check_choice, check_count, check_mask, check_operands, fixed, kind_of, mismatch
+from ..runtime.checks import (
+    as_autocast,
+    as_float,
+    check_choice,
+    check_count,
+    check_mask,
+    check_operands,
+    fixed,
+    kind_of,
+    mismatch,
+)
 from .contract import AttentionLayer, FeedForwardLayer
 from .reference import ACTIVATIONS, RESIDUALS
 from .schema import attention, feed_forward
@@ -30,7 +40,8 @@ def feed_forward_layer(
     residual: str = "input",
     impl: str = "auto",
 ) -> Tensor:
-    """x + contract(activation(expand(norm(x)))): a pre-norm feed-forward layer with its residual connection, in one call.
+    """x + contract(activation(expand(norm(x)))): a pre-norm feed-forward layer with its residual connection, in one
+    call.
 
     Args:
         x: (..., C). float64, float32, bfloat16 or float16, as all other tensors.
@@ -53,12 +64,18 @@ def feed_forward_layer(
         ValueError, TypeError: an argument has the wrong shape, dtype, device or value; the message names it.
         RuntimeError: `impl` cannot run here.
 
-    Source: Attention Is All You Need (Vaswani et al., 2017), section 3.3; GLU Variants Improve Transformer (Shazeer, 2020).
+    Source: Attention Is All You Need (Vaswani et al., 2017), section 3.3; GLU Variants Improve Transformer (Shazeer,
+    2020).
 
     >>> norm, expand, contract = torch.nn.LayerNorm(8), torch.nn.Linear(8, 32), torch.nn.Linear(16, 8)
     >>> x = torch.randn(2, 5, 8)
     >>> y = cmab_kernels.feed_forward_layer(
-    ...     x, expand.weight, contract.weight, expand_bias=expand.bias, contract_bias=contract.bias, norm=(norm.weight, norm.bias, norm.eps)
+    ...     x,
+    ...     expand.weight,
+    ...     contract.weight,
+    ...     expand_bias=expand.bias,
+    ...     contract_bias=contract.bias,
+    ...     norm=(norm.weight, norm.bias, norm.eps),
     ... )
     >>> features, gate = expand(norm(x)).chunk(2, dim=-1)
     >>> torch.allclose(y, x + contract(features * torch.nn.functional.gelu(gate)), atol=1e-6)
@@ -67,7 +84,9 @@ def feed_forward_layer(
     norm_weight, norm_bias, eps = _parts("norm", norm)
     check_operands(
         **_given(x=x, expand_weight=expand_weight, contract_weight=contract_weight),
-        **_given(expand_bias=expand_bias, contract_bias=contract_bias, **{"norm[0]": norm_weight, "norm[1]": norm_bias}),
+        **_given(
+            expand_bias=expand_bias, contract_bias=contract_bias, **{"norm[0]": norm_weight, "norm[1]": norm_bias}
+        ),
     )
     check_choice("activation", activation, ACTIVATIONS)
     check_residual(residual)
@@ -77,7 +96,9 @@ def feed_forward_layer(
     hidden = expand_weight.shape[0] if expand_weight.dim() else 0
     if expand_weight.dim() != 2 or expand_weight.shape[1] != width or hidden == 0 or hidden % halves:
         rows = "(2 F, C)" if halves == 2 else "(F, C)"
-        allowed = f"{rows} with F >= 1 and C = {width}, as x has shape {tuple(x.shape)} and activation is {activation!r}"
+        allowed = (
+            f"{rows} with F >= 1 and C = {width}, as x has shape {tuple(x.shape)} and activation is {activation!r}"
+        )
         raise ValueError(mismatch("expand_weight", f"shape {tuple(expand_weight.shape)}", allowed))
     _check_shape("contract_weight", contract_weight, "(C, F)", (width, hidden // halves))
     _check_shape("expand_bias", expand_bias, "one number for each row of expand_weight", (hidden,))
@@ -149,23 +170,46 @@ def attention_layer(
     >>> cmab_kernels.attention_layer(x, *weights, context=points, num_heads=2).shape
     torch.Size([2, 5, 8])
     """
-    (norm_weight, norm_bias, eps), (context_weight, context_bias, context_eps) = _parts("norm", norm), _parts("context_norm", context_norm)
+    (norm_weight, norm_bias, eps), (context_weight, context_bias, context_eps) = (
+        _parts("norm", norm),
+        _parts("context_norm", context_norm),
+    )
     check_operands(
-        **_given(x=x, query_weight=query_weight, key_weight=key_weight, value_weight=value_weight, output_weight=output_weight),
-        **_given(context=context, query_bias=query_bias, key_bias=key_bias, value_bias=value_bias, output_bias=output_bias),
-        **_given(**{"norm[0]": norm_weight, "norm[1]": norm_bias, "context_norm[0]": context_weight, "context_norm[1]": context_bias}),
+        **_given(
+            x=x,
+            query_weight=query_weight,
+            key_weight=key_weight,
+            value_weight=value_weight,
+            output_weight=output_weight,
+        ),
+        **_given(
+            context=context, query_bias=query_bias, key_bias=key_bias, value_bias=value_bias, output_bias=output_bias
+        ),
+        **_given(
+            **{
+                "norm[0]": norm_weight,
+                "norm[1]": norm_bias,
+                "context_norm[0]": context_weight,
+                "context_norm[1]": context_bias,
+            }
+        ),
     )
     check_residual(residual)
     if x.dim() != 3 or x.shape[-1] == 0:
         raise ValueError(mismatch("x", f"shape {tuple(x.shape)}", "(B, L, C) with C >= 1"))
     if context is None and context_norm is not None:
-        raise ValueError(mismatch("context_norm", "a norm without a context", "None, as x then is its own context and norm its norm"))
+        raise ValueError(
+            mismatch("context_norm", "a norm without a context", "None, as x then is its own context and norm its norm")
+        )
     if context is not None and (context.dim() != 3 or context.shape[0] != x.shape[0] or context.shape[-1] == 0):
         allowed = f"(B, N, C') with B = {x.shape[0]} and C' >= 1, as x has shape {tuple(x.shape)}"
         raise ValueError(mismatch("context", f"shape {tuple(context.shape)}", allowed))
     seen = x if context is None else context
     width, depth, num_heads = x.shape[-1], seen.shape[-1], check_count("num_heads", num_heads)
-    keys, values = _check_heads("query_weight", query_weight, num_heads), _check_heads("value_weight", value_weight, num_heads)
+    keys, values = (
+        _check_heads("query_weight", query_weight, num_heads),
+        _check_heads("value_weight", value_weight, num_heads),
+    )
     _check_shape("query_weight", query_weight, "(H D, C)", (keys, width))
     _check_shape("key_weight", key_weight, "(H D, C')", (keys, depth))
     _check_shape("value_weight", value_weight, "(H E, C')", (values, depth))
@@ -180,12 +224,37 @@ def attention_layer(
     if key_padding_mask is not None:
         _check_norm_of_zeros("norm" if context is None else "context_norm", norm if context is None else context_norm)
     x, context, *weights = _cast(
-        *(x, context, norm_weight, norm_bias, context_weight, context_bias, query_weight, query_bias, key_weight, key_bias),
+        *(
+            x,
+            context,
+            norm_weight,
+            norm_bias,
+            context_weight,
+            context_bias,
+            query_weight,
+            query_bias,
+            key_weight,
+            key_bias,
+        ),
         *(value_weight, value_bias, output_weight, output_bias),
     )
     scale = float((keys // num_heads) ** -0.5) if scale is None else fixed(scale)
-    impl = choose("layers", impl, x, seen, *(weight.unflatten(0, (num_heads, -1)) for weight in (query_weight, value_weight)))
-    given: list[Any] = [x, context, key_padding_mask, *weights, num_heads, scale, eps, context_eps, residual, False, impl]
+    impl = choose(
+        "layers", impl, x, seen, *(weight.unflatten(0, (num_heads, -1)) for weight in (query_weight, value_weight))
+    )
+    given: list[Any] = [
+        x,
+        context,
+        key_padding_mask,
+        *weights,
+        num_heads,
+        scale,
+        eps,
+        context_eps,
+        residual,
+        False,
+        impl,
+    ]
     return attention(AttentionLayer(*given))
 
 
@@ -226,7 +295,9 @@ def _check_norm(name: str, weight: Tensor | None, bias: Tensor | None, width: in
 def _check_norm_of_zeros(name: str, norm: Norm | None) -> None:
     """Raise if eps is 0: ignored rows become rows of zeros, which cannot be normalised without an eps."""
     if norm is not None and norm[2] == 0:
-        raise ValueError(mismatch(f"{name}[2]", 0, "a number > 0 for eps with a key_padding_mask, which makes rows of zeros"))
+        raise ValueError(
+            mismatch(f"{name}[2]", 0, "a number > 0 for eps with a key_padding_mask, which makes rows of zeros")
+        )
 
 
 def _check_heads(name: str, weight: Tensor, num_heads: int) -> int:

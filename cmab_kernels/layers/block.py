@@ -71,7 +71,20 @@ def composed(
         norm, (query, key, value, weight, bias) = weights[:-5], weights[-5:]
         norms = (*norm, None, None) if context is None else norm
         projections = query, None, key, None, value, None, weight, bias
-        given: list[Any] = [features, context, None, *norms, *projections, num_heads, scale, eps, eps, residual, False, "native"]
+        given: list[Any] = [
+            features,
+            context,
+            None,
+            *norms,
+            *projections,
+            num_heads,
+            scale,
+            eps,
+            eps,
+            residual,
+            False,
+            "native",
+        ]
         return attention(AttentionLayer(*given))
 
     def normed(block: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -82,7 +95,9 @@ def composed(
         query, key, value = weights[4:7]
         queries = F.linear(normed(block, weights), query).unflatten(-1, (num_heads, -1)).transpose(0, 1)
         norm = weights[2], weights[3], eps
-        state = projected_attention_state(queries, given, key, value, context_norm=norm, key_padding_mask=mask, scale=scale, impl="native")
+        state = projected_attention_state(
+            queries, given, key, value, context_norm=norm, key_padding_mask=mask, scale=scale, impl="native"
+        )
         return state.out
 
     given, after = [None] * len(blocks) if attended is None else attended.chunk(len(blocks)), []
@@ -117,7 +132,9 @@ class _BlockStack(torch.autograd.Function):
     def forward(ctx: Any, settings: Settings, all_blocks: bool, *tensors: Any) -> Tensor:
         x, inputs, mask, attended, *parameters = tensors
         forward = kernel("layers", "native", "block_stack")
-        y, *kept = forward(x, inputs, mask, (None, None), attended, tuple(parameters), settings, keep=True, all_blocks=all_blocks)
+        y, *kept = forward(
+            x, inputs, mask, (None, None), attended, tuple(parameters), settings, keep=True, all_blocks=all_blocks
+        )
         ctx.settings, ctx.all_blocks = settings, all_blocks
         ctx.save_for_backward(y if all_blocks else None, *kept, *tensors)
         result: Tensor = y
@@ -136,11 +153,15 @@ class _BlockStack(torch.autograd.Function):
             dx, dinputs, *grads = gradient_of_formula(definition, floating, [dy])
         else:
             backward = kernel("layers", "native", "block_stack_backward")
-            dx, dinputs, *grads = backward(dy, y, out, lse, kept, *tensors[:4], tuple(tensors[4:]), ctx.settings, ctx.needs_input_grad[2:])
+            dx, dinputs, *grads = backward(
+                dy, y, out, lse, kept, *tensors[:4], tuple(tensors[4:]), ctx.settings, ctx.needs_input_grad[2:]
+            )
         return None, None, dx, dinputs, None, *grads
 
 
-def attended_blocks(x: Tensor, attended: Tensor, parameters: Sequence[Tensor], settings: Settings, *, all_blocks: bool = False) -> Tensor:
+def attended_blocks(
+    x: Tensor, attended: Tensor, parameters: Sequence[Tensor], settings: Settings, *, all_blocks: bool = False
+) -> Tensor:
     """The result of `composed` for `attended`, by native code.
 
     All tensors must be plain and on the CPU, and the parameters must have one dtype.
@@ -150,12 +171,20 @@ def attended_blocks(x: Tensor, attended: Tensor, parameters: Sequence[Tensor], s
         return result
     forward = kernel("layers", "native", "block_stack")
     with as_row("cmab::block_stack"):
-        y, *_ = forward(x, None, None, (None, None), attended, tuple(parameters), settings, keep=False, all_blocks=all_blocks)
+        y, *_ = forward(
+            x, None, None, (None, None), attended, tuple(parameters), settings, keep=False, all_blocks=all_blocks
+        )
     return y
 
 
 def differentiated_blocks(
-    x: Tensor, inputs: Tensor, mask: Tensor | None, parameters: Sequence[Tensor], settings: Settings, *, all_blocks: bool = False
+    x: Tensor,
+    inputs: Tensor,
+    mask: Tensor | None,
+    parameters: Sequence[Tensor],
+    settings: Settings,
+    *,
+    all_blocks: bool = False,
 ) -> Tensor:
     """The result of `composed` for the inputs, with a gradient."""
     result: Tensor = _BlockStack.apply(settings, all_blocks, x, inputs, mask, None, *parameters)
@@ -179,7 +208,9 @@ def updated_blocks(
     """
     forward = kernel("layers", "native", "block_stack")
     with as_row("cmab::block_stack"):
-        y, out, lse, _ = forward(x, inputs, mask, state, None, tuple(parameters), settings, keep=False, all_blocks=all_blocks)
+        y, out, lse, _ = forward(
+            x, inputs, mask, state, None, tuple(parameters), settings, keep=False, all_blocks=all_blocks
+        )
     return y, out, lse
 
 

@@ -1,4 +1,5 @@
-"""The contracts of the layers: their arguments in the order of the schema, and the gradients that a backward pass needs."""
+"""The contracts of the layers: their arguments in the order of the schema, and the gradients that a backward pass
+needs."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ class AttentionLayer(NamedTuple):
 
 
 class AttentionLayerBackward(NamedTuple):
-    """The arguments of `cmab::attention_layer_backward`, whose results are the gradients of x, context and `PROJECTIONS`."""
+    """The arguments of `cmab::attention_layer_backward`, whose results are the gradients of x, context and
+    `PROJECTIONS`."""
 
     dy: Tensor
     x: Tensor
@@ -120,7 +122,11 @@ class AttentionLayerBackward(NamedTuple):
 def needed(inputs: FeedForwardLayerBackward | AttentionLayerBackward) -> set[str]:
     """The arguments whose gradients are needed."""
     arguments = OF_FEED_FORWARD if isinstance(inputs, FeedForwardLayerBackward) else OF_ATTENTION
-    return {argument for argument, need in zip(arguments, inputs.needs, strict=True) if need and getattr(inputs, argument) is not None}
+    return {
+        argument
+        for argument, need in zip(arguments, inputs.needs, strict=True)
+        if need and getattr(inputs, argument) is not None
+    }
 
 
 def needs_part(need: set[str], part: str) -> tuple[bool, bool]:

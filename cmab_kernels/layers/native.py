@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ..runtime.dtypes import FLOATING, state_dtype
 from ..runtime.extension import load
-from .contract import NETWORK, PROJECTIONS, AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
+from .contract import (
+    NETWORK,
+    PROJECTIONS,
+    AttentionLayer,
+    AttentionLayerBackward,
+    FeedForwardLayer,
+    FeedForwardLayerBackward,
+)
 
 _C = load()
 
@@ -30,7 +37,8 @@ def unsupported(x: Tensor, *parameters: Tensor) -> str | None:
 
 
 def _named(names: Sequence[str], inputs: Any) -> dict[str, Any]:
-    """Return the arguments of these names, with contiguous vectors, because the kernels read vectors without strides."""
+    """Return the arguments of these names, with contiguous vectors, because the kernels read vectors without
+    strides."""
     named = {}
     for name in names:
         tensor = getattr(inputs, name)
@@ -42,7 +50,10 @@ def _named(names: Sequence[str], inputs: Any) -> dict[str, Any]:
 # Sizes are therefore passed as ints, which torch parses in half the time of a shape, and empty results are allocated
 # only once.
 
-_NOTHING = {dtype: tuple(torch.empty(0, dtype=dtype, device="cpu") for _ in range(4)) for dtype in (torch.float32, torch.float64)}
+_NOTHING = {
+    dtype: tuple(torch.empty(0, dtype=dtype, device="cpu") for _ in range(4))
+    for dtype in (torch.float32, torch.float64)
+}
 _NO_LSE = torch.empty(0, dtype=torch.float64, device="cpu")
 _OF_BLOCK, _OF_READING = int(_C.TENSORS_OF_BLOCK), int(_C.TENSORS_OF_READING)
 _NORM = range(1, 3)  # parameters of the norm of the block latents
@@ -64,7 +75,8 @@ def _sums(x: Tensor, *shape: int) -> Tensor:
 
 
 def _gradients(arguments: Sequence[str], inputs: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
-    """Allocate the gradients of these arguments; those that are not needed are empty. Return them, and those to fill by name."""
+    """Allocate the gradients of these arguments; those that are not needed are empty. Return them, and those to fill by
+    name."""
     results, wanted = [], {}
     for argument, need in zip(arguments, inputs.needs, strict=True):
         tensor = getattr(inputs, argument)
@@ -82,7 +94,9 @@ def feed_forward_layer(inputs: FeedForwardLayer) -> Tensor:
 
 def _feed_forward_inputs(inputs: FeedForwardLayer | FeedForwardLayerBackward) -> dict[str, Any]:
     named = _named(NETWORK, inputs)
-    named.update(x=inputs.x, eps=inputs.eps, activation=_ACTIVATIONS[inputs.activation], residual=_RESIDUALS[inputs.residual])
+    named.update(
+        x=inputs.x, eps=inputs.eps, activation=_ACTIVATIONS[inputs.activation], residual=_RESIDUALS[inputs.residual]
+    )
     return named
 
 
@@ -105,9 +119,15 @@ def attention_layer(inputs: AttentionLayer) -> tuple[Tensor, ...]:
     keys = latents if context is None else context.shape[1]
     depth, width, rows, others = inputs.key_weight.shape[0], inputs.value_weight.shape[0], batch * latents, batch * keys
     query, key, value = _sums(x, rows, depth), _sums(x, others, depth), _sums(x, others, width)
-    out, lse, y = _sums(x, batch, heads, latents, width // heads), x.new_empty(batch, heads, latents, dtype=torch.float64), _like(x)
+    out, lse, y = (
+        _sums(x, batch, heads, latents, width // heads),
+        x.new_empty(batch, heads, latents, dtype=torch.float64),
+        _like(x),
+    )
     if y.numel():
-        _C.attention_layer(**_attention_inputs(inputs), query=query, key=key, value=value, out=out, lse=lse, y=y.flatten(0, 1))
+        _C.attention_layer(
+            **_attention_inputs(inputs), query=query, key=key, value=value, out=out, lse=lse, y=y.flatten(0, 1)
+        )
     if not inputs.keep:
         return y, *_NOTHING[query.dtype], _NO_LSE
     return y, query.view(batch, latents, depth), key.view(batch, keys, depth), value.view(batch, keys, width), out, lse
@@ -134,8 +154,12 @@ def attention_layer_backward(inputs: AttentionLayerBackward) -> tuple[Tensor, ..
 
 def _attention_inputs(inputs: AttentionLayer | AttentionLayerBackward) -> dict[str, Any]:
     x, mask, named = inputs.x, inputs.key_padding_mask, _named(PROJECTIONS, inputs)
-    named.update(x=_rows(x), context=_rows(inputs.context), key_padding_mask=None if mask is None else mask.contiguous().view(-1))
-    named.update(eps=inputs.eps, context_eps=inputs.context_eps, scale=inputs.scale, batch=x.shape[0], num_heads=inputs.num_heads)
+    named.update(
+        x=_rows(x), context=_rows(inputs.context), key_padding_mask=None if mask is None else mask.contiguous().view(-1)
+    )
+    named.update(
+        eps=inputs.eps, context_eps=inputs.context_eps, scale=inputs.scale, batch=x.shape[0], num_heads=inputs.num_heads
+    )
     named.update(residual=_RESIDUALS[inputs.residual])
     return named
 
@@ -153,9 +177,17 @@ Settings = tuple[int, float, str]
 """The number of heads, the eps of all norms and the residual of stacked blocks."""
 
 
-def _stack_inputs(x: Tensor, inputs: Any, mask: Any, parameters: tuple[Tensor, ...], settings: Settings) -> dict[str, Any]:
+def _stack_inputs(
+    x: Tensor, inputs: Any, mask: Any, parameters: tuple[Tensor, ...], settings: Settings
+) -> dict[str, Any]:
     heads, eps, residual = settings
-    given = {"x": x.contiguous(), "inputs": inputs, "key_padding_mask": mask, "parameters": parameters, "num_heads": heads}
+    given = {
+        "x": x.contiguous(),
+        "inputs": inputs,
+        "key_padding_mask": mask,
+        "parameters": parameters,
+        "num_heads": heads,
+    }
     return {**given, "scale": (x.shape[-1] // heads) ** -0.5, "eps": eps, "residual": _RESIDUALS[residual]}
 
 
@@ -187,7 +219,9 @@ def block_stack(
     if keep:
         size = _C.block_stack_bytes(x=given["x"], num_heads=heads, block_latents=latents, depth=blocks)
         kept = torch.empty(size // 8, dtype=torch.float64, device="cpu")
-    _C.block_stack(**given, state_out=state[0], state_lse=state[1], out=out, lse=lse, y=last, between=between, kept=kept)
+    _C.block_stack(
+        **given, state_out=state[0], state_lse=state[1], out=out, lse=lse, y=last, between=between, kept=kept
+    )
     return y, out, lse, kept
 
 

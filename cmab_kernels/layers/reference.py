@@ -7,8 +7,8 @@ With linear(x; W, b) = x W' + b, as in `torch.nn.Linear`, the feed-forward layer
 
     hidden = linear(norm(x); expand)        y = r + linear(activation(hidden); contract)
 
-where "geglu" takes hidden = [a, gate] to a * gelu(gate) (GLU Variants Improve Transformer, Shazeer), and gelu(z) = z Phi(z) with the
-distribution function Phi of N(0, 1). The attention layer is, per head,
+where "geglu" takes hidden = [a, gate] to a * gelu(gate) (GLU Variants Improve Transformer, Shazeer), and gelu(z) = z
+Phi(z) with the distribution function Phi of N(0, 1). The attention layer is, per head,
 
     Q = linear(norm(x); query)      K = linear(norm(context); key)      V = linear(norm(context); value)
     out = softmax(scale Q K') V     y = r + linear(out; output)         lse = log of the sums of the softmax
@@ -83,7 +83,9 @@ def feed_forward_reference(
     rows, *norm = in_dtype(dtype, x, norm_weight, norm_bias)
     normed = layer_norm(rows, norm, eps)
     hidden = F.linear(normed, *expand)
-    return ((normed if residual == "normed" else rows) + F.linear(ACTIVATIONS[activation](hidden), *contract)).to(x.dtype)
+    return ((normed if residual == "normed" else rows) + F.linear(ACTIVATIONS[activation](hidden), *contract)).to(
+        x.dtype
+    )
 
 
 def attention_layer_reference(

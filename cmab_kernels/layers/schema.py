@@ -1,4 +1,5 @@
-"""Both layers and their gradients as `torch.library` operators: contracts, shapes, FLOP counts, vmap rules and derivatives."""
+"""Both layers and their gradients as `torch.library` operators: contracts, shapes, FLOP counts, vmap rules and
+derivatives."""
 
 from __future__ import annotations
 
@@ -40,12 +41,14 @@ def _attention_shapes(inputs: AttentionLayer) -> tuple[Tensor, ...]:
     shapes = ((length, keys), (seen, keys), (seen, values), (heads, length, values // heads), (heads, length))
     sums = state_dtype(x.dtype)
     dtypes = (*(x.dtype if inputs.impl == "triton" else sums,) * 3, sums, torch.float64)
-    kept = (x.new_empty((batch, *shape) if keep else (0,), dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    kept = (
+        x.new_empty((batch, *shape) if keep else (0,), dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
     return x.new_empty(x.shape), *kept
 
 
-# ---- FLOPs, for contracts of shapes: two per multiply-add, as in torch's counts of matrix products; norms, activations,
-# exponentials do not count
+# ---- FLOPs, for contracts of shapes: two per multiply-add, as in torch's counts of matrix products. Norms, activations
+# and exponentials do not count.
 
 
 def _feed_forward_operations(inputs: Any) -> int:
@@ -75,7 +78,15 @@ def _attention_sizes(inputs: Any) -> tuple[int, int, int, int, int, int, int]:
     (batch, length, width), (_, seen, depth) = inputs.x, inputs.x if inputs.context is None else inputs.context
     keys, values = inputs.key_weight[0], inputs.value_weight[0]
     rows, others = batch * length, batch * seen
-    return rows * width * keys, others * depth * keys, others * depth * values, rows * width * values, rows * seen, keys, values
+    return (
+        rows * width * keys,
+        others * depth * keys,
+        others * depth * values,
+        rows * width * values,
+        rows * seen,
+        keys,
+        values,
+    )
 
 
 def _attention_operations(inputs: Any) -> int:
@@ -87,10 +98,16 @@ def _attention_operations(inputs: Any) -> int:
 def _attention_backward_operations(inputs: Any) -> int:
     """FLOPs of the products for the required gradients, and for the gradients between them and the output."""
     query, key, value, output, scores, keys, values = _attention_sizes(inputs)
-    need, (above_query, above_context), (to_query, to_key, to_value) = needed(inputs), needs_rows(inputs), needs_query_key_value(inputs)
+    need, (above_query, above_context), (to_query, to_key, to_value) = (
+        needed(inputs),
+        needs_rows(inputs),
+        needs_query_key_value(inputs),
+    )
     to_scores = to_query or to_key
     products = query * (above_query + ("query_weight" in need)) + key * (above_context + ("key_weight" in need))
-    products += value * (above_context + ("value_weight" in need)) + output * ((to_scores or to_value) + ("output_weight" in need))
+    products += value * (above_context + ("value_weight" in need)) + output * (
+        (to_scores or to_value) + ("output_weight" in need)
+    )
     heads = keys * (to_scores + to_query + to_key) + values * (to_scores + to_value)
     return 2 * (products + scores * heads)
 
@@ -120,12 +137,24 @@ def _attention_backward(call: Call[AttentionLayer], dy: Tensor, *_: Any) -> Grad
     """The gradients. A program that was recorded without a gradient keeps nothing, and computes the layer again."""
     *tensors, num_heads, scale, eps, context_eps, residual, keep, impl = call.inputs
     kept = call.kept if keep else _attention_op(call.inputs._replace(keep=True))[1:]
-    given: list[Any] = [dy, *tensors, *kept, num_heads, scale, eps, context_eps, residual, call.needs(*OF_ATTENTION), impl]
+    given: list[Any] = [
+        dy,
+        *tensors,
+        *kept,
+        num_heads,
+        scale,
+        eps,
+        context_eps,
+        residual,
+        call.needs(*OF_ATTENTION),
+        impl,
+    ]
     return dict(zip(OF_ATTENTION, _attention_backward_op(AttentionLayerBackward(*given)), strict=True))
 
 
 def _gradients_of(layer: Callable[[Any], Tensor], *arguments: str) -> Callable[[Any], Sequence[Tensor]]:
-    """The formula of a backward operator: autograd through y = layer(inputs), with None for gradients that are not in `needs`."""
+    """The formula of a backward operator: autograd through y = layer(inputs), with None for gradients that are not in
+    `needs`."""
 
     def formula(inputs: Any) -> Sequence[Any]:
         tensors = [getattr(inputs, argument) for argument, need in zip(arguments, inputs.needs, strict=True) if need]
@@ -196,7 +225,8 @@ _attention_backward_op = Operator(
 
 
 def attention(inputs: AttentionLayer) -> Tensor:
-    """The attention layer. It keeps what the backward pass needs if there is one, or may be one of a recorded program."""
+    """The attention layer. It keeps what the backward pass needs if there is one, or may be one of a recorded
+    program."""
     *tensors, num_heads, scale, eps, context_eps, residual, _, impl = inputs
     keep = is_differentiated(*tensors) or is_recorded()
     given: list[Any] = [*tensors, num_heads, scale, eps, context_eps, residual, keep, impl]

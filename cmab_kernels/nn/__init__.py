@@ -1,9 +1,20 @@
-"""Modules built on the operators: attention of few queries over any number of keys, and streams that keep a state between calls."""
+"""Modules built on the operators: attention of few queries over any number of keys, and streams that keep a state
+between calls."""
 
 import sys
 from importlib import import_module
 
-from .cmab import CMAB, CMABRemoval, CMABStack, CMABUpdate, CrossAttention, FeedForward, LatentLayer, SelfAttention, WindowStream
+from .cmab import (
+    CMAB,
+    CMABRemoval,
+    CMABStack,
+    CMABUpdate,
+    CrossAttention,
+    FeedForward,
+    LatentLayer,
+    SelfAttention,
+    WindowStream,
+)
 from .continual import (
     CircularPositionalEncoding,
     ContinualAttention,

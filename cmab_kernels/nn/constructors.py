@@ -19,13 +19,16 @@ Init = TypeVar("Init", bound=Callable[..., None])
 def extending(parent: type) -> Callable[[Init], Init]:
     """Return a decorator for a constructor that passes `*args` and `**kwargs` on to the constructor of `parent`.
 
-    `inspect.signature` and `help` then show the parent's arguments, followed by the keyword arguments of the decorated constructor.
+    `inspect.signature` and `help` then show the parent's arguments, followed by the keyword arguments of the decorated
+    constructor.
     """
 
     def shown(init: Init) -> Init:
         theirs, ours = inspect.signature(parent.__init__), inspect.signature(init)  # type: ignore[misc]  # of a class, not of an instance
         parameters = dict(theirs.parameters)
-        parameters.update({name: each for name, each in ours.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY})
+        parameters.update(
+            {name: each for name, each in ours.parameters.items() if each.kind is inspect.Parameter.KEYWORD_ONLY}
+        )
         return naming_options(init, theirs.replace(parameters=list(parameters.values())))
 
     return shown
@@ -55,7 +58,13 @@ def check_options(name: str, signature: inspect.Signature, options: Mapping[str,
     for option in options:
         if option not in signature.parameters:
             close = difflib.get_close_matches(option, signature.parameters, 1)
-            meant = f"; did you mean {close[0]}?" if close else "; did you mean the argument of forward?" if option in _OF_FORWARD else ""
+            meant = (
+                f"; did you mean {close[0]}?"
+                if close
+                else "; did you mean the argument of forward?"
+                if option in _OF_FORWARD
+                else ""
+            )
             known = ", ".join(each for each in signature.parameters if each != "self")
             raise TypeError(mismatch(option, f"an unknown option of {name}", f"one of {known}{meant}"))
     try:

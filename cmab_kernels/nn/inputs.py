@@ -26,7 +26,9 @@ def join_heads(features: Tensor) -> Tensor:
     return features.transpose(-3, -2).flatten(-2)
 
 
-def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor) -> None:
+def check_features(
+    name: str, features: Tensor, allowed: str, dims: tuple[int, ...], width: int, weight: Tensor
+) -> None:
     """Raise unless `features` fits a module.
 
     It needs a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`.
@@ -42,8 +44,14 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
         allowed = f"{allowed}, with {width} columns{_likely_layout(features.shape, width)}"
         raise ValueError(mismatch(name, f"shape {tuple(features.shape)}", allowed))
     if features.device != weight.device:
-        remedy = "load its weights, or name its class in accelerate's preload_module_classes" if weight.is_meta else "move them together"
-        raise ValueError(mismatch(name, f"device {features.device}", f"{weight.device}, the device of the module; {remedy}"))
+        remedy = (
+            "load its weights, or name its class in accelerate's preload_module_classes"
+            if weight.is_meta
+            else "move them together"
+        )
+        raise ValueError(
+            mismatch(name, f"device {features.device}", f"{weight.device}, the device of the module; {remedy}")
+        )
     if features.dtype != weight.dtype:
         double = torch.float64 in (features.dtype, weight.dtype)  # autocast does not cast float64
         if double or not (features.is_floating_point() and autocasts(features.device)):
@@ -54,7 +62,9 @@ def check_features(name: str, features: Tensor, allowed: str, dims: tuple[int, .
 def _tensor_for(given: Any) -> str:
     """Return, for an argument that is not a tensor, the text that a tensor is expected and how to make one."""
     array, numbers = type(given).__module__ == "numpy", isinstance(given, list | tuple)
-    return "a torch.Tensor" + ("; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else "")
+    return "a torch.Tensor" + (
+        "; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else ""
+    )
 
 
 def _likely_layout(shape: tuple[int, ...], width: int) -> str:
@@ -99,11 +109,15 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     sound = (ignore | (key_padding_mask == 0)).all()
     if key_padding_mask.is_meta:
         return ignore, key
-    message = mismatch("key_padding_mask", "numbers to add to logits", "a bool mask, or only 0 and -inf, as there are no logits here")
+    message = mismatch(
+        "key_padding_mask", "numbers to add to logits", "a bool mask, or only 0 and -inf, as there are no logits here"
+    )
     if torch.compiler.is_compiling() and not key_padding_mask.is_cuda:
         torch._assert_async(sound, message)
         return ignore, key
-    if key_padding_mask.is_cuda or not has_values(key_padding_mask):  # a failed assertion on the device would end its CUDA context
+    if key_padding_mask.is_cuda or not has_values(
+        key_padding_mask
+    ):  # a failed assertion on the device would end its CUDA context
         return ignore, key.masked_fill(~sound, torch.nan)
     if not sound:
         raise ValueError(message)
@@ -127,7 +141,8 @@ def is_additive(mask: Tensor | None) -> bool:
 
 
 def for_part(features: Tensor) -> Tensor:
-    """Return features for the call of a submodule, detached if they say that they require a gradient and none is recorded.
+    """Return features for the call of a submodule, detached if they say that they require a gradient and none is
+    recorded.
 
     With grad mode off, a parameter or a view of a leaf says so. torch's `FlopCounterMode`, which puts hooks on all
     submodules, then fails. A program must not hold this detachment, because it may be differentiated.
@@ -141,4 +156,6 @@ def hide_padding(features: Tensor, ignore: Tensor | None) -> Tensor:
     The operators do not read ignored keys, so the gradient of these keys is 0. But the gradient of a projection's
     weight is the product of that gradient and the projection's input, and 0 times a NaN in the padding is NaN.
     """
-    return features if ignore is None or not torch.is_grad_enabled() else features.masked_fill(ignore.unsqueeze(-1), 0.0)
+    return (
+        features if ignore is None or not torch.is_grad_enabled() else features.masked_fill(ignore.unsqueeze(-1), 0.0)
+    )

@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 from torch.nn.utils import parametrize
 
 from ..runtime.backends import choose, explain
@@ -129,7 +134,9 @@ def called(part: Any, x: Tensor) -> Tensor:
     For one row, the overhead of that call takes as long as the computation.
     """
     kind: Any = type(part)
-    if (kind is nn.Linear or kind is NonDynamicallyQuantizableLinear) and (own := own_parameters(part, kind)) is not None:
+    if (kind is nn.Linear or kind is NonDynamicallyQuantizableLinear) and (
+        own := own_parameters(part, kind)
+    ) is not None:
         return F.linear(x, cast("Tensor", own["weight"]), own["bias"])
     if kind is nn.LayerNorm and (own := own_parameters(part, kind)) is not None:
         return torch.layer_norm(x, part.normalized_shape, own["weight"], own["bias"], part.eps)

@@ -24,7 +24,8 @@ State = TypeVar("State", bound=tuple)
 
 
 class Keeper(nn.Module, Generic[Value]):
-    """Holds a value or None, saves it in the `state_dict`, and replaces it by a loaded one only if the whole load succeeds.
+    """Holds a value or None, saves it in the `state_dict`, and replaces it by a loaded one only if the whole load
+    succeeds.
 
     `torch.nn.Module.load_state_dict` visits one module after the other, collects their errors in one list, and raises
     at the end if the list has entries. Unexpected and missing keys under `strict=True` enter the list only at the end.
@@ -66,7 +67,9 @@ class Keeper(nn.Module, Generic[Value]):
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse an entry of the `state_dict`. `torch.func.functional_call` would set it, and no code would read it."""
         if isinstance(value, Tensor) and name in type(self).fields:
-            allowed = "a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
+            allowed = (
+                "a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
+            )
             raise TypeError(mismatch(name, "a tensor for this entry alone", allowed))
         super().__setattr__(name, value)
 
@@ -113,7 +116,9 @@ class Keeper(nn.Module, Generic[Value]):
         if problem:
             error_msgs.append(problem)
         else:
-            if self._loaded is None or self._loaded[1] is not error_msgs:  # equal only if the model contains this module twice
+            if (
+                self._loaded is None or self._loaded[1] is not error_msgs
+            ):  # equal only if the model contains this module twice
                 self.hold(self.held)
             self._loaded = (self._built(entries, self._loading_device) if entries else None, error_msgs)
 
@@ -184,7 +189,9 @@ class Stream(Keeper[State]):
         """Return `state`, or the held state if `state` is None. Raise `RuntimeError` if both are None."""
         state = self.held if state is None else state
         if state is None:
-            raise RuntimeError("state: it is None, and the module's own stream has seen nothing; update it first, or pass a state")
+            raise RuntimeError(
+                "state: it is None, and the module's own stream has seen nothing; update it first, or pass a state"
+            )
         return state
 
     @property
@@ -196,7 +203,8 @@ class Stream(Keeper[State]):
         return None if self.weight_like.is_meta else self.weight_like.device
 
     def follow(self, weight: Tensor) -> None:
-        """Take the dtype and device of `weight`. Loading with `assign=True` replaces a module's weights, but not this buffer."""
+        """Take the dtype and device of `weight`. Loading with `assign=True` replaces a module's weights, but not this
+        buffer."""
         self.weight_like = torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     @abstractmethod
@@ -206,7 +214,10 @@ class Stream(Keeper[State]):
     def _refuse_graph(self, state: State) -> None:
         """Raise if a state requires a gradient."""
         if any(isinstance(field, Tensor) and field.requires_grad for field in _leaves(state)):
-            what, advice = "it requires a gradient, and a module's own stream holds no graph", "or pass and keep the states yourself"
+            what, advice = (
+                "it requires a gradient, and a module's own stream holds no graph",
+                "or pass and keep the states yourself",
+            )
             raise RuntimeError(f"state: {what}; run the module under torch.no_grad(), {advice}")
 
     def _taken(self, state: State) -> State:
@@ -260,7 +271,9 @@ class Stream(Keeper[State]):
         super()._apply(fn, recurse)
         cast = before.dtype != self.weight_like.dtype
         held = self.held
-        if before.is_meta and not self.weight_like.is_meta:  # after `to_empty` the state has no values, so the stream ends
+        if (
+            before.is_meta and not self.weight_like.is_meta
+        ):  # after `to_empty` the state has no values, so the stream ends
             self.hold(None)
         elif held is not None and (cast or before.device != self.weight_like.device):
             entries = self._entries(held)
@@ -281,7 +294,9 @@ def _leaves(state: Any) -> Iterator[Any]:
 def refuse_to_record(method: str, instead: str) -> None:
     """Raise if a call that advances a module's own stream is recorded, as each run would start from the same state."""
     if is_recorded():
-        what = "torch.export, torch.jit.trace or make_fx records it, which would freeze the stream that the module holds"
+        what = (
+            "torch.export, torch.jit.trace or make_fx records it, which would freeze the stream that the module holds"
+        )
         raise RuntimeError(f"{method}: {what}; record {instead}, with the state among its inputs and outputs")
 
 
@@ -293,7 +308,10 @@ def with_own_streams(module: M) -> M:
     if isinstance(module, Keeper):
         return copy.copy(module)
     made: M = object.__new__(type(module))
-    parts = {name: with_own_streams(part) if part is not None and _keeps(part) else part for name, part in module._modules.items()}
+    parts = {
+        name: with_own_streams(part) if part is not None and _keeps(part) else part
+        for name, part in module._modules.items()
+    }
     made.__dict__ = {**module.__dict__, "_modules": parts}
     return made
 
@@ -306,7 +324,9 @@ def follow_weights(module: nn.Module, _: Any = None) -> None:
     """Let the submodule `stream` follow the module's weights. Modules register this as a hook that follows a load."""
     stream = module.stream
     assert isinstance(stream, Stream)
-    stream.follow(next(chain(module.parameters(), module.buffers())))  # a frozen module has only buffers; the stream's is last
+    stream.follow(
+        next(chain(module.parameters(), module.buffers()))
+    )  # a frozen module has only buffers; the stream's is last
 
 
 class AttentionStream(Stream[AttentionState]):
@@ -391,7 +411,13 @@ class RidgeStream(Stream[RidgeState]):
 
     @naming_options
     def __init__(
-        self, heads: int, width: int, value_width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        heads: int,
+        width: int,
+        value_width: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(device=device, dtype=dtype)
         self.shape = check_count("heads", heads), check_count("width", width), check_count("value_width", value_width)
@@ -431,4 +457,6 @@ def extent(entries: Mapping[str, Any], name: str, dim: int) -> int:
 
 def copied(entries: Mapping[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
     """Return contiguous, detached copies of the entries on a device. None keeps the device of each entry."""
-    return {name: entry.detach().to(device).clone(memory_format=torch.contiguous_format) for name, entry in entries.items()}
+    return {
+        name: entry.detach().to(device).clone(memory_format=torch.contiguous_format) for name, entry in entries.items()
+    }

@@ -64,8 +64,8 @@ def nystrom_attention(
         pinv: "iterative"; "exact" (`torch.linalg.pinv`, whatever `impl` is); or "shared": the iteration starts with
             one norm for all matrices of the batch, as in published code. Take "shared" for weights that were trained
             with that code. A result then depends on the rest of the batch.
-        pinv_iterations: the number of iterations of "iterative" and "shared". Nyströmformer takes 6. On matrices without structure,
-            6 iterations are far from convergence.
+        pinv_iterations: the number of iterations of "iterative" and "shared". Nyströmformer takes 6. On matrices
+            without structure, 6 iterations are far from convergence.
         key_padding_mask: (B, N) bool, True = ignore. With `num_landmarks` the mask marks tokens, queries as well as
             keys, so it requires L = N. A landmark is then the mean of the unmasked tokens of its segment. A segment
             whose tokens are all masked has no landmark. The result for a masked query is that of a query of zeros.
@@ -92,7 +92,11 @@ def nystrom_attention(
     """
     if as_flag("is_causal", is_causal):
         raise ValueError(
-            mismatch("is_causal", True, "False, as landmarks are means over past and future; use exact attention, or a continual step")
+            mismatch(
+                "is_causal",
+                True,
+                "False, as landmarks are means over past and future; use exact attention, or a continual step",
+            )
         )
     check_operands(query=query, key=key, value=value)
     check_key_value(key, value)
@@ -110,7 +114,8 @@ def nystrom_attention(
 
 
 def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -> Tensor:
-    """The Moore-Penrose pseudo-inverse of every matrix (..., m, m) by Razavi's iteration of third order, as Nyströmformer uses it.
+    """The Moore-Penrose pseudo-inverse of every matrix (..., m, m) by Razavi's iteration of third order, as
+    Nyströmformer uses it.
 
     If landmarks are well apart, six iterations suffice: the relative error is 1e-15 for softmax(8 I + N(0, 1)).
     Otherwise six are far from convergence. For softmax(N(0, 1)) in float64 the median relative error is 0.9 at m = 16
@@ -186,7 +191,9 @@ def _check_number(num_landmarks: int, length: int, tokens: str) -> int:
 def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks:
     """Check the caller's landmarks against the key, expand them to the batch, and cast them to `state_dtype`."""
     if not isinstance(landmarks, (tuple, list)) or len(landmarks) != 2:
-        raise TypeError(mismatch("landmarks", kind_of(landmarks), "a pair (q~, k~) of tensors (H, m, D) or (B, H, m, D)"))
+        raise TypeError(
+            mismatch("landmarks", kind_of(landmarks), "a pair (q~, k~) of tensors (H, m, D) or (B, H, m, D)")
+        )
     batch, heads, _, width = key.shape
     parts = []
     for i, part in enumerate(landmarks):
@@ -195,18 +202,26 @@ def _given_landmarks(landmarks: tuple[Tensor, Tensor], key: Tensor) -> Landmarks
             raise TypeError(not_a_tensor(name, part))
         check_floats(name, part)
         if part.device != key.device:
-            raise ValueError(mismatch(name, f"device {part.device}", f"{key.device}, the device of key; move them together"))
+            raise ValueError(
+                mismatch(name, f"device {part.device}", f"{key.device}, the device of key; move them together")
+            )
         number = part.shape[-2] if part.dim() in (3, 4) else 0
         if number == 0 or not has_shape(part, (heads, number, width), (batch, heads, number, width)):
             allowed = f"(H, m, D) = ({heads}, m, {width}) with m >= 1, or (B, H, m, D) with B = {batch}"
             raise ValueError(mismatch(name, f"shape {tuple(part.shape)}", allowed))
         parts.append(part.to(state_dtype(key.dtype)).expand(batch, heads, number, width))
     if parts[0].shape != parts[1].shape:
-        raise ValueError(mismatch("landmarks", f"{parts[0].shape[-2]} for queries and {parts[1].shape[-2]} for keys", "as many for both"))
+        raise ValueError(
+            mismatch(
+                "landmarks", f"{parts[0].shape[-2]} for queries and {parts[1].shape[-2]} for keys", "as many for both"
+            )
+        )
     return Landmarks(*parts)
 
 
-def choose_landmarks(query: Tensor, key: Tensor, number: int | None, given: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Landmarks:
+def choose_landmarks(
+    query: Tensor, key: Tensor, number: int | None, given: tuple[Tensor, Tensor] | None, mask: Tensor | None
+) -> Landmarks:
     """Return the landmarks: the means of `number` segments, or the landmarks that the caller has `given`."""
     if (number is None) == (given is None):
         both = "None without landmarks" if given is None else f"{number} beside landmarks"
@@ -221,7 +236,8 @@ def choose_landmarks(query: Tensor, key: Tensor, number: int | None, given: tupl
     if query.shape[2] != key.shape[2]:
         allowed = f"as many queries as keys, {key.shape[2]}, as it marks the tokens of both with num_landmarks"
         raise ValueError(mismatch("key_padding_mask", f"a mask for {query.shape[2]} queries", allowed))
-    return Landmarks(segment_means(query, number, mask), segment_means(key, number, mask), absent_segments(mask, number))
+    of_queries, of_keys = segment_means(query, number, mask), segment_means(key, number, mask)
+    return Landmarks(of_queries, of_keys, absent_segments(mask, number))
 
 
 def _attend(
@@ -235,24 +251,35 @@ def _attend(
     iterations: int,
     impl: str,
 ) -> Tensor:
-    """Attend from the landmarks to the keys, multiply by the pseudo-inverse, and attend from the queries to the landmarks."""
+    """Attend from the landmarks to the keys, multiply by the pseudo-inverse, and attend from the queries to the
+    landmarks."""
     attend = impl_for(impl, "nystrom", "attention")
     near = landmarks.queries.to(key.dtype)
     averaged = attention_state(near, key, value, key_padding_mask=mask, scale=scale, impl=attend).out
     if pinv == "shared":
         absent = None if landmarks.absent is None else landmarks.absent.unsqueeze(1)
-        values = landmark_values_reference(landmarks.queries, landmarks.keys, averaged, absent, scale, iterations, shared=True)
+        values = landmark_values_reference(
+            landmarks.queries, landmarks.keys, averaged, absent, scale, iterations, shared=True
+        )
     else:
         values = _landmark_values(landmarks, averaged, scale, iterations, impl)
     wide = query.to(values.dtype)  # half precision cannot resolve W, whose entries are large and of both signs
-    return latent_attention(wide, landmarks.keys, values, key_padding_mask=landmarks.absent, scale=scale, impl=attend).to(query.dtype)
+    return latent_attention(
+        wide, landmarks.keys, values, key_padding_mask=landmarks.absent, scale=scale, impl=attend
+    ).to(query.dtype)
 
 
 def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, iterations: int, impl: str) -> Tensor:
     batch, heads, number, _ = averaged.shape
-    queries, keys, values = (t.reshape(batch * heads, number, t.shape[-1]) for t in (landmarks.queries, landmarks.keys, averaged))
+    queries, keys, values = (
+        t.reshape(batch * heads, number, t.shape[-1]) for t in (landmarks.queries, landmarks.keys, averaged)
+    )
     absent = landmarks.absent
     if absent is not None:
         absent = absent.unsqueeze(1).expand(batch, heads, number).flatten(0, 1)
-    chosen = choose("nystrom", impl, queries) if iterations else "reference"  # only the reference computes the exact pseudo-inverse
-    return landmark_values_op(LandmarkValues(queries, keys, values, absent, scale, iterations, chosen)).reshape(averaged.shape)
+    chosen = (
+        choose("nystrom", impl, queries) if iterations else "reference"
+    )  # only the reference computes the exact pseudo-inverse
+    return landmark_values_op(LandmarkValues(queries, keys, values, absent, scale, iterations, chosen)).reshape(
+        averaged.shape
+    )

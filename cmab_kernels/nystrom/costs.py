@@ -1,4 +1,5 @@
-"""The cost of a step: the operations and memory that the paper on continual Nyström attention states, and those of these kernels.
+"""The cost of a step: the operations and memory that the paper on continual Nyström attention states, and those of
+these kernels.
 
 All counts are for one head, with n tokens in the window, m landmarks, queries and keys of width D, and values of width
 E. The paper has one width d for both. `paper_operations` and `paper_memory` are the paper's formulas as printed. These
@@ -27,9 +28,13 @@ PAPER_OPERATIONS: dict[str, Formula] = {
     "single": lambda n, m, d: 4 * n * d + n + d - 1,
     "nystrom": lambda n, m, d: 4 * n * d * m + 2 * n * d + n * m**2 + 2 * n * m + d * m**2 + 24 * m**3 + 23 * m**2,
     "continual retroactive, kept": lambda n, m, d: n * d * m + 8 * d * m + m**2 + 8 * m,
-    "continual retroactive, updated": lambda n, m, d: 8 * n * d + n * m**2 + 11 * n + 17 * d * m + 24 * m**3 + 22 * m**2 + 23 * m,
+    "continual retroactive, updated": lambda n, m, d: (
+        8 * n * d + n * m**2 + 11 * n + 17 * d * m + 24 * m**3 + 22 * m**2 + 23 * m
+    ),
     "continual single, kept": lambda n, m, d: 8 * d * m + m**2 + 6 * m,
-    "continual single, updated": lambda n, m, d: n * d * m + 3 * n * d + n + 14 * d * m + 24 * m**3 + 23 * m**2 + 20 * m,
+    "continual single, updated": lambda n, m, d: (
+        n * d * m + 3 * n * d + n + 14 * d * m + 24 * m**3 + 23 * m**2 + 20 * m
+    ),
 }
 """Scheme -> the paper's number of operations of one step.
 
@@ -39,8 +44,13 @@ continual Nyström attention: "kept" steps keep their landmarks, and "updated" s
 """
 
 
-SCHEMES = ("full", "nystrom", *(f"{kind}{output}" for kind in ("", "continual ", "fixed ") for output in ("retroactive", "single")))
-"""Schemes of `paper_operations` and `executed_on_average`. "continual" landmarks follow the window, "fixed" landmarks stay."""
+SCHEMES = (
+    "full",
+    "nystrom",
+    *(f"{kind}{output}" for kind in ("", "continual ", "fixed ") for output in ("retroactive", "single")),
+)
+"""Schemes of `paper_operations` and `executed_on_average`. "continual" landmarks follow the window, "fixed" landmarks
+stay."""
 
 
 class Memory(NamedTuple):
@@ -63,7 +73,10 @@ PAPER_MEMORY: dict[str, tuple[Formula, Formula]] = {
         lambda n, m, d: 2 * n * d + 4 * d * m + 2 * m**2 - 2,
         lambda n, m, d: 2 * n * d + n * m + n + 4 * d * m + d + 7 * m**2 + 4 * m,
     ),
-    "fixed retroactive": (lambda n, m, d: n * m + 3 * d * m + m**2 + m, lambda n, m, d: n * d + n * m + 3 * d * m + m**2 + 2 * m),
+    "fixed retroactive": (
+        lambda n, m, d: n * m + 3 * d * m + m**2 + m,
+        lambda n, m, d: n * d + n * m + 3 * d * m + m**2 + 2 * m,
+    ),
     "fixed single": (lambda n, m, d: 3 * d * m + m**2 + m, lambda n, m, d: 3 * d * m + d + m**2 + 2 * m),
 }
 """Scheme -> the paper's formulas for the memory between steps, and at the peak within a step.
@@ -81,7 +94,8 @@ def paper_operations(scheme: str, n: int, m: int, d: int) -> float:
     The result is an integer except for the means.
 
     >>> from cmab_kernels.nystrom.costs import paper_operations
-    >>> {scheme: paper_operations(scheme, 120, 4, 192) for scheme in ("full", "single", "continual single", "fixed single")}
+    >>> schemes = "full", "single", "continual single", "fixed single"
+    >>> {scheme: paper_operations(scheme, 120, 4, 192) for scheme in schemes}
     {'full': 11059200, 'single': 92471, 'continual single': 11782.4, 'fixed single': 6184}
     """
     _check_scheme(scheme, (*PAPER_OPERATIONS, *SCHEMES[-4:]))
@@ -111,7 +125,7 @@ def _check_scheme(scheme: str, known: Collection[str]) -> None:
         raise ValueError(mismatch("scheme", repr(scheme), f"one of {'; '.join(known)}"))
 
 
-# ---- ours ------------------------------------------------------------------------------------------------------------------------------
+# ---- ours ------------------------------------------------------------------------------------------------------------
 
 
 def replacements(n: int, m: int, position: int) -> int:
@@ -126,7 +140,9 @@ def replacements(n: int, m: int, position: int) -> int:
     return m * windows + bisect_right(segment_ends(n, m), rest)
 
 
-def executed_operations(n: int, m: int, D: int, E: int, position: int, tokens: int, iterations: int, fixed: bool, retroactive: bool) -> int:
+def executed_operations(
+    n: int, m: int, D: int, E: int, position: int, tokens: int, iterations: int, fixed: bool, retroactive: bool
+) -> int:
     """Operations for one head of a `continual_nystrom_step` of `tokens` tokens after the first `position`. A
     multiply-add counts as two.
 
@@ -140,7 +156,9 @@ def executed_operations(n: int, m: int, D: int, E: int, position: int, tokens: i
     return _upkeep(n, m, D, E, position, tokens, iterations, fixed) + outputs
 
 
-def mean_operations(n: int, m: int, D: int, E: int, tokens: int, iterations: int, fixed: bool, retroactive: bool) -> float:
+def mean_operations(
+    n: int, m: int, D: int, E: int, tokens: int, iterations: int, fixed: bool, retroactive: bool
+) -> float:
     """The mean of `executed_operations` over the positions of an endless stream.
 
     >>> from cmab_kernels.nystrom.costs import mean_operations
@@ -153,7 +171,9 @@ def mean_operations(n: int, m: int, D: int, E: int, tokens: int, iterations: int
 
 @functools.cache
 def _mean_upkeep(n: int, m: int, D: int, E: int, iterations: int, fixed: bool) -> float:
-    stretch = n * SCHEDULE  # a period of the stream: whole windows, and whole intervals between scheduled recomputations
+    stretch = (
+        n * SCHEDULE
+    )  # a period of the stream: whole windows, and whole intervals between scheduled recomputations
     return _upkeep(n, m, D, E, n, stretch, iterations, fixed) / stretch
 
 
@@ -172,7 +192,9 @@ def _refreshed(n: int, m: int, position: int, end: int, fixed: bool) -> int:
     row's landmark."""
     scheduled = sum((end - row) // SCHEDULE - (position - row) // SCHEDULE for row in range(m))
     last = range(position + 1 + (m - 2 - position) % SCHEDULE, end + 1, SCHEDULE)
-    return scheduled - (0 if fixed else sum(replacements(n, m, token) - replacements(n, m, token - 1) for token in last))
+    return scheduled - (
+        0 if fixed else sum(replacements(n, m, token) - replacements(n, m, token - 1) for token in last)
+    )
 
 
 def _single_output(m: int, D: int, E: int) -> int:
@@ -184,7 +206,8 @@ def _retroactive_output(n: int, m: int, D: int, E: int) -> int:
 
 
 def pinv_operations(m: int, iterations: int) -> int:
-    """Operations of `iterative_pinv`: four products in each iteration. An exact pseudo-inverse (0 iterations) counts 0."""
+    """Operations of `iterative_pinv`: four products in each iteration. An exact pseudo-inverse (0 iterations) counts
+    0."""
     return 8 * iterations * m**3
 
 
@@ -241,7 +264,7 @@ def attention_state_elements(n: int, D: int, E: int, retroactive: bool) -> int:
     return (n + 1) * (2 * D + E) + (2 * n * (E + 5) if retroactive else 0)
 
 
-# ---- side by side ----------------------------------------------------------------------------------------------------------------------
+# ---- side by side ----------------------------------------------------------------------------------------------------
 
 
 def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6) -> float:
@@ -289,7 +312,9 @@ def cost_table(n: int, m: int, d: int, iterations: int = 6) -> list[str]:
 
 
 def _line(scheme: str, n: int, m: int, d: int, iterations: int) -> str:
-    operations = f"{paper_operations(scheme, n, m, d):>15,.0f}{executed_on_average(scheme, n, m, d, iterations):>15,.0f}"
+    operations = (
+        f"{paper_operations(scheme, n, m, d):>15,.0f}{executed_on_average(scheme, n, m, d, iterations):>15,.0f}"
+    )
     if scheme in ("full", "nystrom"):
         return f"{scheme:<24}{operations}"
     kept = state_elements(n, m, d, d) if " " in scheme else attention_state_elements(n, d, d, scheme == "retroactive")

@@ -43,7 +43,8 @@ def iterative_pinv_backward(inputs: PinvBackward) -> Tensor:
 
 
 def landmark_values(inputs: LandmarkValues) -> Tensor:
-    """Return pinv(softmax(scale q k')) v over the landmarks that are present, contiguous; rows of absent landmarks are 0."""
+    """Return pinv(softmax(scale q k')) v over the landmarks that are present, contiguous; rows of absent landmarks are
+    0."""
     landmark_query, landmark_key, values, absent, scale, iterations, _ = inputs
     out = _empty(values)
     _C.landmark_values(

@@ -1,6 +1,7 @@
 """The definition of Nyström attention, in plain PyTorch.
 
-With rho(a, b) = exp(scale a b'), phi(A) the row sums of A, and m landmarks q~, k~ for the queries and the keys of N tokens:
+With rho(a, b) = exp(scale a b'), phi(A) the row sums of A, and m landmarks q~, k~ for the queries and the keys of N
+tokens:
 
     B = rho(Q, k~)     Gamma = rho(q~, k~)     Delta = rho(q~, K)
     out = (B / phi(B)) W,     W = pinv(Gamma / phi(Gamma)) (Delta V / phi(Delta))
@@ -117,7 +118,9 @@ def logits(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
     return (scale * query @ key.mT).clamp(-largest, largest)
 
 
-def landmark_kernel(landmark_query: Tensor, landmark_key: Tensor, absent: Tensor | None, scale: float | Tensor) -> Tensor:
+def landmark_kernel(
+    landmark_query: Tensor, landmark_key: Tensor, absent: Tensor | None, scale: float | Tensor
+) -> Tensor:
     """Return Gamma / phi(Gamma), (..., m, m), of landmarks (..., m, D).
 
     Rows and columns of `absent` (..., m) landmarks are 0. The values of absent landmarks, even NaN, do not reach the
@@ -144,4 +147,6 @@ def landmark_values_reference(
     With `shared`, the iteration starts with the largest norms of all matrices."""
     if absent is not None:
         values = values.masked_fill(absent.unsqueeze(-1), 0.0)
-    return pinv_reference(landmark_kernel(landmark_query, landmark_key, absent, scale), iterations, shared=shared) @ values
+    return (
+        pinv_reference(landmark_kernel(landmark_query, landmark_key, absent, scale), iterations, shared=shared) @ values
+    )

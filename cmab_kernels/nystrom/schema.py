@@ -1,4 +1,5 @@
-"""The m x m part of Nyström attention as `torch.library` operators: contracts, shapes, operation counts and derivatives."""
+"""The m x m part of Nyström attention as `torch.library` operators: contracts, shapes, operation counts and
+derivatives."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ _pinv_backward_op = Operator(
     PinvBackward,
     ("dmatrix",),
     shapes=lambda inputs: inputs.matrix.new_empty(inputs.matrix.shape),
-    operations=lambda inputs: 3 * _pinv_operations(inputs),  # the iterations again, and two products for the gradient of each product
+    operations=lambda inputs: (
+        3 * _pinv_operations(inputs)
+    ),  # the iterations again, and two products for the gradient of each product
     backward=derivatives_of(_pinv_gradient, "dinverse", "matrix"),
 )
 landmark_values_op = Operator(
@@ -95,7 +98,9 @@ _values_backward_op = Operator(
     "landmark_values_backward",
     LandmarkValuesBackward,
     ("dlandmark_query", "dlandmark_key", "dvalues"),
-    shapes=lambda inputs: tuple(t.new_empty(t.shape) for t in (inputs.landmark_query, inputs.landmark_key, inputs.values)),
+    shapes=lambda inputs: tuple(
+        t.new_empty(t.shape) for t in (inputs.landmark_query, inputs.landmark_key, inputs.values)
+    ),
     operations=_values_backward_operations,
     backward=derivatives_of(_values_gradient, "dout", "landmark_query", "landmark_key", "values"),
 )

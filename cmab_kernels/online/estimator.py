@@ -28,38 +28,40 @@ class OnlineRidge(Interface):
     It minimises sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over the examples that it holds. It keeps sums of products
     in float64. Their size does not depend on the number of examples read. `partial_fit` adds to the sums, `forget`
     subtracts from them, and `merge` adds those of another estimator. The result is then as if one `fit` had read the
-    examples held, up to rounding. `info_` says if the products of features have lost their digits. It does not say so of
+    examples held, up to rounding. `info_` says if the products of features have lost their digits. It does not say so
+    of
     the products with targets: fit anew after forgetting examples that were many orders of magnitude larger.
 
     Args:
         alpha: the penalty, a number >= 0, or an array with one penalty for each of the E targets. The intercept b is
-            not penalised. "gcv" chooses one of `alphas` by generalised cross-validation. The choice follows from the sums
-            alone, so it is made anew whenever examples come or go. "loo" chooses as scikit-learn's `RidgeCV` does, by the
-            leave-one-out error. This error needs every row under the final fit, and sums hold no rows; so only `fit`,
-            which has all rows, accepts "loo". The other methods that change examples then raise a `ValueError`.
-        fit_intercept: False fixes b = 0. Then nothing is centred: where columns of X lie c times their spread from 0, an
-            error of about 2e-16 c^2 remains in `coef_` (1e-8 for c = 1e4), and from c = 1e8 on there is no solution.
+            not penalised. "gcv" chooses one of `alphas` by generalised cross-validation. The choice follows from the
+            sums alone, so it is made anew whenever examples come or go. "loo" chooses as scikit-learn's `RidgeCV` does,
+            by the leave-one-out error. This error needs every row under the final fit, and sums hold no rows; so only
+            `fit`, which has all rows, accepts "loo". The other methods that change examples then raise a `ValueError`.
+        fit_intercept: False fixes b = 0. Then nothing is centred: where columns of X lie c times their spread from 0,
+            an error of about 2e-16 c^2 remains in `coef_` (1e-8 for c = 1e4), and from c = 1e8 on there is no solution.
             With an intercept, c may be 1e10.
         forgetting: a factor from 0 (excluded) to 1. Each example of `partial_fit` multiplies the weights of all earlier
             examples by this factor. The result does not depend on how a stream is divided into calls. With 1 the
             weights do not fade.
         alphas: the penalties > 0 from which "gcv" and "loo" choose one, the same for all targets.
-        noise_precision: one over the variance of the noise of an example of weight 1, a number > 0 or one for each target,
-            for `predict(return_std=True)` and `sample_y`. None means an estimate for each target, (n - gamma) / sum_i w_i
-            (y_i - x_i' W - b)^2, with the sum of weights n, and gamma coefficients that the examples determine (gamma =
-            tr(G (G + alpha I)^-1) for the centred Gram matrix G). `BayesianRidge` iterates to a fixed point of this.
+        noise_precision: one over the variance of the noise of an example of weight 1, a number > 0 or one for each
+            target, for `predict(return_std=True)` and `sample_y`. None means an estimate for each target, (n - gamma) /
+            sum_i w_i (y_i - x_i' W - b)^2, with the sum of weights n, and gamma coefficients that the examples
+            determine (gamma = tr(G (G + alpha I)^-1) for the centred Gram matrix G). `BayesianRidge` iterates to a
+            fixed point of this.
 
-    X is (N, D) and y is (N,) or (N, E). X may be a sparse matrix or array of SciPy; its sums are taken by sparse products.
-    Results have the kind and the dtype of X. For a tensor they are a tensor on its device. For other inputs they are a
-    NumPy array, float64 unless X has a smaller floating dtype, or what `set_output` chose. Predictions at a tensor carry
-    its gradient; examples record no gradient. Every wrong argument raises a `ValueError` or `TypeError` that names the
-    argument, and leaves the estimator unchanged. The class works as an estimator of scikit-learn: pipelines, searches and
-    `sklearn.base.clone` accept it. All other uses work without scikit-learn.
+    X is (N, D) and y is (N,) or (N, E). X may be a sparse matrix or array of SciPy; its sums are taken by sparse
+    products. Results have the kind and the dtype of X. For a tensor they are a tensor on its device. For other inputs
+    they are a NumPy array, float64 unless X has a smaller floating dtype, or what `set_output` chose. Predictions at a
+    tensor carry its gradient; examples record no gradient. Every wrong argument raises a `ValueError` or `TypeError`
+    that names the argument, and leaves the estimator unchanged. The class works as an estimator of scikit-learn:
+    pipelines, searches and `sklearn.base.clone` accept it. All other uses work without scikit-learn.
 
     Attributes: `coef_`, (D,) or (E, D); `intercept_`, a number or (E,); `alpha_`, the penalty in use, a number or (E,);
     `n_features_in_`, D; `feature_names_in_`, the columns of the data frame with the first examples (later data frames
-    must have the same columns in the same order); `n_samples_seen_`, the number of examples held; `info_`, 0 for a sound
-    solution, otherwise a code as in `cmab_kernels.RidgeSolution`.
+    must have the same columns in the same order); `n_samples_seen_`, the number of examples held; `info_`, 0 for a
+    sound solution, otherwise a code as in `cmab_kernels.RidgeSolution`.
 
     >>> x, y = torch.randn(100, 3), torch.randn(100)
     >>> model = cmab_kernels.OnlineRidge(alpha=0.1)
@@ -115,7 +117,9 @@ class OnlineRidge(Interface):
         self._check_parameters()
         self._check_streamed()
         if self.forgetting != 1:
-            raise ValueError(mismatch("forgetting", self.forgetting, "1, as only then do examples keep the weights to subtract"))
+            raise ValueError(
+                mismatch("forgetting", self.forgetting, "1, as only then do examples keep the weights to subtract")
+            )
         rows = Rows(type(self).__name__, X, y, sample_weight, held)
         if len(rows) > self.n_samples_seen_:
             raise ValueError(mismatch("X", f"{len(rows)} rows", f"at most {self.n_samples_seen_}, the examples held"))
@@ -131,11 +135,12 @@ class OnlineRidge(Interface):
         With a `forgetting` below 1, the examples of `other` come after those held. The alpha of this estimator applies.
         Where one of the two holds no example, the result is the other.
 
-        Raises a `TypeError` if `other` is no `OnlineRidge`, and a `ValueError` if the numbers of features or targets, the
-        names of features, the device, `fit_intercept` or `forgetting` differ.
+        Raises a `TypeError` if `other` is no `OnlineRidge`, and a `ValueError` if the numbers of features or targets,
+        the names of features, the device, `fit_intercept` or `forgetting` differ.
 
         >>> x, y = torch.randn(100, 3), torch.randn(100)
-        >>> first, second = (cmab_kernels.OnlineRidge().fit(x[part], y[part]) for part in (slice(0, 40), slice(40, 100)))
+        >>> first = cmab_kernels.OnlineRidge().fit(x[:40], y[:40])
+        >>> second = cmab_kernels.OnlineRidge().fit(x[40:], y[40:])
         >>> torch.allclose(first.merge(second).coef_, cmab_kernels.OnlineRidge().fit(x, y).coef_, atol=1e-5)
         True
         """
@@ -152,7 +157,9 @@ class OnlineRidge(Interface):
             *(() if held is None else held.differences(more)),
         ):
             if ours != theirs:
-                raise ValueError(mismatch("other", f"{name} {theirs}", f"{ours}, as in the estimator that it is merged into"))
+                raise ValueError(
+                    mismatch("other", f"{name} {theirs}", f"{ours}, as in the estimator that it is merged into")
+                )
         self._check_parameters(more.targets)
         self._keep(more if held is None else held.merged(more, float(self.forgetting)))
         self.n_features_in_ = more.width
@@ -192,8 +199,8 @@ class OnlineRidge(Interface):
 
         Between two calls of other methods, rank-one updates follow the solution, in time O(D^2) for an example. It is
         made anew from the sums after 128 examples, and earlier where more than four digits could be lost; so it stays
-        within 1e-9 of what `predict` returns. With a `forgetting` below 1, an alpha that is no number, or a solution that
-        is not sound, it is made anew for each example, as `predict` does.
+        within 1e-9 of what `predict` returns. With a `forgetting` below 1, an alpha that is no number, or a solution
+        that is not sound, it is made anew for each example, as `predict` does.
         """
         waiting = self._one_by_one()
         if waiting is None:
@@ -228,7 +235,9 @@ class OnlineRidge(Interface):
         if not return_std:
             return mean
         posterior = self._posterior(held, solution)
-        return mean, self._returned(_joined(posterior.deviation(each) for each in dense_blocks(points, held.device)), X, held)
+        return mean, self._returned(
+            _joined(posterior.deviation(each) for each in dense_blocks(points, held.device)), X, held
+        )
 
     @torch.no_grad()
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Any:
@@ -236,7 +245,8 @@ class OnlineRidge(Interface):
 
         Each draw takes coefficients from their distribution, given the examples, and adds noise; `predict` with
         `return_std` has their means and standard deviations. `random_state` is an int, a `RandomState` or a `Generator`
-        of NumPy, or None for a new one. Name, arguments and shapes are those of scikit-learn's `GaussianProcessRegressor`.
+        of NumPy, or None for a new one. Name, arguments and shapes are those of scikit-learn's
+        `GaussianProcessRegressor`.
 
         >>> x = torch.randn(50, 3)
         >>> cmab_kernels.OnlineRidge().fit(x, x.sum(1) + torch.randn(50)).sample_y(x, n_samples=4).shape
@@ -252,7 +262,9 @@ class OnlineRidge(Interface):
             except ValueError as error:
                 raise ValueError(mismatch("random_state", random_state, "an int >= 0")) from error
         if not isinstance(random_state, (np.random.Generator, np.random.RandomState)):
-            raise TypeError(mismatch("random_state", kind_of(random_state), "None, an int, a RandomState or a Generator of NumPy"))
+            raise TypeError(
+                mismatch("random_state", kind_of(random_state), "None, an int, a RandomState or a Generator of NumPy")
+            )
         held = self._fitted()
         points = read_points(type(self).__name__, X, held)
         posterior = self._posterior(held, self._solved(held))
@@ -333,7 +345,11 @@ class OnlineRidge(Interface):
         if held is None:
             if rows.weights is not None and not rows.weights.any():
                 raise ValueError(
-                    mismatch("sample_weight", "zero for all examples", "a number above 0 for one of the first examples at least")
+                    mismatch(
+                        "sample_weight",
+                        "zero for all examples",
+                        "a number above 0 for one of the first examples at least",
+                    )
                 )
             rows.names = rows.names or names
             held = Sums(rows, bool(self.fit_intercept))
@@ -363,7 +379,9 @@ class OnlineRidge(Interface):
     def _check_streamed(self) -> None:
         """Raise if a method other than `fit` cannot change the examples, because `alpha` needs all rows."""
         if isinstance(self.alpha, str) and self.alpha == "loo":
-            allowed = "'gcv', which needs only the sums, or a number; leave-one-out needs all rows, which only `fit` has"
+            allowed = (
+                "'gcv', which needs only the sums, or a number; leave-one-out needs all rows, which only `fit` has"
+            )
             raise ValueError(mismatch("alpha", "'loo'", allowed))
 
     def _check_intercept(self, held: Sums) -> None:
@@ -393,7 +411,9 @@ class OnlineRidge(Interface):
         """Return predictions (N, E) for the points that were given."""
         out = out[:, 0] if held.flat else out
         package = getattr(self, "_sklearn_output_config", {}).get("transform", "default")
-        return cast(out, result_dtype(given)) if package == "default" else framed(out, package, held.target_names, given)
+        return (
+            cast(out, result_dtype(given)) if package == "default" else framed(out, package, held.target_names, given)
+        )
 
     @torch.no_grad()
     def _held(self) -> Sums | None:
@@ -416,7 +436,9 @@ class OnlineRidge(Interface):
         if held is None:
             return None
         if not held.flat:
-            raise ValueError(mismatch("y", f"a number for {held.targets} targets in two dimensions", "y (N,) in the examples before"))
+            raise ValueError(
+                mismatch("y", f"a number for {held.targets} targets in two dimensions", "y (N,) in the examples before")
+            )
         self._waiting = Waiting(held, self.alpha, self.forgetting, self.fit_intercept)
         return self._waiting
 

@@ -24,22 +24,26 @@ class Interface:
         known = self.get_params()
         for name, value in params.items():
             if name not in known:
-                raise ValueError(f"Invalid parameter {name!r} for estimator {self!r}. Valid parameters are: {sorted(known)!r}.")
+                raise ValueError(
+                    f"Invalid parameter {name!r} for estimator {self!r}. Valid parameters are: {sorted(known)!r}."
+                )
             setattr(self, name, value)
         return self
 
     def __repr__(self) -> str:
         defaults = inspect.signature(type(self)).parameters
-        changed = (f"{name}={value!r}" for name, value in self.get_params().items() if not _is(value, defaults[name].default))
+        changed = (
+            f"{name}={value!r}" for name, value in self.get_params().items() if not _is(value, defaults[name].default)
+        )
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def set_output(self, *, transform: str | None = None) -> Self:
         """Choose what `predict` returns: "default", "pandas" or "polars". None changes nothing.
 
         The argument has scikit-learn's name, so that a pipeline's last step is set as the others are; this estimator
-        predicts, and transforms nothing. Predictions (N,) are a series, (N, E) a data frame, whose columns have the names
-        of the targets, else "y", or "y0" to "y{E-1}". With pandas, they have the index of X. Other results are arrays or
-        tensors as before. Raises a `ValueError` for another name.
+        predicts, and transforms nothing. Predictions (N,) are a series, (N, E) a data frame, whose columns have the
+        names of the targets, else "y", or "y0" to "y{E-1}". With pandas, they have the index of X. Other results are
+        arrays or tensors as before. Raises a `ValueError` for another name.
         """
         if transform not in (None, "default", "pandas", "polars"):
             raise ValueError(mismatch("transform", repr(transform), "'default', 'pandas', 'polars' or None"))
@@ -93,7 +97,12 @@ class Interface:
         from sklearn.utils import InputTags, RegressorTags, Tags, TargetTags
 
         target = TargetTags(required=True, multi_output=True)
-        return Tags(estimator_type="regressor", target_tags=target, regressor_tags=RegressorTags(), input_tags=InputTags(sparse=True))
+        return Tags(
+            estimator_type="regressor",
+            target_tags=target,
+            regressor_tags=RegressorTags(),
+            input_tags=InputTags(sparse=True),
+        )
 
 
 def _is(value: Any, default: Any) -> bool:

@@ -1,8 +1,8 @@
 """What the sums say besides the coefficients: the best penalty of a few, the noise, and how sure a prediction is.
 
-With the centred Gram matrix G, its eigenvalues l and eigenvectors V, the penalty a and the precision p of the noise, the
-coefficients have the covariance P / p with P = (G + a I)^-1, and gamma = sum l / (l + a) = D - a tr P coefficients are
-determined by the examples (MacKay, Bayesian interpolation, 1992).
+With the centred Gram matrix G, its eigenvalues l and eigenvectors V, the penalty a and the precision p of the noise,
+the coefficients have the covariance P / p with P = (G + a I)^-1, and gamma = sum l / (l + a) = D - a tr P coefficients
+are determined by the examples (MacKay, Bayesian interpolation, 1992).
 """
 
 from __future__ import annotations
@@ -28,20 +28,28 @@ def grid_of(alphas: Any) -> tuple[float, ...]:
 
 
 def precisions_of(noise_precision: Any, targets: int | None = None) -> list[float]:
-    """Return the given precisions of the noise, one for all targets or one for each. Raise unless they are numbers > 0."""
+    """Return the given precisions of the noise, one for all targets or one for each. Raise unless they are numbers >
+    0."""
     given = numbers_of(noise_precision)
     if not given or not all(0 < each < math.inf for each in given):
-        raise ValueError(mismatch("noise_precision", repr(noise_precision), "None, a number > 0, or an array with one for each target"))
+        raise ValueError(
+            mismatch(
+                "noise_precision", repr(noise_precision), "None, a number > 0, or an array with one for each target"
+            )
+        )
     if targets is not None and len(given) not in (1, targets):
-        raise ValueError(mismatch("noise_precision", f"{len(given)} numbers", f"one, or one for each target of y, {targets}"))
+        raise ValueError(
+            mismatch("noise_precision", f"{len(given)} numbers", f"one, or one for each target of y, {targets}")
+        )
     return given
 
 
 def best_by_gcv(held: Sums, grid: tuple[float, ...]) -> float:
-    """Return the penalty a with the least n sum (y - f)^2 / (n - gamma)^2, summed over the targets, from the sums alone.
+    """Return the penalty a with the least n sum (y - f)^2 / (n - gamma)^2, summed over the targets, from the sums
+    alone.
 
-    n is the sum of the weights, and gamma counts the intercept. This is the leave-one-out error if every example has the
-    mean leverage (Golub, Heath and Wahba, Generalized cross-validation, 1979).
+    n is the sum of the weights, and gamma counts the intercept. This is the leave-one-out error if every example has
+    the mean leverage (Golub, Heath and Wahba, Generalized cross-validation, 1979).
     """
     values, vectors = held.spectrum()
     squared = (vectors.T @ as_tensor(held.centred().moment)).square()
@@ -87,12 +95,15 @@ class Posterior:
         """The factor of P for each penalty: one for all targets, or one for each target."""
         if noise_precision is None:
             traces = torch.stack([each.inverse().diagonal().sum() for each in self._factors])
-            self.precision = _estimated(held, solution.weight, (held.width - traces * like.new_tensor(penalties)).expand(held.targets))
+            self.precision = _estimated(
+                held, solution.weight, (held.width - traces * like.new_tensor(penalties)).expand(held.targets)
+            )
         else:
             self.precision = like.new_tensor(precisions_of(noise_precision, held.targets)).expand(held.targets)
 
     def deviation(self, points: Tensor) -> Tensor:
-        """Return the standard deviation (N, E) of the targets at points (N, D), with their noise, in the dtype of points."""
+        """Return the standard deviation (N, E) of the targets at points (N, D), with their noise, in the dtype of
+        points."""
         places = points - self._solution.centre
         spread = torch.stack([factor.halves(places).square().sum(1) for factor in self._factors], 1)
         return ((1 + spread) / self.precision).sqrt().to(points.dtype)
@@ -108,13 +119,17 @@ class Posterior:
         targets = len(self.precision)
         around = torch.einsum("end,des->nes", halves.expand(targets, -1, -1), drawn(places.shape[1], targets, number))
         around += drawn(*around.shape)
-        return (self._solution.at(points.double())[:, :, None] + around / self.precision.sqrt()[:, None]).to(points.dtype)
+        return (self._solution.at(points.double())[:, :, None] + around / self.precision.sqrt()[:, None]).to(
+            points.dtype
+        )
 
 
 def _spread(held: Sums) -> tuple[Tensor, Any]:
     """Return the centred sums (E,) of w y^2, and the sum of w, a scalar."""
     if held.squares is None:
-        allowed = "a regression whose examples come anew; this one was saved by a version that kept no squares of targets"
+        allowed = (
+            "a regression whose examples come anew; this one was saved by a version that kept no squares of targets"
+        )
         raise ValueError(mismatch("examples", "sums without the squares of targets", allowed))
     sums, total, _ = held.squares
     spread = as_tensor(sums)
@@ -128,10 +143,14 @@ def _estimated(held: Sums, weight: Tensor, determined: Tensor) -> Tensor:
     errors = spread - (weight * (2 * moment - gram @ weight)).sum(0)
     free = total - determined
     if bool((free <= 0).any()):
-        shown = f"None for a sum of weights of {float(total):g}, of which the coefficients use {float(determined.max()):g}"
+        shown = (
+            f"None for a sum of weights of {float(total):g}, of which the coefficients use {float(determined.max()):g}"
+        )
         raise ValueError(mismatch("noise_precision", shown, "a number > 0, or more examples"))
     if held.squares is not None and bool((errors < LOST * as_tensor(held.squares.peak)).any()):
         warnings.warn(
-            "noise_precision: got None for examples with so little noise that few digits of it may be right", RuntimeWarning, stacklevel=5
+            "noise_precision: got None for examples with so little noise that few digits of it may be right",
+            RuntimeWarning,
+            stacklevel=5,
         )
     return free / errors.clamp(min=0.0)

@@ -39,7 +39,8 @@ def cast(out: Tensor, dtype: Any) -> Any:
 def framed(out: Tensor, package: str, names: list[str] | None, given: Any) -> Any:
     """Return results (N,) as a series, or (N, E) as a data frame, of pandas or polars, in float64 or float32.
 
-    Columns have the names of the targets: `names`, or "y", or "y0" to "y{E-1}". The index of pandas is that of the frame `given`.
+    Columns have the names of the targets: `names`, or "y", or "y0" to "y{E-1}". The index of pandas is that of the
+    frame `given`.
     """
     wide = str(result_dtype(given)).endswith("float64")
     values = out.detach().to(torch.float64 if wide else torch.float32).cpu().numpy()

@@ -58,7 +58,8 @@ class Rows:
         return fading[None] if self.weights is None else fading * self.weights
 
     def origins(self) -> tuple[Tensor, Tensor]:
-        """Return points (D,) and (E,) close to the means of x and y. Sparse rows have the origin 0, which keeps them sparse."""
+        """Return points (D,) and (E,) close to the means of x and y. Sparse rows have the origin 0, which keeps them
+        sparse."""
         counted = slice(None) if self.weights is None else self.weights[0] > 0  # a row of weight 0 may hold padding
         y = _origin(self.y[counted].double())
         return (_origin(self.x[counted].double()) if isinstance(self.x, Tensor) else y.new_zeros(self.x.shape[1])), y
@@ -110,7 +111,8 @@ class Rows:
 
 
 def _key(held: Sums, x: Tensor) -> Tensor:
-    """Return the key (1, 1, N, D [+ 1]) of points for the sums `held`: float64, so that any dtype is forgotten exactly."""
+    """Return the key (1, 1, N, D [+ 1]) of points for the sums `held`: float64, so that any dtype is forgotten
+    exactly."""
     key = held.origin.new_ones(1, 1, len(x), x.shape[1] + held.intercept)
     torch.sub(x, held.origin, out=key[0, 0, :, : x.shape[1]])
     return key
@@ -149,13 +151,21 @@ def read_points(name: str, X: Any, held: Sums | None) -> Any:
     points = _csr(X) if hasattr(X, "tocsr") else _tensor("X", X, None if held is None else held.device)
     if points.ndim != 2:
         shown = f"shape {tuple(points.shape)}"
-        raise ValueError(mismatch("X", shown, "(N, D); Reshape your data: X.reshape(-1, 1) for one feature, X.reshape(1, -1) for one row"))
+        raise ValueError(
+            mismatch(
+                "X", shown, "(N, D); Reshape your data: X.reshape(-1, 1) for one feature, X.reshape(1, -1) for one row"
+            )
+        )
     for axis, each in enumerate(("sample", "feature")):
         if points.shape[axis] == 0:
-            raise ValueError(f"Found array X with 0 {each}(s) (shape={tuple(points.shape)}) while a minimum of 1 is required.")
+            raise ValueError(
+                f"Found array X with 0 {each}(s) (shape={tuple(points.shape)}) while a minimum of 1 is required."
+            )
     names = column_names(X)
     if held is not None and None not in (names, held.names) and names != held.names:
-        raise ValueError(f"The feature names should match those that were passed during fit: {names} were given, not {held.names}")
+        raise ValueError(
+            f"The feature names should match those that were passed during fit: {names} were given, not {held.names}"
+        )
     if held is not None and points.shape[1] != held.width:
         raise ValueError(f"X has {points.shape[1]} features, but {name} is expecting {held.width} features as input")
     return points
@@ -192,7 +202,9 @@ def _tensor(name: str, given: Any, device: torch.device | None) -> Tensor:
     if not isinstance(given, Tensor):
         return _array(name, given).to(device)
     if device is not None and given.device != device:
-        raise ValueError(mismatch(name, f"device {given.device}", f"{device}, the device of the examples before or of X"))
+        raise ValueError(
+            mismatch(name, f"device {given.device}", f"{device}, the device of the examples before or of X")
+        )
     if given.is_nested or given.layout != torch.strided or given.is_meta:
         shown = "a nested tensor" if given.is_nested else given.layout
         raise TypeError(mismatch(name, f"{shown} on {given.device}", "a dense tensor with values"))
@@ -215,7 +227,9 @@ def _array(name: str, given: Any) -> Tensor:
     if hasattr(given, "tocsr"):
         raise TypeError(mismatch(name, "a sparse matrix", "a dense array; use toarray()"))  # X may be one: see `_csr`
     if np.ma.is_masked(given):
-        raise ValueError(mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows"))
+        raise ValueError(
+            mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows")
+        )
     try:
         array = np.asarray(given)
         if array.dtype.kind in "mM":
@@ -230,5 +244,7 @@ def _array(name: str, given: Any) -> Tensor:
         raise ValueError(f"Complex data not supported: {name} is {array.dtype}")
     if not np.isfinite(array).all():
         raise ValueError(_not_finite(name))
-    is_read = array.flags.c_contiguous and array.flags.writeable and min(array.strides, default=0) >= 0  # a reversed row is "contiguous"
+    is_read = (
+        array.flags.c_contiguous and array.flags.writeable and min(array.strides, default=0) >= 0
+    )  # a reversed row is "contiguous"
     return torch.from_numpy(array if is_read else array.copy())

@@ -79,7 +79,9 @@ class Waiting:
 
     def flushed(self, name: str) -> Sums:
         """Return the sums with the examples that wait."""
-        x, y, weights = (torch.from_numpy(np.array(each)).to(self.held.device) for each in (self.rows, self.targets, self.weights))
+        x, y, weights = (
+            torch.from_numpy(np.array(each)).to(self.held.device) for each in (self.rows, self.targets, self.weights)
+        )
         return self.held.added(Rows(name, x, y, weights), float(self.forgetting))
 
     def row(self, x: Any) -> np.ndarray:
@@ -93,7 +95,9 @@ class Waiting:
                 known = False
             if not known and not x.keys() <= set(self.names):
                 strange = ", ".join(sorted(map(repr, x.keys() - set(self.names))))
-                raise ValueError(mismatch("x", f"the features {strange}", f"only those of the first example, {self.names}"))
+                raise ValueError(
+                    mismatch("x", f"the features {strange}", f"only those of the first example, {self.names}")
+                )
         else:
             row = vector(x)
             if len(row) != len(self.names):
@@ -117,7 +121,9 @@ def vector(x: Any) -> np.ndarray:
 def number(argument: str, given: Any, feature: Any = None) -> float:
     """Return a finite number as a float."""
     if type(given) is not float and not isinstance(given, (Real, np.generic, np.ndarray, torch.Tensor)):
-        raise TypeError(mismatch(argument, kind_of(given) + ("" if feature is None else f" at {feature!r}"), "a number"))
+        raise TypeError(
+            mismatch(argument, kind_of(given) + ("" if feature is None else f" at {feature!r}"), "a number")
+        )
     try:
         value = float(given)
     except (TypeError, ValueError, OverflowError) as error:

@@ -80,8 +80,8 @@ class Squares(NamedTuple):
 
 
 class Factor:
-    """P = (G + a I)^-1 = H H', H = D^-1 L'^-1, from the Cholesky factor L of the matrix that is scaled to a diagonal of 1
-    by D. The scaling keeps the digits of features of unlike scales, which eigenvectors of G would lose."""
+    """P = (G + a I)^-1 = H H', H = D^-1 L'^-1, from the Cholesky factor L of the matrix that is scaled to a diagonal of
+    1 by D. The scaling keeps the digits of features of unlike scales, which eigenvectors of G would lose."""
 
     def __init__(self, gram: Tensor, penalty: float) -> None:
         with torch.inference_mode(False):
@@ -104,8 +104,8 @@ class Sums:
     """The examples held, as the sums of a ridge regression of y - `target_origin` on x - `origin`.
 
     For an intercept, x has an additional column of ones. The origins are close to the means of the first examples,
-    because sums far from the data lose digits. `peak` is the largest diagonal of the Gram matrix so far, which bounds the
-    rounding errors of the sums. The object is not changed after it was made; what is computed from it is kept.
+    because sums far from the data lose digits. `peak` is the largest diagonal of the Gram matrix so far, which bounds
+    the rounding errors of the sums. The object is not changed after it was made; what is computed from it is kept.
     """
 
     # What pickles of earlier versions do not have.
@@ -148,8 +148,11 @@ class Sums:
         """E."""
         return int(self.state.moment.shape[3])
 
-    def _changed(self, state: RidgeState, squares: Squares | None, faded: float = 1.0, more: Tensor | None = None) -> Sums:
-        """Return sums with another state, in which earlier weights were multiplied by `faded`; `more` raises the peak."""
+    def _changed(
+        self, state: RidgeState, squares: Squares | None, faded: float = 1.0, more: Tensor | None = None
+    ) -> Sums:
+        """Return sums with another state, in which earlier weights were multiplied by `faded`; `more` raises the
+        peak."""
         sums = copy.copy(self)
         peak = self.peak if faded == 1 else faded * self.peak
         sums.peak = torch.maximum(peak if more is None else torch.maximum(peak, more), _diagonal(state.gram).abs())
@@ -208,7 +211,9 @@ class Sums:
         move = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         move[:-1, -1] = shift
         moved, sums = move @ gram @ move.T, copy.copy(self)
-        sums.state = RidgeState(((moved + moved.T) / 2)[None, None], (move @ (moment + ones * rise))[None, None], self.state.count)
+        sums.state = RidgeState(
+            ((moved + moved.T) / 2)[None, None], (move @ (moment + ones * rise))[None, None], self.state.count
+        )
         if self.squares is not None:
             by, more = 2 * rise * y_sum + rise.square() * ones[-1], rise.abs() * ones[-1].clamp(min=0.0).sqrt()
             more = more * (2 * as_tensor(self.squares.peak).sqrt() + more)
@@ -255,13 +260,16 @@ class Sums:
             allowed = "a number > 0 for these examples, which do not determine the coefficients"
             if min(penalties) > 0:
                 allowed = (
-                    "examples that have a solution; their numbers are too large, or some were forgotten that were not held, "
+                    "examples that have a solution; their numbers are too large, or some were forgotten that were not "
+                    "held, "
                     "or that were far from the others"
                 )
             raise ValueError(mismatch("alpha", said, allowed))
         if said is not None and solution.info == INFO_ILL_CONDITIONED:
             warnings.warn(
-                f"alpha: got {said}, with which the regression is ill-conditioned; few digits may be right", RuntimeWarning, stacklevel=4
+                f"alpha: got {said}, with which the regression is ill-conditioned; few digits may be right",
+                RuntimeWarning,
+                stacklevel=4,
             )
         return solution
 
@@ -303,7 +311,9 @@ def numbers_of(given: Any) -> list[float]:
     if isinstance(given, (str, bytes)):
         return []
     try:
-        return [float(each) for each in ([given] if isinstance(given, Real) or getattr(given, "ndim", 1) == 0 else given)]
+        return [
+            float(each) for each in ([given] if isinstance(given, Real) or getattr(given, "ndim", 1) == 0 else given)
+        ]
     except (TypeError, ValueError, OverflowError):
         return []
 
@@ -317,7 +327,9 @@ def _solved_each(gram: Tensor, moment: Tensor, penalties: tuple[float, ...], lea
         columns = [i for i, each in enumerate(penalties) if each == alpha]
         weight[:, columns], info = _solved(gram, moment[:, :, columns], alpha, least)
         infos.add(info)
-    return weight, next(info for info in (INFO_NOT_POSITIVE_DEFINITE, INFO_ILL_CONDITIONED, INFO_SOUND) if info in infos)
+    return weight, next(
+        info for info in (INFO_NOT_POSITIVE_DEFINITE, INFO_ILL_CONDITIONED, INFO_SOUND) if info in infos
+    )
 
 
 def _solved(gram: Tensor, moment: Tensor, alpha: float, least: Any) -> tuple[Tensor, int]:

@@ -1,1 +1,2 @@
-"""What every operator set runs on: checks, dtypes, the choice of an implementation, and the ways to the extensions and to Triton."""
+"""What every operator set runs on: checks, dtypes, the choice of an implementation, and the ways to the extensions and
+to Triton."""

@@ -64,7 +64,9 @@ def gradient_of_formula(
     with torch.enable_grad():  # aliases: a tensor passed twice gets two partial derivatives
         inputs = [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
         given = [t for t in inputs if t is not None]
-        partials = iter(torch.autograd.grad(formula(*inputs), given, directions, create_graph=create_graph, allow_unused=True))
+        partials = iter(
+            torch.autograd.grad(formula(*inputs), given, directions, create_graph=create_graph, allow_unused=True)
+        )
     return tuple(None if t is None else next(partials) for t in inputs)
 
 

@@ -1,9 +1,9 @@
 """The choice of the implementation that an operator runs.
 
 Each operator set has several implementations of one definition. An implementation named by the caller runs, or raises
-with the reason why it cannot run. "auto" takes the first implementation in the order of `IMPLEMENTATIONS` that supports the
-inputs, or the reference if none does. CUDA comes last where Triton was measured to be faster than CUDA C++ (`is_slower`
-of the module `cuda`).
+with the reason why it cannot run. "auto" takes the first implementation in the order of `IMPLEMENTATIONS` that supports
+the inputs, or the reference if none does. CUDA comes last where Triton was measured to be faster than CUDA C++
+(`is_slower` of the module `cuda`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from .calls import ModuleExplanation, explain_calls
 from .checks import check_choice, kind_of, mismatch
 from .tracing import needs_definition, traced_as_constant
 
-SETS = ("attention", "attention.prefix", "attention.projected", "layers", "nystrom", "nystrom.continual", "intention", "intention.solve")
+SETS = (
+    "attention",
+    "attention.prefix",
+    "attention.projected",
+    "layers",
+    "nystrom",
+    "nystrom.continual",
+    "intention",
+    "intention.solve",
+)
 """The operator sets: subpackages whose modules have the same names, for example those of `KINDS`."""
 
 KINDS = ("native", "cuda", "triton")
@@ -38,7 +47,8 @@ def _implementations(operator_set: str) -> dict[str, str]:
 
 
 IMPLEMENTATIONS = {operator_set: _implementations(operator_set) for operator_set in SETS}
-"""Operator set -> implementation -> path of its module, which is imported on first use. Every set also has a reference."""
+"""Operator set -> implementation -> path of its module, which is imported on first use. Every set also has a
+reference."""
 
 COMPLETED_BY = {("intention", "cuda"): "triton"}
 """(Operator set, implementation) -> the implementation that supplies the missing kernels. CUDA has only the fused sums
@@ -255,7 +265,9 @@ def _first_usable(operator_set: str, tensors: tuple[Tensor, ...]) -> str:
     if operator_set in REFERENCE_COSTS and not is_compiling() and not tensors[0].is_meta:
         why = "; ".join(f"{impl}: {reason}" for impl, reason in reasons.items())
         warnings.warn(
-            f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[operator_set]} ({why})", RuntimeWarning, stacklevel=4
+            f"cmab_kernels runs its PyTorch reference, which {REFERENCE_COSTS[operator_set]} ({why})",
+            RuntimeWarning,
+            stacklevel=4,
         )
     return "reference"
 
@@ -323,7 +335,8 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     >>> cmab_kernels.explain("latent_attention", q, k, v)[-1]
     Explanation(impl='reference', usable=True, reason='runs anywhere')
     >>> layer = torch.nn.TransformerDecoderLayer(16, 2).train()
-    >>> cmab_kernels.nn.replace_modules(layer, {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}, verbose=False)
+    >>> ours = {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}
+    >>> cmab_kernels.nn.replace_modules(layer, ours, verbose=False)
     2
     >>> cmab_kernels.explain(layer, torch.randn(3, 1, 16), torch.randn(9, 1, 16))[0]
     ModuleExplanation(module='self_attn', kind='MultiheadAttention', fused=False, reason='dropout is on')
@@ -333,7 +346,9 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     if not isinstance(subject, str) or subject not in OPERATORS:
         raise ValueError(mismatch("operator", repr(subject), f"a module, or one of {', '.join(OPERATORS)}"))
     if options:
-        raise TypeError(mismatch(next(iter(options)), "an option", "none, as an operator is explained by its inputs alone"))
+        raise TypeError(
+            mismatch(next(iter(options)), "an option", "none, as an operator is explained by its inputs alone")
+        )
     operator_set = OPERATORS[subject]
     if not inputs or not all(isinstance(each, Tensor) for each in inputs):
         given = ", ".join(map(kind_of, inputs)) or "nothing"

@@ -52,11 +52,16 @@ class _Watch:
             self.functions.setdefault(place, []).append(why)
 
     def rows(self, model: nn.Module) -> list[ModuleExplanation]:
-        found = {(path, type(each).__name__): self.reasons[path] or [_why_not_called(model, path)] for path, each in self.modules.items()}
+        found = {
+            (path, type(each).__name__): self.reasons[path] or [_why_not_called(model, path)]
+            for path, each in self.modules.items()
+        }
         for place, reasons in self.functions.items():
             found[place] = [*found.get(place, ()), *reasons]
         return [
-            ModuleExplanation(*at, why is None, why or "the operators run") for at, each in found.items() for why in dict.fromkeys(each)
+            ModuleExplanation(*at, why is None, why or "the operators run")
+            for at, each in found.items()
+            for why in dict.fromkeys(each)
         ]
 
 
@@ -151,5 +156,7 @@ def _why_not_called(model: nn.Module, path: str) -> str:
     if hasattr(model.get_submodule(path), "forward_stream"):
         return "not called: if anything, its forward_stream or its steps ran in its place"
     parent = model.get_submodule(path.rpartition(".")[0]) if path else None
-    in_its_place = ": torch's fused encoder layer ran in its place" if isinstance(parent, nn.TransformerEncoderLayer) else ""
+    in_its_place = (
+        ": torch's fused encoder layer ran in its place" if isinstance(parent, nn.TransformerEncoderLayer) else ""
+    )
     return f"not called{in_its_place}"

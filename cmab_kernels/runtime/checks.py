@@ -43,7 +43,11 @@ def kind_of(value: object) -> str:
 def not_a_tensor(name: str, given: object, expected: str = "a torch.Tensor") -> str:
     """Return the message for an argument that should be a tensor. It says how to make a tensor of an array or a
     list."""
-    hint = f"; torch.as_tensor({name}) makes one" if isinstance(given, (list, tuple)) or hasattr(given, "__array__") else ""
+    hint = (
+        f"; torch.as_tensor({name}) makes one"
+        if isinstance(given, (list, tuple)) or hasattr(given, "__array__")
+        else ""
+    )
     return mismatch(name, kind_of(given), expected + hint)
 
 
@@ -74,7 +78,9 @@ def check_operands(**operands: Tensor) -> None:
         if tensor.dtype not in FLOATING or not is_dense(tensor):
             check_floats(name, tensor)  # raises
         if tensor.device != device:
-            raise ValueError(mismatch(name, f"device {tensor.device}", f"{device}, the device of {first_name}; move them together"))
+            raise ValueError(
+                mismatch(name, f"device {tensor.device}", f"{device}, the device of {first_name}; move them together")
+            )
         if tensor.dtype != dtype and (dtype == torch.float64 or not autocasts(device)):
             raise TypeError(mismatch(name, tensor.dtype, f"{dtype} as {first_name} has; cast them alike"))
 
@@ -115,7 +121,9 @@ def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
     if len(given) == 4 and given[0] == batch and given[1] == keys[1] and given[3] == keys[3]:
         return query
     if len(given) not in (3, 4):
-        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch"))
+        raise ValueError(
+            mismatch("query", f"shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch")
+        )
     shape = (batch, keys[1], given[-2], keys[-1])
     if len(given) == 4 and given[1] != keys[1]:
         _check_layout(query, key)
@@ -138,7 +146,8 @@ def _check_layout(query: Tensor, key: Tensor) -> None:
         shape, other = (given, ("key", keys)) if name == "query" else (keys, ("query", given))
         allowed = f"(B, H, {'L' if name == 'query' else 'N'}, D), as {other[0]} has shape {tuple(other[1])}"
         seems = (
-            f"{swapped[0]} seem{'s' if ' ' not in swapped[0] else ''} to have the heads in the third dimension, so pass .transpose(1, 2)"
+            f"{swapped[0]} seem{'s' if ' ' not in swapped[0] else ''} to have the heads in the third dimension, "
+            "so pass .transpose(1, 2)"
         )
         raise ValueError(mismatch(name, f"shape {tuple(shape)}", f"{allowed}; {seems}"))
 
@@ -176,7 +185,9 @@ def as_float(name: str, number: float) -> float:
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(mismatch(name, kind_of(number), "a number")) from None
     except OverflowError:
-        raise ValueError(mismatch(name, "an int beyond the range of floats", "a number that a float can hold")) from None
+        raise ValueError(
+            mismatch(name, "an int beyond the range of floats", "a number that a float can hold")
+        ) from None
 
 
 def _check_constant(scale: Any) -> None:
@@ -185,7 +196,11 @@ def _check_constant(scale: Any) -> None:
     single = hasattr(scale, "__float__")
     if isinstance(scale, Tensor):
         if scale.requires_grad:
-            raise TypeError(mismatch("scale", "a tensor that requires a gradient", "a number; multiply the query by what is learned"))
+            raise TypeError(
+                mismatch(
+                    "scale", "a tensor that requires a gradient", "a number; multiply the query by what is learned"
+                )
+            )
         if is_transformed(scale):
             given = "a tensor under a transform of torch.func or in forward mode"
             raise TypeError(mismatch("scale", given, "a number; multiply the query by what is learned or mapped"))
@@ -201,7 +216,8 @@ def check_number(name: str, given: object) -> None:
 
 
 def check_choice(name: str, given: object, choices: Collection[str]) -> None:
-    """Raise unless an option is one of the names. Only a str is compared, because an array would compare each element."""
+    """Raise unless an option is one of the names. Only a str is compared, because an array would compare each
+    element."""
     if not isinstance(given, str) or given not in choices:
         got = kind_of(given) if hasattr(given, "__array__") else repr(given)
         raise ValueError(mismatch(name, got, f"one of {', '.join(choices)}"))
@@ -223,8 +239,12 @@ def check_broadcast(name: str, tensor: Tensor, shape: Sequence[int], device: tor
         raise ValueError(mismatch(name, f"device {tensor.device}", f"{device}, the device of the other arguments"))
     above = len(shape) - tensor.dim()
     # Not `in (1, wanted)`: the compiler of torch 2.6 cannot search a tuple that holds a symbolic size.
-    if above < 0 or any(given != 1 and given != wanted for given, wanted in zip(tensor.shape, shape[above:], strict=True)):
-        raise ValueError(mismatch(name, f"shape {tuple(tensor.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}"))
+    if above < 0 or any(
+        given != 1 and given != wanted for given, wanted in zip(tensor.shape, shape[above:], strict=True)
+    ):
+        raise ValueError(
+            mismatch(name, f"shape {tuple(tensor.shape)}", f"a number, or a tensor that broadcasts to {tuple(shape)}")
+        )
 
 
 def as_decay(decay: float | Tensor, shape: Sequence[int], device: torch.device) -> float | Tensor:
@@ -263,8 +283,14 @@ def is_count(given: object, most: int) -> bool:
 def check_extents(**extents: Any) -> None:
     """Raise unless each is an int >= 0."""
     for name, extent in extents.items():
-        if isinstance(extent, bool) or not isinstance(extent, _EXTENTS) or (isinstance(extent, Tensor) and not is_traced_by_jit()):
-            raise TypeError(mismatch(name, kind_of(extent) if isinstance(extent, Tensor) else repr(extent), "an int >= 0"))
+        if (
+            isinstance(extent, bool)
+            or not isinstance(extent, _EXTENTS)
+            or (isinstance(extent, Tensor) and not is_traced_by_jit())
+        ):
+            raise TypeError(
+                mismatch(name, kind_of(extent) if isinstance(extent, Tensor) else repr(extent), "an int >= 0")
+            )
         if extent < 0:
             raise ValueError(mismatch(name, extent, "an int >= 0"))
         if isinstance(extent, Integral) and int(extent) > LARGEST:
@@ -318,7 +344,9 @@ def weights_of_heads(weights: Tensor | None, key: Tensor) -> Tensor | None:
     check_floats("weights", weights)
     batch, heads, length, _ = key.shape
     if not has_shape(weights, (batch, length), (batch, heads, length)):
-        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)}, as key has shape {tuple(key.shape)}"
+        allowed = (
+            f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)}, as key has shape {tuple(key.shape)}"
+        )
         raise ValueError(mismatch("weights", f"shape {tuple(weights.shape)}", allowed))
     if weights.device != key.device:
         raise ValueError(mismatch("weights", f"device {weights.device}", f"{key.device}, the device of key"))
@@ -335,7 +363,10 @@ def _check_range(weights: Tensor) -> None:
         return
     largest, single = weights.amax().item(), torch.finfo(torch.float32)
     if single.max < largest < math.inf or 0 < largest < single.tiny:
-        allowed = f"{single.tiny:.1e} to {single.max:.1e}, as float32 keys have float32 weights; scale the weights, or pass float64 keys"
+        allowed = (
+            f"{single.tiny:.1e} to {single.max:.1e}, as float32 keys have float32 weights; scale the weights, "
+            "or pass float64 keys"
+        )
         raise ValueError(mismatch("weights", f"{largest:.1e} as the largest", allowed))
 
 
@@ -383,7 +414,8 @@ def refuse_not_finite(**tensors: Tensor) -> None:
 
 
 def _all_finite(tensor: Tensor) -> bool:
-    """Whether every element is finite. The minimum and maximum, which propagate NaNs, take a fifteenth of the time of `isfinite`."""
+    """Whether every element is finite. The minimum and maximum, which propagate NaNs, take a fifteenth of the time of
+    `isfinite`."""
     return not tensor.numel() or all(math.isfinite(extreme) for extreme in tensor.detach().aminmax())
 
 

@@ -1,4 +1,5 @@
-"""The numbers that Python, C++ and CUDA share. This file imports nothing: setup.py runs it, and defines CMAB_<name> for csrc."""
+"""The numbers that Python, C++ and CUDA share. This file imports nothing: setup.py runs it, and defines CMAB_<name> for
+csrc."""
 
 SCHEDULE = 1024
 """Every SCHEDULE tokens a row of the sums of continual attention is recomputed from the window, whether or not its

@@ -26,19 +26,25 @@ def _kernel_problem(index: int | None, shared_bytes_of: str, sizes: tuple[int, .
     problem, available = _properties(index)
     shared_bytes = getattr(CUDA, shared_bytes_of)(*sizes)
     if problem is None and available < shared_bytes:
-        return f"it needs {-(-shared_bytes // 1024)} KiB of shared memory in a block for this shape, and the GPU has {available // 1024}"
+        return (
+            f"it needs {-(-shared_bytes // 1024)} KiB of shared memory in a block for this shape, and the GPU has "
+            f"{available // 1024}"
+        )
     return problem
 
 
 def gpu_problem(index: int | None, shared_bytes_of: str, *sizes: int) -> str | None:
-    """The reason why the GPU of this index cannot run a kernel, None if it can; the extension's function of this name gives the bytes of
-    shared memory that a block of it takes for these sizes. A compiler traces no function of the extension, so it sees a constant."""
+    """The reason why the GPU of this index cannot run a kernel, None if it can; the extension's function of this name
+    gives the bytes of shared memory that a block of it takes for these sizes. A compiler traces no function of the
+    extension, so it sees a
+    constant."""
     return _kernel_problem(index, shared_bytes_of, tuple([specialised(size) for size in sizes]))
 
 
 @cache
 def _properties(index: int | None) -> tuple[str | None, int]:
-    """The reason why this GPU cannot run any CUDA kernel, or None, and the bytes of shared memory that a block may have."""
+    """The reason why this GPU cannot run any CUDA kernel, or None, and the bytes of shared memory that a block may
+    have."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU", 0
     major, minor = capability(index)
@@ -51,7 +57,8 @@ def _properties(index: int | None) -> tuple[str | None, int]:
 
 
 def launch(function: Callable[..., None], device: torch.device, **arguments: Any) -> None:
-    """Call `function`, which launches kernels, for tensors on `device`, on its current stream. The caller's current device is restored.
+    """Call `function`, which launches kernels, for tensors on `device`, on its current stream. The caller's current
+    device is restored.
 
     torch changes the device, not csrc: it makes no context on a GPU that the process has not used.
     """

@@ -1,4 +1,5 @@
-"""Loads the two native extensions, `_C` for the CPU and `_cuda` for NVIDIA GPUs, and reads what setup.py reported about building them."""
+"""Loads the two native extensions, `_C` for the CPU and `_cuda` for NVIDIA GPUs, and reads what setup.py reported about
+building them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def load() -> ModuleType:
 
 
 def load_cuda() -> ModuleType:
-    """Return `cmab_kernels._cuda`; raise `ImportError` with the reason if it was not built. Importing it needs no GPU and no driver."""
+    """Return `cmab_kernels._cuda`; raise `ImportError` with the reason if it was not built. Importing it needs no GPU
+    and no driver."""
     report = build_report()["cuda"]
     try:
         if not report["built"]:  # an extension of an earlier build may still be there

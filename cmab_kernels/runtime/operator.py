@@ -1,7 +1,9 @@
-"""An operator: its contract, from which torch learns everything about it, and the choice between definition, kernel and dispatcher.
+"""An operator: its contract, from which torch learns everything about it, and the choice between definition, kernel and
+dispatcher.
 
-The contract of an operator is a NamedTuple of its arguments. Its tensors come first, then numbers, then, if it belongs to
-a set, the name of the implementation, `impl`. The schema, the fake implementation, the vmap rule and the gradient name the fields they use.
+The contract of an operator is a NamedTuple of its arguments. Its tensors come first, then numbers, then, if it belongs
+to a set, the name of the implementation, `impl`. The schema, the fake implementation, the vmap rule and the gradient
+name the fields they use.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from .autograd import differentiable, gradient_of_formula
 from .backends import kernel
 from .checks import as_they_are, mismatch
 from .flops import flop_formula
-from .tracing import has_tangent, is_differentiated, is_profiled, may_bypass_dispatcher, records_no_function, under_transform
+from .tracing import (
+    has_tangent,
+    is_differentiated,
+    is_profiled,
+    may_bypass_dispatcher,
+    records_no_function,
+    under_transform,
+)
 from .vmap import Rule, mapped_rule
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
@@ -127,8 +136,8 @@ class Operator(Generic[Inputs]):
             keeps: the arguments and results that the backward pass needs; None for all arguments and no result.
             constant: the results that have no gradient.
             vmap: how a mapped dimension is handled; None if all tensors have a batch into which it can be folded.
-            reference: the definition; None for an operator with one kernel, and for a backward operator, because autograd
-                differentiates the definition without one.
+            reference: the definition; None for an operator with one kernel, and for a backward operator, because
+                autograd differentiates the definition without one.
             check: raise for values that are not allowed. It runs in every call, also inside a compiled graph.
             function: the name of the kernel's function in the modules of the implementations; None for `name`.
         """
@@ -155,7 +164,9 @@ class Operator(Generic[Inputs]):
         LIB.impl(name, self._dispatched, "CompositeExplicitAutograd")
         LIB.impl(name, self._recorded, "Autograd")
         torch.library.register_fake(f"cmab::{name}", lambda *args: shapes(contract(*args)), lib=LIB)
-        torch.library.register_vmap(f"cmab::{name}", mapped_rule(self._overload, contract, self._tensors, vmap), lib=LIB)
+        torch.library.register_vmap(
+            f"cmab::{name}", mapped_rule(self._overload, contract, self._tensors, vmap), lib=LIB
+        )
         flop_formula(getattr(torch.ops.cmab, name))(lambda *args, **_: operations(contract(*args)))
 
     def __call__(self, inputs: Inputs) -> Any:
@@ -169,7 +180,11 @@ class Operator(Generic[Inputs]):
 
     def _computed(self, *args: Any) -> Any:
         """Return the results without a gradient."""
-        return self._by_kernel(self._contract(*args)) if _may_bypass_dispatcher(args[: self._tensors]) else self._overload(*args)
+        return (
+            self._by_kernel(self._contract(*args))
+            if _may_bypass_dispatcher(args[: self._tensors])
+            else self._overload(*args)
+        )
 
     def _dispatched(self, *args: Any) -> Any:
         return self._by_kernel(self._contract(*args))

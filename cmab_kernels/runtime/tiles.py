@@ -1,4 +1,5 @@
-"""The block sizes that were tuned on a GPU: `tiles.json` beside this file, which `python bench/gpu_check.py --sections tune` writes.
+"""The block sizes that were tuned on a GPU: `tiles.json` beside this file, which `python bench/gpu_check.py --sections
+tune` writes.
 
 Each entry gave correct results on a GPU of its capability, and was faster there than the built-in sizes by more than
 the noise. Without an entry, the tables in each set's `triton/launch.py` apply. Keys hold no sequence length, so the
@@ -27,7 +28,8 @@ BLACKWELL = 10
 """The major compute capability of Blackwell's data-centre GPUs, whose matrix products use tensor memory."""
 
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Compute capabilities with 99 KiB of shared memory per block (CUDA C++ Programming Guide, technical specifications)."""
+"""Compute capabilities with 99 KiB of shared memory per block (CUDA C++ Programming Guide, technical
+specifications)."""
 
 _TILES = (16, 32, 64, 128)
 _LAUNCH = {"num_warps": (1, 2, 4, 8, 16), "num_stages": (1, 2, 3, 4, 5, 6)}
@@ -51,7 +53,8 @@ WIDTHS = (16, 32, 64, 128, 256)
 
 
 class Key(NamedTuple):
-    """The key of an entry: kernel, compute capability, kind of matrix product (`KINDS`), and padded width of the widest head."""
+    """The key of an entry: kernel, compute capability, kind of matrix product (`KINDS`), and padded width of the widest
+    head."""
 
     kernel: str
     capability: tuple[int, int]
@@ -147,9 +150,17 @@ def entries(path: Path) -> list[tuple[Key, tuple[int, ...], Mapping[str, Any]]]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(mismatch(str(path), f"a file that cannot be read ({error})", "a table of tiles; reinstall the package")) from None
-    if not isinstance(content, dict) or content.get("cmab_kernels_tiles") != FORMAT or not isinstance(content.get("entries"), list):
-        raise ValueError(mismatch(str(path), "another file", f"a table of tiles of format {FORMAT}; reinstall the package"))
+        raise ValueError(
+            mismatch(str(path), f"a file that cannot be read ({error})", "a table of tiles; reinstall the package")
+        ) from None
+    if (
+        not isinstance(content, dict)
+        or content.get("cmab_kernels_tiles") != FORMAT
+        or not isinstance(content.get("entries"), list)
+    ):
+        raise ValueError(
+            mismatch(str(path), "another file", f"a table of tiles of format {FORMAT}; reinstall the package")
+        )
     found = []
     for number, entry in enumerate(content["entries"]):
         try:

@@ -1,4 +1,5 @@
-"""Whether a call is observed by a compiler, a tracer, a dispatch mode or a transform, and must go through torch's dispatcher."""
+"""Whether a call is observed by a compiler, a tracer, a dispatch mode or a transform, and must go through torch's
+dispatcher."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def is_differentiated(*tensors: Tensor | None) -> bool:
 
 def has_tangent(*tensors: Tensor) -> bool:
     """Whether a tensor carries a tangent of forward mode."""
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
 
 
 def is_transformed(tensor: Tensor) -> bool:
@@ -78,8 +81,15 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def is_observed() -> bool:
-    """Whether all calls are observed: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode autograd."""
-    return _is_compiling() or is_traced_by_jit() or _dispatch_modes() > 0 or _under_transform() or forward_ad._current_level >= 0
+    """Whether all calls are observed: by a compiler, `torch.jit.trace`, a dispatch mode, a transform or forward-mode
+    autograd."""
+    return (
+        _is_compiling()
+        or is_traced_by_jit()
+        or _dispatch_modes() > 0
+        or _under_transform()
+        or forward_ad._current_level >= 0
+    )
 
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 lacks it
@@ -123,7 +133,9 @@ def distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
     requires distinct tensors."""
     if not _is_compiling():
         return args
-    return tuple(a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args))
+    return tuple(
+        a.view_as(a) if isinstance(a, Tensor) and any(a is b for b in args[:i]) else a for i, a in enumerate(args)
+    )
 
 
 def may_bypass_dispatcher(*tensors: Tensor | None) -> bool:

@@ -30,7 +30,9 @@ OLDEST = (3, 6)
 """The oldest Triton that compiles the kernels: they need tuples as arguments, and loops from which nothing is moved."""
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
-    raise ImportError(f"the Triton kernels need Triton {'.'.join(map(str, OLDEST))} or newer, and this is {triton.__version__}")
+    raise ImportError(
+        f"the Triton kernels need Triton {'.'.join(map(str, OLDEST))} or newer, and this is {triton.__version__}"
+    )
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernels; Triton decides this for the whole process when it is imported."""
@@ -56,7 +58,9 @@ def device_problem(tensor: Tensor) -> str | None:
 
 def _interpreter_problem(query: Tensor) -> str | None:
     if query.device.type != "cpu" or not INTERPRETED:
-        return f"it needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1), and the inputs are on {query.device.type}"
+        return (
+            f"it needs a GPU, or Triton's interpreter (TRITON_INTERPRET=1), and the inputs are on {query.device.type}"
+        )
     return "Triton's interpreter computes bfloat16 wrongly" if query.dtype == torch.bfloat16 else None
 
 
@@ -78,7 +82,11 @@ _HERE = nullcontext()
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context in which Triton launches kernels on the tensor's GPU, on its current stream."""
-    return _HERE if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device() else torch.cuda.device(tensor.device)
+    return (
+        _HERE
+        if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
+        else torch.cuda.device(tensor.device)
+    )
 
 
 class Kernel:
@@ -94,7 +102,9 @@ class Kernel:
         self.__name__ = function.__name__
         self.constants: dict[str, Any] = {}
         self._anywhere = anywhere
-        self._tensors = sum(p.annotation is inspect.Parameter.empty for p in inspect.signature(function).parameters.values())
+        self._tensors = sum(
+            p.annotation is inspect.Parameter.empty for p in inspect.signature(function).parameters.values()
+        )
         self._typed = False
         self._given: dict[tuple[Any, ...], Kernel] = {}
         self._compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
@@ -127,7 +137,9 @@ class Kernel:
             found = self._compiled[key] = self._load(active.get_current_target(), arguments, self.constants | constants)
         launch, function, rest = found
         addresses = [t if t is None else t.data_ptr() for t in tensors]  # for a tensor, launchers ask the driver
-        launch(programs, 1, 1, active.get_current_stream(device), *function, *addresses, *arguments[self._tensors :], *rest)
+        launch(
+            programs, 1, 1, active.get_current_stream(device), *function, *addresses, *arguments[self._tensors :], *rest
+        )
 
     def _load(self, target: GPUTarget, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
         """The function that launches the compiled kernel, and its arguments before and after `arguments`."""
@@ -146,11 +158,17 @@ class Kernel:
     def source(self, *arguments: Any, **constants: Any) -> tuple[ASTSource, dict[str, Any]]:
         """The kernel with the types of these arguments, and the options that it is compiled with."""
         values = {**dict(zip(self.jit.arg_names, arguments, strict=False)), **constants}
-        signature = {p.name: "constexpr" if p.is_constexpr else _type(values[p.name], p.annotation) for p in self.jit.params}
+        signature = {
+            p.name: "constexpr" if p.is_constexpr else _type(values[p.name], p.annotation) for p in self.jit.params
+        }
         constexprs = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
-        aligned = [p.num for p in self.jit.params if str(signature[p.name]).startswith("*") and p.name not in self._anywhere]
+        aligned = [
+            p.num for p in self.jit.params if str(signature[p.name]).startswith("*") and p.name not in self._anywhere
+        ]
         options = {name: value for name, value in constants.items() if name not in signature}
-        return ASTSource(self.jit, signature, constexprs, {(number,): [["tt.divisibility", 16]] for number in aligned}), options
+        return ASTSource(
+            self.jit, signature, constexprs, {(number,): [["tt.divisibility", 16]] for number in aligned}
+        ), options
 
 
 _HOPPER = GPUTarget("cuda", 90, 32)
@@ -216,7 +234,9 @@ class Products(NamedTuple):
     @property
     def kind(self) -> str:
         """The kind of product, which decides block sizes: "half", "double", or for float32 its precision."""
-        return {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}.get(self.operand, self.precision)
+        return {torch.bfloat16: "half", torch.float16: "half", torch.float64: "double"}.get(
+            self.operand, self.precision
+        )
 
 
 def alignment(*tensors: Tensor) -> tuple[int, ...]:
@@ -225,7 +245,11 @@ def alignment(*tensors: Tensor) -> tuple[int, ...]:
     It is the `natural_alignment` of contiguous tensors. If one tensor has other strides, it is 0 for all: kernels then
     assume nothing of any. So a kernel is compiled for two cases, not for every combination of strides.
     """
-    return tuple([natural_alignment(t.dtype, t.shape[-1]) for t in tensors]) if is_aligned(*tensors) else (0,) * len(tensors)
+    return (
+        tuple([natural_alignment(t.dtype, t.shape[-1]) for t in tensors])
+        if is_aligned(*tensors)
+        else (0,) * len(tensors)
+    )
 
 
 @cache
@@ -244,12 +268,16 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
     if address % 16 == 0 and tensor.is_contiguous():
         return True
     *strides, column = tensor.stride()
-    if address % 16 == 0 and column == 1 and math.gcd(*strides) * tensor.element_size() % 16 == 0:  # slices of contiguous tensors
+    if (
+        address % 16 == 0 and column == 1 and math.gcd(*strides) * tensor.element_size() % 16 == 0
+    ):  # slices of contiguous tensors
         return True
     elements = natural_alignment(tensor.dtype, tensor.shape[-1])
     if address % (elements * tensor.element_size()):
         return False
-    *strides, column = [stride if size > 1 else 0 for size, stride in zip(tensor.shape, (*strides, column), strict=True)]
+    *strides, column = [
+        stride if size > 1 else 0 for size, stride in zip(tensor.shape, (*strides, column), strict=True)
+    ]
     return column <= 1 and math.gcd(*strides) % elements == 0
 
 

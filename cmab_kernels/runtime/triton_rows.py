@@ -21,7 +21,11 @@ def tile_at(base, strides, batch, head, row, ROWS: tl.constexpr, COLUMNS: tl.con
     Offsets are 64-bit, since rows may lie 2**31 elements or more apart. ALIGN is the `alignment` of the tensor; without
     this hint Triton loads rows element by element.
     """
-    first = base + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1] + tl.cast(row, tl.int64) * strides[2])
+    first = base + (
+        tl.cast(batch, tl.int64) * strides[0]
+        + tl.cast(head, tl.int64) * strides[1]
+        + tl.cast(row, tl.int64) * strides[2]
+    )
     rows = tl.arange(0, ROWS).to(tl.int64) * strides[2]
     columns = column + tl.arange(0, COLUMNS)
     if ALIGN == 0:
@@ -75,7 +79,9 @@ def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl
     keys = start + tl.arange(0, BLOCK)
     keep = None
     if mask is not None:
-        ignored = tl.load(mask + (tl.cast(batch, tl.int64) * strides[0] + keys.to(tl.int64) * strides[1]), mask=keys < last, other=1)
+        ignored = tl.load(
+            mask + (tl.cast(batch, tl.int64) * strides[0] + keys.to(tl.int64) * strides[1]), mask=keys < last, other=1
+        )
         keep = tl.sum(ignored[:, None], 1) == 0
     elif RAGGED:
         keep = keys < last

@@ -1,4 +1,5 @@
-"""The vmap rules of operators: a mapped dimension is folded into the batch, or the operator is called once per element."""
+"""The vmap rules of operators: a mapped dimension is folded into the batch, or the operator is called once per
+element."""
 
 from __future__ import annotations
 
@@ -42,11 +43,15 @@ def mapped_rule(operator: Callable, contract: type, tensors: int, rule: Rule | N
     return of_elements
 
 
-def _folded(operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any], foldable: Sequence[int]) -> tuple[Tensor, ...]:
+def _folded(
+    operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any], foldable: Sequence[int]
+) -> tuple[Tensor, ...]:
     folded = list(args)
     for i in foldable:
         folded[i] = fold(args[i], dims[i], size)
-    return tuple(result if _is_absent(result) else result.unflatten(0, (size, -1)) for result in _results(operator, folded))
+    return tuple(
+        result if _is_absent(result) else result.unflatten(0, (size, -1)) for result in _results(operator, folded)
+    )
 
 
 def _looped(operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Tensor, ...]:

@@ -1,4 +1,5 @@
-"""Accuracy bounds: the error of a result, row by row, and the largest error that promise P2 of the numerics page allows."""
+"""Accuracy bounds: the error of a result, row by row, and the largest error that promise P2 of the numerics page
+allows."""
 
 from __future__ import annotations
 

@@ -87,8 +87,10 @@ class Figures(NamedTuple):
     def __str__(self) -> str:
         matrix = next((name for name in ("UTCHMMA", "UTCQMMA", "HGMMA", "HMMA", "DMMA") if self.count(name)), "none")
         return (
-            f"{self.kernel:14} sm_{self.capability:<4} registers {self.registers:3}  shared {self.shared / 1024:5.1f} KiB  "
-            f"local {self.local:3}  matrix {self.matrix:3} ({matrix})  ex2 {self.count('MUFU.EX2'):3}  ffma {self.count('FFMA'):4}  "
+            f"{self.kernel:14} sm_{self.capability:<4} registers {self.registers:3}  shared {self.shared / 1024:5.1f} "
+            "KiB  "
+            f"local {self.local:3}  matrix {self.matrix:3} ({matrix})  ex2 {self.count('MUFU.EX2'):3}  ffma "
+            f"{self.count('FFMA'):4}  "
             f"all {self.instructions.total()}"
         )
 
@@ -101,10 +103,16 @@ def as_if_on(capability: int) -> Iterator[None]:
     def capability_of(_: object) -> tuple[int, int]:
         return divmod(capability, 10)
 
-    for operator_set in IMPLEMENTATIONS.values():  # import before the patch: a module imported later would keep the patched function
+    for (
+        operator_set
+    ) in IMPLEMENTATIONS.values():  # import before the patch: a module imported later would keep the patched function
         if "triton" in operator_set:
             importlib.import_module(operator_set["triton"])
-    ours = [module for name, module in sys.modules.items() if name.startswith("cmab_kernels.") and hasattr(module, "capability_of")]
+    ours = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("cmab_kernels.") and hasattr(module, "capability_of")
+    ]
     with contextlib.ExitStack() as patched:
         for module in ours:
             patched.enter_context(mock.patch.object(module, "capability_of", capability_of))
@@ -172,7 +180,10 @@ def faults(figures: Figures, matrix: bool, spills: float = SPILLS) -> list[str]:
     if figures.shared > SHARED_LIMIT[figures.capability]:
         found.append(f"{figures.shared} bytes of shared memory, and a block has {SHARED_LIMIT[figures.capability]}")
     if figures.tensor_columns > TENSOR_COLUMNS:
-        found.append(f"{figures.tensor_columns} columns of tensor memory, and a multiprocessor has {TENSOR_COLUMNS}: it cannot be launched")
+        found.append(
+            f"{figures.tensor_columns} columns of tensor memory, and a multiprocessor has {TENSOR_COLUMNS}: it cannot "
+            "be launched"
+        )
     if matrix and not figures.matrix:
         found.append("no matrix instruction")
     return found + figures.lost + narrow_offsets(figures.ttir)
@@ -182,7 +193,9 @@ def narrow_offsets(ttir: str) -> list[str]:
     """Return the operations that compute tiles of offsets in 32 bits, as sentences. Such offsets overflow from 2**31
     elements on."""
     operation = r"%\S+, %\S+(?: \{[^}]*\})? : "
-    narrow = re.findall(rf"tt\.addptr {operation}[^,]*, tensor<[0-9x]+xi32>|arith\.muli {operation}tensor<[0-9x]+xi32>", ttir)
+    narrow = re.findall(
+        rf"tt\.addptr {operation}[^,]*, tensor<[0-9x]+xi32>|arith\.muli {operation}tensor<[0-9x]+xi32>", ttir
+    )
     return [f"32-bit offsets: {line}" for line in narrow]
 
 

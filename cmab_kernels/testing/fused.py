@@ -31,7 +31,9 @@ def fused_products() -> Iterator[None]:
             second = getattr(b, "unrounded", None) if first is None else None
             if first is None and second is None:
                 return plain(self, a, b, operation)
-            exact = operation(a.data.astype(np.longdouble) if first is None else first, b.data if second is None else second)
+            exact = operation(
+                a.data.astype(np.longdouble) if first is None else first, b.data if second is None else second
+            )
             return TensorHandle(exact.astype(a.data.dtype), a.dtype.scalar)
 
         return add

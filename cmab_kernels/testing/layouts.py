@@ -11,7 +11,9 @@ from torch import Tensor
 
 def _offset(by: int) -> Callable[[Tensor], Tensor]:
     def layout(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor.new_full((by,), math.nan), tensor.reshape(-1), tensor.new_full((7,), math.nan)])[by:-7].view(tensor.shape)
+        return torch.cat([tensor.new_full((by,), math.nan), tensor.reshape(-1), tensor.new_full((7,), math.nan)])[
+            by:-7
+        ].view(tensor.shape)
 
     return layout
 

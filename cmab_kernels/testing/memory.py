@@ -27,9 +27,13 @@ def poisoned_memory() -> Iterator[None]:
     tensor([nan, nan])
     """
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # not all operators are deterministic on a GPU
+    torch.use_deterministic_algorithms(
+        True, warn_only=torch.cuda.is_available()
+    )  # not all operators are deterministic on a GPU
     if not torch.empty(3).isnan().all():
-        raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off: uninitialised memory cannot be poisoned")
+        raise RuntimeError(
+            "torch.utils.deterministic.fill_uninitialized_memory is off: uninitialised memory cannot be poisoned"
+        )
     try:
         yield
     finally:
@@ -75,7 +79,9 @@ def guarded_results() -> Iterator[None]:
         yield
     for storage in storages:
         margins = storage[:MARGIN], storage[storage.numel() - MARGIN :]
-        untouched = (margin.isnan() if margin.is_floating_point() else margin == _filler(margin.dtype) for margin in margins)
+        untouched = (
+            margin.isnan() if margin.is_floating_point() else margin == _filler(margin.dtype) for margin in margins
+        )
         assert all(bool(part.all()) for part in untouched), "a result was written out of bounds"
 
 

@@ -1,4 +1,5 @@
-"""Oracles: dense versions of the operators' formulas, written independently of the kernels; call them with float64 inputs."""
+"""Oracles: dense versions of the operators' formulas, written independently of the kernels; call them with float64
+inputs."""
 
 from __future__ import annotations
 
@@ -11,14 +12,21 @@ from ..attention.reference import attention_reference, ignored_keys, visible
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of latent cross-attention by its definition, computed in float64 from the given values."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return attention_reference(query.double(), key.double(), value.double(), mask, cu_seqlens, scale)
 
 
-def attention_terms(dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attention_terms(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sums of the absolute values of the terms of attention's gradients (dquery, dkey, dvalue). Rounding
     errors scale with them.
 
@@ -76,21 +84,38 @@ def _hidden(rows: Tensor, mask: Tensor | None) -> Tensor:
 def _system(key: Tensor, alpha: Tensor | float, weights: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return K'WK + alpha I and K'W."""
     key = _hidden(key, mask)
-    weighted = key if weights is None else _hidden((weights if weights.dim() == 3 else weights[:, None])[..., None] * key, mask)
+    weighted = (
+        key
+        if weights is None
+        else _hidden((weights if weights.dim() == 3 else weights[:, None])[..., None] * key, mask)
+    )
     penalty = torch.as_tensor(alpha, dtype=key.dtype, device=key.device).expand(key.shape[:2])
-    return weighted.mT @ key + penalty[..., None, None] * torch.eye(key.shape[-1], dtype=key.dtype, device=key.device), weighted.mT
+    return weighted.mT @ key + penalty[..., None, None] * torch.eye(
+        key.shape[-1], dtype=key.dtype, device=key.device
+    ), weighted.mT
 
 
 def intention(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor | float, weights: Tensor | None = None, mask: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor | float,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Return Q (K'WK + alpha I)^-1 K'WV by a Cholesky factorisation, in the dtype of the inputs, differentiable by autograd."""
+    """Return Q (K'WK + alpha I)^-1 K'WV by a Cholesky factorisation, in the dtype of the inputs, differentiable by
+    autograd."""
     system, weighted = _system(key, alpha, weights, mask)
     return query @ torch.cholesky_solve(weighted @ _hidden(value, mask), torch.linalg.cholesky(system))
 
 
 def sigma_intention(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor | float, weights: Tensor | None = None, mask: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor | float,
+    weights: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(Q (K'WK + alpha I)^-1 K') V, in the dtype of the inputs, differentiable by autograd."""
     system, _ = _system(key, alpha, weights, mask)
@@ -109,7 +134,9 @@ def intention_in_torch(query: Tensor, key: Tensor, value: Tensor, alpha: float) 
     system = (key.mT @ key).to(torch.promote_types(key.dtype, torch.float32))
     system = system + alpha * torch.eye(key.shape[-1], dtype=system.dtype, device=system.device)
     factor, failure = torch.linalg.cholesky_ex(system)
-    weight = torch.cholesky_solve((key.mT @ value).to(system.dtype), factor).masked_fill(failure[..., None, None] > 0, torch.nan)
+    weight = torch.cholesky_solve((key.mT @ value).to(system.dtype), factor).masked_fill(
+        failure[..., None, None] > 0, torch.nan
+    )
     return query @ weight.to(query.dtype)
 
 
@@ -132,7 +159,8 @@ def segment_means(tokens: Tensor, segments: int, mask: Tensor | None = None) -> 
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
-    """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations, in a loop; 0 for a matrix of zeros."""
+    """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations, in a loop; 0 for a matrix
+    of zeros."""
     if matrix.dim() > 2:
         return torch.stack([iterative_pinv(part, iterations) for part in matrix]) if matrix.shape[0] else matrix
     if not matrix.any():
@@ -145,9 +173,15 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def nystrom_attention(
-    query: Tensor, key: Tensor, value: Tensor, landmarks: tuple[Tensor, Tensor], iterations: int = 6, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    landmarks: tuple[Tensor, Tensor],
+    iterations: int = 6,
+    scale: float | None = None,
 ) -> Tensor:
-    """Return Nyström attention: the product of three softmaxes, a pseudo-inverse (exact for 0 iterations) and the values."""
+    """Return Nyström attention: the product of three softmaxes, a pseudo-inverse (exact for 0 iterations) and the
+    values."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     near, far = landmarks
     gamma = (scale * near @ far.mT).softmax(-1)

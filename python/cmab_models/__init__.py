@@ -10,7 +10,9 @@ import importlib.util
 
 import torch
 
-if _missing := [package for package in ("huggingface_hub", "safetensors", "tqdm") if importlib.util.find_spec(package) is None]:
+if _missing := [
+    package for package in ("huggingface_hub", "safetensors", "tqdm") if importlib.util.find_spec(package) is None
+]:
     # With this `name`, `python -m` prints the error in one line, without a traceback.
     raise ImportError(f'cmab_models: it needs {", ".join(_missing)}; pip install "cmab-kernels[models]"', name=__name__)
 
@@ -23,7 +25,9 @@ from .point_processes import CMHP, THP, CMHPState, Events, PointProcess, THPStat
 from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
 from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer, StreamState
 
-torch.serialization.add_safe_globals([Cache, CMHPState, Points, StreamState, THPState, Total])  # like the states in cmab_kernels
+torch.serialization.add_safe_globals(
+    [Cache, CMHPState, Points, StreamState, THPState, Total]
+)  # like the states in cmab_kernels
 
 __all__ = [
     "CMANP",

@@ -27,10 +27,10 @@ from .training.checkpoint import check_same, load
 
 EXAMPLES = """\
 examples:
-  python -m cmab_models train cmanp --task gp-rbf                     train, evaluate, keep the model in runs/gp-rbf/cmanp-0
+  python -m cmab_models train cmanp --task gp-rbf                     train, evaluate, keep it in runs/gp-rbf/cmanp-0
   python -m cmab_models train cmanp --task gp-rbf --resume            go on after Ctrl-C
   python -m cmab_models train lbanp --task gp-rbf --set steps=3000 --set model.num_latents=8 --seed 1
-  python -m cmab_models evaluate cmanp --task gp-rbf                  scores of the model that was kept, beside ceiling and trivial
+  python -m cmab_models evaluate cmanp --task gp-rbf                  scores of the kept model, ceiling and trivial
   python -m cmab_models stream cmanp --task wheel                     what the model knows after each new point
   python -m cmab_models plot cmanp --task gp-rbf --output bands.png   draw it
 
@@ -56,10 +56,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, SYSTEMS))
-    table = "\n".join(f"  {name:{width}} {', '.join(task for task in sorted(TASKS) if name in TASKS[task].systems)}" for name in SYSTEMS)
+    table = "\n".join(
+        f"  {name:{width}} {', '.join(task for task in sorted(TASKS) if name in TASKS[task].systems)}"
+        for name in SYSTEMS
+    )
     parser = argparse.ArgumentParser(
         prog="python -m cmab_models",
-        description="Train the papers' systems and their baselines, evaluate them, stream data through them, and draw what they do.",
+        description="Train the papers' systems and their baselines, evaluate them, stream data through them, and draw "
+        "what they do.",
         epilog=EXAMPLES + table,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,24 +80,33 @@ def _parser() -> argparse.ArgumentParser:
         if name == "train":
             command.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
         if name == "plot":
-            command.add_argument("--output", type=Path, help="the picture to write: .png, .pdf or .svg (default: FOLDER/TASK.png)")
+            command.add_argument(
+                "--output", type=Path, help="the picture to write: .png, .pdf or .svg (default: FOLDER/TASK.png)"
+            )
     return parser
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
     """Add the arguments that all commands have. They say which run is meant."""
     command.add_argument("system", choices=SYSTEMS, metavar="SYSTEM", help=f"one of {', '.join(SYSTEMS)}")
-    command.add_argument("--task", required=True, choices=sorted(TASKS), metavar="TASK", help=f"one of {', '.join(sorted(TASKS))}")
-    command.add_argument("--config", type=Path, metavar="FILE", help='a JSON file with the settings of --set: {"steps": 100}')
+    command.add_argument(
+        "--task", required=True, choices=sorted(TASKS), metavar="TASK", help=f"one of {', '.join(sorted(TASKS))}"
+    )
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help='a JSON file with the settings of --set: {"steps": 100}'
+    )
     command.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; may be repeated, "
+        help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; "
+        "may be repeated, "
         "and overrides --config; what is not set is as it was in the training, if there was one",
     )
-    command.add_argument("--seed", type=_seed, default=0, help="all numbers follow from it, with as many threads (default: 0)")
+    command.add_argument(
+        "--seed", type=_seed, default=0, help="all numbers follow from it, with as many threads (default: 0)"
+    )
     command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
     command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
 
@@ -130,7 +143,11 @@ def _trained(run: Run) -> dict[str, Any]:
     if not run.checkpoint.exists():
         return {}
     checkpoint = load(run.checkpoint)
-    of_model = {name: value for name, value in run.described().items() if name in ("system", "task", "seed") or name.startswith("model.")}
+    of_model = {
+        name: value
+        for name, value in run.described().items()
+        if name in ("system", "task", "seed") or name.startswith("model.")
+    }
     check_same(run.checkpoint, checkpoint, of_model, run.defaults())
     return checkpoint.run
 
@@ -142,7 +159,9 @@ def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
         try:
             settings = json.loads(config.read_text())
         except ValueError as error:
-            raise ValueError(mismatch("--config", f"{config}, which cannot be read ({error})", "a file with a JSON object")) from error
+            raise ValueError(
+                mismatch("--config", f"{config}, which cannot be read ({error})", "a file with a JSON object")
+            ) from error
         if not isinstance(settings, dict):
             raise ValueError(mismatch("--config", f"{config} without a JSON object", "a file with a JSON object"))
     for text in given:
@@ -174,7 +193,9 @@ def _device(text: str) -> str:
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
         raise ValueError(mismatch("--device", text, "cpu, cuda, or such as cuda:1"))
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise ValueError(mismatch("--device", text, f"cpu, or one of the {torch.cuda.device_count()} GPUs that torch finds"))
+        raise ValueError(
+            mismatch("--device", text, f"cpu, or one of the {torch.cuda.device_count()} GPUs that torch finds")
+        )
     return text
 
 
@@ -191,7 +212,9 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     if run.checkpoint.exists() and not asked.resume:
-        raise ValueError(mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to go on from it"))
+        raise ValueError(
+            mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to go on from it")
+        )
     run.model(), run.task.batch(seeded(run.seed))  # if these calls raise, no folder is made
     losses = run.folder / "tensorboard"
     with _made_folder(run.folder), contextlib.ExitStack() as at_end, tqdm(total=run.task.steps, unit="step") as bar:
@@ -209,12 +232,17 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
         try:
             model, seconds = train(run, resume=asked.resume, report=report)
         except Diverged as error:
-            raise Diverged(f"{error}; the losses before it are in {losses}" if losses.exists() else str(error)) from error
+            raise Diverged(
+                f"{error}; the losses before it are in {losses}" if losses.exists() else str(error)
+            ) from error
         cast("Pretrained", model).save_pretrained(run.folder / "model")
         scores = run.task.evaluate(model)
         for name, value in scores.items():
             writer().add_scalar(name, value, run.task.steps)
-    print(f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of wall time")
+    print(
+        f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of "
+        "wall time"
+    )
     _show(run, scores, {**run.recorded(), **seconds})
     print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/")
 
@@ -291,13 +319,19 @@ def kept(run: Run) -> nn.Module:
     """Return the trained model of a run."""
     folder = run.folder / "model"
     if not (folder / "model.safetensors").exists():
-        raise FileNotFoundError(f"{folder}: it holds no model; train one first, with the same --task, --seed and --folder")
+        raise FileNotFoundError(
+            f"{folder}: it holds no model; train one first, with the same --task, --seed and --folder"
+        )
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints that it reads a folder
             model = SYSTEMS[run.system].from_pretrained(folder)
     except (RuntimeError, TypeError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(
-            mismatch(str(folder), f"files that cannot be read ({shorten(str(error), 300)})", f"a {run.system} that a training wrote")
+            mismatch(
+                str(folder),
+                f"files that cannot be read ({shorten(str(error), 300)})",
+                f"a {run.system} that a training wrote",
+            )
         ) from error
     return model.to(run.device).eval()
 

@@ -19,7 +19,9 @@ def prefix_states(stack: CMABStack, inputs: Tensor, *, every: int = 1) -> Attent
     """
     found = [_prefixes(cast("CMAB", block), inputs, every) for block in stack.blocks]
     outs, lses = zip(*found, strict=True)
-    return AttentionState(torch.stack(outs).transpose(2, 3).flatten(1, 2), torch.stack(lses).transpose(2, 3).flatten(1, 2))
+    return AttentionState(
+        torch.stack(outs).transpose(2, 3).flatten(1, 2), torch.stack(lses).transpose(2, 3).flatten(1, 2)
+    )
 
 
 def _prefixes(block: CMAB, inputs: Tensor, every: int) -> AttentionState:
@@ -27,4 +29,6 @@ def _prefixes(block: CMAB, inputs: Tensor, every: int) -> AttentionState:
     attention = block.compress.cross_attention
     normed = attention.context_norm(inputs)
     query = attention.heads(attention.query, attention.norm(block.latents))
-    return prefix_attention_states(query, attention.heads(attention.key, normed), attention.heads(attention.value, normed), every=every)
+    return prefix_attention_states(
+        query, attention.heads(attention.key, normed), attention.heads(attention.value, normed), every=every
+    )

@@ -44,7 +44,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     ValueError: depth: got 0, expected an int >= 1
     >>> cmab_models.CNP(dim_x=1, dim_y=1, dims=16)
     Traceback (most recent call last):
-    TypeError: dims: got an unknown argument of CNP, expected one of dim_x, dim_y, dim, depth, bound_std; did you mean dim?
+    TypeError: dims: got an unknown argument of CNP, expected one of dim_x, dim_y, dim, depth, bound_std; did you mean
+    dim?
     """
 
     before: ClassVar[dict[str, Any]] = {}
@@ -124,7 +125,9 @@ def _check_folder(kind: type[Pretrained], folder: Path, given: dict[str, Any]) -
         raise FileNotFoundError(mismatch(NAME, f"{str(folder)!r}, a folder without {' and '.join(lacks)}", allowed))
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if not isinstance(config, dict):
-        raise ValueError(mismatch(str(path), shorten(repr(config), 50), "a JSON object, the arguments of the constructor"))
+        raise ValueError(
+            mismatch(str(path), shorten(repr(config), 50), "a JSON object, the arguments of the constructor")
+        )
 
 
 def _repository(given: str | Path) -> str:
@@ -158,7 +161,10 @@ def _check_cached(name: str, options: dict[str, Any]) -> None:
     """Raise `FileNotFoundError` unless the cache of this machine has the repository."""
     found = try_to_load_from_cache(name, "config.json", options.get("cache_dir"), options.get("revision"))
     if not isinstance(found, str):
-        allowed = "a folder here, or a repository in the cache, as the Hub does not answer or is not to be asked; there is neither"
+        allowed = (
+            "a folder here, or a repository in the cache, as the Hub does not answer or is not to be asked; "
+            "there is neither"
+        )
         raise FileNotFoundError(mismatch(NAME, repr(name), allowed))
 
 
@@ -207,7 +213,9 @@ def _check_names(kind: type[Pretrained], known: list[str], given: dict[str, Any]
         if name not in known:
             close = get_close_matches(name, known, 1)
             meant = f"; did you mean {close[0]}?" if close else ""
-            raise TypeError(mismatch(name, f"an unknown argument of {kind.__name__}", f"one of {', '.join(known)}{meant}"))
+            raise TypeError(
+                mismatch(name, f"an unknown argument of {kind.__name__}", f"one of {', '.join(known)}{meant}")
+            )
     for name in _missing(kind, given):
         raise TypeError(mismatch(name, "nothing", f"a value, as {kind.__name__} takes {', '.join(known)}"))
 

@@ -1,8 +1,10 @@
 """A photograph, completed while its pixels arrive: a guess of all others after each packet, and no pixel is kept.
 
-The pixels of a photograph of a cat arrive in random order. A colour is taken for a sum of waves over the image, slow ones larger than fast
-ones, and the sizes of the waves are a ridge regression on the pixels so far: each packet goes into its sums, and the regression is solved
-anew, in one call of a time and a memory that do not grow. Nothing is trained: the image is learned from itself.
+The pixels of a photograph of a cat arrive in random order. A colour is taken for a sum of waves over the image, slow
+ones larger than fast
+ones, and the sizes of the waves are a ridge regression on the pixels so far: each packet goes into its sums, and the
+regression is solved anew, in one call of a time and a memory that do not grow. Nothing is trained: the image is learned
+from itself.
 """
 
 import time
@@ -19,7 +21,8 @@ SHOWN = (64, 256, 1024, 4096)
 
 
 def waves(places: Tensor) -> Tensor:
-    """Products (N, WAVES * WAVES) of cosines of rows and columns (N, 2) from 0 to 1; the amplitude falls with the frequency."""
+    """Products (N, WAVES * WAVES) of cosines of rows and columns (N, 2) from 0 to 1; the amplitude falls with the
+    frequency."""
     order = torch.arange(WAVES, dtype=torch.float64)
     row, column = torch.cos(torch.pi * places.unsqueeze(-1) * order).unbind(1)
     amplitude = (1 + order.square()[:, None] + order.square()).rsqrt()
@@ -29,7 +32,9 @@ def waves(places: Tensor) -> Tensor:
 def main() -> None:
     image = photographs()["chelsea"][::4, ::4].double() / 255 - 0.5
     height, width, _ = image.shape
-    places = torch.cartesian_prod(torch.linspace(0, 1, height, dtype=torch.float64), torch.linspace(0, 1, width, dtype=torch.float64))
+    places = torch.cartesian_prod(
+        torch.linspace(0, 1, height, dtype=torch.float64), torch.linspace(0, 1, width, dtype=torch.float64)
+    )
     features, colours = waves(places), image.flatten(0, 1)
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(0))
     missing, arriving = order[: len(order) // 3], order[len(order) // 3 :]
@@ -42,7 +47,9 @@ def main() -> None:
         known += len(packet)
         if known in SHOWN:
             off = (features[missing] @ weight[0, 0] - colours[missing]).square().mean().sqrt()
-            print(f"{known:>5} pixels: the others off by {off:.3f}; {sum(part.nbytes for part in state):,} bytes are kept")
+            print(
+                f"{known:>5} pixels: the others off by {off:.3f}; {sum(part.nbytes for part in state):,} bytes are kept"
+            )
     plain = (colours[missing] - colours[arriving].mean(0)).square().mean().sqrt()
     print(f"one colour, the mean of all, for all: off by {plain:.3f}")
     print(f"a packet of {PACKET} pixels takes {1000 * sorted(spent)[len(spent) // 2]:.1f} ms, the first as the last")

@@ -1,8 +1,9 @@
 """A bandit that updates on every reward, and forgets old ones: machines whose best arm changes half-way.
 
-A CMANP learns from random machines what a few pulls say about the arms. Then two agents play new machines: after every pull the reward goes
-into a state of constant size, and one of them also takes out the reward of sixty pulls ago, without reading the others again. When the
-arms change, the one that forgets finds the new best arm; the other believes its past.
+A CMANP learns from random machines what a few pulls say about the arms. Then two agents play new machines: after every
+pull the reward goes into a state of constant size, and one of them also takes out the reward of sixty pulls ago,
+without reading the others again. When the arms change, the one that forgets finds the new best arm; the other believes
+its past.
 """
 
 import time
@@ -41,7 +42,8 @@ def trained(steps: int) -> CMANP:
 
 @torch.no_grad()
 def play(model: CMANP, means: Tensor, forgets: bool) -> tuple[Tensor, float]:
-    """Play machines whose payouts means (PULLS, MACHINES, ARMS) may change; return the regrets (PULLS,) and the seconds of an update."""
+    """Play machines whose payouts means (PULLS, MACHINES, ARMS) may change; return the regrets (PULLS,) and the seconds
+    of an update."""
     state = model.condition(torch.zeros(MACHINES, 0, ARMS), torch.zeros(MACHINES, 0, 1))
     known, regrets, spent = [], [], []
     for mean in means:
@@ -67,7 +69,8 @@ def main() -> None:
     for forgets in (False, True):
         regrets, seconds = play(model, means, forgets)
         print(
-            f"{'forgets after ' + str(MEMORY) if forgets else 'forgets nothing':>17}: regret {regrets[: PULLS // 2].mean():.3f} "
+            f"{'forgets after ' + str(MEMORY) if forgets else 'forgets nothing':>17}: regret "
+            f"{regrets[: PULLS // 2].mean():.3f} "
             f"before the change, {regrets[late].mean():.3f} long after it; an update takes {1e6 * seconds:.0f} us"
         )
 

@@ -1,6 +1,7 @@
 """Merge the states of two processes. Each attends to the half of the keys that it holds, and sends only its state.
 
-Two states of 66 KiB stand for 40,000 keys. Merged, they give the attention over all of them. The same works between machines.
+Two states of 66 KiB stand for 40,000 keys. Merged, they give the attention over all of them. The same works between
+machines.
 """
 
 import multiprocessing
@@ -31,13 +32,21 @@ def main() -> None:
     query = torch.randn(1, HEADS, QUERIES, WIDTH, generator=torch.Generator().manual_seed(2))
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         messages = pool.starmap(attend, [(process, query.numpy()) for process in (0, 1)])
-    first, second = (cmab_kernels.AttentionState(**{name: torch.from_numpy(part) for name, part in each.items()}) for each in messages)
+    first, second = (
+        cmab_kernels.AttentionState(**{name: torch.from_numpy(part) for name, part in each.items()})
+        for each in messages
+    )
     merged = cmab_kernels.merge_states(first, second)
 
     (key0, value0), (key1, value1) = half(0), half(1)
     whole = cmab_kernels.latent_attention(query, torch.cat([key0, key1], 2), torch.cat([value0, value1], 2))
-    print(f"each process attended to {KEYS:,} keys and sent a state of {sum(part.nbytes for part in first) / 2**10:.0f} KiB")
-    print(f"merged against one pass over all {2 * KEYS:,} keys: largest difference {(merged.out - whole).abs().max():.1e}")
+    print(
+        f"each process attended to {KEYS:,} keys and sent a state of {sum(part.nbytes for part in first) / 2**10:.0f} "
+        "KiB"
+    )
+    print(
+        f"merged against one pass over all {2 * KEYS:,} keys: largest difference {(merged.out - whole).abs().max():.1e}"
+    )
     print(f"one half alone would be off by {(first.out - whole).abs().max():.1e}")
 
 

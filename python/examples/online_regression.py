@@ -1,8 +1,9 @@
 """A classifier over frozen features that learns from every example at once, and forgets what it is told to forget.
 
-Handwritten digits arrive in chunks. Their features come from a network that is not trained (random convolutions, as a stand-in for the
-body of a pretrained one), and a ridge regression on top is kept as a `RidgeState`: two sums, whatever was read. A chunk with wrong labels
-is read by mistake; to forget it is to subtract it. The sums of two readers are added.
+Handwritten digits arrive in chunks. Their features come from a network that is not trained (random convolutions, as a
+stand-in for the body of a pretrained one), and a ridge regression on top is kept as a `RidgeState`: two sums, whatever
+was read. A chunk with wrong labels is read by mistake; to forget it is to subtract it. The sums of two readers are
+added.
 """
 
 import time
@@ -31,7 +32,8 @@ def rows(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(state: RidgeState, features: Tensor, labels: Tensor) -> float:
-    """Share of right answers; the regression is solved from the sums, in a time that does not depend on how many examples they hold."""
+    """Share of right answers; the regression is solved from the sums, in a time that does not depend on how many
+    examples they hold."""
     weight = solve_ridge(state, ALPHA).weight[0, 0]
     return ((features.double() @ weight).argmax(-1) == labels).double().mean().item()
 
@@ -46,7 +48,10 @@ def main() -> None:
     for first in range(0, 1200, 200):
         chunk = slice(first, first + 200)
         state = ridge_state(*rows(features[chunk], labels[chunk]), state=state)
-        print(f"{int(state.count):>5} examples: accuracy {accuracy(state, *test):.3f}, {sum(part.nbytes for part in state):,} bytes")
+        print(
+            f"{int(state.count):>5} examples: accuracy {accuracy(state, *test):.3f}, "
+            f"{sum(part.nbytes for part in state):,} bytes"
+        )
     assert state is not None
 
     spoilt = rows(features[1200:1500], (labels[1200:1500] + 1) % CLASSES)
@@ -54,7 +59,10 @@ def main() -> None:
     print(f"{int(worse.count):>5} examples, 300 of them with wrong labels: accuracy {accuracy(worse, *test):.3f}")
     mended = remove_ridge(worse, *spoilt)
     change = (solve_ridge(mended, ALPHA).weight - solve_ridge(state, ALPHA).weight).abs().max()
-    print(f"{int(mended.count):>5} examples, the 300 forgotten: accuracy {accuracy(mended, *test):.3f}, weights off by {change:.0e}")
+    print(
+        f"{int(mended.count):>5} examples, the 300 forgotten: accuracy {accuracy(mended, *test):.3f}, weights off by "
+        f"{change:.0e}"
+    )
 
     other = ridge_state(*rows(features[1200:1500], labels[1200:1500]))
     both = merge_ridge(mended, other)

@@ -1,7 +1,7 @@
 """A data set in files that no process reads as a whole: workers read a file each, and their states merge in a tree.
 
-The workers are those of a Dask cluster on this machine if the package `dask[distributed]` is installed, else those of a pool of processes.
-What they send are states, whose size does not depend on the number of rows.
+The workers are those of a Dask cluster on this machine if the package `dask[distributed]` is installed, else those of a
+pool of processes. What they send are states, whose size does not depend on the number of rows.
 """
 
 import multiprocessing
@@ -55,12 +55,17 @@ def main() -> None:
             whole = np.concatenate([np.load(file) for file in files])
             right = OnlineRidge(alpha=0.1).fit(whole[:, :-1], whole[:, -1])
             off = abs(model.coef_ - right.coef_).max()
-            print(f"{model.n_samples_seen_:,} examples: off by {off:.0e}, a merge sends {len(pickle.dumps(model)):,} bytes")
+            print(
+                f"{model.n_samples_seen_:,} examples: off by {off:.0e}, a merge sends {len(pickle.dumps(model)):,} "
+                "bytes"
+            )
 
             state = reduce_states(client, stack.encode, [np.load(file, mmap_mode="r") for file in files])
             with torch.no_grad():
                 off = (state.out - stack.encode(whole).out).abs().max()
-            print(f"{len(whole):,} points in a stack: off by {off:.0e}, a merge sends {len(pickle.dumps(state)):,} bytes")
+            print(
+                f"{len(whole):,} points in a stack: off by {off:.0e}, a merge sends {len(pickle.dumps(state)):,} bytes"
+            )
 
 
 if __name__ == "__main__":

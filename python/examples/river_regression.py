@@ -1,7 +1,9 @@
-"""A regressor with the methods of the package river, whose examples are dicts that come one at a time, and one more, which forgets them.
+"""A regressor with the methods of the package river, whose examples are dicts that come one at a time, and one more,
+which forgets them.
 
-Readings of a sensor drift, so that a window of the newest 500 of them is regressed, exactly: each new one is learned, and the oldest is
-forgotten. `OnlineRidge` has `learn_one` and `predict_one` itself; river's tools want an object of river's class `Regressor`.
+Readings of a sensor drift, so that a window of the newest 500 of them is regressed, exactly: each new one is learned,
+and the oldest is forgotten. `OnlineRidge` has `learn_one` and `predict_one` itself; river's tools want an object of
+river's class `Regressor`.
 """
 
 import random

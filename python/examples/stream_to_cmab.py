@@ -1,7 +1,7 @@
 """Feed a stream to a Constant Memory Attention Block, and watch its memory.
 
-Points arrive in chunks, and none is kept. The block holds a state of constant size, and its latents summarise everything that has arrived.
-Attention over the history would have to keep every key and value.
+Points arrive in chunks, and none is kept. The block holds a state of constant size, and its latents summarise
+everything that has arrived. Attention over the history would have to keep every key and value.
 """
 
 import resource
@@ -39,7 +39,8 @@ def main() -> None:
         if count % 4 == 0:
             history = 2 * count * CHUNK * DIM * points.element_size()
             print(
-                f"{count * CHUNK:>10,}  {sum(part.nbytes for part in state) / 2**10:>5.1f} KiB  {resident_mib() - before:>10.1f} MiB  "
+                f"{count * CHUNK:>10,}  {sum(part.nbytes for part in state) / 2**10:>5.1f} KiB  "
+                f"{resident_mib() - before:>10.1f} MiB  "
                 f"{history / 2**20:>16.1f} MiB  {1e3 * elapsed:>9.1f} ms"
             )
     one_more = torch.randn(1, 1, DIM)

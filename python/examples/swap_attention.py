@@ -1,6 +1,7 @@
 """Swap torch.nn.MultiheadAttention inside a model of your own, and keep its weights.
 
-The model pools a set of points: 32 learned queries attend to them, and a linear layer classifies the mean of the results.
+The model pools a set of points: 32 learned queries attend to them, and a linear layer classifies the mean of the
+results.
 """
 
 import time
@@ -44,9 +45,14 @@ def main() -> None:
     replaced = replace_modules(model, {nn.MultiheadAttention: MultiheadAttention}, verbose=False)
 
     after, time_after = model(points), milliseconds(model, points)
-    print(f"replaced {replaced:d} module; model.attention is now a {type(model.attention).__module__}.{type(model.attention).__name__}")
+    print(
+        f"replaced {replaced:d} module; model.attention is now a "
+        f"{type(model.attention).__module__}.{type(model.attention).__name__}"
+    )
     print(f"largest difference of the outputs: {(after - before).abs().max():.1e}")
-    print(f"forward and backward over {points.shape[1]:,} points: {time_before:.1f} ms before, {time_after:.1f} ms after")
+    print(
+        f"forward and backward over {points.shape[1]:,} points: {time_before:.1f} ms before, {time_after:.1f} ms after"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Swap torch.nn.TransformerEncoderLayer inside a model of your own: its weights are kept, a layer becomes two fused calls.
+"""Swap torch.nn.TransformerEncoderLayer inside a model of your own: its weights are kept, a layer becomes two fused
+calls.
 
-The model classifies sets of points by a Transformer whose first token gathers the answer. It is swapped half-way through its training,
-which goes on with the same optimizer, because the parameters stay the same objects.
+The model classifies sets of points by a Transformer whose first token gathers the answer. It is swapped half-way
+through its training, which goes on with the same optimizer, because the parameters stay the same objects.
 """
 
 import time
@@ -19,7 +20,9 @@ class SetTransformer(nn.Module):
         super().__init__()
         self.first = nn.Parameter(torch.randn(1, 1, dim))
         self.embed, self.head = nn.Linear(2, dim), nn.Linear(dim, classes)
-        layer = nn.TransformerEncoderLayer(dim, heads, 2 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            dim, heads, 2 * dim, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
 
     def forward(self, points: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """A loss after every event: a model of a stream that learns from all lengths of its context at once.
 
-Readings of a curve arrive one by one; from those so far the model predicts the next. A few latents attend to the readings, and the state
-after each reading is what a stream would have then, so that one pass over a sequence gives a prediction, and a loss, at every length. At
-the end the stream is read for real, one reading at a time, with the same predictions, and a training step that goes through these updates
-shows what the one pass is worth.
+Readings of a curve arrive one by one; from those so far the model predicts the next. A few latents attend to the
+readings, and the state after each reading is what a stream would have then, so that one pass over a sequence gives a
+prediction, and a loss, at every length. At the end the stream is read for real, one reading at a time, with the same
+predictions, and a training step that goes through these updates shows what the one pass is worth.
 """
 
 import time
@@ -18,7 +18,8 @@ WIDTH, LATENTS, HEADS, LENGTH = 32, 8, 4, 40
 
 
 class Forecaster(nn.Module):
-    """Predicts the value of a curve at a place from readings (place, value) of it, by the state of latents that attend to them."""
+    """Predicts the value of a curve at a place from readings (place, value) of it, by the state of latents that attend
+    to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,10 +77,15 @@ def main() -> None:
     with torch.no_grad():
         at_once = model(readings)
         for i in range(LENGTH - 1):
-            state: AttentionState | None = attention_state(model.latents, *model.keys(readings[:, i : i + 1]), state=state)
+            state: AttentionState | None = attention_state(
+                model.latents, *model.keys(readings[:, i : i + 1]), state=state
+            )
             one = model.predict(state.out.unsqueeze(2), readings[:, i + 1 : i + 2, 0])
             assert torch.allclose(one[0], at_once[0, i], atol=1e-4)
-    print(f"read one by one: the same {LENGTH - 1} predictions, from a state of {sum(part.nbytes for part in state):,} bytes")
+    print(
+        f"read one by one: the same {LENGTH - 1} predictions, from a state of {sum(part.nbytes for part in state):,} "
+        "bytes"
+    )
 
     readings = curves(32)
     one_pass, loop = (milliseconds_of_a_step(model, predict, readings) for predict in (model, model.one_by_one))

@@ -1,6 +1,8 @@
-"""Train a block on two processes with DistributedDataParallel. Each sees half of every batch, and both end with the same weights.
+"""Train a block on two processes with DistributedDataParallel. Each sees half of every batch, and both end with the
+same weights.
 
-The weights equal those that one process learns from whole batches. The stream that a module holds is not shared between processes.
+The weights equal those that one process learns from whole batches. The stream that a module holds is not shared between
+processes.
 """
 
 import tempfile
@@ -40,7 +42,9 @@ def train(module: torch.nn.Module, latents: Tensor, process: int, processes: int
 def work(process: int, folder: str) -> None:
     """Runs in each process: train, then read this process's part of a set of points as a stream."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=process, world_size=PROCESSES)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=process, world_size=PROCESSES
+    )
     module = block()
     train(DistributedDataParallel(module), torch.ones(1, DIM), process, PROCESSES)
     with torch.no_grad():
@@ -68,7 +72,10 @@ def main() -> None:
     with torch.no_grad():
         points, _ = batch(STEPS)
         whole = modules[0].update(points[:1], torch.ones(1, DIM), modules[0].init_state(1)).state
-    print(f"their streams, merged, against one stream of all points: largest difference {(merged.out - whole.out).abs().max():.0e}")
+    print(
+        "their streams, merged, against one stream of all points: largest difference "
+        f"{(merged.out - whole.out).abs().max():.0e}"
+    )
 
 
 if __name__ == "__main__":

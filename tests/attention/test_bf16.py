@@ -53,7 +53,9 @@ def _integers(low: int, high: int, *shape: int) -> Tensor:
     return torch.randint(low, high, shape).bfloat16()
 
 
-def _check_gradients(state: ck.AttentionState, inputs: Sequence[Tensor], mask: Tensor | None = None, offsets: Tensor | None = None) -> None:
+def _check_gradients(
+    state: ck.AttentionState, inputs: Sequence[Tensor], mask: Tensor | None = None, offsets: Tensor | None = None
+) -> None:
     """Check that each row of a gradient is within four roundings of bfloat16, relative to the terms that it adds up."""
     dout, dlse = _random(*state.out.shape).float(), torch.randn(state.lse.shape, dtype=torch.float64)
     dlse = torch.where(state.lse.isinf(), 0.0, dlse)
@@ -68,12 +70,16 @@ def _check_gradients(state: ck.AttentionState, inputs: Sequence[Tensor], mask: T
         assert error.max() < 4 * 2**-8, (name, float(error.max()))
 
 
-@pytest.mark.parametrize("latents, keys, width, value_width", [(1, 65, 1, 1), (16, 300, 64, 64), (33, 1000, 40, 72), (128, 777, 128, 128)])
+@pytest.mark.parametrize(
+    "latents, keys, width, value_width", [(1, 65, 1, 1), (16, 300, 64, 64), (33, 1000, 40, 72), (128, 777, 128, 128)]
+)
 def test_hardware_tiles_give_the_bits_of_tiles_in_software(
     latents: int, keys: int, width: int, value_width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """AMX gives the same bits as its emulation, which other machines test."""
-    inputs = [_random(1, 2, *shape).requires_grad_() for shape in ((latents, width), (keys, width), (keys, value_width))]
+    inputs = [
+        _random(1, 2, *shape).requires_grad_() for shape in ((latents, width), (keys, width), (keys, value_width))
+    ]
     results = []
     for name in ("amx", "amx_emulated"):
         _use(name, monkeypatch)
@@ -105,7 +111,9 @@ def test_accuracy(engine: str, law: str, latents: int, keys: int, width: int, va
     own = torch.autograd.grad(theirs, inputs, dout)
     terms = oracles.attention_terms(dout.double(), *wide, *expected)
     for name, mine, right, other, term in zip("qkv", ours, wanted, own, terms, strict=True):
-        size = torch.maximum(right.norm(dim=-1), 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.norm(dim=-1).max()))
+        size = torch.maximum(right.norm(dim=-1), 0.05 * term.norm(dim=-1)).clamp(
+            min=1e-30 * float(term.norm(dim=-1).max())
+        )
         error = (mine.double() - right).norm(dim=-1) / size
         allowed = bound(torch.bfloat16, score, (other.double() - right).norm(dim=-1) / size, factor=4.0)
         assert (error <= allowed).all(), (name, float((error / allowed).max()))
@@ -144,7 +152,9 @@ def test_large_logits(engine: str, size: float) -> None:
     inputs = [t.bfloat16().requires_grad_() for t in (q, k, v)]
     state = _state(*inputs, scale=1.0)
     expected, lse = oracles.attention(*(t.detach() for t in inputs), scale=1.0)
-    assert (state.out - expected).norm() < 0.003 * expected.norm() and (state.lse - lse).abs().max() <= 1e-6 + 2**-23 * size
+    assert (state.out - expected).norm() < 0.003 * expected.norm() and (
+        state.lse - lse
+    ).abs().max() <= 1e-6 + 2**-23 * size
 
 
 def test_a_mean_of_equal_values_is_exact(engine: str) -> None:
@@ -185,16 +195,22 @@ def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
     expected, lse = oracles.attention(*(t.detach() for t in inputs), scale=1.0)
     assert row_error(state.out, expected).max() < 0.004
     assert (state.lse - lse).abs().max() <= 1e-6 + 2**-23 * abs(logit)
-    dquery, *others = torch.autograd.grad(tuple(state), inputs, (torch.ones_like(state.out), torch.ones_like(state.lse)))
+    dquery, *others = torch.autograd.grad(
+        tuple(state), inputs, (torch.ones_like(state.out), torch.ones_like(state.lse))
+    )
     assert not any(g.isnan().any() for g in others)
-    if among or abs(logit) < 1e38:  # else log 70 is less than lse's last bit, every P is 1, and the sum of dS K overflows
+    if (
+        among or abs(logit) < 1e38
+    ):  # else log 70 is less than lse's last bit, every P is 1, and the sum of dS K overflows
         assert not dquery.isnan().any()
 
 
 # ---- Exact where everything is representable: which keys take part
 
 
-@pytest.mark.parametrize("keys", [*range(1, 35), 47, 48, 49, 63, 64, 65, 66, 95, 96, 97, 127, 128, 129, 191, 193, 1023, 1025])
+@pytest.mark.parametrize(
+    "keys", [*range(1, 35), 47, 48, 49, 63, 64, 65, 66, 95, 96, 97, 127, 128, 129, 191, 193, 1023, 1025]
+)
 def test_every_key_counts_once(engine: str, keys: int) -> None:
     """Keys of 0 have weight 1.
 
@@ -235,7 +251,9 @@ def test_exact_gradients(engine: str, keys: int, masked: bool) -> None:
 # ---- Masks, sets, states
 
 
-@pytest.mark.parametrize("start, stop", [(0, 64), (64, 128), (128, 200), (0, 200), (3, 197), (0, 199), (1, 200), (31, 33)])
+@pytest.mark.parametrize(
+    "start, stop", [(0, 64), (64, 128), (128, 200), (0, 200), (3, 197), (0, 199), (1, 200), (31, 33)]
+)
 def test_nothing_leaks_from_ignored_keys(engine: str, start: int, stop: int) -> None:
     q, k, v = _random(2, 2, 5, 8), _random(2, 2, 200, 8), _random(2, 2, 200, 4)
     mask = torch.zeros(2, 200, dtype=torch.bool)
@@ -245,7 +263,9 @@ def test_nothing_leaks_from_ignored_keys(engine: str, start: int, stop: int) -> 
     inputs = [t.requires_grad_() for t in (q, k, v)]
     state = _state(*inputs, key_padding_mask=mask)
     expected, lse = oracles.attention(q, k, v, mask)
-    assert (state.out - expected).norm() < 0.003 * expected.norm() and torch.equal(state.lse == -math.inf, lse == -math.inf)
+    assert (state.out - expected).norm() < 0.003 * expected.norm() and torch.equal(
+        state.lse == -math.inf, lse == -math.inf
+    )
     grads = torch.autograd.grad(tuple(state), inputs, (torch.randn_like(state.out), torch.randn_like(state.lse)))
     assert not any(g.isnan().any() for g in grads)
     assert grads[1][0, :, start:stop].eq(0).all() and grads[2][0, :, start:stop].eq(0).all()
@@ -254,7 +274,9 @@ def test_nothing_leaks_from_ignored_keys(engine: str, start: int, stop: int) -> 
 def test_ragged_sets(engine: str) -> None:
     sizes = [0, 1, 2, 31, 32, 33, 63, 0, 64, 65, 130]
     offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32)
-    inputs = [_random(b, 2, n, w).requires_grad_() for b, n, w in ((len(sizes), 7, 6), (1, sum(sizes), 6), (1, sum(sizes), 5))]
+    inputs = [
+        _random(b, 2, n, w).requires_grad_() for b, n, w in ((len(sizes), 7, 6), (1, sum(sizes), 6), (1, sum(sizes), 5))
+    ]
     state = _state(*inputs, cu_seqlens=offsets)
     for i, size in enumerate(sizes):
         keys = slice(int(offsets[i]), int(offsets[i + 1]))
@@ -339,7 +361,11 @@ def test_layouts_change_no_bit(engine: str, width: int) -> None:
 
 
 def test_expanded_keys(engine: str) -> None:
-    q, k, v = _random(1, 1, 4, 6), _random(1, 1, 1, 6).expand(1, 1, 90, 6), _integers(-4, 5, 1, 1, 90, 1).expand(1, 1, 90, 7)
+    q, k, v = (
+        _random(1, 1, 4, 6),
+        _random(1, 1, 1, 6).expand(1, 1, 90, 6),
+        _integers(-4, 5, 1, 1, 90, 1).expand(1, 1, 90, 7),
+    )
     state = _state(q, k, v)
     assert (state.out - v.double().mean(2, keepdim=True)).abs().max() < 1e-5
 
@@ -349,7 +375,10 @@ def test_same_bits_alone_and_for_any_thread_count(engine: str, latents: int, key
     def bits(*inputs: Tensor) -> tuple[Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in inputs]
         state = _state(*leaves)
-        return (*state, *torch.autograd.grad(tuple(state), leaves, (torch.ones_like(state.out), torch.ones_like(state.lse))))
+        return (
+            *state,
+            *torch.autograd.grad(tuple(state), leaves, (torch.ones_like(state.out), torch.ones_like(state.lse))),
+        )
 
     inputs = [_random(2, 2, n, 16) for n in (latents, keys, keys)]
     threads = torch.get_num_threads()
@@ -362,7 +391,9 @@ def test_same_bits_alone_and_for_any_thread_count(engine: str, latents: int, key
     finally:
         torch.set_num_threads(threads)
     for b in range(2):
-        assert all(torch.equal(a[b : b + 1], c) for a, c in zip(first, bits(*(t[b : b + 1] for t in inputs)), strict=True))
+        assert all(
+            torch.equal(a[b : b + 1], c) for a, c in zip(first, bits(*(t[b : b + 1] for t in inputs)), strict=True)
+        )
 
 
 # ---- The instructions
@@ -384,5 +415,13 @@ def test_the_extension_has_the_instructions() -> None:
     text = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", str(extension.__file__)], capture_output=True, text=True, check=True
     ).stdout
-    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease", "vdpbf16ps", "vcvtne2ps2bf16"):
+    for instruction in (
+        "ldtilecfg",
+        "tileloadd",
+        "tdpbf16ps",
+        "tilestored",
+        "tilerelease",
+        "vdpbf16ps",
+        "vcvtne2ps2bf16",
+    ):
         assert instruction in text, instruction

@@ -73,11 +73,16 @@ def _built_in_tiles() -> Iterator[None]:
         yield
 
 
-def _launches(dtype: torch.dtype, width: int, latents: int = 128, mask: bool = False, state: bool = False) -> list[Launch]:
+def _launches(
+    dtype: torch.dtype, width: int, latents: int = 128, mask: bool = False, state: bool = False
+) -> list[Launch]:
     """Record the launches of a forward and a backward pass over several runs of keys,
     on request with a mask and an incoming state."""
     q, k, v = (torch.empty(1, 4, n, width, dtype=dtype) for n in (latents, 5003, 5003))
-    out, lse = torch.empty(1, 4, latents, width, dtype=torch.promote_types(dtype, torch.float32)), torch.empty(1, 4, latents).double()
+    out, lse = (
+        torch.empty(1, 4, latents, width, dtype=torch.promote_types(dtype, torch.float32)),
+        torch.empty(1, 4, latents).double(),
+    )
     ignore = torch.zeros(1, 5003, dtype=torch.bool) if mask else None
     before = (out, lse) if state else (None, None)
 
@@ -85,7 +90,9 @@ def _launches(dtype: torch.dtype, width: int, latents: int = 128, mask: bool = F
         results = kernels.attention_forward(Attention(q, k, v, ignore, None, *before, 1.0))
         return (
             *results,
-            *kernels.attention_backward(AttentionBackward(out, lse, q, k, v, ignore, None, out, lse, 1.0, (True, True, True))),
+            *kernels.attention_backward(
+                AttentionBackward(out, lse, q, k, v, ignore, None, out, lse, 1.0, (True, True, True))
+            ),
         )
 
     return record(call)
@@ -97,11 +104,24 @@ def _matrix(name: str, width: int, capability: int, folder: Path) -> None:
     Wide float32 heads are not split into bfloat16 parts, because the parts would not fit in registers.
     """
     with as_if_on(capability):
-        found = {launch.kernel.__name__: launch for latents in (300, 128) for launch in _launches(DTYPES[name], width, latents)}
+        found = {
+            launch.kernel.__name__: launch
+            for latents in (300, 128)
+            for launch in _launches(DTYPES[name], width, latents)
+        }
     in_parts = name == "fp32" and width <= 64
     backward = {"_backward_in_parts"} if in_parts else {"_backward_keys", "_backward"}
     assert set(found) == {"_forward", "_merge", "_row_terms", "_sum_runs"} | backward
-    assert wrong(found.values(), capability, folder, partial(by_matrix_units, WITH_PRODUCTS), SPILLING.get((name, width, capability))) == []
+    assert (
+        wrong(
+            found.values(),
+            capability,
+            folder,
+            partial(by_matrix_units, WITH_PRODUCTS),
+            SPILLING.get((name, width, capability)),
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("name, width, capability", ORDINARY)
@@ -134,14 +154,25 @@ def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: P
 def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
     with mock.patch.object(launches, "allows_tf32", lambda: True), as_if_on(capability):
         found = [launch for latents in (300, 128) for launch in _launches(torch.float32, width, latents)]
-    assert wrong(found, capability, tmp_path, partial(by_matrix_units, WITH_PRODUCTS), SPILLING.get(("tf32", width, capability))) == []
+    assert (
+        wrong(
+            found,
+            capability,
+            tmp_path,
+            partial(by_matrix_units, WITH_PRODUCTS),
+            SPILLING.get(("tf32", width, capability)),
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_compiled_with_mask_and_state(dtype: torch.dtype, tmp_path: Path) -> None:
     """Triton's own assertion fails for a mask of bytes next to a float64 product,
     so the kernel must keep them apart."""
-    assert wrong(_launches(dtype, 16, mask=True, state=True), 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS)) == []
+    assert (
+        wrong(_launches(dtype, 16, mask=True, state=True), 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS)) == []
+    )
 
 
 @pytest.mark.nightly
@@ -167,12 +198,16 @@ def _shared_memory(name: str, width: int, capability: int, folder: Path) -> list
 @pytest.mark.parametrize("name, width", [("bf16", 128), pytest.param("fp64", 256, marks=pytest.mark.nightly)])
 def test_wide_heads_fit_in_little_shared_memory(name: str, width: int, tmp_path: Path) -> None:
     assert _shared_memory(name, width, 86, tmp_path) == []
-    with mock.patch.object(launches, "_WITH_LITTLE_SHARED_MEMORY", {kernel: {} for kernel in launches._WITH_LITTLE_SHARED_MEMORY}):
+    with mock.patch.object(
+        launches, "_WITH_LITTLE_SHARED_MEMORY", {kernel: {} for kernel in launches._WITH_LITTLE_SHARED_MEMORY}
+    ):
         assert _shared_memory(name, width, 86, tmp_path) != [], "and the tiles of other cards do not"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name, width, capability", list(itertools.product(DTYPES, (16, 32, 64, 128, 256), (86, 89, 120))))
+@pytest.mark.parametrize(
+    "name, width, capability", list(itertools.product(DTYPES, (16, 32, 64, 128, 256), (86, 89, 120)))
+)
 def test_little_shared_memory_is_enough(name: str, width: int, capability: int, tmp_path: Path) -> None:
     assert _shared_memory(name, width, capability, tmp_path) == []
 

@@ -23,7 +23,11 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "key of three dimensions": (ValueError, r"^key: got shape \(3, 9, 8\)", {"key": K[0]}),
     "key of no width": (ValueError, r"^key: got shape.*D >= 1", {"key": K[..., :0], "query": Q[..., :0]}),
     "fewer values than keys": (ValueError, r"^value: got shape \(2, 3, 8, 5\).*\(2, 3, 9, E\)", {"value": V[:, :, 1:]}),
-    "mask too long": (ValueError, r"^key_padding_mask: got shape \(2, 10\).*\(2, 9\)", {"key_padding_mask": torch.zeros(2, 10).bool()}),
+    "mask too long": (
+        ValueError,
+        r"^key_padding_mask: got shape \(2, 10\).*\(2, 9\)",
+        {"key_padding_mask": torch.zeros(2, 10).bool()},
+    ),
     "mask for one": (ValueError, r"^key_padding_mask: got shape \(9,\)", {"key_padding_mask": torch.zeros(9).bool()}),
     "mask of NumPy": (TypeError, r"^key_padding_mask: got a ndarray", {"key_padding_mask": np.zeros((2, 9), bool)}),
     "learned scale": (
@@ -36,12 +40,20 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "scale of an array": (TypeError, r"^scale: got a ndarray, expected a number", {"scale": np.array([1.0, 2.0])}),
     "complex scale": (TypeError, r"^scale: got a complex, expected a number", {"scale": 1j}),
     "scale of a complex tensor": (TypeError, r"^scale: got a Tensor, expected a number", {"scale": torch.tensor(1j)}),
-    "scale without a value": (TypeError, r"^scale: got a Tensor, expected a number", {"scale": torch.ones((), device="meta")}),
+    "scale without a value": (
+        TypeError,
+        r"^scale: got a Tensor, expected a number",
+        {"scale": torch.ones((), device="meta")},
+    ),
     "nested scale": (TypeError, r"^scale: got a Tensor, expected a number", {"scale": NESTED}),
     "huge scale": (ValueError, r"^scale: got an int beyond the range of floats", {"scale": 10**400}),
     "sparse key": (TypeError, r"^key: got torch.sparse_coo, expected a dense tensor", {"key": K.to_sparse()}),
     "nested key": (TypeError, r"^key: got a nested tensor, expected ", {"key": NESTED}),
-    "additive mask": (TypeError, r"^key_padding_mask: got torch.float32.*True = ignore", {"key_padding_mask": torch.zeros(2, 9)}),
+    "additive mask": (
+        TypeError,
+        r"^key_padding_mask: got torch.float32.*True = ignore",
+        {"key_padding_mask": torch.zeros(2, 9)},
+    ),
     "nested mask": (TypeError, r"^key_padding_mask: got a nested tensor, expected ", {"key_padding_mask": NESTED > 0}),
     "sparse mask": (
         TypeError,
@@ -61,8 +73,16 @@ BAD_OFFSETS: dict[str, tuple[type[Exception], str, torch.Tensor]] = {
     "a matrix": (ValueError, r"^cu_seqlens: got shape \(1, 4\)", torch.tensor([[0, 5, 6, 9]])),
     "nothing": (ValueError, r"^cu_seqlens: got shape \(0,\)", torch.tensor([], dtype=torch.int64)),
     "a list": (TypeError, r"^cu_seqlens: got a list", [0, 5, 6, 9]),
-    "nested": (TypeError, r"^cu_seqlens: got a nested tensor, expected a dense", torch.nested.nested_tensor([torch.tensor([0, 9])])),
-    "sparse": (TypeError, r"^cu_seqlens: got torch.sparse_coo, expected a dense", torch.tensor([0, 5, 6, 9]).to_sparse()),
+    "nested": (
+        TypeError,
+        r"^cu_seqlens: got a nested tensor, expected a dense",
+        torch.nested.nested_tensor([torch.tensor([0, 9])]),
+    ),
+    "sparse": (
+        TypeError,
+        r"^cu_seqlens: got torch.sparse_coo, expected a dense",
+        torch.tensor([0, 5, 6, 9]).to_sparse(),
+    ),
     "floats": (TypeError, r"^cu_seqlens: got torch.float32", torch.tensor([0.0, 5.0, 6.0, 9.0])),
 }
 
@@ -71,11 +91,19 @@ BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
     "other width": (ValueError, r"^state.out: got shape \(2, 3, 4, 6\).*\(2, 3, 4, 5\)", ck.empty_state(2, 3, 4, 6)),
     "other batch": (ValueError, r"^state.out: got shape \(1, 3, 4, 5\)", ck.empty_state(1, 3, 4, 5)),
     "other lse": (ValueError, r"^state.lse: got shape \(2, 3, 3\)", AttentionState(STATE.out, STATE.lse[:, :, 1:])),
-    "double out": (TypeError, r"^state.out: got torch.float64.*float32", ck.empty_state(2, 3, 4, 5, dtype=torch.float64)),
+    "double out": (
+        TypeError,
+        r"^state.out: got torch.float64.*float32",
+        ck.empty_state(2, 3, 4, 5, dtype=torch.float64),
+    ),
     "float lse": (TypeError, r"^state.lse: got torch.float32.*float64", AttentionState(STATE.out, STATE.lse.float())),
     "no out": (TypeError, r"^state.out: got None, expected a torch.Tensor", AttentionState(None, STATE.lse)),
     "nested out": (TypeError, r"^state.out: got a nested tensor, expected a dense tensor", STATE._replace(out=NESTED)),
-    "sparse lse": (TypeError, r"^state.lse: got torch.sparse_coo, expected a dense tensor", STATE._replace(lse=STATE.lse.to_sparse())),
+    "sparse lse": (
+        TypeError,
+        r"^state.lse: got torch.sparse_coo, expected a dense tensor",
+        STATE._replace(lse=STATE.lse.to_sparse()),
+    ),
     "elsewhere": (ValueError, r"^state.out: got device meta", ck.empty_state(2, 3, 4, 5, device="meta")),
 }
 
@@ -104,7 +132,9 @@ def test_packed_keys_have_batch_one() -> None:
 
 
 def test_bad_offsets_inside_a_compiled_graph() -> None:
-    compiled = torch.compile(lambda o: ck.latent_attention(Q[0], PACKED, PACKED, cu_seqlens=o), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda o: ck.latent_attention(Q[0], PACKED, PACKED, cu_seqlens=o), fullgraph=True, backend="aot_eager"
+    )
     compiled(torch.tensor([0, 5, 6, 9]))
     with pytest.raises(ValueError, match="cu_seqlens"):
         compiled(torch.tensor([0, 5, 3, 9]))
@@ -179,5 +209,8 @@ def test_states_in_half_precision_are_not_merged(impl: str) -> None:
 @pytest.mark.parametrize("call", [ck.latent_attention, ck.continual_attention_init], ids=lambda call: call.__name__)
 def test_float64_is_not_cast_by_autocast_nor_are_its_neighbours(call: Callable[..., Any]) -> None:
     """torch leaves float64 alone under autocast, and refuses to mix it."""
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"^key: got torch.float32.*torch.float64 as query has"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match=r"^key: got torch.float32.*torch.float64 as query has"),
+    ):
         call(K.double(), K, K)

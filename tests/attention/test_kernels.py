@@ -56,10 +56,17 @@ class Case:
     ) -> None:
         self.inputs, self.mask, self.cu_seqlens, self.state, self.needs = (q, k, v), mask, cu_seqlens, state, needs
         self.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        self.out, self.lse = kernels.attention_forward(Attention(*self.inputs, mask, cu_seqlens, *(state or (None, None)), self.scale))
-        self.dout, self.dlse = cotangents or (torch.randn(self.out.shape, dtype=self.out.dtype), torch.randn(self.lse.shape).double())
+        self.out, self.lse = kernels.attention_forward(
+            Attention(*self.inputs, mask, cu_seqlens, *(state or (None, None)), self.scale)
+        )
+        self.dout, self.dlse = cotangents or (
+            torch.randn(self.out.shape, dtype=self.out.dtype),
+            torch.randn(self.lse.shape).double(),
+        )
         self.grads = kernels.attention_backward(
-            AttentionBackward(self.dout, self.dlse, *self.inputs, mask, cu_seqlens, self.out, self.lse, self.scale, needs)
+            AttentionBackward(
+                self.dout, self.dlse, *self.inputs, mask, cu_seqlens, self.out, self.lse, self.scale, needs
+            )
         )
 
     def expected(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
@@ -222,7 +229,9 @@ def test_packed_sets_in_float32(latents: int) -> None:
     packed.check(TOLERANCE[torch.float32])
     for i, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
         cotangents = packed.dout[i : i + 1], packed.dlse[i : i + 1]
-        alone = Case(q[i : i + 1], k[:, :, first:last], v[:, :, first:last], packed.mask[:, first:last], cotangents=cotangents)
+        alone = Case(
+            q[i : i + 1], k[:, :, first:last], v[:, :, first:last], packed.mask[:, first:last], cotangents=cotangents
+        )
         ours = packed.grads[0][i : i + 1], *(grad[:, :, first:last] for grad in packed.grads[1:])
         assert all(map(torch.equal, ours, alone.grads))
 
@@ -275,7 +284,11 @@ def test_packed_sets(sizes: list[int], dtype: torch.dtype) -> None:
     for i, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
         part = slice(first, last)
         alone = Case(
-            q[i : i + 1], k[:, :, part], v[:, :, part], packed.mask[:, part], cotangents=(packed.dout[i : i + 1], packed.dlse[i : i + 1])
+            q[i : i + 1],
+            k[:, :, part],
+            v[:, :, part],
+            packed.mask[:, part],
+            cotangents=(packed.dout[i : i + 1], packed.dlse[i : i + 1]),
         )
         assert torch.equal(alone.out[0], packed.out[i]) and torch.equal(alone.lse[0], packed.lse[i])
         assert torch.equal(alone.grads[0][0], packed.grads[0][i])
@@ -355,7 +368,10 @@ def test_states(keys: int, packed: bool) -> None:
     lse = (10 * torch.randn(1, 5, 2).double()).mT
     lse[:, :, 1], out[:, :, 1] = -math.inf, 0.0
     Case(q, k, v, None, offsets, (out, lse)).check(1e-12)
-    empty = torch.zeros(1, 1, 1, 1).double().expand(1, 2, 5, 6), torch.full((1, 1, 1), -math.inf).double().expand(1, 2, 5)
+    empty = (
+        torch.zeros(1, 1, 1, 1).double().expand(1, 2, 5, 6),
+        torch.full((1, 1, 1), -math.inf).double().expand(1, 2, 5),
+    )
     merged, plain = Case(q, k, v, None, offsets, empty), Case(q, k, v, None, offsets)
     merged.check(1e-12)
     assert torch.equal(merged.out, plain.out) and torch.equal(merged.lse, plain.lse)
@@ -369,7 +385,9 @@ def test_one_run_joins_a_state_with_the_bits_of_a_merge(dtype: torch.dtype) -> N
     alone = kernels.attention_forward(Attention(q, k, v, None, None, *state, 0.5))
     packed = kernels.attention_forward(Attention(q, k, v, None, torch.tensor([0, 70]), *state, 0.5))
     assert all(map(torch.equal, alone, packed))
-    both = kernels.attention_forward(Attention(q, torch.cat((old, k), 2), torch.cat((old, v), 2), None, None, None, None, 0.5))
+    both = kernels.attention_forward(
+        Attention(q, torch.cat((old, k), 2), torch.cat((old, v), 2), None, None, None, None, 0.5)
+    )
     assert (row_error(alone[0], both[0].double()) <= TOLERANCE[dtype]).all()
     assert torch.allclose(alone[1], both[1], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -409,12 +427,17 @@ def check_accuracy(law: str, latents: int, keys: int, width: int, value_width: i
     leaves = tuple(t.clone().requires_grad_() for t in (q, k, v))
     theirs = torch.nn.functional.scaled_dot_product_attention(*leaves)
     score = oracles.largest_score(q, k)
-    assert not case.out.isnan().any() and (row_error(case.out, out) <= bound(torch.float32, score, row_error(theirs, out))).all()
+    assert (
+        not case.out.isnan().any()
+        and (row_error(case.out, out) <= bound(torch.float32, score, row_error(theirs, out))).all()
+    )
     assert (case.lse - lse).abs().max() <= 8 * torch.finfo(torch.float32).eps * (score + 4)
     own = torch.autograd.grad(theirs, leaves, case.dout)
     terms = oracles.attention_terms(case.dout.double(), *(t.double() for t in (q, k, v)), out, lse)
     for name, mine, right, other, term in zip("qkv", case.grads, grads, own, terms, strict=True):
-        size = torch.maximum(right.norm(dim=-1), 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.norm(dim=-1).max()))
+        size = torch.maximum(right.norm(dim=-1), 0.05 * term.norm(dim=-1)).clamp(
+            min=1e-30 * float(term.norm(dim=-1).max())
+        )
         allowed = bound(torch.float32, score, (other.double() - right).norm(dim=-1) / size, factor=4.0)
         assert ((mine.double() - right).norm(dim=-1) / size <= allowed).all(), name
 
@@ -429,7 +452,9 @@ def test_extreme_logits(logit: float, among: bool) -> None:
     case = Case(q, k, v, scale=1.0)
     expected, lse = oracles.attention(q, k, v, scale=1.0)
     assert not case.out.isnan().any() and row_error(case.out, expected).max() < 1e-5
-    assert ((case.lse == lse) | ((case.lse - lse).abs() <= 1e-6 + 4 * torch.finfo(torch.float32).eps * abs(logit))).all()
+    assert (
+        (case.lse == lse) | ((case.lse - lse).abs() <= 1e-6 + 4 * torch.finfo(torch.float32).eps * abs(logit))
+    ).all()
     if math.isfinite(logit):
         assert not any(grad.isnan().any() for grad in case.grads)
 
@@ -486,7 +511,9 @@ def test_a_large_query_changes_no_other_row(dtype: torch.dtype) -> None:
     large[:, :, 17] *= 100
     changed = Case(large, k, v, cotangents=(clean.dout, clean.dlse))
     others = torch.arange(40) != 17
-    for ours, wanted in zip((changed.out, changed.lse, changed.grads[0]), (clean.out, clean.lse, clean.grads[0]), strict=True):
+    for ours, wanted in zip(
+        (changed.out, changed.lse, changed.grads[0]), (clean.out, clean.lse, clean.grads[0]), strict=True
+    ):
         assert torch.equal(ours[:, :, others], wanted[:, :, others])
 
 
@@ -505,7 +532,9 @@ def test_layouts(layout: str) -> None:
     inputs = tuple(LAYOUTS[layout](t) for t in _inputs(2, 2, 5, 133, 16, 7, torch.float64))
     dout, dlse = torch.randn(2, 2, 5, 7).double(), torch.randn(2, 2, 5).double()
     Case(*inputs, cotangents=(LAYOUTS[layout](dout), LAYOUTS[layout](dlse[..., None])[..., 0])).check(1e-12)
-    Case(*inputs, cotangents=(dout.new_ones(1, 1, 1, 1).expand(dout.shape), dlse.new_ones(1, 1, 1).expand(dlse.shape))).check(1e-12)
+    Case(
+        *inputs, cotangents=(dout.new_ones(1, 1, 1, 1).expand(dout.shape), dlse.new_ones(1, 1, 1).expand(dlse.shape))
+    ).check(1e-12)
 
 
 def test_a_result_that_the_batch_shares() -> None:
@@ -515,9 +544,14 @@ def test_a_result_that_the_batch_shares() -> None:
     shared = [t.expand(3, *t.shape[1:]) for t in (query, key, value, out, lse)]
     gradients = [
         kernels.attention_backward(
-            AttentionBackward(torch.ones(3, 2, 3, 2).double(), lse.new_zeros(3, 2, 3), *rows, None, None, *results, 0.5, (True,) * 3)
+            AttentionBackward(
+                torch.ones(3, 2, 3, 2).double(), lse.new_zeros(3, 2, 3), *rows, None, None, *results, 0.5, (True,) * 3
+            )
         )
-        for rows, results in ((shared[:3], shared[3:]), ([t.contiguous() for t in shared[:3]], [t.contiguous() for t in shared[3:]]))
+        for rows, results in (
+            (shared[:3], shared[3:]),
+            ([t.contiguous() for t in shared[:3]], [t.contiguous() for t in shared[3:]]),
+        )
     ]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -530,7 +564,10 @@ def test_same_bits_again_and_alone() -> None:
     whole = Case(q, k, v, mask)
     cotangents = (whole.dout, whole.dlse)
     again = Case(q, k, v, mask, cotangents=cotangents)
-    assert all(torch.equal(a, b) for a, b in zip((again.out, again.lse, *again.grads), (whole.out, whole.lse, *whole.grads), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip((again.out, again.lse, *again.grads), (whole.out, whole.lse, *whole.grads), strict=True)
+    )
     for i in range(2):
         one = slice(i, i + 1)
         alone = Case(q[one], k[one], v[one], mask[one], cotangents=(whole.dout[one], whole.dlse[one]))
@@ -546,8 +583,14 @@ def test_runs_cover_the_keys(queries: int) -> None:
         cut = runs.cut_keys(1, queries, keys, packed=False)
         length = int(runs.run_length.fn(keys, cut.most_runs))
         assert length % 128 == 0 and length >= 1024
-        assert cut.runs <= cut.most_runs and cut.runs * length >= keys and (cut.runs == 1 or (cut.runs - 1) * length < keys)
-        assert cut.slots * queries <= max(runs.MOST_RUNS * runs.MOST_QUERIES, queries + 128), "the workspace stays within bounds"
+        assert (
+            cut.runs <= cut.most_runs
+            and cut.runs * length >= keys
+            and (cut.runs == 1 or (cut.runs - 1) * length < keys)
+        )
+        assert cut.slots * queries <= max(runs.MOST_RUNS * runs.MOST_QUERIES, queries + 128), (
+            "the workspace stays within bounds"
+        )
         assert -(-keys // length) <= 1 + keys // 1024
 
 

@@ -60,7 +60,9 @@ def _apart(first: float, second: float) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("first, second", [(1.8e8, 2.0e8), (1e4, 2e8), (-3e8, -1e4), (-2e8, 1.5e8), (2.0e8, 1.8e8), (1.0, 1e38)])
+@pytest.mark.parametrize(
+    "first, second", [(1.8e8, 2.0e8), (1e4, 2e8), (-3e8, -1e4), (-2e8, 1.5e8), (2.0e8, 1.8e8), (1.0, 1e38)]
+)
 def test_a_maximum_that_changes_its_unit(first: float, second: float) -> None:
     """The larger of two scores has all the weight, whichever comes first, if each is kept in another unit."""
     values = torch.zeros(200)
@@ -99,7 +101,9 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
     """
     query, key, value = scores.new_ones(1, 1, 1, 1), scores.view(1, 1, -1, 1), values.view(1, 1, -1, 1)
     ones = torch.ones_like(out), torch.ones_like(lse)
-    dquery, dkey, dvalue = kernels.attention_backward(AttentionBackward(*ones, query, key, value, None, None, out, lse, scale, EVERYTHING))
+    dquery, dkey, dvalue = kernels.attention_backward(
+        AttentionBackward(*ones, query, key, value, None, None, out, lse, scale, EVERYTHING)
+    )
     assert all(grad.isfinite().all() for grad in (dquery, dkey, dvalue))
     weights = torch.zeros_like(scores)
     weights[scores.argmax()] = 1.0
@@ -111,14 +115,19 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
 def test_a_lone_largest_score_has_weight_one() -> None:
     """The same holds in float64, where neighbours of its logarithm are e^4 to e^64 apart."""
     generator = torch.Generator().manual_seed(0)
-    query = 2.0 ** torch.randint(15, 21, (1, 64, 1, 1), generator=generator) * (1 + torch.rand(1, 64, 1, 1, generator=generator)).double()
+    query = (
+        2.0 ** torch.randint(15, 21, (1, 64, 1, 1), generator=generator)
+        * (1 + torch.rand(1, 64, 1, 1, generator=generator)).double()
+    )
     key = 2.0 ** torch.arange(0, 39, 3, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(7)[:13]
     value = torch.eye(13, dtype=torch.float64).expand(1, 64, 13, 13)
     key = key.view(1, 1, 13, 1).expand(1, 64, 13, 1)
     scale = 8**-0.5
     out, lse = kernels.attention_forward(Attention(query, key, value, scale=scale))
     slopes = torch.ones_like(out), torch.zeros_like(lse)
-    _, _, dvalue = kernels.attention_backward(AttentionBackward(*slopes, query, key, value, None, None, out, lse, scale, EVERYTHING))
+    _, _, dvalue = kernels.attention_backward(
+        AttentionBackward(*slopes, query, key, value, None, None, out, lse, scale, EVERYTHING)
+    )
     assert torch.equal(dvalue[..., 0], torch.eye(13, dtype=torch.float64)[12].expand(1, 64, 13))
 
 
@@ -133,7 +142,10 @@ def test_neighbours(dtype: torch.dtype, level: float) -> None:
     out, lse = _state(scores, values)
     expected, logarithm = _oracle(scores, values)
     eps = torch.finfo(dtype).eps
-    assert abs(out.item() - expected.item()) <= 4 * eps * level + 1e-6 and abs(lse.item() - logarithm.item()) <= 4 * eps * level
+    assert (
+        abs(out.item() - expected.item()) <= 4 * eps * level + 1e-6
+        and abs(lse.item() - logarithm.item()) <= 4 * eps * level
+    )
 
 
 @pytest.mark.parametrize("level", [100.0, 700.0, 3e3, 7e3, 1.1e4])

@@ -59,7 +59,9 @@ def truncating_units(bits: int = 24) -> Iterator[list[int]]:
     """Within this context products in tf32 are those of `_multiply`; the value counts them."""
     plain, count = InterpreterBuilder.create_dot, [0]
 
-    def create_dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: Any, *rest: Any) -> TensorHandle:
+    def create_dot(
+        self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: Any, *rest: Any
+    ) -> TensorHandle:
         if precision != ir.INPUT_PRECISION.TF32:
             return plain(self, a, b, d, precision, *rest)
         count[0] += 1

@@ -17,7 +17,9 @@ from torch import Tensor
 from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.attention.reference import attention_backward_reference, attention_reference, state_dtype
 
-native = pytest.importorskip("cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError)
+native = pytest.importorskip(
+    "cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError
+)
 
 ALL = (True, True, True)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -39,7 +41,9 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def _case(batch: int, heads: int, latents: int, keys: int, width: int, value_width: int, dtype: torch.dtype) -> list[Tensor]:
+def _case(
+    batch: int, heads: int, latents: int, keys: int, width: int, value_width: int, dtype: torch.dtype
+) -> list[Tensor]:
     shapes = (latents, width), (keys, width), (keys, value_width)
     return [torch.randn(batch, heads, *shape, dtype=torch.float64).to(dtype) for shape in shapes]
 
@@ -57,7 +61,12 @@ def _row_error(ours: Tensor, right: Tensor, floor: float = 1e-2) -> float:
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, cu: Tensor | None = None, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    cu: Tensor | None = None,
+    scale: float | None = None,
 ) -> None:
     """Compare forward and backward with the definition in float64, row by row."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -69,7 +78,10 @@ def _check(
     assert _row_error(out, right_out) <= tolerance
     assert torch.equal(lse.isinf(), right_lse.isinf())
     assert (
-        _row_error(torch.where(lse.isinf(), 0.0, lse.exp())[..., None], torch.where(right_lse.isinf(), 0.0, right_lse.exp())[..., None])
+        _row_error(
+            torch.where(lse.isinf(), 0.0, lse.exp())[..., None],
+            torch.where(right_lse.isinf(), 0.0, right_lse.exp())[..., None],
+        )
         <= tolerance
     )
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -82,7 +94,8 @@ def _check(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "width, value_width", [(1, 1), (2, 3), (5, 8), (8, 8), (12, 7), (16, 16), (17, 33), (64, 64), (100, 40), (255, 256), (256, 129)]
+    "width, value_width",
+    [(1, 1), (2, 3), (5, 8), (8, 8), (12, 7), (16, 16), (17, 33), (64, 64), (100, 40), (255, 256), (256, 129)],
 )
 def test_widths(isa: str, dtype: torch.dtype, width: int, value_width: int) -> None:
     if dtype == torch.bfloat16 and isa in ("avx512bf16", "amx"):
@@ -196,7 +209,9 @@ def test_offsets_out_of_range_read_nothing_there() -> None:
     out, lse = native.attention_forward(
         Attention(query.expand(3, -1, -1, -1), key, value, None, torch.tensor([-5, 4, 1000, 20]), None, None, 1.0)
     )
-    assert torch.equal(out[1:2], native.attention_forward(Attention(query, key[:, :, 4:], value[:, :, 4:], scale=1.0))[0])
+    assert torch.equal(
+        out[1:2], native.attention_forward(Attention(query, key[:, :, 4:], value[:, :, 4:], scale=1.0))[0]
+    )
     assert (lse[2] == -math.inf).all()
 
 
@@ -206,7 +221,9 @@ def test_incoming_state(isa: str, keys: int, dtype: torch.dtype) -> None:
     query, key, value = _case(2, 2, 20, keys + 50, 8, 12, dtype)
     first = native.attention_forward(Attention(query, key[:, :, :50], value[:, :, :50], scale=0.3))
     state_out, state_lse = first[0].mT.contiguous().mT, first[1].mT.contiguous().mT
-    both = native.attention_forward(Attention(query, key[:, :, 50:], value[:, :, 50:], None, None, state_out, state_lse, 0.3))
+    both = native.attention_forward(
+        Attention(query, key[:, :, 50:], value[:, :, 50:], None, None, state_out, state_lse, 0.3)
+    )
     right = attention_reference(query.double(), key.double(), value.double(), None, None, 0.3)
     own = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.3)
     assert _row_error(both[0], right[0]) <= max(TOLERANCE[dtype], 3 * _row_error(own, right[0]))
@@ -215,7 +232,10 @@ def test_incoming_state(isa: str, keys: int, dtype: torch.dtype) -> None:
         assert torch.equal(both[0], first[0]) and torch.equal(both[1], first[1])
     empty = torch.zeros_like(first[0]), torch.full_like(first[1], -math.inf)
     merged = native.attention_forward(Attention(query, key, value, None, None, *empty, 0.3))
-    assert all(torch.equal(a, b) for a, b in zip(merged, native.attention_forward(Attention(query, key, value, scale=0.3)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(merged, native.attention_forward(Attention(query, key, value, scale=0.3)), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -246,7 +266,9 @@ def test_logits_of_infinity(isa: str) -> None:
         query[0, 0, 5] *= -1
         key[0, 0, :130] = -math.inf
         out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
-        right = attention_reference(query.double(), key[:, :, 130:].double(), value[:, :, 130:].double(), None, None, 1.0)
+        right = attention_reference(
+            query.double(), key[:, :, 130:].double(), value[:, :, 130:].double(), None, None, 1.0
+        )
         assert _row_error(out[:, :, :5], right[0][:, :, :5]) <= TOLERANCE[dtype]
         assert out[0, 0, 5].isnan().all() and lse[0, 0, 5].isnan()
         out, lse = native.attention_forward(Attention(query, key[:, :, :130], value[:, :, :130], scale=1.0))
@@ -262,7 +284,9 @@ def test_a_bad_query_stays_in_its_row(isa: str, dtype: torch.dtype, bad: float) 
     out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
     assert out[0, 0, 11].isnan().all() and lse[0, 0, 11].isnan()
     others = torch.arange(40) != 11
-    assert torch.equal(out[:, :, others], clean[0][:, :, others]) and torch.equal(lse[:, :, others], clean[1][:, :, others])
+    assert torch.equal(out[:, :, others], clean[0][:, :, others]) and torch.equal(
+        lse[:, :, others], clean[1][:, :, others]
+    )
 
 
 @pytest.mark.parametrize("needs", list(product([True, False], repeat=3)))
@@ -282,10 +306,24 @@ def test_rows_without_a_key_contribute_nothing(isa: str) -> None:
     out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     right = native.attention_backward(
-        AttentionBackward(dout[:, :, 1:], dlse[:, :, 1:], query[:, :, 1:], key, value, None, None, out[:, :, 1:], lse[:, :, 1:], 1.0, ALL)
+        AttentionBackward(
+            dout[:, :, 1:],
+            dlse[:, :, 1:],
+            query[:, :, 1:],
+            key,
+            value,
+            None,
+            None,
+            out[:, :, 1:],
+            lse[:, :, 1:],
+            1.0,
+            ALL,
+        )
     )
     lse[:, :, 0], out[:, :, 0], dout[:, :, 0], dlse[:, :, 0] = -math.inf, 0.0, math.nan, math.nan
-    dquery, dkey, dvalue = native.attention_backward(AttentionBackward(dout, dlse, query, key, value, None, None, out, lse, 1.0, ALL))
+    dquery, dkey, dvalue = native.attention_backward(
+        AttentionBackward(dout, dlse, query, key, value, None, None, out, lse, 1.0, ALL)
+    )
     assert (dquery[:, :, 0] == 0).all() and torch.equal(dquery[:, :, 1:], right[0])
     assert _row_error(dkey, right[1]) < 1e-12 and _row_error(dvalue, right[2]) < 1e-12
 
@@ -303,12 +341,18 @@ def _everything(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None =
     out, lse = native.attention_forward(Attention(query, key, value, mask, None, None, None, scale))
     dout = torch.linspace(-1, 1, out[0].numel(), dtype=out.dtype).view(out.shape[1:]).expand_as(out)
     dlse = torch.linspace(1, -1, lse[0].numel(), dtype=lse.dtype).view(lse.shape[1:]).expand_as(lse)
-    return out, lse, *native.attention_backward(AttentionBackward(dout, dlse, query, key, value, mask, None, out, lse, scale, ALL))
+    return (
+        out,
+        lse,
+        *native.attention_backward(AttentionBackward(dout, dlse, query, key, value, mask, None, out, lse, scale, ALL)),
+    )
 
 
 @pytest.mark.parametrize("latents, keys", [(128, 9000), (5, 40_000), (700, 700), (1500, 60)])
 @pytest.mark.parametrize("layout", ["plain", "heads inside"])
-def test_same_bits_for_any_threads_and_alone(latents: int, keys: int, layout: str, threads: Callable[[int], None]) -> None:
+def test_same_bits_for_any_threads_and_alone(
+    latents: int, keys: int, layout: str, threads: Callable[[int], None]
+) -> None:
     inputs = _case(3, 4, latents, keys, 8, 8, torch.float32)
     if layout != "plain":
         inputs = [LAYOUTS[layout](t) for t in inputs]
@@ -331,7 +375,9 @@ def test_more_than_65535_heads() -> None:
     query, key, value = _case(300, 220, 1, 2, 1, 1, torch.float32)
     out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
     right = attention_reference(query.double(), key.double(), value.double(), None, None, 1.0)
-    assert torch.allclose(out.double(), right[0], rtol=1e-5, atol=1e-6) and torch.allclose(lse, right[1], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(out.double(), right[0], rtol=1e-5, atol=1e-6) and torch.allclose(
+        lse, right[1], rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("apart", [0, 1, 2])
@@ -349,7 +395,8 @@ def test_offsets_beyond_32_bits(apart: int) -> None:
         far = memory.as_strided(shape, strides)
         far.copy_(torch.randn(shape))
         assert all(
-            torch.equal(a, b) for a, b in zip(_everything(query, far, far), _everything(query, far.clone(), far.clone()), strict=True)
+            torch.equal(a, b)
+            for a, b in zip(_everything(query, far, far), _everything(query, far.clone(), far.clone()), strict=True)
         )
         del memory, far
 

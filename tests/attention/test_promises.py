@@ -14,7 +14,9 @@ import cmab_kernels as ck
 from cmab_kernels.testing import oracles, row_error
 
 
-def _gradients(state: ck.AttentionState, inputs: tuple[Tensor, ...], weights: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def _gradients(
+    state: ck.AttentionState, inputs: tuple[Tensor, ...], weights: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
     return torch.autograd.grad(tuple(state), inputs, weights)
 
 
@@ -35,7 +37,9 @@ def test_extreme_logits(impl: str, logit: float, among: bool) -> None:
     same = (state.lse == lse) | ((state.lse - lse).abs() <= 1e-6 + 4 * torch.finfo(torch.float32).eps * abs(logit))
     assert same.all()
     if math.isfinite(logit):
-        assert not any(g.isnan().any() for g in _gradients(state, inputs, (torch.ones_like(state.out), torch.ones_like(state.lse))))
+        assert not any(
+            g.isnan().any() for g in _gradients(state, inputs, (torch.ones_like(state.out), torch.ones_like(state.lse)))
+        )
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -82,10 +86,14 @@ def test_beyond_two_to_the_31_elements(dim: int) -> None:
     compact = ck.latent_attention(query, keys.clone(memory_format=torch.contiguous_format), values, impl="native")
     assert torch.equal(strided, compact)
     swapped = ck.latent_attention(query, values, keys, impl="native")
-    assert torch.equal(swapped, ck.latent_attention(query, values, keys.clone(memory_format=torch.contiguous_format), impl="native"))
+    assert torch.equal(
+        swapped, ck.latent_attention(query, values, keys.clone(memory_format=torch.contiguous_format), impl="native")
+    )
 
 
-@pytest.mark.parametrize("width, value_width", [(1, 1), (3, 5), (7, 1), (17, 31), (64, 8), (100, 3), (255, 257 - 1), (256, 256)])
+@pytest.mark.parametrize(
+    "width, value_width", [(1, 1), (3, 5), (7, 1), (17, 31), (64, 8), (100, 3), (255, 257 - 1), (256, 256)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_widths(impl: str, dtype: torch.dtype, width: int, value_width: int) -> None:
     q, k, v = (torch.randn(1, 2, n, w, dtype=dtype) for n, w in ((3, width), (77, width), (77, value_width)))
@@ -94,10 +102,14 @@ def test_widths(impl: str, dtype: torch.dtype, width: int, value_width: int) -> 
     results = (*state, *_gradients(state, inputs, (torch.ones_like(state.out), torch.ones_like(state.lse))))
     wide = tuple(t.double().requires_grad_() for t in (q, k, v))
     expected = oracles.attention(*wide)
-    wanted = _gradients(ck.AttentionState(*expected), wide, (torch.ones_like(expected[0]), torch.ones_like(expected[1])))
+    wanted = _gradients(
+        ck.AttentionState(*expected), wide, (torch.ones_like(expected[0]), torch.ones_like(expected[1]))
+    )
     tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype]
     for a, b in zip(results, (*expected, *wanted), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * max(1.0, float(b.detach().abs().max())))
+        torch.testing.assert_close(
+            a.double(), b, rtol=tolerance, atol=tolerance * max(1.0, float(b.detach().abs().max()))
+        )
 
 
 @pytest.mark.parametrize("sizes", [[0, 3, 0, 64, 1, 129, 0], [5000, 7], [1], [0]])

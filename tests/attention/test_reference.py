@@ -26,7 +26,9 @@ def test_against_torch(dtype: torch.dtype) -> None:
     out, lse = attention_reference(q, k, v, None, None, 0.3)
     wide = [t.double() for t in (q, k, v)]
     tolerance = 1e-13 if dtype == torch.float64 else 2e-6
-    torch.testing.assert_close(out.double(), torch.nn.functional.scaled_dot_product_attention(*wide, scale=0.3), rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        out.double(), torch.nn.functional.scaled_dot_product_attention(*wide, scale=0.3), rtol=0, atol=tolerance
+    )
     torch.testing.assert_close(lse, (0.3 * wide[0] @ wide[1].mT).logsumexp(-1), rtol=0, atol=10 * tolerance)
     assert out.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 

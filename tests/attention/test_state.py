@@ -13,8 +13,14 @@ from cmab_kernels import AttentionState
 from cmab_kernels.attention.state import merged, subtract_state
 
 
-def _keys(n: int, dtype: torch.dtype = torch.float64, law: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (law * torch.randn(2, 3, 4, 6)).to(dtype), torch.randn(2, 3, n, 6).to(dtype), torch.randn(2, 3, n, 5).to(dtype)
+def _keys(
+    n: int, dtype: torch.dtype = torch.float64, law: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        (law * torch.randn(2, 3, 4, 6)).to(dtype),
+        torch.randn(2, 3, n, 6).to(dtype),
+        torch.randn(2, 3, n, 5).to(dtype),
+    )
 
 
 def _close(a: AttentionState, b: AttentionState, tolerance: float = 1e-12) -> None:
@@ -52,7 +58,10 @@ def test_merge_is_exact_at_huge_logits() -> None:
 
 
 def test_merge_has_gradients_through_out_and_lse() -> None:
-    states = [AttentionState(torch.randn(1, 2, 3, 4, dtype=torch.float64), 5 * torch.randn(1, 2, 3, dtype=torch.float64)) for _ in range(3)]
+    states = [
+        AttentionState(torch.randn(1, 2, 3, 4, dtype=torch.float64), 5 * torch.randn(1, 2, 3, dtype=torch.float64))
+        for _ in range(3)
+    ]
     tensors = tuple(t.requires_grad_() for state in states for t in state)
 
     def merge(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -84,14 +93,20 @@ def test_removal_gives_back_the_rest(share: float) -> None:
 def test_removal_flags_what_cancelled() -> None:
     q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([20.0, 0.0]).view(1, 1, 2, 1), torch.randn(1, 1, 2, 3)
     state = ck.attention_state(q, k, v)
-    assert not ck.remove_from_state(state, q, k[:, :, :1], v[:, :, :1]).reliable.any(), "all but exp(-20) of the mass went"
+    assert not ck.remove_from_state(state, q, k[:, :, :1], v[:, :, :1]).reliable.any(), (
+        "all but exp(-20) of the mass went"
+    )
     assert ck.remove_from_state(state, q, k[:, :, 1:], v[:, :, 1:]).reliable.all()
     everything = ck.remove_from_state(state, q, k, v)
     assert not everything.reliable.any() and not everything.state.out.isnan().any()
     from_nothing = ck.remove_from_state(ck.empty_state(1, 1, 1, 3), q, k, v)
     assert not from_nothing.reliable.any() and from_nothing.state.lse.eq(-math.inf).all()
     nothing = ck.remove_from_state(state, q, k[:, :, :0], v[:, :, :0])
-    assert nothing.reliable.all() and torch.equal(nothing.state.out, state.out) and torch.equal(nothing.state.lse, state.lse)
+    assert (
+        nothing.reliable.all()
+        and torch.equal(nothing.state.out, state.out)
+        and torch.equal(nothing.state.lse, state.lse)
+    )
     assert ck.remove_from_state(ck.empty_state(1, 1, 1, 3), q, k[:, :, :0], v[:, :, :0]).reliable.all()
 
 
@@ -157,7 +172,9 @@ def test_long_stream_equals_one_pass(law: str, steps: int) -> None:
     weight = logits.double().softmax(0)
     expected = weight @ value.double()
     spread = float((weight.unsqueeze(-1) * value.double().abs()).sum())
-    assert abs(float(state.lse) - float(logits.double().logsumexp(0))) < 4 * torch.finfo(torch.float32).eps * float(logits.abs().max())
+    assert abs(float(state.lse) - float(logits.double().logsumexp(0))) < 4 * torch.finfo(torch.float32).eps * float(
+        logits.abs().max()
+    )
     assert float((state.out.view(-1).double() - expected).abs().max()) < 1e-5 * spread
 
 
@@ -166,7 +183,9 @@ def _same(ours: Sequence[torch.Tensor], formula: Sequence[torch.Tensor]) -> None
         torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-13, equal_nan=True)
 
 
-@pytest.mark.skipif(not ck.explain("attention_state", *3 * [torch.ones(1, 1, 1, 1)])[0].usable, reason="the extension was not built")
+@pytest.mark.skipif(
+    not ck.explain("attention_state", *3 * [torch.ones(1, 1, 1, 1)])[0].usable, reason="the extension was not built"
+)
 @pytest.mark.parametrize("left", ["most", "some", "nothing", "nothing there", "nothing removed", "nan"])
 def test_one_native_call_is_the_formula(left: str) -> None:
     """Removal and merge in one native call, as without gradients, equal their formulas, also in edge cases."""
@@ -176,7 +195,10 @@ def test_one_native_call_is_the_formula(left: str) -> None:
     if left == "nan":
         v[1, 2, 0, 1] = k[0, 1, 2, 0] = math.nan
     part = ck.attention_state(q, k[:, :, gone], v[:, :, gone])
-    removal, formula = ck.remove_from_state(state, q, k[:, :, gone], v[:, :, gone], impl="native"), subtract_state(state, part)
+    removal, formula = (
+        ck.remove_from_state(state, q, k[:, :, gone], v[:, :, gone], impl="native"),
+        subtract_state(state, part),
+    )
     _same(removal.state, formula.state)
     assert torch.equal(removal.reliable, formula.reliable)
     for others in ((part,), (part, state)):
@@ -197,12 +219,18 @@ def test_removal_of_logits_without_digits_is_flagged(impl: str, dtype: torch.dty
     """The code that added a key may have rounded its logit to a neighbour of the one that is removed."""
     largest = 2.0 ** (40 if dtype == torch.float32 else 70)
     query = torch.ones(1, 1, 1, 1, dtype=dtype)
-    key, value = largest * torch.tensor([1.0, 2.0**-8], dtype=dtype).view(1, 1, 2, 1), torch.randn(1, 1, 2, 3, dtype=dtype)
+    key, value = (
+        largest * torch.tensor([1.0, 2.0**-8], dtype=dtype).view(1, 1, 2, 1),
+        torch.randn(1, 1, 2, 3, dtype=dtype),
+    )
     state = ck.attention_state(query, key, value, scale=1.0, impl=impl)
     state = state._replace(lse=state.lse * (1 + torch.finfo(dtype).eps))
     for token, reliable in ((0, False), (1, True)):
         one = slice(token, token + 1)
-        assert ck.remove_from_state(state, query, key[:, :, one], value[:, :, one], scale=1.0, impl=impl).reliable.item() is reliable
+        assert (
+            ck.remove_from_state(state, query, key[:, :, one], value[:, :, one], scale=1.0, impl=impl).reliable.item()
+            is reliable
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -47,7 +47,9 @@ class TestAttentionState(OperatorSuite):
     repeats = 1000
     empty = "BHLN"
     mask = "key_padding_mask"
-    bits = tuple({"B": 3, "H": 2, "L": latents, "N": keys, "E": 16} for latents, keys in ((128, 5000), (5, 20_000), (700, 300)))
+    bits = tuple(
+        {"B": 3, "H": 2, "L": latents, "N": keys, "E": 16} for latents, keys in ((128, 5000), (5, 20_000), (700, 300))
+    )
     many = {"B": 66_000, "H": 1, "L": 1, "N": 3, "D": 2, "E": 2}
     compilers = ("aot_eager", "inductor")
     autocast = ("query", "key", "value")
@@ -135,7 +137,9 @@ class TestLatentAttention(TestAttentionState):
     def row_sizes(self, found: Measured) -> Tensor:
         query = found.inputs["query"].expand(found.inputs["key"].shape[0], -1, -1, -1)
         if found.name == "query":
-            each = super().row_sizes(found._replace(inputs={**found.inputs, "query": query}, right=found.right.expand_as(query)))
+            each = super().row_sizes(
+                found._replace(inputs={**found.inputs, "query": query}, right=found.right.expand_as(query))
+            )
             return each.square().sum(0).sqrt()
         return super().row_sizes(found._replace(inputs={**found.inputs, "query": query}))
 
@@ -172,7 +176,9 @@ class TestIncomingState(Variant):
     mask = None
     autocast = ()
 
-    def call(self, impl: str, query: Tensor, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor) -> Results:
+    def call(
+        self, impl: str, query: Tensor, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor
+    ) -> Results:
         state = ck.attention_state(query, other_key, other_value, impl=impl)
         return tuple(ck.attention_state(query, key, value, state=state, impl=impl))
 
@@ -195,7 +201,9 @@ class TestRemoval(TestIncomingState):
 
     operator = "remove_from_state"
 
-    def call(self, impl: str, query: Tensor, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor) -> Results:
+    def call(
+        self, impl: str, query: Tensor, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor
+    ) -> Results:
         whole = ck.attention_state(query, torch.cat([other_key, key], 2), torch.cat([other_value, value], 2), impl=impl)
         return tuple(ck.remove_from_state(whole, query, other_key, other_value, impl=impl).state)
 

@@ -58,10 +58,16 @@ PATHS: dict[str, Callable[[AttentionState, str], AttentionState]] = {
     "attention_state": _attend,
     "remove_from_state": _remove,
     "prefix_attention_states": lambda state, impl: ck.prefix_attention_states(Q, K, V, every=2, state=state, impl=impl),
-    "projected_attention_state": lambda state, impl: ck.projected_attention_state(Q, X, *WEIGHT, state=state, impl=impl),
+    "projected_attention_state": lambda state, impl: ck.projected_attention_state(
+        Q, X, *WEIGHT, state=state, impl=impl
+    ),
     "CMAB.update": lambda state, impl: _module(lambda s: BLOCK.update(X, BLOCK.latents, s)[1], state, impl),
-    "CMAB.remove": lambda state, impl: _module(lambda s: BLOCK.remove(0.1 * X[:, :2], BLOCK.latents, s)[1], state, impl),
-    "CMABStack.update": lambda state, impl: _module(lambda s: STACK.update(X, STACK.blocks[0].latents, _stacked(s))[1], state, impl),
+    "CMAB.remove": lambda state, impl: _module(
+        lambda s: BLOCK.remove(0.1 * X[:, :2], BLOCK.latents, s)[1], state, impl
+    ),
+    "CMABStack.update": lambda state, impl: _module(
+        lambda s: STACK.update(X, STACK.blocks[0].latents, _stacked(s))[1], state, impl
+    ),
 }
 IMPLS = ["native", "reference"]
 
@@ -94,7 +100,10 @@ def _derived(call: Callable[[AttentionState], AttentionState], state: AttentionS
     found = [*call(given)]
     results = [part.detach() for part in found]
     for _ in range(order):
-        loss = sum((part.masked_fill(part == -math.inf, 0.0).sin() * (1 + part.detach().abs().clamp(max=9))).sum() for part in found)
+        loss = sum(
+            (part.masked_fill(part == -math.inf, 0.0).sin() * (1 + part.detach().abs().clamp(max=9))).sum()
+            for part in found
+        )
         found = [*torch.autograd.grad(loss, tuple(given), create_graph=True)]
         results += [part.detach() for part in found]
     return results
@@ -127,7 +136,9 @@ def test_transforms_of_an_unclean_state(path: str, impl: str) -> None:
     call = PATHS[path]
     right = call(_state(0.0), "reference")
     if "CMAB" not in path:
-        mapped = torch.func.vmap(lambda out, lse: tuple(call(AttentionState(out, lse), impl)))(*(torch.stack([p, p]) for p in state))
+        mapped = torch.func.vmap(lambda out, lse: tuple(call(AttentionState(out, lse), impl)))(
+            *(torch.stack([p, p]) for p in state)
+        )
         for ours, wanted in zip(mapped, right, strict=True):
             torch.testing.assert_close(ours[1], wanted, rtol=1e-9, atol=1e-9)
     with forward_ad.dual_level():
@@ -140,7 +151,9 @@ def test_transforms_of_an_unclean_state(path: str, impl: str) -> None:
 def test_an_lse_that_no_keys_have_is_refused(path: str, refused: float, impl: str) -> None:
     for state in (_state(1.0, refused), AttentionState(*(part.requires_grad_() for part in _state(1.0, refused)))):
         with pytest.raises(
-            ValueError, match=r"^state(s\[\d\])?\.lse: got \+inf, or a NaN where state(s\[\d\])?\.out holds numbers, expected a number"
+            ValueError,
+            match=r"^state(s\[\d\])?\.lse: got \+inf, or a NaN where state(s\[\d\])?\.out holds numbers, expected a "
+            r"number",
         ):
             PATHS[path](state, impl)
 
@@ -155,7 +168,9 @@ def test_a_row_that_keys_have_spoilt_stays_alone(path: str, impl: str) -> None:
 @pytest.mark.parametrize("inside", [1.0, math.nan])
 @pytest.mark.parametrize("refused", [math.nan, math.inf])
 @pytest.mark.parametrize("path", PATHS)
-def test_where_values_are_not_read_it_makes_its_row_nan(path: str, refused: float, inside: float, impl: str, unread: None) -> None:
+def test_where_values_are_not_read_it_makes_its_row_nan(
+    path: str, refused: float, inside: float, impl: str, unread: None
+) -> None:
     with torch.no_grad():
         _is_alone(path, PATHS[path](_state(inside, refused), impl), PATHS[path](_state(0.0), impl))
 
@@ -181,10 +196,14 @@ def test_a_removal_from_such_a_row_is_not_reliable(refused: float, impl: str, un
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_merges_of_all_kinds_of_rows_agree(dtype: torch.dtype, unread: None) -> None:
     """Native code and the definition, for every pair of an lse and what `out` holds."""
-    rows = [(lse, out) for lse in (-math.inf, -800.0, 0.0, 800.0, math.inf, math.nan) for out in (0.5, math.inf, math.nan)]
+    rows = [
+        (lse, out) for lse in (-math.inf, -800.0, 0.0, 800.0, math.inf, math.nan) for out in (0.5, math.inf, math.nan)
+    ]
     pairs = [(one, two) for one in rows for two in rows]
     lses, outs = (torch.tensor([[one[i], two[i]] for one, two in pairs]).double() for i in range(2))
-    first, second = (AttentionState(outs[:, i].to(dtype).view(1, 1, -1, 1), lses[:, i].reshape(1, 1, -1)) for i in range(2))
+    first, second = (
+        AttentionState(outs[:, i].to(dtype).view(1, 1, -1, 1), lses[:, i].reshape(1, 1, -1)) for i in range(2)
+    )
     with ck.use_impl("reference"):
         right = ck.merge_states(first, second)
     for ours, wanted in zip(ck.merge_states(first, second), right, strict=True):

@@ -32,7 +32,9 @@ def case_compiled() -> None:
     close(*results, 1e-6)
     ragged = torch.randn(1, 2 + (rank == 0), 5, 4)
     with torch.no_grad(), raises(ValueError, "one type, shape and dtype on all ranks"):
-        torch.compile(lambda own: all_merge_state(ck.ridge_state(own, own)), fullgraph=True, backend="aot_eager")(ragged)
+        torch.compile(lambda own: all_merge_state(ck.ridge_state(own, own)), fullgraph=True, backend="aot_eager")(
+            ragged
+        )
 
 
 def case_compiled_on_ranks_of_which_one_wants_a_gradient() -> None:

@@ -111,7 +111,10 @@ def case_a_state_of_inference_mode_takes_part() -> None:
     with torch.inference_mode():
         copies = [leaf.clone() for leaf in leaves[rank]]
     wanted = torch.autograd.grad(total(AttentionState, leaves), leaves[rank])
-    for part in (rebuilt(AttentionState, leaves[rank] if rank == 0 else copies), AttentionState(leaves[rank][0], copies[1])):
+    for part in (
+        rebuilt(AttentionState, leaves[rank] if rank == 0 else copies),
+        AttentionState(leaves[rank][0], copies[1]),
+    ):
         loss(all_merge_state(part), rank).backward()
         for field, each in zip(part, wanted, strict=True):
             if field.requires_grad:

@@ -34,7 +34,9 @@ def states(kind: type, *leading: int, dtype: torch.dtype = torch.float64) -> lis
 
 
 def equal(ours: tuple, theirs: tuple) -> bool:
-    return type(ours) is type(theirs) and all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
+    return type(ours) is type(theirs) and all(
+        torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def case_attention_states_merge_to_the_same_bits() -> None:
@@ -109,7 +111,14 @@ def case_errors_are_raised_on_all_ranks() -> None:
         "a type": (ck.empty_ridge(1, 2, 3, 4), TypeError, "RidgeState"),
     }
     for other, error, word in different.values():
-        with raises(error, "state: got ", f"rank {last}: ", word, "(1, 2, 3, 4) torch.float32", "one type, shape and dtype on all ranks"):
+        with raises(
+            error,
+            "state: got ",
+            f"rank {last}: ",
+            word,
+            "(1, 2, 3, 4) torch.float32",
+            "one type, shape and dtype on all ranks",
+        ):
             all_merge_state(other if rank == last else good)  # type: ignore[type-var]
         assert equal(all_merge_state(good), good)
     nested = torch.nested.nested_tensor([good.out[0], good.out[0, :1]], layout=torch.strided)
@@ -121,8 +130,16 @@ def case_errors_are_raised_on_all_ranks() -> None:
         (good._replace(lse=good.lse[:, :1]), ValueError, "state.lse: got shape (1, 1, 3), expected (1, 2, 3)"),
         (good._replace(lse=good.lse.to("meta")), ValueError, "state.lse: got device meta"),
         (AttentionState(*(part.to("meta") for part in good)), TypeError, "state: got tensors on device meta"),
-        (AttentionState(*(part.to_sparse() for part in good)), TypeError, "state.out: got torch.sparse_coo, expected a dense tensor"),
-        (good._replace(lse=good.lse.to_sparse()), TypeError, "state.lse: got torch.sparse_coo, expected a dense tensor"),
+        (
+            AttentionState(*(part.to_sparse() for part in good)),
+            TypeError,
+            "state.out: got torch.sparse_coo, expected a dense tensor",
+        ),
+        (
+            good._replace(lse=good.lse.to_sparse()),
+            TypeError,
+            "state.lse: got torch.sparse_coo, expected a dense tensor",
+        ),
         (good._replace(out=nested), TypeError, "state.out: got a nested tensor, expected a dense tensor"),
         (OwnState(*good), TypeError, "state: got an OwnState, expected an AttentionState or a RidgeState"),
         (good._replace(out=good.out.half()), TypeError, "state.out: got torch.float16, expected torch.float32"),
@@ -160,7 +177,12 @@ def case_as_on_a_gpu() -> None:
                     assert all(field.isnan().all() for field in all_merge_state(parts[rank], group)[:2])
                 assert equal(all_merge_state(parts[rank], group), wanted)
             for wanting in ((0, 1, 2), (0,), (0, 1, 2), (last,)):
-                part = kind(*(field.clone().requires_grad_(field.is_floating_point() and rank in wanting) for field in parts[rank]))
+                part = kind(
+                    *(
+                        field.clone().requires_grad_(field.is_floating_point() and rank in wanting)
+                        for field in parts[rank]
+                    )
+                )
                 all_merge_state(part, group)[0].sum().backward()
                 assert (part[0].grad is not None) == (rank in wanting)
     finally:
@@ -206,7 +228,10 @@ def case_states_of_many_sizes_in_any_order() -> None:
     """The ranks agree on the room in a message, whatever came before, even in a group whose first state is empty."""
     group = dist.new_group()
     for batch in (0, 1, 40, 3, 200, 199, 201, 0, 7):
-        parts = [ck.AttentionState(torch.randn(batch, 2, 16, 5), torch.randn(batch, 2, 16).double()) for _ in range(dist.get_world_size())]
+        parts = [
+            ck.AttentionState(torch.randn(batch, 2, 16, 5), torch.randn(batch, 2, 16).double())
+            for _ in range(dist.get_world_size())
+        ]
         assert equal(all_merge_state(parts[dist.get_rank()], group), ck.merge_states(*parts))
 
 

@@ -47,13 +47,17 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[.
     ),
     "attention": (
         lambda: MultiheadAttention(DIM, HEADS, batch_first=True, add_bias_kv=True, add_zero_attn=True),
-        lambda module, inputs, query, mask: module(query, inputs, 2 * inputs, key_padding_mask=mask, need_weights=False)[0],
+        lambda module, inputs, query, mask: module(
+            query, inputs, 2 * inputs, key_padding_mask=mask, need_weights=False
+        )[0],
         lambda module, inputs, query, mask: module(query, inputs, 2 * inputs, key_padding_mask=mask)[0],
         ShardedMultiheadAttention,
     ),
     "intention": (
         lambda: MultiheadIntention(DIM, HEADS, batch_first=True),
-        lambda module, inputs, query, mask: module(query, inputs, 2 * inputs, key_padding_mask=mask, need_weights=False)[0],
+        lambda module, inputs, query, mask: module(
+            query, inputs, 2 * inputs, key_padding_mask=mask, need_weights=False
+        )[0],
         lambda module, inputs, query, mask: module(query, inputs, 2 * inputs, key_padding_mask=mask)[0],
         ShardedMultiheadIntention,
     ),
@@ -129,7 +133,9 @@ def case_own_streams_are_the_same_on_all_ranks() -> None:
         sharded = wrapper(module)
         extra = (query,) if wrapper is ShardedCMAB else ()
         with torch.no_grad():
-            for part in own(inputs, 1).split([1, own(inputs, 1).shape[1] - 1] if own(inputs, 1).shape[1] else [0, 0], 1):
+            for part in own(inputs, 1).split(
+                [1, own(inputs, 1).shape[1] - 1] if own(inputs, 1).shape[1] else [0, 0], 1
+            ):
                 sharded.update(part, *extra)
         alone = copy.deepcopy(module)
         alone.stream.state = None
@@ -178,7 +184,10 @@ def case_an_error_on_one_rank_is_raised_on_all() -> None:
             (inputs.float(), mask, TypeError),
             (inputs, mask[:, 1:], ValueError),
         ):
-            with torch.no_grad(), raises(error) if rank == last else raises(RuntimeError, f"rank {last} raised an error and sent none"):
+            with (
+                torch.no_grad(),
+                raises(error) if rank == last else raises(RuntimeError, f"rank {last} raised an error and sent none"),
+            ):
                 call(*((part, masked) if rank == last else (inputs, mask)))
     assert block.stream.state is None and stack.stream.state is None and fit.stream.state is None
     with raises(ValueError, "one type, shape and dtype on all ranks", "(1, 3, 5, 4)"):
@@ -188,7 +197,9 @@ def case_an_error_on_one_rank_is_raised_on_all() -> None:
 def refused(call: Callable[[bool], Any], error: type[Exception]) -> None:
     """Assert that the last rank, whose argument is wrong, raises this error, and that the others miss its state."""
     last = dist.get_world_size() - 1
-    with raises(error) if dist.get_rank() == last else raises(RuntimeError, f"rank {last} raised an error and sent none"):
+    with (
+        raises(error) if dist.get_rank() == last else raises(RuntimeError, f"rank {last} raised an error and sent none")
+    ):
         call(dist.get_rank() == last)
 
 
@@ -204,7 +215,12 @@ def case_what_follows_the_merge_is_checked_before_it() -> None:
         lambda given: ShardedMultiheadIntention(fit)(given, inputs, inputs)[0],
     ]
     for call in queried:
-        for bad, error in ((query[..., :3], ValueError), (query.float(), TypeError), (query[:1], ValueError), (None, TypeError)):
+        for bad, error in (
+            (query[..., :3], ValueError),
+            (query.float(), TypeError),
+            (query[:1], ValueError),
+            (None, TypeError),
+        ):
             refused(lambda wrong, call=call, bad=bad: call(bad if wrong else query).sum().backward(), error)
     for call in queried[:2]:
         refused(lambda wrong, call=call: call(query.to_sparse() if wrong else query).sum().backward(), TypeError)
@@ -220,14 +236,22 @@ def case_what_follows_the_merge_is_checked_before_it() -> None:
     ]
     for start, call in streams:
         good = start(2)
-        for bad, error in ((start(3), ValueError), (good._replace(**{good._fields[0]: good[0].float()}), TypeError), ("none", TypeError)):
-            refused(lambda wrong, call=call, bad=bad, good=good: call(bad if wrong else good)[0].sum().backward(), error)
+        for bad, error in (
+            (start(3), ValueError),
+            (good._replace(**{good._fields[0]: good[0].float()}), TypeError),
+            ("none", TypeError),
+        ):
+            refused(
+                lambda wrong, call=call, bad=bad, good=good: call(bad if wrong else good)[0].sum().backward(), error
+            )
     with torch.no_grad():
         for module, (start, call) in zip((block, stack, fit), streams, strict=False):
             module.stream.state = start(3) if dist.get_rank() == dist.get_world_size() - 1 else None
             before = module.stream.state
             refused(lambda _, call=call: call(None), ValueError)
-            assert module.stream.state is before or all(a is b for a, b in zip(module.stream.state, before, strict=True))
+            assert module.stream.state is before or all(
+                a is b for a, b in zip(module.stream.state, before, strict=True)
+            )
 
 
 def case_queries_of_inference_mode() -> None:
@@ -244,9 +268,15 @@ def case_queries_of_inference_mode() -> None:
 
 
 def case_construction() -> None:
-    with raises(TypeError, "module: got a torch.nn.modules.linear.Linear, expected a cmab_kernels.nn.CMAB or a cmab_kernels.nn.CMABStack"):
+    with raises(
+        TypeError,
+        "module: got a torch.nn.modules.linear.Linear, expected a cmab_kernels.nn.CMAB or a cmab_kernels.nn.CMABStack",
+    ):
         ShardedCMAB(nn.Linear(2, 2))
-    with raises(TypeError, "module: got a torch.nn.modules.activation.MultiheadAttention, expected a cmab_kernels.nn.MultiheadAttention"):
+    with raises(
+        TypeError,
+        "module: got a torch.nn.modules.activation.MultiheadAttention, expected a cmab_kernels.nn.MultiheadAttention",
+    ):
         ShardedMultiheadAttention(nn.MultiheadAttention(DIM, HEADS))
     dropping = ShardedMultiheadAttention(MultiheadAttention(DIM, HEADS, dropout=0.5, batch_first=True).double())
     inputs, query, _ = data()
@@ -264,7 +294,9 @@ def train(module: nn.Module, call: Callable[[Tensor], Tensor], steps: Tensor) ->
         optimizer.step()
 
 
-def same_as_one_process(wrapped: Callable[[nn.Module], nn.Module], weights: Callable[[nn.Module], list[Tensor]]) -> None:
+def same_as_one_process(
+    wrapped: Callable[[nn.Module], nn.Module], weights: Callable[[nn.Module], list[Tensor]]
+) -> None:
     """Train each module sharded and wrapped, and alone on all inputs; assert that parameters move, and end the same."""
     _, query, mask = data()
     steps = torch.randn(3, 2, POINTS, DIM).double()
@@ -273,14 +305,20 @@ def same_as_one_process(wrapped: Callable[[nn.Module], nn.Module], weights: Call
         start = [parameter.detach().clone() for parameter in alone.parameters()]
         module = wrapped(wrapper(copy.deepcopy(alone)))
         train(alone, lambda inputs, call=call, module=alone: call(module, inputs, query, mask), steps)
-        train(module, lambda inputs, call=call_sharded, module=module: call(module, own(inputs, 1), query, own(mask, 1)), steps)
+        train(
+            module,
+            lambda inputs, call=call_sharded, module=module: call(module, own(inputs, 1), query, own(mask, 1)),
+            steps,
+        )
         ended = weights(module)
         close(ended, list(alone.parameters()), 1e-10)
         assert any((a - b).abs().max() > 1e-3 for a, b in zip(ended, start, strict=True))
 
 
 def case_distributed_data_parallel() -> None:
-    same_as_one_process(DistributedDataParallel, lambda module: [parameter.detach() for parameter in module.parameters()])
+    same_as_one_process(
+        DistributedDataParallel, lambda module: [parameter.detach() for parameter in module.parameters()]
+    )
 
 
 def case_fully_shard() -> None:
@@ -300,4 +338,8 @@ def case_batch_and_context_both_spread() -> None:
     inputs, query, _ = data()
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     block = shaken(CMAB(DIM, 5, HEADS))
-    close(ShardedCMAB(block, group)(inputs * (dist.get_rank() + 1), query), block(inputs * (dist.get_rank() + 1), query), 1e-12)
+    close(
+        ShardedCMAB(block, group)(inputs * (dist.get_rank() + 1), query),
+        block(inputs * (dist.get_rank() + 1), query),
+        1e-12,
+    )

@@ -23,7 +23,9 @@ def own(points: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Tens
     """Return this rank's part of `points`: parts of ragged sizes,
     of which the last is empty if there are three ranks."""
     if sizes is None:
-        sizes = {1: [points.shape[dim]], 2: [3, points.shape[dim] - 3], 3: [3, points.shape[dim] - 3, 0]}[dist.get_world_size()]
+        sizes = {1: [points.shape[dim]], 2: [3, points.shape[dim] - 3], 3: [3, points.shape[dim] - 3, 0]}[
+            dist.get_world_size()
+        ]
     return points.split(list(sizes), dim)[dist.get_rank()]
 
 

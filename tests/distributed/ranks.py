@@ -31,7 +31,9 @@ def cases(*modules: str) -> dict[str, Callable[[], None]]:
     found = {}
     for name in modules:
         module = importlib.import_module(f"tests.distributed.{name}")
-        found.update({key.removeprefix("case_"): value for key, value in vars(module).items() if key.startswith("case_")})
+        found.update(
+            {key.removeprefix("case_"): value for key, value in vars(module).items() if key.startswith("case_")}
+        )
     return found
 
 
@@ -42,7 +44,9 @@ def run(rank: int, folder: Path, processes: int, modules: list[str]) -> None:
     After the first failure the ranks no longer agree on what comes next, so they stop.
     """
     meeting = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=100))
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=100)
+    )
     outcomes: dict[str, str] = {}
     for name, case in cases(*modules).items():
         torch.manual_seed(0)
@@ -58,7 +62,11 @@ def run(rank: int, folder: Path, processes: int, modules: list[str]) -> None:
 
 
 def main(folder: Path) -> None:
-    for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"):  # which the cases would import on every rank
+    for name in (
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+        "torch.distributed.fsdp",
+    ):  # which the cases would import on every rank
         importlib.import_module(name)
     for _, modules in LAUNCHES.values():
         cases(*modules)

@@ -54,7 +54,9 @@ def test_a_copy_has_weights_of_its_own_and_the_same_group(kind: Any, group: Any)
 def test_a_pickle_says_what_to_do(kind: Any, group: Any) -> None:
     sharded = kind(MODULES[kind](), group)
     for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"^group: got a process group, which cannot be pickled.*save the state_dict\(\)"):
+        with pytest.raises(
+            TypeError, match=r"^group: got a process group, which cannot be pickled.*save the state_dict\(\)"
+        ):
             save(sharded)
     assert pickle.loads(pickle.dumps(kind(MODULES[kind]()))).group is None
 

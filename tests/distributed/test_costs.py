@@ -89,5 +89,7 @@ def test_the_table() -> None:
 def test_without_a_process_group(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing needs neither a process group nor a torch that can make one; a merge looks for it."""
     monkeypatch.setattr(dist, "is_available", lambda: available)
-    with pytest.raises(RuntimeError, match=r"^group: .* no process group yet; call torch\.distributed\.init_process_group first"):
+    with pytest.raises(
+        RuntimeError, match=r"^group: .* no process group yet; call torch\.distributed\.init_process_group first"
+    ):
         all_merge_state(ck.empty_state(1, 1, 2, 3))

@@ -16,7 +16,9 @@ from .ranks import LAUNCHES, cases
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch was built without torch.distributed"
+)
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -29,7 +31,10 @@ def test_cases(tmp_path: Path) -> None:
     for launch, (processes, modules) in LAUNCHES.items():
         found = [json.loads(path.read_text()) for path in sorted((tmp_path / launch).glob("*.json"))]
         failed = [
-            f"{launch}, rank {rank}, {case}: {text}" for rank, outcomes in enumerate(found) for case, text in outcomes.items() if text
+            f"{launch}, rank {rank}, {case}: {text}"
+            for rank, outcomes in enumerate(found)
+            for case, text in outcomes.items()
+            if text
         ]
         assert not failed, "\n".join(failed)
         assert [list(outcomes) for outcomes in found] == processes * [list(cases(*modules))], (launch, done.stderr)

@@ -167,8 +167,14 @@ def test_merges_form_a_tree() -> None:
         ((Counted(), None, PARTS), r"^function: got None, expected a function"),
         ((Counted(), _sums, []), r"^partitions: got none, expected at least one"),
         ((Counted(), _data, [10]), r"^function: got a tuple from it, expected a function that returns"),
-        ((Counted(), lambda part: _sums(slice(0, 5)) if part else _regression(slice(0, 5)), range(2)), r"^other: got a RidgeState"),
-        ((Counted(), lambda part: _regression(slice(0, 5), fit_intercept=bool(part)), range(2)), r"^other: got fit_intercept True"),
+        (
+            (Counted(), lambda part: _sums(slice(0, 5)) if part else _regression(slice(0, 5)), range(2)),
+            r"^other: got a RidgeState",
+        ),
+        (
+            (Counted(), lambda part: _regression(slice(0, 5), fit_intercept=bool(part)), range(2)),
+            r"^other: got fit_intercept True",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(arguments: Any, message: str) -> None:

@@ -115,7 +115,9 @@ def attention_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
             kept = reliable & (allowed < 1e-2)
             if not kept.all():
                 new = ck.attention_state(query, *live.all(), scale=1.0)
-                state = ck.AttentionState(torch.where(kept.unsqueeze(-1), state.out, new.out), torch.where(kept, state.lse, new.lse))
+                state = ck.AttentionState(
+                    torch.where(kept.unsqueeze(-1), state.out, new.out), torch.where(kept, state.lse, new.lse)
+                )
                 allowed = allowed.where(kept, 0.0)
                 afresh += ~kept.view(4)
         else:

@@ -37,14 +37,19 @@ MODULES: dict[str, Module] = {
         lambda: nn.ContinualAttention(DIM, 2, sequence_len=LENGTH, batch_first=True),
         lambda m: m.forward_steps(_rows()),
     ),
-    "a filling window": (lambda: nn.ContinualAttention(DIM, 2, sequence_len=LENGTH, batch_first=True), lambda m: m.forward_steps(_rows(2))),
+    "a filling window": (
+        lambda: nn.ContinualAttention(DIM, 2, sequence_len=LENGTH, batch_first=True),
+        lambda m: m.forward_steps(_rows(2)),
+    ),
     "ContinualNystromAttention": (
         lambda: nn.ContinualNystromAttention(DIM, 2, sequence_len=LENGTH, num_landmarks=2, batch_first=True),
         lambda m: m.forward_steps(_rows()),
     ),
     "RetroactiveEncoderLayer": (
         lambda: nn.RetroactiveEncoderLayer(DIM, 2, 16, sequence_len=LENGTH, batch_first=True),
-        lambda m: m.forward_steps(_rows()) is None,  # its outputs may be NaN: the norms square a token of 1e30, as torch's do
+        lambda m: (
+            m.forward_steps(_rows()) is None
+        ),  # its outputs may be NaN: the norms square a token of 1e30, as torch's do
     ),
 }
 
@@ -97,13 +102,24 @@ def _mutated_entry(entry: Any, chance: random.Random) -> Any:
             )
         return changed
     if kind == 3:
-        return entry.to(chance.choice((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)))
+        return entry.to(
+            chance.choice((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool))
+        )
     if kind == 4:
         return entry[..., :-1] if entry.dim() else entry.view(1)
     if kind == 5:
         return torch.stack([entry, entry])
     return chance.choice(
-        (None, 1, "a name", [1.0], {}, torch.empty(0), torch.zeros(2, 2).to_sparse(), torch.complex(entry.double(), entry.double()))
+        (
+            None,
+            1,
+            "a name",
+            [1.0],
+            {},
+            torch.empty(0),
+            torch.zeros(2, 2).to_sparse(),
+            torch.complex(entry.double(), entry.double()),
+        )
     )
 
 
@@ -148,10 +164,14 @@ def _try(module: Any, advance: Callable[[Any], Any], file: bytes) -> bool:
         floating = [entry for name, entry in after.items() if entry.is_floating_point() and not name.endswith("lse")]
         assert all(bool(entry.isfinite().all()) for entry in floating)
     else:
-        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in after), "a refused file changed it"
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in after), (
+            "a refused file changed it"
+        )
     result = advance(module)
     tensors = [part for part in (result if isinstance(result, tuple) else (result,)) if isinstance(part, Tensor)]
-    assert all(part.shape[0] >= 0 and not bool(part.isnan().any()) for part in tensors), "a state that was taken leads to NaN"
+    assert all(part.shape[0] >= 0 and not bool(part.isnan().any()) for part in tensors), (
+        "a state that was taken leads to NaN"
+    )
     return taken
 
 

@@ -33,7 +33,9 @@ def _intention() -> Module:
 
 
 def _exact() -> Module:
-    return nn.ContinualAttention(DIM, 2, sequence_len=6, batch_first=True).eval(), lambda module, rows: module.forward_steps(rows)
+    return nn.ContinualAttention(
+        DIM, 2, sequence_len=6, batch_first=True
+    ).eval(), lambda module, rows: module.forward_steps(rows)
 
 
 def _nystrom() -> Module:

@@ -25,7 +25,18 @@ class _Heap(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
 
 
@@ -69,7 +80,10 @@ def _growth(call: Callable[[], object], calls: int) -> tuple[float, float]:
             call()
         in_use.append(_in_use())
     gc.unfreeze()
-    rounds = [[(now - then) / (calls // ROUNDS) for now, then in zip(after, before, strict=True)] for before, after in pairwise(in_use)]
+    rounds = [
+        [(now - then) / (calls // ROUNDS) for now, then in zip(after, before, strict=True)]
+        for before, after in pairwise(in_use)
+    ]
     byte, block = (min(figures) for figures in zip(*rounds, strict=True))
     return byte, block
 
@@ -80,7 +94,10 @@ def _assert_flat(call: Callable[[], object], calls: int) -> None:
     assert byte < 8.0 and block < 0.9, f"{byte:.1f} bytes and {block:.2f} blocks of Python stay behind of each call"
 
 
-SUITES = {operator: next(suite for suite in declarations() if suite.operator == operator) for operator in sorted(backends.OPERATORS)}
+SUITES = {
+    operator: next(suite for suite in declarations() if suite.operator == operator)
+    for operator in sorted(backends.OPERATORS)
+}
 
 
 def _suite(operator: str) -> tuple[OperatorSuite, str, dict[str, torch.Tensor]]:
@@ -103,7 +120,9 @@ def test_calls_leave_nothing_behind(operator: str, calls: int, with_backward: in
 KEPT: list[object] = []
 
 
-@pytest.mark.parametrize("leak", [lambda: KEPT.append(torch.empty(1)), lambda: KEPT.append([])], ids=["a tensor", "an object"])
+@pytest.mark.parametrize(
+    "leak", [lambda: KEPT.append(torch.empty(1)), lambda: KEPT.append([])], ids=["a tensor", "an object"]
+)
 def test_what_stays_behind_is_seen(leak: Callable[[], None]) -> None:
     """Rounds have 2,000 calls: in 200 calls,
     a leak of one object per call could hide behind twenty blocks that a thread frees."""

@@ -75,14 +75,20 @@ def _stepped(kind: str, state: Any, given: Sequence[tuple[Tensor, ...]], at: int
 def test_eight_threads_step_one_state(kind: str, tokens: int) -> None:
     """Each thread steps the shared state to the same bits as alone; 200 tokens are a call without Python's lock."""
     query = torch.randn(1, 8, 50, 16)
-    given = [(query if kind == "attention" else torch.randn(1, 8, tokens, 16), *_tokens(tokens)[1:]) for _ in range(THREADS)]
+    given = [
+        (query if kind == "attention" else torch.randn(1, 8, tokens, 16), *_tokens(tokens)[1:]) for _ in range(THREADS)
+    ]
     with torch.no_grad():
         start = ck.attention_state(query, *_tokens(50)[1:]) if kind == "attention" else STARTS[kind]()
         kept = copy.deepcopy(start)
         alone = [_stepped(kind, copy.deepcopy(kept), given, i) for i in range(THREADS)]
         for _ in range(10):
             found = _together(functools.partial(_stepped, kind, start, given))
-            assert all(torch.equal(a, b) for one, other in zip(found, alone, strict=True) for a, b in zip(one, other, strict=True))
+            assert all(
+                torch.equal(a, b)
+                for one, other in zip(found, alone, strict=True)
+                for a, b in zip(one, other, strict=True)
+            )
             start = copy.deepcopy(kept)
 
 

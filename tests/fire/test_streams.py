@@ -18,7 +18,12 @@ from .. import record
 from . import streams
 from .streams import LAWS, STREAMS, Figures
 
-BOUNDS = {"N(0, 1)": (2e-7, 3e-6), "N(0, 10²)": (5e-7, 3e-5), "spikes of 20": (2e-7, 4e-5), "spikes of 40": (2e-7, 3e-6)}
+BOUNDS = {
+    "N(0, 1)": (2e-7, 3e-6),
+    "N(0, 10²)": (5e-7, 3e-5),
+    "spikes of 20": (2e-7, 4e-5),
+    "spikes of 40": (2e-7, 3e-6),
+}
 """law -> the median and the largest error of a window that docs/numerics.md promises"""
 
 
@@ -32,7 +37,13 @@ def _check(operator: str, found: Figures) -> None:
     """
     assert set(found) == set(LAWS)
     for law, figures in found.items():
-        median, largest = BOUNDS[law] if operator.startswith("continual") else (1e-12, 1e-12) if operator == "ridge_state" else (1e-2, 1e-2)
+        median, largest = (
+            BOUNDS[law]
+            if operator.startswith("continual")
+            else (1e-12, 1e-12)
+            if operator == "ridge_state"
+            else (1e-2, 1e-2)
+        )
         assert figures["median"] <= median and figures["largest"] <= largest, (law, figures)
         assert figures.get("of_allowed", 0.0) <= 4.0, (law, figures)
 
@@ -53,16 +64,24 @@ def test_the_figures_of_a_million_steps(operator: str) -> None:
 
 
 FAULTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
-    "a merge that favours one part": ("attention_state", "merge_states", lambda run, a, b: run(a._replace(lse=a.lse + 1e-3), b)),
+    "a merge that favours one part": (
+        "attention_state",
+        "merge_states",
+        lambda run, a, b: run(a._replace(lse=a.lse + 1e-3), b),
+    ),
     "a removal of one key too few": (
         "ridge_state",
         "remove_ridge",
-        lambda run, state, key, value: run(state, key, value)._replace(gram=run(state, key[:, :, 1:], value[:, :, 1:]).gram),
+        lambda run, state, key, value: run(state, key, value)._replace(
+            gram=run(state, key[:, :, 1:], value[:, :, 1:]).gram
+        ),
     ),
     "sums that are rounded to float32": (
         "ridge_state",
         "ridge_state",
-        lambda run, key, value, state=None: (lambda made: made._replace(gram=made.gram.float().double()))(run(key, value, state=state)),
+        lambda run, key, value, state=None: (lambda made: made._replace(gram=made.gram.float().double()))(
+            run(key, value, state=state)
+        ),
     ),
 }
 

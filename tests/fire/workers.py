@@ -27,7 +27,10 @@ def results() -> list[Tensor]:
     torch.set_num_threads(1)
     made = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 4, rows, 16, generator=made) for rows in (64, 6000, 6000))
-    inputs, rows = torch.randn(2, 300, 64, generator=made), torch.randn(4, 16, 16, generator=made).softmax(-1).repeat(100, 1, 1)
+    inputs, rows = (
+        torch.randn(2, 300, 64, generator=made),
+        torch.randn(4, 16, 16, generator=made).softmax(-1).repeat(100, 1, 1),
+    )
     weight, gram = torch.eye(64), rows @ rows.mT
     window = ck.continual_nystrom_init(key[:, :, :64], key[:, :, :64], value[:, :, :64], num_landmarks=8)
     key.requires_grad_()

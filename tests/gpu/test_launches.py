@@ -39,7 +39,9 @@ def test_the_cuda_kernels_are_there() -> None:
 
 
 def _calls() -> dict[str, Callable[[], Any]]:
-    attention, ridge, nystrom = (implementation(operator_set, "triton") for operator_set in ("attention", "intention", "nystrom"))
+    attention, ridge, nystrom = (
+        implementation(operator_set, "triton") for operator_set in ("attention", "intention", "nystrom")
+    )
     q, k = (torch.randn(2, 2, n, 64, device=DEVICE) for n in (128, 1024))
     narrow = k[..., :16]
     a = torch.randn(8, 16, 16, device=DEVICE).softmax(-1)
@@ -56,7 +58,14 @@ def _calls() -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["attention over 1,024 keys", "both sums of 1,024 keys of 16", "rows times a solution", "pinv", "its gradient", "landmark values"],
+    [
+        "attention over 1,024 keys",
+        "both sums of 1,024 keys of 16",
+        "rows times a solution",
+        "pinv",
+        "its gradient",
+        "landmark values",
+    ],
 )
 def test_one_launch(name: str) -> None:
     call = _calls()[name]

@@ -21,7 +21,11 @@ from .test_launches import launches
 Tokens = tuple[Tensor, ...]
 CHUNKS = (1, 1, 1, 5, 1, 90, 1, 1, 17, 1)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("impl", impls("nystrom.continual")), pytest.mark.usefixtures("no_gradients")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("impl", impls("nystrom.continual")),
+    pytest.mark.usefixtures("no_gradients"),
+]
 
 
 class Stream(NamedTuple):
@@ -68,7 +72,10 @@ OUTPUTS = ("single", "retroactive")
 WIDE = (torch.float64, torch.float32)
 STREAMED = [
     *(Stream(*chosen) for chosen in itertools.product(DTYPES, KINDS, OUTPUTS)),
-    *(Stream(dtype, kind, "single", law, 50, 7, 4) for dtype, kind, law in itertools.product(WIDE, KINDS, list(STREAMS)[1:])),
+    *(
+        Stream(dtype, kind, "single", law, 50, 7, 4)
+        for dtype, kind, law in itertools.product(WIDE, KINDS, list(STREAMS)[1:])
+    ),
     *(Stream(dtype, "continual", "retroactive", "normal", *shape) for dtype, shape in itertools.product(WIDE, SHAPES)),
     *(Stream(torch.float32, "exact", output, window=600, width=17, value_width=300) for output in OUTPUTS),
 ]

@@ -20,7 +20,12 @@ import torch
 
 import cmab_kernels as ck
 from cmab_kernels.layers import triton as layer_kernels
-from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
+from cmab_kernels.layers.contract import (
+    AttentionLayer,
+    AttentionLayerBackward,
+    FeedForwardLayer,
+    FeedForwardLayerBackward,
+)
 from cmab_kernels.nystrom.continual import state as state_module
 from cmab_kernels.nystrom.continual import triton as kernels
 from gpu_machine.driver import stub
@@ -46,7 +51,10 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     rows = torch.randn(1, 4, 64, 16)[:, :, 3:4]
     yield "attention_state", lambda: ck.attention_state(query, key, key, impl="triton")
     yield "attention_state with a state", lambda: ck.attention_state(query, key, key, state=state, impl="triton")
-    yield "attention_state with a state, keys a view", lambda: ck.attention_state(query, rows, rows, state=state, impl="triton")
+    yield (
+        "attention_state with a state, keys a view",
+        lambda: ck.attention_state(query, rows, rows, state=state, impl="triton"),
+    )
     yield "ridge_state", lambda: ck.ridge_state(key, key, impl="triton")
     yield "ridge_state with a state", lambda: ck.ridge_state(key, key, state=sums, impl="triton")
     yield "iterative_pinv", lambda: ck.iterative_pinv(square, impl="triton")

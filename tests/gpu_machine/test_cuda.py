@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -40,7 +41,9 @@ def run(built: cuda_launch.Built) -> Run:
     """Run a check in two orders; the value is a function that returns the names of the kernels that ran."""
 
     def in_both(check: Callable[[], object], lenient: bool = False) -> set[str]:
-        place = lambda machine: cuda_launch.cuda_on_machine(machine, built, ridge.cuda, ridge.cuda_solve, steps.cuda_step)  # noqa: E731
+        def place(machine: Machine) -> AbstractContextManager[None]:
+            return cuda_launch.cuda_on_machine(machine, built, ridge.cuda, ridge.cuda_solve, steps.cuda_step)
+
         return {re.findall(r"\d([a-z_]+_kernel)I", name)[0] for name in in_orders(check, place, lenient=lenient)}
 
     return in_both
@@ -90,13 +93,20 @@ def test_what_the_host_makes_belongs_to_the_machine_that_runs(built: cuda_launch
 class OneColumnMore(Machine):
     """A machine that tells the solver of one column more than the right-hand side has."""
 
-    def launch(self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]) -> None:
+    def launch(
+        self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]
+    ) -> None:
         (call,) = parameters
-        assert struct.unpack_from("<qii", call, 8) == (1, 9, 4), "matrices, order and columns of csrc/solve/regularised_solve.cuh"
+        assert struct.unpack_from("<qii", call, 8) == (1, 9, 4), (
+            "matrices, order and columns of csrc/solve/regularised_solve.cuh"
+        )
         super().launch(ptx, name, grid, threads, shared_bytes, [call[:20] + struct.pack("<i", 5) + call[24:]])
 
 
 def test_a_column_too_many_is_reported(built: cuda_launch.Built) -> None:
     machine = OneColumnMore(lenient=True)
-    with cuda_launch.cuda_on_machine(machine, built, ridge.cuda_solve), pytest.raises(Fault, match=r"(?s)out of bounds.*\.cuh:\d+"):
+    with (
+        cuda_launch.cuda_on_machine(machine, built, ridge.cuda_solve),
+        pytest.raises(Fault, match=r"(?s)out of bounds.*\.cuh:\d+"),
+    ):
         ridge.cuda_solve.regularised_solve(RegularisedSolve(torch.eye(9)[None], torch.randn(1, 9, 4), torch.ones(1)))

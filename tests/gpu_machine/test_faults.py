@@ -33,8 +33,12 @@ class Tampered(Machine):
         super().__init__(seed=1)
         self.edit, self.parameter = edit, parameter
 
-    def launch(self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]) -> None:
-        super().launch(self.edit(ptx), name, grid, threads, shared_bytes, [self.parameter(value) for value in parameters])
+    def launch(
+        self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]
+    ) -> None:
+        super().launch(
+            self.edit(ptx), name, grid, threads, shared_bytes, [self.parameter(value) for value in parameters]
+        )
 
 
 def _attention(machine: Machine) -> tuple[Tensor, ...]:
@@ -84,7 +88,9 @@ def test_removed_barriers_are_reported() -> None:
     """A missing barrier is reported as a race or as data that have not arrived;
     a few barriers are unneeded and change nothing."""
     pattern = r"bar\.sync\s+0;"
-    found = [_what_happens(_without(pattern, number)) for number in range(len(re.findall(pattern, _text_of_attention())))]
+    found = [
+        _what_happens(_without(pattern, number)) for number in range(len(re.findall(pattern, _text_of_attention())))
+    ]
     reports = [report for report in found if report]
     assert len(reports) >= 6 and all(re.search(r"a race|has not arrived", report) for report in reports)
     assert all(re.search(r"_forward, \w+\.py:\d+:\d+", report) for report in reports), "with the line of the kernel"
@@ -92,7 +98,9 @@ def test_removed_barriers_are_reported() -> None:
 
 def test_dropped_waits_are_reported() -> None:
     pattern = r"cp\.async\.wait_group\s+\d+;"
-    found = [_what_happens(_without(pattern, number)) for number in range(len(re.findall(pattern, _text_of_attention())))]
+    found = [
+        _what_happens(_without(pattern, number)) for number in range(len(re.findall(pattern, _text_of_attention())))
+    ]
     assert any("a copy that has not arrived was read" in report for report in found)
 
 
@@ -110,7 +118,10 @@ def test_a_key_too_many_is_reported() -> None:
 def test_swapped_operands_give_wrong_results() -> None:
     """Two registers of a matrix are swapped, or the sides of a difference."""
     product = r"(mma\.sync\S+ \{[^}]*\}, \{ )(%r\d+), (%r\d+), "
-    for edit in (_without(product, 0, r"\1\3, \2, "), _without(r"(sub\.f32\s+%r\d+, )(%r\d+), (%r\d+);", 0, r"\1\3, \2;")):
+    for edit in (
+        _without(product, 0, r"\1\3, \2, "),
+        _without(r"(sub\.f32\s+%r\d+, )(%r\d+), (%r\d+);", 0, r"\1\3, \2;"),
+    ):
         with pytest.raises(AssertionError, match="a wrong result without a report"):
             _what_happens(edit)
 
@@ -135,7 +146,8 @@ def test_a_mask_that_is_off_by_one(more: int) -> None:
         y = x.new_empty(300)
         if more:
             with pytest.raises(
-                Fault, match=r"(?s)out of bounds: read 4 bytes at byte 1200 of x \(300, float32\).*_copy, test_faults\.py:\d+"
+                Fault,
+                match=r"(?s)out of bounds: read 4 bytes at byte 1200 of x \(300, float32\).*_copy, test_faults\.py:\d+",
             ):
                 _copy(3, x, y, 300, BLOCK=128, MORE=more, num_warps=2)
         else:
@@ -171,12 +183,15 @@ SHARED = """
         ("ld.shared.b32 %r1, [%r11];", "memory that nobody wrote was read, at byte 0 of shared memory"),
         ("st.shared.b32 [%r11], %r0; ld.shared.b32 %r1, [%r12];", "a race: a warp reads what another wrote"),
         ("st.shared.b32 [%r11], %r0; bar.sync 0; ld.shared.b32 %r1, [%r12];", ""),
-        ("st.shared.b32 [%r11], 1; bar.sync 0; ld.shared.b32 %r1, [%r12]; st.shared.b32 [%r11], 2;", "a warp writes what another read"),
+        ("st.shared.b32 [%r11], 1; bar.sync 0; ld.shared.b32 %r1, [%r12]; st.shared.b32 [%r11], "
+         "2;", "a warp writes what another read"),
         ("st.shared.b32 [%r10], %r0;", "two threads write different values at once|two warps write different values"),
         ("st.shared.b32 [%r13], %r14;", "two threads write different values at once|two warps write different values"),
         ("st.shared.b32 [%r13], 7;", ""),
-        ("@%p1 st.shared.b32 [%r13], 1; @!%p1 st.shared.b32 [%r13], 2;", "two warps write different values without a barrier"),
-        ("st.shared.b32 [%r11+1000], %r0;", "out of bounds: write 4 bytes at byte 1024 of shared memory, which has 1024"),
+        ("@%p1 st.shared.b32 [%r13], 1; @!%p1 st.shared.b32 [%r13], "
+         "2;", "two warps write different values without a barrier"),
+        ("st.shared.b32 [%r11+1000], %r0;", "out of bounds: write 4 bytes at byte 1024 of shared memory, which has "
+                                            "1024"),
         ("st.shared.v2.b32 [%r11], {%r0, %r0};", "misaligned: write 8 bytes at once, at byte 4"),
         ("ld.global.b64 %rd1, [%rd30+8];", "out of bounds: read 8 bytes at byte 512 of from"),
         ("ld.global.b32 %r1, [%rd30+-520];", "out of bounds"),
@@ -186,9 +201,11 @@ SHARED = """
         ("@%p2 bra $END; shfl.sync.idx.b32 %r1, %r0, 0, 31, 0xFFFF0000; $END:", "a thread that is not there"),
         ("@%p2 bra $END; shfl.sync.idx.b32 %r1, %r0, 0, 31, -1; $END:", "must be at this instruction together"),
         ("@%p2 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r10];", "a matrix instruction without all threads"),
-        ("cp.async.ca.shared.global [%r11], [%rd30], 0x4; ld.shared.b32 %r1, [%r11];", "a copy that has not arrived was read"),
+        ("cp.async.ca.shared.global [%r11], [%rd30], 0x4; ld.shared.b32 %r1, "
+         "[%r11];", "a copy that has not arrived was read"),
         ("cp.async.ca.shared.global [%r11], [%rd30], 0x4; cp.async.wait_all; ld.shared.b32 %r1, [%r11];", ""),
-        ("cp.async.ca.shared.global [%r11], [%rd30], 0x4; cp.async.wait_all; ld.shared.b32 %r1, [%r12];", "a race|has not arrived"),
+        ("cp.async.ca.shared.global [%r11], [%rd30], 0x4; cp.async.wait_all; ld.shared.b32 %r1, "
+         "[%r12];", "a race|has not arrived"),
         ("trap;", "the kernel stopped by itself"),
     ],
 )  # fmt: skip

@@ -93,11 +93,15 @@ def test_what_only_the_checked_path_decides() -> None:
     state, token = stream("nystrom"), _token()
     form = form_of("triton", False, state, token, token, token)
     assert form is not None and form == form_of("triton", False, state, _token(), token, token[:, :, :1].clone())
-    assert form != form_of("triton", True, state, token, token, token) and form != form_of("cuda", False, state, token, token, token)
+    assert form != form_of("triton", True, state, token, token, token) and form != form_of(
+        "cuda", False, state, token, token, token
+    )
     for unusual in (torch._neg_view(token), torch.nn.Parameter(token)):
         assert form_of("triton", False, state, token, unusual, token) is None
     batched: list[Any] = []
-    _vmap(lambda t: batched.append(form_of("triton", False, state, token, t, token)) or t)(token[None])  # as is_grads_batched does
+    _vmap(lambda t: batched.append(form_of("triton", False, state, token, t, token)) or t)(
+        token[None]
+    )  # as is_grads_batched does
     assert batched == [None]
     assert form_of("triton", False, state._replace(keys=state.keys.mT.contiguous().mT), token, token, token) is None
     assert form_of("triton", False, tuple(state), token, token, token) is None

@@ -168,7 +168,9 @@ def _same(ours: np.ndarray, right: np.ndarray) -> bool:
     ],
 )
 def test_floats(code: str, a: list[float], b: list[float], expected: list[float]) -> None:
-    bits = compute(f"{code} %r40, %r1, %r2;", np.array(a, np.float32), np.array(b, np.float32), kinds=("32", "32", "32"))
+    bits = compute(
+        f"{code} %r40, %r1, %r2;", np.array(a, np.float32), np.array(b, np.float32), kinds=("32", "32", "32")
+    )
     assert _same(bits.astype(np.uint32).view(np.float32), np.array(expected, np.float32))
 
 
@@ -190,20 +192,45 @@ def test_comparisons(relation: str, expected: str) -> None:
     "code, kinds, value, expected",
     [
         ("cvt.rn.f32.f64 %r40, %rd1", ("32", "64"), [1 + 2.0**-24, 1e300], np.float32([1.0, math.inf])),
-        ("cvt.rz.f32.f64 %r40, %rd1", ("32", "64"), [1 + 2.0**-23 + 2.0**-24, -1e-3], np.float32([1 + 2.0**-23, -0.0009999999])),
+        (
+            "cvt.rz.f32.f64 %r40, %rd1",
+            ("32", "64"),
+            [1 + 2.0**-23 + 2.0**-24, -1e-3],
+            np.float32([1 + 2.0**-23, -0.0009999999]),
+        ),
         ("cvt.f64.f32 %rd0, %r1", ("64", "32"), np.float32([0.1]), np.float64([np.float32(0.1)])),
-        ("cvt.rn.f16.f32 %rs0, %r1", ("16", "32"), np.float32([1 + 2.0**-11, 1e6, 2.0**-24]), np.float16([1.0, math.inf, 2.0**-24])),
+        (
+            "cvt.rn.f16.f32 %rs0, %r1",
+            ("16", "32"),
+            np.float32([1 + 2.0**-11, 1e6, 2.0**-24]),
+            np.float16([1.0, math.inf, 2.0**-24]),
+        ),
         ("cvt.f32.f16 %r40, %rs1", ("32", "16"), np.float16([0.1, -2]), np.float32([np.float16(0.1), -2])),
-        ("cvt.rn.bf16.f32 %rs0, %r1", ("16", "32"), np.float32([1 + 2.0**-8, 1 + 3 * 2.0**-8, math.inf]), [0x3F80, 0x3F82, 0x7F80]),
+        (
+            "cvt.rn.bf16.f32 %rs0, %r1",
+            ("16", "32"),
+            np.float32([1 + 2.0**-8, 1 + 3 * 2.0**-8, math.inf]),
+            [0x3F80, 0x3F82, 0x7F80],
+        ),
         ("cvt.rz.bf16.f32 %rs0, %r1", ("16", "32"), np.float32([1 + 3 * 2.0**-8]), [0x3F81]),
         ("cvt.f32.bf16 %r40, %rs1", ("32", "16"), np.uint16([0x3F81]), np.float32([1 + 2.0**-7])),
-        ("cvt.rna.tf32.f32 %r40, %r1", ("32", "32"), np.float32([1 + 2.0**-11, 1 + 2.0**-12]), np.float32([1 + 2.0**-10, 1.0])),
+        (
+            "cvt.rna.tf32.f32 %r40, %r1",
+            ("32", "32"),
+            np.float32([1 + 2.0**-11, 1 + 2.0**-12]),
+            np.float32([1 + 2.0**-10, 1.0]),
+        ),
         ("cvt.rn.bf16x2.f32 %r40, %r1, 0f40000000", ("32", "32"), np.float32([1.0]), [0x3F804000]),
         ("cvt.rn.f16x2.f32 %r40, %r1, 0f40000000", ("32", "32"), np.float32([1.0]), [0x3C004000]),
         ("cvt.rzi.s32.f32 %r40, %r1", ("32", "32"), np.float32([-1.7, 1e20, math.nan]), np.int32([-1, 2**31 - 1, 0])),
         ("cvt.rni.s32.f32 %r40, %r1", ("32", "32"), np.float32([2.5, 3.5]), np.int32([2, 4])),
         ("cvt.rzi.u32.f32 %r40, %r1", ("32", "32"), np.float32([-1.7, 1e20, 7.9]), np.uint32([0, 2**32 - 1, 7])),
-        ("cvt.rzi.s64.f64 %rd0, %rd1", ("64", "64"), [1e300, -(2.0**63), 2.0**52 + 1], np.int64([2**63 - 1, -(2**63), 2**52 + 1])),
+        (
+            "cvt.rzi.s64.f64 %rd0, %rd1",
+            ("64", "64"),
+            [1e300, -(2.0**63), 2.0**52 + 1],
+            np.int64([2**63 - 1, -(2**63), 2**52 + 1]),
+        ),
         ("cvt.rn.f32.s32 %r40, %r1", ("32", "32"), np.int32([-3, 2**24 + 1]), np.float32([-3, 2**24])),
         ("cvt.rn.f64.u64 %rd0, %rd1", ("64", "64"), np.uint64([2**64 - 1]), [2.0**64]),
         ("cvt.rmi.f32.f32 %r40, %r1", ("32", "32"), np.float32([-1.5]), np.float32([-2])),
@@ -246,21 +273,37 @@ def _rounded(exact: Fraction, into: type) -> Any:
 
 
 @pytest.mark.parametrize(
-    "into, fma, digits, spread", [(np.float32, fma32, 24, 60), (np.float64, fma64, 53, 60), (np.float64, fma64, 53, 1000)]
+    "into, fma, digits, spread",
+    [(np.float32, fma32, 24, 60), (np.float64, fma64, 53, 60), (np.float64, fma64, 53, 1000)],
 )
 def test_fma_is_rounded_once(into: type, fma: Any, digits: int, spread: int) -> None:
     """Addends lie near the product, or so that the sum is near a midpoint of two numbers."""
     random.seed(digits + spread)
     numbers = []
     for _ in range(500):
-        a, b = (into(math.ldexp(random.getrandbits(digits) | 1, random.randint(-spread // 2, spread // 4) - digits)) for _ in range(2))
+        a, b = (
+            into(math.ldexp(random.getrandbits(digits) | 1, random.randint(-spread // 2, spread // 4) - digits))
+            for _ in range(2)
+        )
         size = math.frexp(float(a) * float(b))[1] + random.choice([0, 1, digits - 1, digits, -digits, -2 * digits])
         with np.errstate(over="ignore"):
-            numbers.append((a, b, into(random.choice([-1, 1]) * math.ldexp(random.choice([1.0, 1.5, random.random()]), min(size, 1020)))))
+            numbers.append(
+                (
+                    a,
+                    b,
+                    into(
+                        random.choice([-1, 1]) * math.ldexp(random.choice([1.0, 1.5, random.random()]), min(size, 1020))
+                    ),
+                )
+            )
     columns = np.array(numbers, into).T
     with np.errstate(all="ignore"):
         ours = fma(*columns)
-    right = [_rounded(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)), into) for a, b, c in numbers if math.isfinite(c)]
+    right = [
+        _rounded(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)), into)
+        for a, b, c in numbers
+        if math.isfinite(c)
+    ]
     assert np.array_equal(ours[np.isfinite(columns[2])], np.array(right, into))
 
 
@@ -337,7 +380,10 @@ def test_divergence() -> None:
     mov.b64 %rd0, {%r4, %r5};
     """
     words = execute("mov.b32 %r4, 0;" + body + OUT, np.arange(32, dtype=np.int64)).view(np.int32).reshape(32, 2)
-    assert words[:, 0].tolist() == [(n + 1) // 2 + 100 * (n // 2) for n in range(32)] and (words[:, 1] == words[31, 0]).all()
+    assert (
+        words[:, 0].tolist() == [(n + 1) // 2 + 100 * (n // 2) for n in range(32)]
+        and (words[:, 1] == words[31, 0]).all()
+    )
 
 
 def test_atomics() -> None:
@@ -345,7 +391,9 @@ def test_atomics() -> None:
     body = "ld.global.b64 %rd1, [%rd30]; sub.s64 %rd2, %rd31, %rd29; atom.global.add.u64 %rd0, [%rd2+504], %rd1;"
     result = execute(body, np.arange(1, 65, dtype=np.int64), threads=64)
     assert result[63] == 2080
-    old = execute(body + "bar.sync 0; setp.ne.b32 %p1, %r0, 63; @%p1 st.global.b64 [%rd31], %rd0;", np.arange(1, 65), threads=64)
+    old = execute(
+        body + "bar.sync 0; setp.ne.b32 %p1, %r0, 63; @%p1 st.global.b64 [%rd31], %rd0;", np.arange(1, 65), threads=64
+    )
     assert len(set(old[:63])) == 63
 
 
@@ -398,10 +446,16 @@ def _matrix_product(kind: str, depth: int, seed: int) -> tuple[np.ndarray, ...]:
         for lane in lanes
     ]
     b_parts = [
-        [b[4 * pair * k + lane % 4 * pair + p, lane // 4] for k in range(depth // (4 * pair)) for p in range(pair)] for lane in lanes
+        [b[4 * pair * k + lane % 4 * pair + p, lane // 4] for k in range(depth // (4 * pair)) for p in range(pair)]
+        for lane in lanes
     ]
-    c_parts = [[c[lane // 4 + 8 * half, lane % 4 * 2 + p] for half in range(rows // 8) for p in range(2)] for lane in lanes]
-    words = [torch.stack([torch.stack(row) for row in part]).view(torch.int16).numpy() for part in (a_parts, b_parts, c_parts)]
+    c_parts = [
+        [c[lane // 4 + 8 * half, lane % 4 * 2 + p] for half in range(rows // 8) for p in range(2)] for lane in lanes
+    ]
+    words = [
+        torch.stack([torch.stack(row) for row in part]).view(torch.int16).numpy()
+        for part in (a_parts, b_parts, c_parts)
+    ]
     d = _execute_mma(kind, depth, words)
     result = np.zeros((rows, 8))
     for lane in lanes:
@@ -423,16 +477,23 @@ def _execute_mma(kind: str, depth: int, words: list[np.ndarray]) -> np.ndarray:
             place += bits // 8
     total = "f64" if wide else "f32"
     a, b, c = ("{ " + ", ".join(group) + " }" for group in groups)
-    code = loads + f"mma.sync.aligned.m{8 if wide else 16}n8k{depth}.row.col.{total}.{kind}.{kind}.{total} {c}, {a}, {b}, {c};"
+    code = (
+        loads
+        + f"mma.sync.aligned.m{8 if wide else 16}n8k{depth}.row.col.{total}.{kind}.{kind}.{total} {c}, {a}, {b}, {c};"
+    )
     rows, results = np.concatenate(words, 1), []
     if wide:
-        return np.stack([execute(code + f"st.global.b64 [%rd31], {name};", rows).view(np.float64) for name in groups[2]], 1)
+        return np.stack(
+            [execute(code + f"st.global.b64 [%rd31], {name};", rows).view(np.float64) for name in groups[2]], 1
+        )
     for low, high in (groups[2][:2], groups[2][2:]):
         results.append(execute(code + f"mov.b64 %rd0, {{{low}, {high}}};" + OUT, rows).view(np.float32).reshape(32, 2))
     return np.concatenate(results, 1)
 
 
-@pytest.mark.parametrize("kind, depth", [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8), ("tf32", 4), ("f64", 4)])
+@pytest.mark.parametrize(
+    "kind, depth", [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8), ("tf32", 4), ("f64", 4)]
+)
 def test_matrix_products(kind: str, depth: int) -> None:
     error = 2.0**-50 if kind == "f64" else 2.0**-20
     a, b, c, d = _matrix_product(kind, depth, 1)

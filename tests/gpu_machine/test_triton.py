@@ -76,7 +76,9 @@ EVERY = {
 """The Triton kernels of the package; a test below asserts that each has run."""
 
 
-def accuracy(suite: type[OperatorSuite], name: str, extents: dict[str, int], orders: int = 2, law: str = "normal") -> set[str]:
+def accuracy(
+    suite: type[OperatorSuite], name: str, extents: dict[str, int], orders: int = 2, law: str = "normal"
+) -> set[str]:
     """Check results and gradients of an operator by promise P2; return the kernels that ran."""
     declared, dtype = suite(), DTYPES[name]
     torch.manual_seed(0)
@@ -88,7 +90,9 @@ def test_every_kernel_is_named_here() -> None:
     found = (name for _, name, _ in pkgutil.walk_packages(cmab_kernels.__path__, "cmab_kernels."))
     names = [name for name in found if ".triton" in name]
     modules = [importlib.import_module(name) for name in names]
-    assert {value.__name__ for module in modules for value in vars(module).values() if isinstance(value, Kernel)} == EVERY
+    assert {
+        value.__name__ for module in modules for value in vars(module).values() if isinstance(value, Kernel)
+    } == EVERY
 
 
 # ---- latent cross-attention
@@ -246,7 +250,9 @@ def test_projected_attention_of_nothing(emptied: str) -> None:
 # ---- layers
 
 
-@pytest.mark.parametrize("name", ["fp32", *[pytest.param(name, marks=pytest.mark.nightly) for name in ("bf16", "fp16", "fp64")]])
+@pytest.mark.parametrize(
+    "name", ["fp32", *[pytest.param(name, marks=pytest.mark.nightly) for name in ("bf16", "fp16", "fp64")]]
+)
 def test_feed_forward_layers(name: str) -> None:
     """Two blocks of rows, of which the last is ragged, and ragged tiles of features."""
     assert accuracy(layers.TestGeglu, name, {"B": 1, "R": 40, "C": 12, "F": 35, "G": 70}, orders=1) == FEED_FORWARD
@@ -264,7 +270,9 @@ def test_other_activations(suite: type[OperatorSuite]) -> None:
     assert accuracy(suite, "fp32", {"B": 1, "R": 5, "C": 70, "F": 35}) == FEED_FORWARD
 
 
-@pytest.mark.parametrize("name", ["bf16", *[pytest.param(name, marks=pytest.mark.nightly) for name in ("fp32", "fp16", "fp64")]])
+@pytest.mark.parametrize(
+    "name", ["bf16", *[pytest.param(name, marks=pytest.mark.nightly) for name in ("fp32", "fp16", "fp64")]]
+)
 def test_attention_layers(name: str) -> None:
     """Cross-attention, whose heads straddle the tiles of the matrices."""
     extents = {"B": 1, "L": 5, "N": 9, "K": 8 * layers.HEADS, "V": 4 * layers.HEADS}
@@ -273,7 +281,11 @@ def test_attention_layers(name: str) -> None:
 
 @pytest.mark.nightly
 def test_self_attention_layers() -> None:
-    assert accuracy(layers.TestSelfAttentionLayer, "fp32", {"B": 2, "L": 5}) >= {*ATTENTION_LAYER, "_forward", "_row_terms"}
+    assert accuracy(layers.TestSelfAttentionLayer, "fp32", {"B": 2, "L": 5}) >= {
+        *ATTENTION_LAYER,
+        "_forward",
+        "_row_terms",
+    }
 
 
 # ---- Intention
@@ -301,7 +313,11 @@ def test_ridge_prefixes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     extents = {"B": 1, "H": 2, "N": 31, "D": 9, "E": 8}
     assert accuracy(intention.TestPrefixStates, name, extents) >= {*RIDGE_PREFIXES, "_scan_matrices"}
     monkeypatch.setattr(intention.TestPrefixStates, "every", 16)
-    assert accuracy(intention.TestPrefixStates, name, {**extents, "N": 70}) >= {"_scan_matrices", "_gram", "_gram_backward"}
+    assert accuracy(intention.TestPrefixStates, name, {**extents, "N": 70}) >= {
+        "_scan_matrices",
+        "_gram",
+        "_gram_backward",
+    }
 
 
 @pytest.mark.parametrize("suite", [intention.TestWeightedDual, intention.TestSigma])
@@ -313,7 +329,10 @@ def test_other_forms_of_intention(suite: type[OperatorSuite]) -> None:
     "suite",
     [
         intention.TestIntention,
-        *(pytest.param(suite, marks=pytest.mark.nightly) for suite in (attention.TestAttentionState, projected.TestProjectedAttention)),
+        *(
+            pytest.param(suite, marks=pytest.mark.nightly)
+            for suite in (attention.TestAttentionState, projected.TestProjectedAttention)
+        ),
     ],
 )
 def test_masks(suite: type[OperatorSuite]) -> None:
@@ -359,13 +378,17 @@ def test_nystrom_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp64"])
-@pytest.mark.parametrize("width", [9, 33, *[pytest.param(width, marks=pytest.mark.nightly) for width in (16, 64, 70, 128)]])
+@pytest.mark.parametrize(
+    "width", [9, 33, *[pytest.param(width, marks=pytest.mark.nightly) for width in (16, 64, 70, 128)]]
+)
 def test_solve(width: int, name: str) -> None:
     assert accuracy(solve.TestRegularisedSolve, name, {"B": 1, "H": 1, "D": width}) == {"_solve"}
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", *SLOW])
-@pytest.mark.parametrize("suite, ran", [(steps.TestContinualAttention, "_attention_step"), (steps.TestFixedLandmarks, "_nystrom_step")])
+@pytest.mark.parametrize(
+    "suite, ran", [(steps.TestContinualAttention, "_attention_step"), (steps.TestFixedLandmarks, "_nystrom_step")]
+)
 def test_steps(suite: type[OperatorSuite], ran: str, name: str) -> None:
     assert accuracy(suite, name, {"B": 1, "H": 1}) == {ran}
 
@@ -380,7 +403,12 @@ def test_steps(suite: type[OperatorSuite], ran: str, name: str) -> None:
 def test_attention_of_any_width(latents: int, width: int, name: str) -> None:
     """A row of the result has several numbers: a single one may vanish,
     and the float32 definition then exceeds P2, too."""
-    accuracy(attention.TestAttentionState, name, {"B": 1, "H": 1, "L": latents, "N": 77, "D": width, "E": max(width - 1, 5)}, orders=4)
+    accuracy(
+        attention.TestAttentionState,
+        name,
+        {"B": 1, "H": 1, "L": latents, "N": 77, "D": width, "E": max(width - 1, 5)},
+        orders=4,
+    )
 
 
 @pytest.mark.nightly

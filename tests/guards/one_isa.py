@@ -19,7 +19,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: list[pytest.Item] = []
     for item in items:
         parameters = getattr(item, "callspec", None)
-        named = {value for value in parameters.params.values() if value in (*VECTORS, *ENGINES)} if parameters else set()
+        named = (
+            {value for value in parameters.params.values() if value in (*VECTORS, *ENGINES)} if parameters else set()
+        )
         (kept if named <= set(compiled) else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)

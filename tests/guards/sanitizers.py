@@ -104,13 +104,17 @@ class Sanitized:
         self.sanitizer, self.sets = SANITIZERS[kind], COMPILED[vectors]
         self.tree = Tree(folder, self.sanitizer.flags)
         self._libraries = [
-            subprocess.run([COMPILER, f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+            subprocess.run(
+                [COMPILER, f"-print-file-name={name}"], check=True, capture_output=True, text=True
+            ).stdout.strip()
             for name in self.sanitizer.libraries
         ]
         if kind == "threads":
             self._libraries.append(str(folder / "openmp.so"))
             source, flags = Path(__file__).with_name("openmp.cpp"), self.sanitizer.flags.split()
-            subprocess.run([COMPILER, "-std=c++17", "-fPIC", "-shared", *flags, str(source), "-o", self._libraries[-1]], check=True)
+            subprocess.run(
+                [COMPILER, "-std=c++17", "-fPIC", "-shared", *flags, str(source), "-o", self._libraries[-1]], check=True
+            )
         self.tree.link(steps_of(sets=self.sets), stay=True)
 
     def run(self, tests: str) -> subprocess.CompletedProcess[str]:
@@ -118,10 +122,28 @@ class Sanitized:
         folder = self.tree.folder
         best = [name for name in load().instruction_sets() if name in self.sets][-1]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        environment |= {"PYTHONPATH": f"{folder}:{folder / 'python'}", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        environment |= {
+            "PYTHONPATH": f"{folder}:{folder / 'python'}",
+            "OMP_NUM_THREADS": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         environment |= {"LD_PRELOAD": " ".join(self._libraries), "CMAB_KERNELS_ISA": best, **self.sanitizer.options}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-s", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.guards.one_isa"]
-        plain = ["setarch", "-R"] if shutil.which("setarch") else []  # no random addresses: the thread sanitizer wants its own
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-s",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "tests.guards.one_isa",
+        ]
+        plain = (
+            ["setarch", "-R"] if shutil.which("setarch") else []
+        )  # no random addresses: the thread sanitizer wants its own
         return subprocess.run(
             [*plain, *command, *shlex.split(tests)],
             cwd=folder,
@@ -143,7 +165,9 @@ class Sanitized:
 
 
 def main(kind: str, vectors: str, *tests: str) -> int:
-    run = Sanitized(kind, vectors, ROOT / "build" / f"sanitizer-{kind}-{vectors}").run(shlex.join(tests) or SANITIZERS[kind].tests)
+    run = Sanitized(kind, vectors, ROOT / "build" / f"sanitizer-{kind}-{vectors}").run(
+        shlex.join(tests) or SANITIZERS[kind].tests
+    )
     print(run.stdout)
     return run.returncode
 

@@ -88,7 +88,10 @@ def check_merge(dtype: torch.dtype, layout: str, at_the_end: bool) -> None:
     """Merge two states between walls: this native call is not an operator of a suite."""
     shapes = ((2, 3, 5, 7), torch.promote_types(dtype, torch.float32)), ((2, 3, 5), torch.float64)
     first, second = (
-        ck.AttentionState(*(walled(_laid(torch.randn(shape, dtype=kind), layout), at_the_end) for shape, kind in shapes)) for _ in range(2)
+        ck.AttentionState(
+            *(walled(_laid(torch.randn(shape, dtype=kind), layout), at_the_end) for shape, kind in shapes)
+        )
+        for _ in range(2)
     )
     with torch.no_grad(), guarded_results():
         assert all(map(_has_margins, ck.merge_states(first, second))), "a result has no margins"
@@ -136,7 +139,9 @@ def main(names: list[str]) -> None:
     chosen = [getattr(torch, name) for name in names or ["float32"]]
     for kind in suites():
         with closing(_Run(kind)) as run:
-            for dtype, layout, at_the_end in cases(f"{kind.__module__}.{kind.__name__}", [each for each in chosen if each in kind.dtypes]):
+            for dtype, layout, at_the_end in cases(
+                f"{kind.__module__}.{kind.__name__}", [each for each in chosen if each in kind.dtypes]
+            ):
                 check(run.suite, dtype, layout, at_the_end)
     for dtype, layout, at_the_end in cases("merge_states", chosen):
         check_merge(dtype, layout, at_the_end)

@@ -88,7 +88,9 @@ def test_other_containers_take_our_modules_as_they_are(kind: str, container: str
         if container == "Residual":
             whole = peer.Residual(module)
             steps = [whole.forward_step(token) for token in tokens.unbind(2)]
-            expected = [None if out is None else out + token for out, token in zip(alone, tokens.unbind(2), strict=True)]
+            expected = [
+                None if out is None else out + token for out, token in zip(alone, tokens.unbind(2), strict=True)
+            ]
         elif container == "BroadcastReduce":
             whole = peer.BroadcastReduce(module, peer.Delay(2), reduce="sum")
             steps = [whole.forward_step(token) for token in tokens.unbind(2)]
@@ -112,12 +114,16 @@ def test_a_stack_with_a_retroactive_layer_equals_theirs() -> None:
 
     This takes two layers to see.
     """
-    whole = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False).eval()
+    whole = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(C, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
     theirs = peer.TransformerEncoder.build_from(whole, N).eval()
     ours = ContinualEncoder(RetroactiveEncoderLayer(C, 2, 16, 0.0, **OPTIONS), 2).eval()
     ours.load_state_dict(whole.state_dict())
     with torch.no_grad():
-        steps = [(ours.forward_step(token), theirs.forward_step(token)) for token in torch.randn(2, C, 2 * N - 2).unbind(2)]
+        steps = [
+            (ours.forward_step(token), theirs.forward_step(token)) for token in torch.randn(2, C, 2 * N - 2).unbind(2)
+        ]
     assert all(mine is None and not isinstance(other, torch.Tensor) for mine, other in steps[: N - 1])
     for mine, other in steps[N - 1 :]:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)

@@ -63,7 +63,9 @@ CALLS: dict[str, tuple[dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("options, is_fused", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
-def test_results_and_gradients_are_torchs(options: dict[str, Any], is_fused: bool, groups: int, fused: list[str]) -> None:
+def test_results_and_gradients_are_torchs(
+    options: dict[str, Any], is_fused: bool, groups: int, fused: list[str]
+) -> None:
     tensors, options = heads(groups), {**options, "enable_gqa": groups < HEADS}
     results = []
     for function in (scaled_dot_product_attention, theirs):
@@ -80,7 +82,9 @@ def test_without_a_dimension_of_heads(fused: list[str]) -> None:
     """Models that fold heads into the batch pass three dimensions, and a mask with or without that of the batch."""
     tensors = [each[:, 0] for each in heads()]
     for mask in (None, SEEN[:, None], SEEN[:1], BY_QUERY):
-        torch.testing.assert_close(scaled_dot_product_attention(*tensors, mask), theirs(*tensors, mask), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            scaled_dot_product_attention(*tensors, mask), theirs(*tensors, mask), rtol=1e-12, atol=1e-12
+        )
     assert fused == ["latent_attention"] * 3 + ["_torchs"]
 
 
@@ -138,7 +142,9 @@ def test_errors_are_torchs(wrong: str) -> None:
 
 
 def test_a_query_that_sees_no_key_is_0() -> None:
-    out = scaled_dot_product_attention(*heads(), attn_mask=SEEN[:, None, None] & torch.tensor([True, False])[:, None, None, None])
+    out = scaled_dot_product_attention(
+        *heads(), attn_mask=SEEN[:, None, None] & torch.tensor([True, False])[:, None, None, None]
+    )
     assert out[0].any() and not out[1].any()
 
 

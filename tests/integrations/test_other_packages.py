@@ -32,7 +32,9 @@ def test_programs(program: str, package: str, threads: Callable[[int], None], mo
     calls: list[Any] = []
     operator, theirs = functional.latent_attention, torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(functional, "latent_attention", lambda *a, **k: calls.append(a) or operator(*a, **k))
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", theirs)  # so that it is restored after the program
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", theirs
+    )  # so that it is restored after the program
     exec(compile(program, str(PAGE), "exec"), {"__name__": "program"})
     assert len(calls) == FUSED[package]
 
@@ -57,5 +59,8 @@ def test_offloaded_weights_come_for_a_class_that_is_named(make: Any, given: tupl
     if isinstance(module, nn.CMABStack):  # its blocks have hooks now, so it calls them one by one
         torch.testing.assert_close(all_offloaded(*tokens), expected)
         return
-    with pytest.raises(ValueError, match=r"got device cpu, expected meta, the device of the module; .*accelerate's preload_module_classes"):
+    with pytest.raises(
+        ValueError,
+        match=r"got device cpu, expected meta, the device of the module; .*accelerate's preload_module_classes",
+    ):
         all_offloaded(*tokens)

@@ -55,7 +55,9 @@ def vit() -> tuple[nn.Module, dict[str, Any]]:
 
 def detr() -> tuple[nn.Module, dict[str, Any]]:
     """The second picture is narrower than the first, so that some of its pixels are padding."""
-    backbone = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", out_features=["stage2"])
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
     config = transformers.DetrConfig(
         use_timm_backbone=False,
         use_pretrained_backbone=False,
@@ -82,17 +84,26 @@ def bert() -> tuple[nn.Module, dict[str, Any]]:
 def bert_decoder() -> tuple[nn.Module, dict[str, Any]]:
     """Return a decoder with causal self-attention,
     and cross-attention to the outputs of an encoder, some of them padding."""
-    config = transformers.BertConfig(**TINY, vocab_size=50, max_position_embeddings=16, is_decoder=True, add_cross_attention=True)
+    config = transformers.BertConfig(
+        **TINY, vocab_size=50, max_position_embeddings=16, is_decoder=True, add_cross_attention=True
+    )
     read = {"encoder_hidden_states": torch.randn(2, 9, 16), "encoder_attention_mask": PADDED}
     return transformers.BertModel(config, add_pooling_layer=False), {"input_ids": ids(4), "use_cache": False, **read}
 
 
 def bart() -> tuple[nn.Module, dict[str, Any]]:
     sizes = {
-        f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
+        f"{part}_{name}": size
+        for part in ("encoder", "decoder")
+        for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))
     }
     config = transformers.BartConfig(vocab_size=50, d_model=16, max_position_embeddings=16, **sizes)
-    return transformers.BartModel(config), {"input_ids": ids(), "attention_mask": PADDED, "decoder_input_ids": ids(4), "use_cache": False}
+    return transformers.BartModel(config), {
+        "input_ids": ids(),
+        "attention_mask": PADDED,
+        "decoder_input_ids": ids(4),
+        "use_cache": False,
+    }
 
 
 def llama() -> tuple[nn.Module, dict[str, Any]]:
@@ -122,7 +133,10 @@ def results(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str,
 
 
 def in_dtype(dtype: torch.dtype, inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given for name, given in inputs.items()}
+    return {
+        name: given.to(dtype) if isinstance(given, Tensor) and given.is_floating_point() else given
+        for name, given in inputs.items()
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -153,7 +167,9 @@ def test_models(name: str, fused: list[tuple[int, ...]]) -> None:
         out, found = results(model, inputs)
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
         errors[other] = {each: float((found[each] - gradient).abs().max()) for each, gradient in gradients.items()}
-    theirs = max(error for other in ("sdpa", "eager") for error in errors[other].values())  # of one parameter alone it can be luck
+    theirs = max(
+        error for other in ("sdpa", "eager") for error in errors[other].values()
+    )  # of one parameter alone it can be luck
     for each, error in errors["cmab"].items():
         assert error <= 2 * theirs + 1e-6 * largest, each
 
@@ -190,7 +206,13 @@ def test_generation(fused: list[tuple[int, ...]]) -> None:
         tokens, scores = [], []
         for name in ("sdpa", "cmab"):
             causal.set_attn_implementation(name)
-            options = {"max_new_tokens": 5, "do_sample": False, "output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
+            options = {
+                "max_new_tokens": 5,
+                "do_sample": False,
+                "output_scores": True,
+                "return_dict_in_generate": True,
+                "pad_token_id": 0,
+            }
             generated = causal.generate(inputs["input_ids"], attention_mask=mask, **options)
             tokens.append(generated.sequences)
             scores.append(torch.stack(generated.scores))
@@ -221,7 +243,11 @@ CALLS: dict[str, tuple[Tensor | None, dict[str, Any], bool]] = {
     "padding for all heads": (SEEN.expand(2, 4, 5, 7), {}, True),
     "padding of one row": (SEEN, {}, True),
     "causal": (None, {"is_causal": True}, False),
-    "causal with a mask": (SEEN.expand(2, 1, 5, 7), {"is_causal": True}, True),  # as in transformers, a given mask overrides is_causal
+    "causal with a mask": (
+        SEEN.expand(2, 1, 5, 7),
+        {"is_causal": True},
+        True,
+    ),  # as in transformers, a given mask overrides is_causal
     "by query": (BY_QUERY, {}, False),
     "padding written out": (SEEN.expand(2, 1, 5, 7).contiguous(), {}, False),
     "by head": (BY_QUERY.expand(2, 4, 5, 7), {}, False),
@@ -230,17 +256,25 @@ CALLS: dict[str, tuple[Tensor | None, dict[str, Any], bool]] = {
     "to be added for all queries": (ADDED[:, :, :1].expand(2, 1, 5, 7).clamp(min=-2), {}, False),
     "a bias": (None, {"position_bias": torch.linspace(0, 1, 35).reshape(1, 1, 5, 7)}, False),
     "dropout of 0": (None, {"dropout": 0.0}, True),
-    "what models pass": (None, {"use_cache": False, "position_bias": None, "softcap": None, "output_attentions": False}, True),
+    "what models pass": (
+        None,
+        {"use_cache": False, "position_bias": None, "softcap": None, "output_attentions": False},
+        True,
+    ),
 }
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("mask, options, is_fused", CALLS.values(), ids=CALLS)
-def test_calls(mask: Tensor | None, options: dict[str, Any], is_fused: bool, groups: int, fused: list[tuple[int, ...]]) -> None:
+def test_calls(
+    mask: Tensor | None, options: dict[str, Any], is_fused: bool, groups: int, fused: list[tuple[int, ...]]
+) -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     module, tensors = SimpleNamespace(is_causal=False, num_key_value_groups=4 // groups), heads(groups=groups)
-    (expected, _), (ours, weights) = (each(module, *tensors, mask, **options) for each in (sdpa_attention_forward, integration.attention))
+    (expected, _), (ours, weights) = (
+        each(module, *tensors, mask, **options) for each in (sdpa_attention_forward, integration.attention)
+    )
     assert bool(fused) == is_fused
     assert weights is None
     assert ours.is_contiguous()
@@ -290,7 +324,9 @@ def test_compiled() -> None:
 def test_perceiver_has_an_attention_of_its_own(fused: list[tuple[int, ...]]) -> None:
     """Perceiver never asks the attention interface: it accepts the name "cmab", and nothing changes."""
     heads_of = {"num_self_attention_heads": 2, "num_cross_attention_heads": 2}
-    config = transformers.PerceiverConfig(num_latents=4, d_latents=16, d_model=16, num_blocks=1, num_self_attends_per_block=1, **heads_of)
+    config = transformers.PerceiverConfig(
+        num_latents=4, d_latents=16, d_model=16, num_blocks=1, num_self_attends_per_block=1, **heads_of
+    )
     model = transformers.AutoModel.from_config(config, attn_implementation="cmab").eval()
     assert model(torch.randn(1, 5, 16)).last_hidden_state.shape == (1, 4, 16)
     assert not fused

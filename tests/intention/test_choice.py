@@ -23,7 +23,9 @@ NOISE = 1.02
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_unsupported", lambda operator_set, impl, tensors: "it is made up" if impl == "native" else None)
+    monkeypatch.setattr(
+        backends, "_unsupported", lambda operator_set, impl, tensors: "it is made up" if impl == "native" else None
+    )
 
 
 def _measured() -> dict[tuple[str, str], tuple[str, list[torch.Tensor]]]:
@@ -49,12 +51,18 @@ def _tensors(size: dict[str, int]) -> list[torch.Tensor]:
     dtype, width, batch = getattr(torch, str(size["dtype"])), size["D"], size["B"]
     if "N" in size:
         return [torch.empty(batch, 1, size["N"], width, dtype=dtype, device="meta")] * 3
-    return [torch.empty(batch, width, width, dtype=dtype, device="meta"), torch.empty(batch, width, width, dtype=dtype, device="meta")]
+    return [
+        torch.empty(batch, width, width, dtype=dtype, device="meta"),
+        torch.empty(batch, width, width, dtype=dtype, device="meta"),
+    ]
 
 
 def test_what_was_faster_is_taken() -> None:
     measured = _measured()
-    assert {operator for operator, _ in measured} == FAMILIES.keys() and {best for best, _ in measured.values()} == {"triton", "cuda"}
+    assert {operator for operator, _ in measured} == FAMILIES.keys() and {best for best, _ in measured.values()} == {
+        "triton",
+        "cuda",
+    }
     for (operator, group), (best, tensors) in measured.items():
         assert backends.choose(FAMILIES[operator], "auto", *tensors) == best, (operator, group)
 
@@ -72,5 +80,7 @@ def test_a_named_implementation_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert backends.choose("intention", "cuda", *rows) == "cuda"
     with use_impl("cuda"):
         assert backends.choose("intention", "auto", *rows) == "cuda"
-    monkeypatch.setattr(backends, "_unsupported", lambda operator_set, impl, tensors: None if impl == "cuda" else "it is made up")
+    monkeypatch.setattr(
+        backends, "_unsupported", lambda operator_set, impl, tensors: None if impl == "cuda" else "it is made up"
+    )
     assert backends.choose("intention", "auto", *rows) == "cuda"

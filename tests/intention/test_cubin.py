@@ -58,7 +58,12 @@ NIGHTLY = [case for case in itertools.product(DTYPES, (1, 16, 32, 64, 128, 256),
 
 
 def _launches(
-    dtype: torch.dtype, width: int, capability: int, value_width: int | None = None, masked: bool = False, exact: bool = False
+    dtype: torch.dtype,
+    width: int,
+    capability: int,
+    value_width: int | None = None,
+    masked: bool = False,
+    exact: bool = False,
 ) -> list[Launch]:
     """Record the launches of both sums, their gradients, and rows times a solution, on request with a mask and weights.
 
@@ -137,18 +142,31 @@ def test_compiled_with_mask_and_weights(name: str, width: int, capability: int, 
 @pytest.mark.parametrize("name, width, capability", list(itertools.product(("bf16", "fp32"), (16, 64), (80, 90))))
 def test_compiled_exact(name: str, width: int, capability: int, tmp_path: Path) -> None:
     spilling = EXACT.get((name, width, capability))
-    assert _check(_launches(DTYPES[name], width, capability, masked=True, exact=True), capability, tmp_path, spilling) == []
+    assert (
+        _check(_launches(DTYPES[name], width, capability, masked=True, exact=True), capability, tmp_path, spilling)
+        == []
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("width, capability", list(itertools.product((16, 64, 128), (80, 90, 100))))
 def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None:
     with mock.patch.object(launch, "allows_tf32", lambda: True):
-        assert _check(_launches(torch.float32, width, capability), capability, tmp_path, SPILLING.get(("tf32", width, capability))) == []
+        assert (
+            _check(
+                _launches(torch.float32, width, capability),
+                capability,
+                tmp_path,
+                SPILLING.get(("tf32", width, capability)),
+            )
+            == []
+        )
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name, width, value_width", [("bf16", 64, 1), ("fp32", 64, 1), ("fp32", 100, 7), ("fp64", 3, 65)])
+@pytest.mark.parametrize(
+    "name, width, value_width", [("bf16", 64, 1), ("fp32", 64, 1), ("fp32", 100, 7), ("fp64", 3, 65)]
+)
 def test_compiled_uneven(name: str, width: int, value_width: int, tmp_path: Path) -> None:
     assert _check(_launches(DTYPES[name], width, 90, value_width), 90, tmp_path, SPILLING.get((name, width, 90))) == []
 
@@ -160,7 +178,9 @@ def _prefixes(dtype: torch.dtype, width: int, capability: int, masked: bool) -> 
     """Record the launches of the sums over all prefixes and of their gradients,
     in several runs with a state: each kernel once."""
     key = torch.empty(2, 4, 3000, width, dtype=dtype, device="meta")
-    weights = torch.empty(2, 4, 3000, dtype=torch.promote_types(dtype, torch.float32), device="meta") if masked else None
+    weights = (
+        torch.empty(2, 4, 3000, dtype=torch.promote_types(dtype, torch.float32), device="meta") if masked else None
+    )
     mask = torch.zeros(2, 3000, dtype=torch.bool, device="meta") if masked else None
     state = torch.empty(2, 4, width, width, dtype=torch.float64, device="meta")
 
@@ -182,7 +202,9 @@ def test_compiled_prefixes(name: str, width: int, capability: int, masked: bool,
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name, width, capability", list(itertools.product(("bf16", "fp32", "fp64"), (1, 16, 64, 256), (80, 90, 100, 120))))
+@pytest.mark.parametrize(
+    "name, width, capability", list(itertools.product(("bf16", "fp32", "fp64"), (1, 16, 64, 256), (80, 90, 100, 120)))
+)
 def test_compiled_prefixes_everywhere(name: str, width: int, capability: int, tmp_path: Path) -> None:
     spilling = OF_PREFIXES.get((name, width, capability))
     assert _check(_prefixes(DTYPES[name], width, capability, width < 256), capability, tmp_path, spilling) == []

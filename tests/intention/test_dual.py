@@ -41,8 +41,14 @@ def _case(seed: int) -> Case:
     keys, width = draw.choice((1, 2, 3, 7, 12, 16, 31, 33, 60)), draw.choice((4, 8, 17, 32, 64, 96, 128))
     dtype = draw.choice((torch.float64, torch.float32, torch.bfloat16))
     value_width = draw.choice((1, 3, 8, 17, 64))
-    q, k, v = (torch.randn(batch, heads, n, w).to(dtype) for n, w in ((rows, width), (keys, width), (keys, value_width)))
-    alpha, weights, mask = torch.rand(batch, heads, dtype=torch.float64) + 0.2, torch.rand(batch, keys), torch.rand(batch, keys) < 0.2
+    q, k, v = (
+        torch.randn(batch, heads, n, w).to(dtype) for n, w in ((rows, width), (keys, width), (keys, value_width))
+    )
+    alpha, weights, mask = (
+        torch.rand(batch, heads, dtype=torch.float64) + 0.2,
+        torch.rand(batch, keys),
+        torch.rand(batch, keys) < 0.2,
+    )
     return draw.choice((_dual, _plain_dual, _sigma, _weighted_sigma)), (q, k, v, alpha, weights, mask)
 
 
@@ -103,7 +109,9 @@ def test_same_bits_of_expanded_tensors() -> None:
         assert torch.equal(function(*spread), function(*(t.contiguous() for t in spread)))
 
 
-@pytest.mark.parametrize("keys, width, alpha", [(513, 16, 0.1), (100, 8, 0.01), (16, 256, 0.1), (60, 64, 0.1), (7, 32, 1e-3)])
+@pytest.mark.parametrize(
+    "keys, width, alpha", [(513, 16, 0.1), (100, 8, 0.01), (16, 256, 0.1), (60, 64, 0.1), (7, 32, 1e-3)]
+)
 def test_rows_are_as_accurate_as_in_the_primal(impl: str, keys: int, width: int, alpha: float) -> None:
     """The error against float64 is at most three times that of torch's own float32 result,
     or 32 eps, whichever is larger."""
@@ -129,7 +137,9 @@ def test_wide_keys_and_many(keys: int, width: int, warns: bool) -> None:
     """Keys wider than any attention kernel takes run nevertheless, with a warning if the definition runs."""
     q, k, v = (torch.randn(1, 1, n, w, dtype=torch.float64) for n, w in ((3, width), (keys, width), (keys, 2)))
     for form in ("primal", "dual"):
-        torch.testing.assert_close(ck.intention(q, k, v, 0.5, form=form), oracles.intention(q, k, v, 0.5), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            ck.intention(q, k, v, 0.5, form=form), oracles.intention(q, k, v, 0.5), rtol=1e-10, atol=1e-10
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert ck.sigma_intention(q, k, v, 0.5).isfinite().all()

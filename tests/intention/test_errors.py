@@ -26,7 +26,11 @@ BAD_ROWS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "key of no width": (ValueError, r"^key: got shape.*D >= 1", {"key": K[..., :0]}),
     "fewer values than keys": (ValueError, r"^value: got shape \(2, 3, 8, 5\).*\(2, 3, 9, E\)", {"value": V[:, :, 1:]}),
     "additive mask": (TypeError, r"^key_padding_mask: got torch.float32", {"key_padding_mask": torch.zeros(2, 9)}),
-    "mask too long": (ValueError, r"^key_padding_mask: got shape \(2, 10\)", {"key_padding_mask": torch.zeros(2, 10).bool()}),
+    "mask too long": (
+        ValueError,
+        r"^key_padding_mask: got shape \(2, 10\)",
+        {"key_padding_mask": torch.zeros(2, 10).bool()},
+    ),
     "weights too long": (
         ValueError,
         r"^weights: got shape \(2, 10\).*\(2, 9\) or \(B, H, N\) = \(2, 3, 9\)",
@@ -63,7 +67,11 @@ BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
     "a tuple": (TypeError, r"^state: got a tuple.*RidgeState", tuple(STATE)),
     "other width": (ValueError, r"^state.gram: got shape \(2, 3, 7, 7\).*\(2, 3, 8, 8\)", ck.empty_ridge(2, 3, 7, 5)),
     "other value width": (ValueError, r"^state.moment: got shape \(2, 3, 8, 6\)", ck.empty_ridge(2, 3, 8, 6)),
-    "single precision": (TypeError, r"^state.gram: got torch.float32.*float64", STATE._replace(gram=STATE.gram.float())),
+    "single precision": (
+        TypeError,
+        r"^state.gram: got torch.float32.*float64",
+        STATE._replace(gram=STATE.gram.float()),
+    ),
     "a count of floats": (TypeError, r"^state.count: got torch.float32", STATE._replace(count=STATE.count.float())),
     "no moment": (TypeError, r"^state.moment: got None", STATE._replace(moment=None)),
     "elsewhere": (ValueError, r"^state.gram: got device meta", ck.empty_ridge(2, 3, 8, 5, device="meta")),
@@ -143,7 +151,9 @@ def test_a_state_whose_parts_do_not_fit() -> None:
 
 @pytest.mark.parametrize("width", [-1, 1.5, True, "a", None])
 def test_an_empty_state_of_no_width(width: Any) -> None:
-    with pytest.raises(ValueError if width == -1 else TypeError, match="^" + re.escape(f"width: got {width!r}, expected an int >= 0")):
+    with pytest.raises(
+        ValueError if width == -1 else TypeError, match="^" + re.escape(f"width: got {width!r}, expected an int >= 0")
+    ):
         ck.empty_ridge(1, 1, width, 1)
 
 
@@ -168,14 +178,19 @@ def test_bad_systems(case: str) -> None:
         ck.regularised_solve(**{"gram": A, "rhs": RHS, "alpha": 0.1, **changed})
 
 
-@pytest.mark.parametrize("gram", [torch.tensor(3.0), torch.ones(4), A[..., :3], A[..., :3, :], A[..., :0, :0], A.long()])
+@pytest.mark.parametrize(
+    "gram", [torch.tensor(3.0), torch.ones(4), A[..., :3], A[..., :3, :], A[..., :0, :0], A.long()]
+)
 def test_bad_matrices_to_invert(gram: Tensor) -> None:
     with pytest.raises((ValueError, TypeError), match=r"^gram: got (shape|torch)"):
         ck.regularised_inverse(gram, 0.1)
 
 
 def test_a_penalty_that_float32_does_not_hold() -> None:
-    for solve in (lambda alpha: ck.regularised_solve(A, RHS, alpha), lambda alpha: ck.regularised_inverse(A.half(), alpha)):
+    for solve in (
+        lambda alpha: ck.regularised_solve(A, RHS, alpha),
+        lambda alpha: ck.regularised_inverse(A.half(), alpha),
+    ):
         with pytest.raises(ValueError, match=r"^alpha: got 1e\+39.*finite in torch.float32"):
             solve(1e39)
     ck.regularised_solve(A.double(), RHS.double(), 1e39)
@@ -193,7 +208,9 @@ def test_an_impl_that_cannot_run_here_says_why() -> None:
 
 
 def test_a_negative_value_inside_a_compiled_graph() -> None:
-    compiled = torch.compile(lambda alpha, weights: ck.intention(Q, K, V, alpha, weights=weights), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda alpha, weights: ck.intention(Q, K, V, alpha, weights=weights), fullgraph=True, backend="aot_eager"
+    )
     compiled(torch.ones(()), torch.ones(2, 9))
     with pytest.raises(ValueError, match="alpha"):
         compiled(-torch.ones(()), torch.ones(2, 9))

@@ -38,7 +38,9 @@ def margins() -> Iterator[None]:
 def _close(ours: Tensor, right: Tensor, terms: Tensor, tolerance: float) -> None:
     """Check that each element is within `tolerance`, relative to the sum of the sizes of its terms."""
     assert ours.shape == right.shape and ours.is_contiguous()
-    assert ((ours.double() - right).abs() <= tolerance * terms).all(), f"{float(((ours.double() - right).abs() / terms).max()):.1e}"
+    assert ((ours.double() - right).abs() <= tolerance * terms).all(), (
+        f"{float(((ours.double() - right).abs() / terms).max()):.1e}"
+    )
 
 
 class Case:
@@ -63,7 +65,11 @@ class Case:
         return sums
 
     def gradients(
-        self, exact: bool, tolerance: float, needs: tuple[bool, bool, bool] = EVERYTHING, cotangents: tuple[Tensor, Tensor] | None = None
+        self,
+        exact: bool,
+        tolerance: float,
+        needs: tuple[bool, bool, bool] = EVERYTHING,
+        cotangents: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         key, value, *_ = self.inputs
         batch, heads, _, width = key.shape
@@ -88,7 +94,9 @@ class Case:
         return grads
 
 
-def _inputs(batch: int, heads: int, keys: int, width: int, value_width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _inputs(
+    batch: int, heads: int, keys: int, width: int, value_width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     key, value = (between_margins(torch.randn(batch, heads, keys, n).to(dtype)) for n in (width, value_width))
     return key, value
 
@@ -103,7 +111,8 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-6}
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "keys, width, value_width", [(70, 8, 8), (1, 1, 1), (65, 3, 17), (40, 16, 65), (63, 64, 1), (33, 100, 7), (17, 65, 130)]
+    "keys, width, value_width",
+    [(70, 8, 8), (1, 1, 1), (65, 3, 17), (40, 16, 65), (63, 64, 1), (33, 100, 7), (17, 65, 130)],
 )
 def test_shapes(dtype: torch.dtype, keys: int, width: int, value_width: int) -> None:
     """The last tile of keys is not full, and widths are odd or span several tiles;
@@ -167,7 +176,9 @@ def test_sums_on_top_of_others(keys: int, width: int, masked: bool) -> None:
     assert torch.equal(alone[2], case.kept.sum(-1))
 
 
-def _check_prefixes(case: Case, every: int, state: tuple[Tensor, Tensor] | None = None, needs: tuple[bool, ...] = (True,) * 5) -> None:
+def _check_prefixes(
+    case: Case, every: int, state: tuple[Tensor, Tensor] | None = None, needs: tuple[bool, ...] = (True,) * 5
+) -> None:
     """Check the sums over all prefixes, and their gradients, by the definition in float64."""
     key, value, *rest = case.inputs
     before = state or (None, None)
@@ -176,7 +187,12 @@ def _check_prefixes(case: Case, every: int, state: tuple[Tensor, Tensor] | None 
     for sums_, base, other in zip(ours, before, (case.k, case.v), strict=True):
         terms = (case.w * case.k)[..., None] * other[..., None, :]
         right, size = terms.cumsum(2)[:, :, ends - 1], terms.abs().cumsum(2)[:, :, ends - 1]
-        _close(sums_, right if base is None else base[:, :, None] + right, size if base is None else base[:, :, None].abs() + size, 1e-15)
+        _close(
+            sums_,
+            right if base is None else base[:, :, None] + right,
+            size if base is None else base[:, :, None].abs() + size,
+            1e-15,
+        )
     assert torch.equal(ours[0], ours[0].mT) or state is not None, "exactly symmetric"
     cotangents = tuple(torch.randn_like(part) for part in ours)
     grads = kernels.prefix_ridge_backward(PrefixRidgeBackward(*cotangents, *case.inputs, every, needs))
@@ -188,14 +204,21 @@ def _check_prefixes(case: Case, every: int, state: tuple[Tensor, Tensor] | None 
         assert grad.dtype == dtype and grad.is_contiguous()
         if need:
             assert grad.shape == wanted.shape
-            assert not grad.numel() or ((grad.double() - wanted).abs() <= 2 * max(torch.finfo(dtype).eps, 1e-14) * wanted.abs().max()).all()
+            assert (
+                not grad.numel()
+                or ((grad.double() - wanted).abs() <= 2 * max(torch.finfo(dtype).eps, 1e-14) * wanted.abs().max()).all()
+            )
         else:
             assert grad.shape == (0,)
-    assert all((grad[~case.kept] == 0).all() for grad, need in zip(grads[:3], needs, strict=False) if need), "masked keys get exact zeros"
+    assert all((grad[~case.kept] == 0).all() for grad, need in zip(grads[:3], needs, strict=False) if need), (
+        "masked keys get exact zeros"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-@pytest.mark.parametrize("keys, width, value_width, every", [(21, 5, 3, 1), (23, 18, 33, 3), (40, 3, 17, 16), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "keys, width, value_width, every", [(21, 5, 3, 1), (23, 18, 33, 3), (40, 3, 17, 16), (1, 1, 1, 1)]
+)
 def test_prefixes(keys: int, width: int, value_width: int, every: int, dtype: torch.dtype) -> None:
     """A state after every key, every few and every many: the last chunk and tile are not full,
     and widths span several tiles."""
@@ -251,7 +274,8 @@ def test_unneeded_gradients(needs: tuple[bool, bool, bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys, masked", [(200, slice(0, 64)), (200, slice(64, 128)), (1100, slice(1024, 1100)), (70, slice(1, None)), (70, slice(None))]
+    "keys, masked",
+    [(200, slice(0, 64)), (200, slice(64, 128)), (1100, slice(1024, 1100)), (70, slice(1, None)), (70, slice(None))],
 )
 def test_masks_hide_nan(keys: int, masked: slice) -> None:
     """Masks hide a first or middle tile, a whole run, all keys but one, or all keys.
@@ -274,10 +298,15 @@ def test_masks_hide_nan(keys: int, masked: slice) -> None:
 @pytest.mark.parametrize("extents", list(itertools.product((0, 2), (0, 1), (0, 3), (0, 2))))
 def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
     batch, heads, keys, value_width = extents
-    case = Case(*_inputs(batch, heads, keys, 5, value_width, torch.float32), _weights(batch, heads, keys, torch.float32))
+    case = Case(
+        *_inputs(batch, heads, keys, 5, value_width, torch.float32), _weights(batch, heads, keys, torch.float32)
+    )
     case.gram(False, 1e-6)
     case.gradients(False, 1e-6)
-    assert kernels.apply_rows(ApplyRows(case.inputs[0], torch.randn(batch, heads, 5, value_width).double())).shape == case.inputs[1].shape
+    assert (
+        kernels.apply_rows(ApplyRows(case.inputs[0], torch.randn(batch, heads, 5, value_width).double())).shape
+        == case.inputs[1].shape
+    )
 
 
 @pytest.mark.parametrize("dtype, big", [(torch.float32, 3e19), (torch.float32, 3e38), (torch.float16, 6e4)])
@@ -297,7 +326,11 @@ def test_a_nan_stays_in_its_matrix() -> None:
     gram, moment = kernels.gram(Gram(key, value, None, None, (True, True), False))
     touched = torch.zeros(4, 4, dtype=torch.bool)
     touched[2], touched[:, 2] = True, True
-    assert torch.equal(gram[1, 0].isnan(), touched) and moment[1, 0, 2].isnan().all() and not moment[1, 0, [0, 1, 3]].isnan().any()
+    assert (
+        torch.equal(gram[1, 0].isnan(), touched)
+        and moment[1, 0, 2].isnan().all()
+        and not moment[1, 0, [0, 1, 3]].isnan().any()
+    )
     assert torch.equal(gram[0], clean[0][0]) and torch.equal(moment[0], clean[1][0])
 
 
@@ -324,7 +357,10 @@ def test_layouts(layout: str) -> None:
     """Inputs, weights, matrices and incoming gradients may have any strides; the gradient of a sum has stride 0."""
     arrange = LAYOUTS[layout]
     key, value = (arrange(t) for t in _inputs(2, 2, 70, 16, 7, torch.float64))
-    weights, mask = arrange(_weights(2, 2, 70, torch.float64)[..., None])[..., 0], (torch.rand(1, 70, 2) < 0.3)[..., 0].expand(2, 70)
+    weights, mask = (
+        arrange(_weights(2, 2, 70, torch.float64)[..., None])[..., 0],
+        (torch.rand(1, 70, 2) < 0.3)[..., 0].expand(2, 70),
+    )
     case = Case(key, value, weights, mask)
     case.gram(False, 1e-14)
     dgram, dmoment = torch.randn(2, 2, 16, 16).double(), torch.randn(2, 2, 16, 7).double()
@@ -362,7 +398,9 @@ def test_runs_cover_the_keys(width: int, programs: int) -> None:
         runs, length = launch.cut_keys(keys, width, programs)
         assert length % 128 == 0 and runs * length >= keys and (runs == 1 or (runs - 1) * length < keys)
         assert runs * programs <= max(launch.MOST_PROGRAMS, programs), "the workspace does not grow with the keys"
-        assert runs == 1 or runs * 16 * width <= keys + 16 * width, "and is a small part of them: 16 float64 numbers for 64 of float32"
+        assert runs == 1 or runs * 16 * width <= keys + 16 * width, (
+            "and is a small part of them: 16 float64 numbers for 64 of float32"
+        )
 
 
 def test_the_public_functions() -> None:

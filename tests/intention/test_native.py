@@ -17,7 +17,9 @@ from torch import Tensor
 from cmab_kernels.intention.contract import ApplyRows, Gram, GramBackward
 from cmab_kernels.measure import peak_memory
 
-native = pytest.importorskip("cmab_kernels.intention.native", reason="the extension was not built", exc_type=ImportError)
+native = pytest.importorskip(
+    "cmab_kernels.intention.native", reason="the extension was not built", exc_type=ImportError
+)
 
 BOTH = (True, True)
 ALL = (True, True, True)
@@ -38,10 +40,14 @@ class Case(NamedTuple):
     mask: Tensor | None = None
 
 
-def _case(batch: int, heads: int, keys: int, width: int, value_width: int, dtype: torch.dtype, weighted: bool = False) -> Case:
+def _case(
+    batch: int, heads: int, keys: int, width: int, value_width: int, dtype: torch.dtype, weighted: bool = False
+) -> Case:
     """Return random rows whose columns have different means, so that sums of many keys do not cancel."""
     key, value = (
-        (torch.randn(batch, heads, keys, w, dtype=torch.float64) + torch.linspace(-2, 2, w, dtype=torch.float64)).to(dtype)
+        (torch.randn(batch, heads, keys, w, dtype=torch.float64) + torch.linspace(-2, 2, w, dtype=torch.float64)).to(
+            dtype
+        )
         for w in (width, value_width)
     )
     weights = torch.rand(batch, heads, keys, dtype=native.state_dtype(dtype)) if weighted else None
@@ -85,7 +91,9 @@ def _slopes(case: Case) -> tuple[Tensor, Tensor]:
     width, value_width = case.key.shape[-1], case.value.shape[-1]
     make = torch.Generator().manual_seed(1)
     shapes = (*case.key.shape[:2], -1, -1)
-    dgram, dmoment = (torch.randn(width, w, generator=make, dtype=torch.float64).expand(shapes) for w in (width, value_width))
+    dgram, dmoment = (
+        torch.randn(width, w, generator=make, dtype=torch.float64).expand(shapes) for w in (width, value_width)
+    )
     return dgram, dmoment
 
 
@@ -132,7 +140,21 @@ def _same(ours: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
 
 
-WIDTHS = [(1, 1), (3, 2), (8, 8), (9, 7), (16, 16), (17, 65), (24, 40), (33, 3), (64, 64), (65, 17), (80, 96), (130, 8), (5, 300)]
+WIDTHS = [
+    (1, 1),
+    (3, 2),
+    (8, 8),
+    (9, 7),
+    (16, 16),
+    (17, 65),
+    (24, 40),
+    (33, 3),
+    (64, 64),
+    (65, 17),
+    (80, 96),
+    (130, 8),
+    (5, 300),
+]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -217,11 +239,20 @@ def test_interleaved_heads_of_many_runs(isa: str, keys: int, dtype: torch.dtype)
 def test_interleaved_heads_take_turns(isa: str, inside: tuple[int, ...], dtype: torch.dtype) -> None:
     """Groups of heads and pieces of rows are ragged; a piece ends within a turn; prefetching changes nothing."""
     plain = _case(2, 9, 2500, 16, 8, dtype, weighted=True)._replace(mask=torch.rand(2, 2500) < 0.3)
-    moved = plain._replace(**{name: LAYOUTS["heads inside"](getattr(plain, name)) for name in (plain._fields[i] for i in inside)})
+    moved = plain._replace(
+        **{name: LAYOUTS["heads inside"](getattr(plain, name)) for name in (plain._fields[i] for i in inside)}
+    )
     dgram, dmoment = torch.randn(2, 9, 16, 16, dtype=torch.float64), torch.randn(2, 9, 16, 8, dtype=torch.float64)
-    assert _same(*(list(native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, False))) for case in (plain, moved)))
-    assert torch.equal(native.apply_rows(ApplyRows(plain.key, dmoment)), native.apply_rows(ApplyRows(moved.key, dmoment)))
-    assert torch.equal(native.apply_rows(ApplyRows(plain.key.flip(1), dmoment)), native.apply_rows(ApplyRows(moved.key.flip(1), dmoment)))
+    assert _same(
+        *(list(native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, False))) for case in (plain, moved))
+    )
+    assert torch.equal(
+        native.apply_rows(ApplyRows(plain.key, dmoment)), native.apply_rows(ApplyRows(moved.key, dmoment))
+    )
+    assert torch.equal(
+        native.apply_rows(ApplyRows(plain.key.flip(1), dmoment)),
+        native.apply_rows(ApplyRows(moved.key.flip(1), dmoment)),
+    )
 
 
 def test_slopes_of_any_layout() -> None:
@@ -229,8 +260,12 @@ def test_slopes_of_any_layout() -> None:
     dgram, dmoment = torch.randn(2, 3, 9, 9, dtype=torch.float64), torch.randn(2, 3, 9, 6, dtype=torch.float64)
     right = native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, False))
     for change in (LAYOUTS["keys inside"], LAYOUTS["step 2"], LAYOUTS["batch inside"]):
-        assert _same(list(native.gram_backward(GramBackward(change(dgram), change(dmoment), *case, ALL, False))), list(right))
-        assert torch.equal(native.apply_rows(ApplyRows(case.key, change(dmoment))), native.apply_rows(ApplyRows(case.key, dmoment)))
+        assert _same(
+            list(native.gram_backward(GramBackward(change(dgram), change(dmoment), *case, ALL, False))), list(right)
+        )
+        assert torch.equal(
+            native.apply_rows(ApplyRows(case.key, change(dmoment))), native.apply_rows(ApplyRows(case.key, dmoment))
+        )
     one = torch.ones((), dtype=torch.float64)
     spread = native.gram_backward(GramBackward(one.expand(2, 3, 9, 9), one.expand(2, 3, 9, 6), *case, ALL, False))
     dense = native.gram_backward(GramBackward(torch.ones_like(dgram), torch.ones_like(dmoment), *case, ALL, False))
@@ -240,11 +275,19 @@ def test_slopes_of_any_layout() -> None:
 def test_expanded_operands(isa: str) -> None:
     key, value, weights, _ = _case(2, 2, 130, 16, 8, torch.float32, weighted=True)
     assert weights is not None
-    _check(Case(key[:1].expand(2, -1, -1, -1), value[:, :1].expand(-1, 2, -1, -1), weights[:, :, :1].expand(-1, -1, 130)))
+    _check(
+        Case(key[:1].expand(2, -1, -1, -1), value[:, :1].expand(-1, 2, -1, -1), weights[:, :, :1].expand(-1, -1, 130))
+    )
     _check(Case(key[:, :, :1].expand(-1, -1, 130, -1), value[..., :1].expand(-1, -1, -1, 8)))
 
 
-MASKED = {"first run": slice(0, 512), "tail": slice(900, 1030), "all but one": slice(1, None), "all": slice(None), "none": slice(0, 0)}
+MASKED = {
+    "first run": slice(0, 512),
+    "tail": slice(900, 1030),
+    "all but one": slice(1, None),
+    "all": slice(None),
+    "none": slice(0, 0),
+}
 
 
 @pytest.mark.parametrize("where", MASKED)
@@ -313,7 +356,9 @@ def test_sums_beyond_float32(isa: str, size: float, weighted: bool, dtype: torch
 @pytest.mark.parametrize("keys", [700, 9000])
 def test_parts(isa: str, parts: tuple[bool, bool], keys: int) -> None:
     case = _case(1, 2, keys, 12, 20, torch.float32, weighted=True)
-    for want, mine, full in zip(parts, native.gram(Gram(*case, parts, False)), native.gram(Gram(*case, BOTH, False)), strict=True):
+    for want, mine, full in zip(
+        parts, native.gram(Gram(*case, parts, False)), native.gram(Gram(*case, BOTH, False)), strict=True
+    ):
         assert torch.equal(mine, full) if want else mine.shape == (0,) and mine.dtype == torch.float64
 
 
@@ -371,7 +416,12 @@ def test_offsets_beyond_32_bits() -> None:
         for dim in range(4):
             strides = [2**i for i in range(4)]
             strides[dim] = 2**31
-            far = Case(*(memory[offset:].as_strided((2, 2, 2, 2), strides).copy_(t) for offset, t in ((0, plain.key), (32, plain.value))))
+            far = Case(
+                *(
+                    memory[offset:].as_strided((2, 2, 2, 2), strides).copy_(t)
+                    for offset, t in ((0, plain.key), (32, plain.value))
+                )
+            )
             assert _same(_everything(far), _everything(plain)), dim
             del far
         del memory

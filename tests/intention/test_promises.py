@@ -75,11 +75,15 @@ def test_expanded_tensors(impl: str) -> None:
 
     for a, b in zip(run(ck.intention, *inputs, impl=impl), run(oracles.intention, *inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-    shared = ck.intention(inputs[0], inputs[1].expand(2, 3, 70, 8), inputs[2].expand(2, 3, 70, 4), alpha.abs(), impl=impl)
+    shared = ck.intention(
+        inputs[0], inputs[1].expand(2, 3, 70, 8), inputs[2].expand(2, 3, 70, 4), alpha.abs(), impl=impl
+    )
     torch.testing.assert_close(shared, run(oracles.intention, *inputs)[0], rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("width, value_width", [(1, 1), (3, 5), (7, 1), (17, 31), (64, 8), (100, 3), (129, 40), (300, 5)])
+@pytest.mark.parametrize(
+    "width, value_width", [(1, 1), (3, 5), (7, 1), (17, 31), (64, 8), (100, 3), (129, 40), (300, 5)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_widths(impl: str, dtype: torch.dtype, width: int, value_width: int) -> None:
     q, k, v = (torch.randn(1, 2, n, w, dtype=dtype) for n, w in ((3, width), (77, width), (77, value_width)))
@@ -114,15 +118,22 @@ def _conditioned(systems: int, width: int, condition: float, dtype: torch.dtype)
 @pytest.mark.parametrize("exponent", range(1, 13))
 def test_lapack_ratio(impl: str, exponent: int, width: int) -> None:
     for alpha in (0.0, 1e-14, 1e-3):
-        matrix, rhs = _conditioned(5, width, 10.0**exponent, torch.float64), torch.randn(5, width, 3, dtype=torch.float64)
+        matrix, rhs = (
+            _conditioned(5, width, 10.0**exponent, torch.float64),
+            torch.randn(5, width, 3, dtype=torch.float64),
+        )
         weight, info = ck.regularised_solve(matrix, rhs, alpha, impl=impl)
         assert info.eq(0).all()
-        assert lapack_ratio(matrix + alpha * torch.eye(width, dtype=torch.float64), weight, rhs).max() < 5, "LAPACK's limit is 30"
+        assert lapack_ratio(matrix + alpha * torch.eye(width, dtype=torch.float64), weight, rhs).max() < 5, (
+            "LAPACK's limit is 30"
+        )
 
 
 @pytest.mark.parametrize("dtype, sound, doubtful", [(torch.float32, 1e3, 1e7), (torch.float64, 1e12, 1e15)])
 @pytest.mark.parametrize("width", [3, 16, 64, 80])
-def test_info_tells_failed_from_ill_conditioned(impl: str, width: int, dtype: torch.dtype, sound: float, doubtful: float) -> None:
+def test_info_tells_failed_from_ill_conditioned(
+    impl: str, width: int, dtype: torch.dtype, sound: float, doubtful: float
+) -> None:
     good, worse = _conditioned(4, width, sound, dtype), _conditioned(4, width, doubtful, dtype)
     bad = good.clone()
     bad[:, width - 1, width - 1] = -1.0

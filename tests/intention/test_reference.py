@@ -26,14 +26,20 @@ WEIGHTS = torch.rand(2, 9, dtype=torch.float64).masked_fill(torch.arange(9) % 4 
 @pytest.mark.parametrize("form", ["primal", "dual", "auto"])
 def test_both_forms_are_the_formula(impl: str, form: str, width: int, weighted: bool, masked: bool) -> None:
     q, k, v = _inputs(width=width)
-    weights, mask, alpha = WEIGHTS if weighted else None, MASK if masked else None, torch.rand(2, 3, dtype=torch.float64) + 0.1
+    weights, mask, alpha = (
+        WEIGHTS if weighted else None,
+        MASK if masked else None,
+        torch.rand(2, 3, dtype=torch.float64) + 0.1,
+    )
     inputs = [t.requires_grad_() for t in (q, k, v, alpha)] + ([weights.clone().requires_grad_()] if weighted else [])
     given = inputs[4] if weighted else None
     ours = ck.intention(q, k, v, alpha, form=form, weights=given, key_padding_mask=mask, impl=impl)
     wanted = oracles.intention(q, k, v, alpha, given, mask)
     torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
     direction = torch.randn_like(ours)
-    for a, b in zip(torch.autograd.grad(ours, inputs, direction), torch.autograd.grad(wanted, inputs, direction), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, inputs, direction), torch.autograd.grad(wanted, inputs, direction), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
@@ -73,7 +79,9 @@ def test_interpolation_without_penalty(impl: str) -> None:
     out = ck.intention(k.nan_to_num(), k, v, 0.0, key_padding_mask=mask, impl=impl)
     torch.testing.assert_close(out[0, :, ::2], v[0, :, ::2])
     weights = torch.tensor([[1.0, 0.0, 2.0], [3.0, 1.0, 1.0]], dtype=torch.float64)
-    torch.testing.assert_close(ck.intention(k[1:], k[1:], v[1:], 0.0, weights=weights[:1], impl=impl)[0, :, ::2], v[1, :, ::2])
+    torch.testing.assert_close(
+        ck.intention(k[1:], k[1:], v[1:], 0.0, weights=weights[:1], impl=impl)[0, :, ::2], v[1, :, ::2]
+    )
 
 
 @pytest.mark.parametrize("weighted", [False, True])

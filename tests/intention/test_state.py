@@ -32,14 +32,20 @@ def test_sums_are_float64_and_exact(impl: str, dtype: torch.dtype) -> None:
     k, v = _rows(300, dtype)
     weights = torch.rand(2, 300)
     state = ck.ridge_state(k, v, weights=weights, impl=impl)
-    kd, vd, w = k.double(), v.double(), weights.to(torch.float64 if dtype == torch.float64 else torch.float32).double()[:, None, :, None]
+    kd, vd, w = (
+        k.double(),
+        v.double(),
+        weights.to(torch.float64 if dtype == torch.float64 else torch.float32).double()[:, None, :, None],
+    )
     _close(state, RidgeState((w * kd).mT @ kd, (w * kd).mT @ vd, torch.full((2, 3), 300)))
     assert torch.equal(state.gram, state.gram.mT)
 
 
 def test_ignored_keys_are_not_counted(impl: str) -> None:
     ignored = torch.rand(2, 30) < 0.3
-    before = RidgeState(torch.eye(4).double().expand(2, 3, 4, 4), torch.zeros(2, 3, 4, 5).double(), torch.arange(6).view(2, 3))
+    before = RidgeState(
+        torch.eye(4).double().expand(2, 3, 4, 4), torch.zeros(2, 3, 4, 5).double(), torch.arange(6).view(2, 3)
+    )
     state = ck.ridge_state(*_rows(30), state=before, key_padding_mask=ignored, impl=impl)
     assert torch.equal(state.count, before.count + (~ignored).sum(1, keepdim=True))
 
@@ -111,7 +117,9 @@ def test_gradients_through_updates_merges_and_removals(impl: str) -> None:
     ours = stream(k, v, alpha)
     torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-11)
     for a, b in zip(
-        torch.autograd.grad(ours.pow(2).sum(), (k, v, alpha)), torch.autograd.grad(wanted.pow(2).sum(), (k, v, alpha)), strict=True
+        torch.autograd.grad(ours.pow(2).sum(), (k, v, alpha)),
+        torch.autograd.grad(wanted.pow(2).sum(), (k, v, alpha)),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)
     assert torch.autograd.gradcheck(stream, (k, v, alpha)) and torch.autograd.gradgradcheck(stream, (k, v, alpha))
@@ -160,7 +168,9 @@ def test_a_million_additions_in_one_call_and_in_many(impl: str) -> None:
         state = ck.ridge_state(k, v, state=state, impl=impl)
     for sums in (state.gram, ck.ridge_state(key, value, impl=impl).gram):
         assert (sums[0, 0] - gram).norm() < 1e-12 * gram.norm()
-    assert (ck.intention(torch.eye(2)[None, None], key, value, 1.0, impl=impl) - ck.solve_ridge(state, 1.0).weight).abs().max() < 1e-7
+    assert (
+        ck.intention(torch.eye(2)[None, None], key, value, 1.0, impl=impl) - ck.solve_ridge(state, 1.0).weight
+    ).abs().max() < 1e-7
 
 
 def test_to_and_from_a_plain_dict() -> None:
@@ -177,7 +187,9 @@ def test_states_of_all_prefixes_are_those_of_a_loop(impl: str, every: int, maske
     mask = torch.rand(2, 26) < 0.3 if masked else None
     before = ck.ridge_state(torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 2))
     kept = [part.clone() for part in before]
-    states = ck.prefix_ridge_states(key, value, every=every, state=before, weights=weights, key_padding_mask=mask, impl=impl)
+    states = ck.prefix_ridge_states(
+        key, value, every=every, state=before, weights=weights, key_padding_mask=mask, impl=impl
+    )
     assert all(torch.equal(part, old) for part, old in zip(before, kept, strict=True))
     stops = [min(stop + every, 26) for stop in range(0, 26, every)]
     assert states.count.shape == (2, 3, len(stops))
@@ -196,4 +208,8 @@ def test_states_of_all_prefixes_are_those_of_a_loop(impl: str, every: int, maske
 
 def test_no_keys_have_no_prefixes(impl: str) -> None:
     none = torch.randn(2, 3, 0, 5)
-    assert [tuple(part.shape) for part in ck.prefix_ridge_states(none, none, impl=impl)] == [(2, 3, 0, 5, 5), (2, 3, 0, 5, 5), (2, 3, 0)]
+    assert [tuple(part.shape) for part in ck.prefix_ridge_states(none, none, impl=impl)] == [
+        (2, 3, 0, 5, 5),
+        (2, 3, 0, 5, 5),
+        (2, 3, 0),
+    ]

@@ -14,7 +14,10 @@ from cmab_kernels.testing import LAWS, Measured, OperatorSuite, oracles
 
 Results = tuple[Tensor, ...]
 ALPHA = 10.0
-WIDE = tuple({"N": 1500, "D": width, "E": value_width} for width, value_width in ((16, 16), (64, 64), (128, 128), (33, 7), (64, 1)))
+WIDE = tuple(
+    {"N": 1500, "D": width, "E": value_width}
+    for width, value_width in ((16, 16), (64, 64), (128, 128), (33, 7), (64, 1))
+)
 """The classes of widths that GPU kernels have."""
 
 
@@ -67,7 +70,8 @@ class TestIntention(IntentionSuite):
     )
     repeats = 1000
     bits = tuple(
-        {"B": b, "H": 2, "L": 50, "N": n, "D": d, "E": 24} for b, n, d in ((3, 20_000, 16), (17, 100, 16), (9, 700, 40), (3, 300, 100))
+        {"B": b, "H": 2, "L": 50, "N": n, "D": d, "E": 24}
+        for b, n, d in ((3, 20_000, 16), (17, 100, 16), (9, 700, 40), (3, 300, 100))
     )
     many = {"B": 66_000, "H": 1, "L": 1, "N": 3, "D": 2, "E": 2}
     form = "primal"
@@ -96,12 +100,22 @@ class TestWeighted(IntentionSuite):
         return (ck.intention(**inputs, form=self.form, impl=impl),)
 
     def oracle(
-        self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, weights: Tensor, key_padding_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        alpha: Tensor,
+        weights: Tensor,
+        key_padding_mask: Tensor | None = None,
     ) -> Results:
         return (oracles.intention(query, key, value, alpha, weights, key_padding_mask),)
 
     def row_sizes(self, found: Measured) -> Tensor:
-        return super().row_sizes(found).maximum(found.right.norm() * 0.05) if found.is_gradient else super().row_sizes(found)
+        return (
+            super().row_sizes(found).maximum(found.right.norm() * 0.05)
+            if found.is_gradient
+            else super().row_sizes(found)
+        )
 
 
 class TestWeightedDual(TestWeighted):
@@ -124,7 +138,9 @@ class TestSigma(TestWeighted):
     def call(self, impl: str, **inputs: Any) -> Results:
         return (ck.sigma_intention(**inputs, impl=impl),)
 
-    def oracle(self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, key_padding_mask: Tensor | None = None) -> Results:
+    def oracle(
+        self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, key_padding_mask: Tensor | None = None
+    ) -> Results:
         if key.shape[2] == 0:
             return (query @ key.mT @ value,)
         out = oracles.sigma_intention(query, key, value, alpha, mask=key_padding_mask)
@@ -164,12 +180,20 @@ class TestStep(IntentionSuite):
     mask_tolerance = {torch.float64: 1e-11}
 
     def call(self, impl: str, root: Tensor, moment: Tensor, alpha: Tensor, **rows: Any) -> Results:
-        before = ck.RidgeState((root @ root.mT).double(), moment.double(), torch.full(root.shape[:2], 3, device=root.device))
+        before = ck.RidgeState(
+            (root @ root.mT).double(), moment.double(), torch.full(root.shape[:2], 3, device=root.device)
+        )
         solution, state = ck.ridge_step(before, **rows, alpha=alpha, impl=impl)
         return solution.weight, state.gram, state.moment
 
     def oracle(
-        self, root: Tensor, moment: Tensor, key: Tensor, value: Tensor, alpha: Tensor, key_padding_mask: Tensor | None = None
+        self,
+        root: Tensor,
+        moment: Tensor,
+        key: Tensor,
+        value: Tensor,
+        alpha: Tensor,
+        key_padding_mask: Tensor | None = None,
     ) -> Results:
         if key_padding_mask is not None:
             key = key.masked_fill(key_padding_mask[:, None, :, None], 0.0)
@@ -193,7 +217,10 @@ class TestPrefixStates(TestRidgeState):
     def oracle(self, key: Tensor, value: Tensor, weights: Tensor, key_padding_mask: Tensor | None = None) -> Results:
         length = key.shape[2]
         ends = torch.arange(self.every, length + self.every, self.every, device=key.device).clamp(max=length)
-        sums = (rows.unsqueeze(-1) * other.unsqueeze(-2) for rows, other in self._rows(key, value, weights, key_padding_mask))
+        sums = (
+            rows.unsqueeze(-1) * other.unsqueeze(-2)
+            for rows, other in self._rows(key, value, weights, key_padding_mask)
+        )
         gram, moment = (each.cumsum(2)[:, :, ends - 1] for each in sums)
         return gram, moment
 
@@ -328,7 +355,11 @@ def test_flops() -> None:
 
 
 def _loss(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
-    out = ck.intention(q, k, v, alpha) + ck.intention(q, k[:, :, :2], v[:, :, :2], 0.5) + ck.sigma_intention(q, k, v, alpha)
+    out = (
+        ck.intention(q, k, v, alpha)
+        + ck.intention(q, k[:, :, :2], v[:, :, :2], 0.5)
+        + ck.sigma_intention(q, k, v, alpha)
+    )
     state = ck.ridge_state(k[:, :, :3], v[:, :, :3], state=ck.ridge_state(k, v))
     return out.pow(2).sum() + ck.solve_ridge(state, alpha).weight.sum()
 
@@ -372,7 +403,9 @@ def test_autocast(impl: str, length: int) -> None:
     half = [t.detach().bfloat16().float() for t in (q, k, v)]
     torch.testing.assert_close(out.float(), ck.intention(*half, 1.0, impl="reference"), rtol=0.03, atol=0.02)
     torch.testing.assert_close(weight, ck.solve_ridge(ck.ridge_state(*half[1:], impl="reference"), 1.0).weight)
-    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum() + sigma.float().sum(), (q, k, v)))
+    assert all(
+        g.dtype == torch.float32 for g in torch.autograd.grad(out.float().sum() + sigma.float().sum(), (q, k, v))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -380,7 +413,11 @@ def test_autocast(impl: str, length: int) -> None:
 @pytest.mark.parametrize("exponent", [20, 30, 40, 50, 60])
 def test_huge_logits_of_sigma_intention(impl: str, exponent: int, length: int, width: int, dtype: torch.dtype) -> None:
     """With a scale of 2^20 to 2^60, each query's largest score has all the weight; nearly equal scores are left out."""
-    q, k, v = torch.randn(2, 2, 30, width).to(dtype), torch.randn(2, 2, length, width).to(dtype), torch.randn(2, 2, length, 3).to(dtype)
+    q, k, v = (
+        torch.randn(2, 2, 30, width).to(dtype),
+        torch.randn(2, 2, length, width).to(dtype),
+        torch.randn(2, 2, length, 3).to(dtype),
+    )
     key = k.double()
     system = key.mT @ key + 0.5 * torch.eye(width, dtype=torch.float64)
     scores = q.double() @ torch.linalg.solve(system, key.mT)

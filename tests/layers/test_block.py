@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 
 from cmab_kernels import explain
-from cmab_kernels.layers.block import PARTS, Settings, attended_blocks, composed, differentiated_blocks, read_blocks, updated_blocks
+from cmab_kernels.layers.block import (
+    PARTS,
+    Settings,
+    attended_blocks,
+    composed,
+    differentiated_blocks,
+    read_blocks,
+    updated_blocks,
+)
 from cmab_kernels.layers.reference import RESIDUALS
 
 pytestmark = pytest.mark.skipif(
-    not explain("feed_forward_layer", torch.ones(1, 1), torch.ones(2, 1), torch.ones(1, 1))[0].usable, reason="the extension was not built"
+    not explain("feed_forward_layer", torch.ones(1, 1), torch.ones(2, 1), torch.ones(1, 1))[0].usable,
+    reason="the extension was not built",
 )
 HEADS, EPS = 2, 1e-5
 SHAPES = {
@@ -58,7 +67,12 @@ def _given(shape: Sequence[int], dtype: torch.dtype = torch.float64, *, reads: b
 
 
 def _fused(
-    x: Tensor, inputs: Tensor | None, mask: Tensor | None, attended: Tensor | None, *parameters: Tensor, all_blocks: bool = False
+    x: Tensor,
+    inputs: Tensor | None,
+    mask: Tensor | None,
+    attended: Tensor | None,
+    *parameters: Tensor,
+    all_blocks: bool = False,
 ) -> Tensor:
     if attended is not None:
         return attended_blocks(x, attended, parameters, _settings, all_blocks=all_blocks)
@@ -67,7 +81,12 @@ def _fused(
 
 
 def _passing(
-    x: Tensor, inputs: Tensor | None, mask: Tensor | None, attended: Tensor | None, *parameters: Tensor, all_blocks: bool = False
+    x: Tensor,
+    inputs: Tensor | None,
+    mask: Tensor | None,
+    attended: Tensor | None,
+    *parameters: Tensor,
+    all_blocks: bool = False,
 ) -> Tensor:
     """The same results when nothing is kept."""
     if attended is not None:
@@ -96,7 +115,10 @@ def _close(ours: Sequence[Tensor], right: Sequence[Tensor], tolerance: float) ->
 def _results(function: Callable[..., Tensor], given: Given, dy: Tensor) -> list[Tensor]:
     leaves = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in given]
     result = function(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, _floating(leaves), dy.to(result.dtype), materialize_grads=True)]
+    return [
+        result.detach(),
+        *torch.autograd.grad(result, _floating(leaves), dy.to(result.dtype), materialize_grads=True),
+    ]
 
 
 both = pytest.mark.parametrize("reads", [True, False], ids=["inputs", "attended"])
@@ -115,7 +137,10 @@ def test_one_call_is_its_operators(shape: Sequence[int], dtype: torch.dtype, rea
     largest = max(exact.norm() for exact in right)  # if one key's weight is 1, gradients through it cancel to 0
     for mine, other, exact in zip(ours, theirs, right, strict=True):
         assert mine.dtype == other.dtype
-        error, allowed = (mine - exact).norm(), 4 * (other - exact).norm() + 1e-12 + 4 * torch.finfo(dtype).eps * largest
+        error, allowed = (
+            (mine - exact).norm(),
+            4 * (other - exact).norm() + 1e-12 + 4 * torch.finfo(dtype).eps * largest,
+        )
         assert error <= allowed
 
 
@@ -145,7 +170,9 @@ def test_ignored_inputs_are_not_read() -> None:
     for share in (0.5, 1.0):
         given = _given(SHAPES["a few latents"])
         mask = torch.rand(2, 9) < share
-        clean, dirty = ([given[0], given[1].detach().masked_fill(mask.unsqueeze(-1), v), mask, *given[3:]] for v in (0.0, torch.nan))
+        clean, dirty = (
+            [given[0], given[1].detach().masked_fill(mask.unsqueeze(-1), v), mask, *given[3:]] for v in (0.0, torch.nan)
+        )
         ours, right = (_results(_fused, one, torch.ones(2, 5, 8)) for one in (dirty, clean))
         assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
         assert not ours[2][mask].any()
@@ -164,7 +191,10 @@ def test_only_the_gradients_that_are_needed_are_made(reads: bool, residual: str)
         if not reads and (4 if residual == "input" else 6) < chosen <= 4 + 7:
             assert torch.autograd.grad(_fused(*given).sum(), given[chosen], allow_unused=True)[0] is None
             continue
-        ours, right = (torch.autograd.grad(f(*given).sin().sum(), given[chosen], materialize_grads=True)[0] for f in (_fused, _by_layer))
+        ours, right = (
+            torch.autograd.grad(f(*given).sin().sum(), given[chosen], materialize_grads=True)[0]
+            for f in (_fused, _by_layer)
+        )
         _close([ours], [right], 1e-12)
 
 
@@ -181,7 +211,9 @@ def test_the_latents_after_every_block(reads: bool, depth: int) -> None:
 
 
 def test_the_state_alone_is_that_of_an_update() -> None:
-    x, inputs, mask, _, *parameters = (t if t is None else t.detach() for t in _given(SHAPES["rows of several tiles"], depth=3))
+    x, inputs, mask, _, *parameters = (
+        t if t is None else t.detach() for t in _given(SHAPES["rows of several tiles"], depth=3)
+    )
     readings = [t for k in range(3) for t in parameters[k * sum(PARTS) : k * sum(PARTS) + 8]]
     state: tuple[Any, Any] = (None, None)
     for chunk, hidden in zip(inputs.split(20, 1), mask.split(20, 1), strict=True):
@@ -196,8 +228,12 @@ def test_second_derivatives_are_those_of_the_definition(reads: bool, all_blocks:
     given = _given((1, 2, 3, 3, 4, 3), reads=reads)
     seconds = []
     for function in (_each, _each_by_layer) if all_blocks else (_fused, _by_layer):
-        first = torch.autograd.grad(function(*given).sin().sum(), _floating(given), create_graph=True, materialize_grads=True)
-        seconds.append(torch.autograd.grad(sum(g.square().sum() for g in first), _floating(given), materialize_grads=True))
+        first = torch.autograd.grad(
+            function(*given).sin().sum(), _floating(given), create_graph=True, materialize_grads=True
+        )
+        seconds.append(
+            torch.autograd.grad(sum(g.square().sum() for g in first), _floating(given), materialize_grads=True)
+        )
     _close(*seconds, 1e-11 * max(float(g.norm()) for g in seconds[1]))
 
 

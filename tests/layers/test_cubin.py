@@ -17,7 +17,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from cmab_kernels.attention.projected.triton import launch as launches
 from cmab_kernels.attention.projected.triton.launch import Tiles
 from cmab_kernels.layers import triton as kernels
-from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
+from cmab_kernels.layers.contract import (
+    AttentionLayer,
+    AttentionLayerBackward,
+    FeedForwardLayer,
+    FeedForwardLayerBackward,
+)
 from cmab_kernels.layers.reference import RESIDUALS
 from cmab_kernels.testing.cubin import Launch, as_if_on, record
 from tests.machine_code import wrong
@@ -35,7 +40,9 @@ SPILLING = {
     ("fp64", 256, 90): {"_feed_forward_back": 0.02},
 }
 """The feed-forward kernels known to spill, and the largest share of their instructions that may access local memory."""
-NIGHTLY = [case for case in itertools.product(DTYPES, (20, 64, 128, 256), CAPABILITIES, RESIDUALS) if case not in ORDINARY]
+NIGHTLY = [
+    case for case in itertools.product(DTYPES, (20, 64, 128, 256), CAPABILITIES, RESIDUALS) if case not in ORDINARY
+]
 
 
 def _feed_forward(dtype: torch.dtype, width: int, residual: str = "input") -> dict[str, Launch]:
@@ -45,7 +52,9 @@ def _feed_forward(dtype: torch.dtype, width: int, residual: str = "input") -> di
 
     def call() -> None:
         kernels.feed_forward_layer(FeedForwardLayer(x, *parameters, 1e-5, "geglu", residual))
-        kernels.feed_forward_layer_backward(FeedForwardLayerBackward(x, x, *parameters, 1e-5, "geglu", residual, (True,) * 7))
+        kernels.feed_forward_layer_backward(
+            FeedForwardLayerBackward(x, x, *parameters, 1e-5, "geglu", residual, (True,) * 7)
+        )
 
     return {launch.kernel.__name__: launch for launch in record(call)}
 
@@ -71,13 +80,18 @@ def _by_matrix_units(launch: Launch, capability: int) -> bool:
 
 
 def _faults(
-    found: dict[str, Launch], names: tuple[str, ...], capability: int, folder: Path, spilling: dict[str, float] | None = None
+    found: dict[str, Launch],
+    names: tuple[str, ...],
+    capability: int,
+    folder: Path,
+    spilling: dict[str, float] | None = None,
 ) -> list[str]:
     return wrong((found[name] for name in names), capability, folder, _by_matrix_units, spilling)
 
 
 @pytest.mark.parametrize(
-    "name, width, capability, residual", [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
+    "name, width, capability, residual",
+    [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)],
 )
 def test_feed_forward(name: str, width: int, capability: int, residual: str, tmp_path: Path) -> None:
     with as_if_on(capability):
@@ -87,7 +101,8 @@ def test_feed_forward(name: str, width: int, capability: int, residual: str, tmp
 
 
 @pytest.mark.parametrize(
-    "name, width, capability, residual", [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
+    "name, width, capability, residual",
+    [*ORDINARY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)],
 )
 def test_attention(name: str, width: int, capability: int, residual: str, tmp_path: Path) -> None:
     with as_if_on(capability):
@@ -113,18 +128,26 @@ def test_launches() -> None:
     x, matrix = torch.empty(2, 9, 16), torch.empty(16, 16)
     parameters, settings = (*[None] * 4, *(matrix, None) * 4), (2, 0.5, 0.0, 0.0, "input")
     own, other = (
-        record(lambda context=context: kernels.attention_layer(AttentionLayer(x, context, None, *parameters, *settings)))
+        record(
+            lambda context=context: kernels.attention_layer(AttentionLayer(x, context, None, *parameters, *settings))
+        )
         for context in (None, x)
     )
     assert [launch.kernel.__name__ for launch in own] == ["_project", "_forward", "_join"]
     assert [launch.kernel.__name__ for launch in other] == ["_project", "_project", "_forward", "_join"]
     kept = (*[x] * 3, torch.empty(2, 2, 9, 8), torch.empty(2, 2, 9, dtype=torch.float64))
     back = record(
-        lambda: kernels.attention_layer_backward(AttentionLayerBackward(x, x, None, None, *parameters, *kept, *settings, (True,) * 14))
+        lambda: kernels.attention_layer_backward(
+            AttentionLayerBackward(x, x, None, None, *parameters, *kept, *settings, (True,) * 14)
+        )
     )
     passes = ["_part", "_row_terms", "_backward_in_parts", *["_matrix_gradient"] * 4, "_project_back", "_add_shares"]
     assert [launch.kernel.__name__ for launch in back] == passes and back[1].args[1] is None
-    one = record(lambda: kernels.feed_forward_layer(FeedForwardLayer(x[0], None, None, matrix, None, matrix, None, 0.0, "relu", "input")))
+    one = record(
+        lambda: kernels.feed_forward_layer(
+            FeedForwardLayer(x[0], None, None, matrix, None, matrix, None, 0.0, "relu", "input")
+        )
+    )
     assert [launch.kernel.__name__ for launch in one] == ["_feed_forward"]
 
 

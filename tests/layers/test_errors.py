@@ -29,7 +29,11 @@ SELF = {"context": None, "key_weight": MATRIX, "value_weight": torch.randn(8, 4)
 BAD_FEED_FORWARD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "x without columns": (ValueError, r"^x: got shape \(2, 0\).*C >= 1", {"x": torch.randn(2, 0)}),
     "x of no dimension": (ValueError, r"^x: got shape \(\)", {"x": torch.tensor(1.0)}),
-    "odd rows of a gate": (ValueError, r"^expand_weight: got shape \(9, 4\).*\(2 F, C\)", {"expand_weight": torch.randn(9, 4)}),
+    "odd rows of a gate": (
+        ValueError,
+        r"^expand_weight: got shape \(9, 4\).*\(2 F, C\)",
+        {"expand_weight": torch.randn(9, 4)},
+    ),
     "no hidden features": (ValueError, r"^expand_weight: got shape \(0, 4\)", {"expand_weight": torch.randn(0, 4)}),
     "a vector": (ValueError, r"^expand_weight: got shape \(4,\)", {"expand_weight": torch.randn(4)}),
     "contract for no gate": (ValueError, r"^contract_weight: got shape \(4, 5\).*\(4, 10\)", {"activation": "relu"}),
@@ -58,12 +62,24 @@ BAD_ATTENTION: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "a residual of truth": (ValueError, r"^residual: got True.*input, normed", {"residual": True}),
     "heads that do not divide": (ValueError, r"^query_weight: got shape \(4, 4\).*num_heads = 3", {"num_heads": 3}),
     "heads without width": (ValueError, r"^query_weight: got shape \(0, 4\)", {"query_weight": MATRIX[:0]}),
-    "keys of another width": (ValueError, r"^key_weight: got shape \(6, 6\).*\(4, 6\)", {"key_weight": torch.randn(6, 6)}),
+    "keys of another width": (
+        ValueError,
+        r"^key_weight: got shape \(6, 6\).*\(4, 6\)",
+        {"key_weight": torch.randn(6, 6)},
+    ),
     "keys of x's width": (ValueError, r"^key_weight: got shape \(4, 4\).*\(4, 6\)", {"key_weight": MATRIX}),
     "output of other heads": (ValueError, r"^output_weight: got shape \(4, 4\).*\(4, 8\)", {"output_weight": MATRIX}),
     "output bias too long": (ValueError, r"^output_bias: got shape \(5,\).*\(4,\)", {"output_bias": torch.randn(5)}),
-    "a context's norm of x's width": (ValueError, r"^context_norm\[0\]: got shape \(4,\).*\(6,\)", {"context_norm": NORM}),
-    "a mask of x": (ValueError, r"^key_padding_mask: got shape \(2, 3\).*\(2, 7\)", {"key_padding_mask": torch.zeros(2, 3).bool()}),
+    "a context's norm of x's width": (
+        ValueError,
+        r"^context_norm\[0\]: got shape \(4,\).*\(6,\)",
+        {"context_norm": NORM},
+    ),
+    "a mask of x": (
+        ValueError,
+        r"^key_padding_mask: got shape \(2, 3\).*\(2, 7\)",
+        {"key_padding_mask": torch.zeros(2, 3).bool()},
+    ),
     "a norm of ignored rows without eps": (
         ValueError,
         r"^context_norm\[2\]: got 0.*> 0.*key_padding_mask",

@@ -21,7 +21,12 @@ from cmab_kernels import nn
 from cmab_kernels.attention.projected.triton import launch
 from cmab_kernels.attention.projected.triton.shares import added
 from cmab_kernels.layers import triton as kernels
-from cmab_kernels.layers.contract import AttentionLayer, AttentionLayerBackward, FeedForwardLayer, FeedForwardLayerBackward
+from cmab_kernels.layers.contract import (
+    AttentionLayer,
+    AttentionLayerBackward,
+    FeedForwardLayer,
+    FeedForwardLayerBackward,
+)
 from cmab_kernels.layers.reference import RESIDUALS, attention_layer_reference, feed_forward_reference
 from cmab_kernels.runtime.triton_launch import Kernel
 from cmab_kernels.testing import between_margins, guarded_results, row_error
@@ -40,7 +45,14 @@ def margins() -> Iterator[None]:
         yield
 
 
-def check(y: Tensor, grads: Sequence[Tensor], definition: Callable[..., Tensor], tensors: Sequence[Any], dy: Tensor, needs: Any) -> None:
+def check(
+    y: Tensor,
+    grads: Sequence[Tensor],
+    definition: Callable[..., Tensor],
+    tensors: Sequence[Any],
+    dy: Tensor,
+    needs: Any,
+) -> None:
     """Check each row of a result, and each gradient as a whole, against those of the definition in float64."""
     tolerance = TOLERANCE[y.dtype]
     wide = [None if t is None else t.double().requires_grad_() for t in tensors]
@@ -62,18 +74,31 @@ def check(y: Tensor, grads: Sequence[Tensor], definition: Callable[..., Tensor],
 
 
 def feed_forward(
-    rows: int = 5, columns: int = 12, features: int = 24, activation: str = "geglu", dtype: torch.dtype = torch.float32, absent: str = ""
+    rows: int = 5,
+    columns: int = 12,
+    features: int = 24,
+    activation: str = "geglu",
+    dtype: torch.dtype = torch.float32,
+    absent: str = "",
 ) -> list[Any]:
     """Return x, dy and the parameters; those that `absent` names are None."""
     made = 2 * features if activation == "geglu" else features
-    shapes = {"norm": (columns,), "shift": (columns,), "expand": (made, columns), "bias": (made,), "contract": (columns, features)}
+    shapes = {
+        "norm": (columns,),
+        "shift": (columns,),
+        "expand": (made, columns),
+        "bias": (made,),
+        "contract": (columns, features),
+    }
     parameters = {name: torch.randn(shape) / (columns**0.5 if len(shape) > 1 else 1) for name, shape in shapes.items()}
     parameters["last"] = torch.randn(columns)
     given = [None if name in absent.split() else between_margins(t.to(dtype)) for name, t in parameters.items()]
     return [torch.randn(rows, columns).to(dtype), between_margins(torch.randn(rows, columns).to(dtype)), *given]
 
 
-def check_feed_forward(given: list[Any], activation: str, needs: Sequence[bool] = (True,) * 7, residual: str = "input") -> None:
+def check_feed_forward(
+    given: list[Any], activation: str, needs: Sequence[bool] = (True,) * 7, residual: str = "input"
+) -> None:
     dy, *tensors = given
     settings = EPS, activation, residual
     y = kernels.feed_forward_layer(FeedForwardLayer(*tensors, *settings))
@@ -139,7 +164,9 @@ def test_a_row_that_is_not_a_number_stays_alone(activation: str) -> None:
 def test_an_infinite_feature_sends_back_a_number(bias: float) -> None:
     dy, x, *parameters = feed_forward(activation="gelu")
     parameters[3][7] = bias
-    grads = kernels.feed_forward_layer_backward(FeedForwardLayerBackward(dy, x, *parameters, EPS, "gelu", "input", (True,) * 7))
+    grads = kernels.feed_forward_layer_backward(
+        FeedForwardLayerBackward(dy, x, *parameters, EPS, "gelu", "input", (True,) * 7)
+    )
     assert grads[0].isfinite().all() and grads[3].isfinite().all()
 
 
@@ -162,12 +189,19 @@ def attention(
 ) -> tuple[list[Any], Any, tuple[Any, ...]]:
     """Return dy, x, the context and the parameters; the mask; and the settings. Without `rows` x is its own context."""
     others, seen = (columns, latents) if rows is None else (others, rows)
-    shapes: dict[str, tuple[int, ...]] = {"norm": (columns,), "shift": (columns,), "other_norm": (others,), "other_shift": (others,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "norm": (columns,),
+        "shift": (columns,),
+        "other_norm": (others,),
+        "other_shift": (others,),
+    }
     for name, made, read in (("query", width, columns), ("key", width, others), ("value", value_width, others)):
         shapes |= {name: (heads * made, read), f"{name}_bias": (heads * made,)}
     shapes |= {"output": (columns, heads * value_width), "output_bias": (columns,)}
     absent = absent if rows is not None else f"{absent} other_norm other_shift"
-    parameters = {name: torch.randn(shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 1) for name, shape in shapes.items()}
+    parameters = {
+        name: torch.randn(shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 1) for name, shape in shapes.items()
+    }
     given = [None if name in absent.split() else between_margins(t.to(dtype)) for name, t in parameters.items()]
     x = between_margins(torch.randn(batch, latents, columns).to(dtype))
     context = None if rows is None else between_margins(torch.randn(batch, rows, others).to(dtype))
@@ -175,11 +209,18 @@ def attention(
     return [torch.randn(x.shape).to(dtype), x, context, *given], ignore, (heads, width**-0.5, EPS, 2 * EPS, residual)
 
 
-def check_attention(given: list[Any], mask: Any, settings: tuple[Any, ...], needs: Sequence[bool] = (True,) * 14) -> None:
+def check_attention(
+    given: list[Any], mask: Any, settings: tuple[Any, ...], needs: Sequence[bool] = (True,) * 14
+) -> None:
     dy, x, context, *parameters = given
     y, *kept = kernels.attention_layer(AttentionLayer(x, context, mask, *parameters, *settings, True))
-    assert all(t.shape == (0,) for t in kernels.attention_layer(AttentionLayer(x, context, mask, *parameters, *settings, False))[1:])
-    grads = kernels.attention_layer_backward(AttentionLayerBackward(dy, x, context, mask, *parameters, *kept, *settings, tuple(needs)))
+    assert all(
+        t.shape == (0,)
+        for t in kernels.attention_layer(AttentionLayer(x, context, mask, *parameters, *settings, False))[1:]
+    )
+    grads = kernels.attention_layer_backward(
+        AttentionLayerBackward(dy, x, context, mask, *parameters, *kept, *settings, tuple(needs))
+    )
 
     def definition(x: Tensor, context: Any, *parameters: Any) -> Tensor:
         return attention_layer_reference(x, context, mask, *parameters, *settings, False)[0]
@@ -205,7 +246,9 @@ def test_attention(shape: dict[str, Any], dtype: torch.dtype, residual: str) -> 
     check_attention(*attention(**shape, dtype=dtype, residual=residual))
 
 
-@pytest.mark.parametrize("rows, needed", [*((9, i) for i in range(0, 15, 2)), (9, 1), (9, 13), *((None, i) for i in (0, 2, 8))])
+@pytest.mark.parametrize(
+    "rows, needed", [*((9, i) for i in range(0, 15, 2)), (9, 1), (9, 13), *((None, i) for i in (0, 2, 8))]
+)
 @both_forms
 def test_only_what_is_needed_of_an_attention_layer(rows: int | None, needed: int, residual: str) -> None:
     """The gradient of one argument alone, and of none."""
@@ -231,7 +274,12 @@ def test_ignored_rows_do_not_matter() -> None:
         seen = context.masked_fill(mask[..., None], ignored)
         y, *kept = kernels.attention_layer(AttentionLayer(x, seen, mask, *parameters, *settings, True))
         found.append(
-            (y, *kernels.attention_layer_backward(AttentionLayerBackward(dy, x, seen, mask, *parameters, *kept, *settings, (True,) * 14)))
+            (
+                y,
+                *kernels.attention_layer_backward(
+                    AttentionLayerBackward(dy, x, seen, mask, *parameters, *kept, *settings, (True,) * 14)
+                ),
+            )
         )
     assert mask.any() and all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and not found[1][2][mask].any()
 
@@ -240,7 +288,9 @@ def test_an_ignored_row_is_a_query_of_its_own() -> None:
     """A NaN in an ignored row of x spoils its own result, and no other."""
     (_, x, _, *parameters), mask, settings = attention(rows=None, latents=9, mask=True)
     clean, spoilt = (
-        kernels.attention_layer(AttentionLayer(x.masked_fill(mask[..., None], ignored), None, mask, *parameters, *settings, False))[0]
+        kernels.attention_layer(
+            AttentionLayer(x.masked_fill(mask[..., None], ignored), None, mask, *parameters, *settings, False)
+        )[0]
         for ignored in (0.5, math.nan)
     )
     assert mask.any() and torch.equal(clean[~mask], spoilt[~mask]) and spoilt[mask].isnan().all()
@@ -255,13 +305,17 @@ def test_same_bits_again_and_alone() -> None:
     given, mask, settings = attention(batch=2, rows=9, mask=True)
     dy, x, context, *parameters = given
     whole = kernels.attention_layer(AttentionLayer(x, context, mask, *parameters, *settings, True))
-    grads = kernels.attention_layer_backward(AttentionLayerBackward(dy, x, context, mask, *parameters, *whole[1:], *settings, (True,) * 14))
+    grads = kernels.attention_layer_backward(
+        AttentionLayerBackward(dy, x, context, mask, *parameters, *whole[1:], *settings, (True,) * 14)
+    )
     for i in range(2):
         one = slice(i, i + 1)
         alone = kernels.attention_layer(AttentionLayer(x[one], context[one], mask[one], *parameters, *settings, True))
         assert all(torch.equal(a, b[one]) for a, b in zip(alone, whole, strict=True))
         dx, dcontext, *_ = kernels.attention_layer_backward(
-            AttentionLayerBackward(dy[one], x[one], context[one], mask[one], *parameters, *alone[1:], *settings, (True,) * 14)
+            AttentionLayerBackward(
+                dy[one], x[one], context[one], mask[one], *parameters, *alone[1:], *settings, (True,) * 14
+            )
         )
         assert torch.equal(dx, grads[0][one]) and torch.equal(dcontext, grads[1][one])
 
@@ -304,7 +358,9 @@ def test_second_derivatives() -> None:
     x.requires_grad_()
     found = []
     for impl in ("triton", "reference"):
-        y = ck.feed_forward_layer(x, expand, contract, expand_bias=bias, contract_bias=last, norm=(norm, shift, EPS), impl=impl)
+        y = ck.feed_forward_layer(
+            x, expand, contract, expand_bias=bias, contract_bias=last, norm=(norm, shift, EPS), impl=impl
+        )
         (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
         found.append(torch.autograd.grad(dx.square().sum(), x)[0])
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
@@ -315,5 +371,7 @@ def test_what_is_refused() -> None:
     assert kernels.unsupported(x, x, heads, heads) is None
     assert "at most 256 wide, and are 257 wide" in str(kernels.unsupported(torch.zeros(3, 257)))
     assert "at most 256 wide, and are 300 wide" in str(kernels.unsupported(x, torch.zeros(2, 3, 300), heads, heads))
-    assert "heads are at most 256 wide, and are 258 wide" in str(kernels.unsupported(x, x, heads, torch.zeros(2, 258, 8)))
+    assert "heads are at most 256 wide, and are 258 wide" in str(
+        kernels.unsupported(x, x, heads, torch.zeros(2, 258, 8))
+    )
     assert "bfloat16" in str(kernels.unsupported(x.bfloat16()))

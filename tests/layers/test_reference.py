@@ -24,7 +24,10 @@ def _close(ours: Tensor, right: Tensor) -> None:
 def test_attention_is_that_of_torch(impl: str, own: bool, masked: bool) -> None:
     """The layer with torch's packed weights equals `nn.MultiheadAttention` between a norm and a sum,
     also with padding in x itself."""
-    theirs, norm = nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64), nn.LayerNorm(12, dtype=torch.float64)
+    theirs, norm = (
+        nn.MultiheadAttention(12, 3, batch_first=True, dtype=torch.float64),
+        nn.LayerNorm(12, dtype=torch.float64),
+    )
     for parameter in (*theirs.parameters(), *norm.parameters()):
         nn.init.normal_(parameter, std=0.5)
     x, context = (torch.randn(2, n, 12, dtype=torch.float64, requires_grad=True) for n in (5, 9))
@@ -156,7 +159,11 @@ class _StopsGradients(torch.autograd.Function):
 
 def test_a_backward_pass_makes_no_gradients_of_what_was_kept(native: str) -> None:
     """Kept keys and values have no gradient; zeros in its place would take as much memory as they do."""
-    layer, x, context = CrossAttention(8, 2), torch.randn(3, 4, 8, requires_grad=True), torch.randn(3, 5, 8, requires_grad=True)
+    layer, x, context = (
+        CrossAttention(8, 2),
+        torch.randn(3, 4, 8, requires_grad=True),
+        torch.randn(3, 5, 8, requires_grad=True),
+    )
     y = layer(x, context)
     with _Zeros() as zeros:
         y.backward(torch.ones_like(y))

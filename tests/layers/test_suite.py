@@ -31,7 +31,9 @@ class LayerSuite(OperatorSuite):
             return 1 + 0.2 * torch.randn(shape)
         if not name.endswith("weight"):
             return LAWS[law](*shape)
-        law = "normal" if law == "one outlier" else law  # outliers in several matrices make gradients that float16 does not hold
+        law = (
+            "normal" if law == "one outlier" else law
+        )  # outliers in several matrices make gradients that float16 does not hold
         return LAWS[law](*shape) * shape[-1] ** -0.5
 
     def test_autocast(self, impl: str, cast: bool) -> None:
@@ -58,7 +60,12 @@ class TestGeglu(LayerSuite):
     }
     extents = {"B": 2, "R": 33, "C": 16, "F": 24, "G": 48}
     small = {"R": 3, "C": 4, "F": 3, "G": 6}
-    shapes = ({}, {"R": 130, "C": 64, "F": 128, "G": 256}, {"R": 5, "C": 17, "F": 3, "G": 6}, {"R": 1, "C": 100, "F": 70, "G": 140})
+    shapes = (
+        {},
+        {"R": 130, "C": 64, "F": 128, "G": 256},
+        {"R": 5, "C": 17, "F": 3, "G": 6},
+        {"R": 1, "C": 100, "F": 70, "G": 140},
+    )
     empty = "BR"
     bits = ({"B": 3, "R": 128, "C": 64, "F": 128, "G": 256}, {"B": 5, "R": 7, "C": 17, "F": 33, "G": 66})
     many = {"B": 66_000, "R": 1, "C": 2, "F": 1, "G": 2}
@@ -68,7 +75,9 @@ class TestGeglu(LayerSuite):
 
     def call(self, impl: str, norm_weight: Any = None, norm_bias: Any = None, **inputs: Any) -> Results:
         norm = None if norm_weight is None else (norm_weight, norm_bias, EPS)
-        return (ck.feed_forward_layer(**inputs, norm=norm, activation=self.activation, residual=self.residual, impl=impl),)
+        return (
+            ck.feed_forward_layer(**inputs, norm=norm, activation=self.activation, residual=self.residual, impl=impl),
+        )
 
     def oracle(self, **inputs: Any) -> Results:
         x, weight, bias = (inputs.get(name) for name in ("x", "norm_weight", "norm_bias"))
@@ -79,7 +88,10 @@ class TestGeglu(LayerSuite):
             hidden = features * F.gelu(gate)
         else:
             hidden = getattr(F, self.activation)(hidden)
-        return ((x if self.residual == "input" else rows) + F.linear(hidden, inputs["contract_weight"], inputs.get("contract_bias")),)
+        return (
+            (x if self.residual == "input" else rows)
+            + F.linear(hidden, inputs["contract_weight"], inputs.get("contract_bias")),
+        )
 
 
 class TestNormedGeglu(TestGeglu):
@@ -196,7 +208,10 @@ class TestAttentionLayer(LayerSuite):
         dout = (found.cotangents[0].double() @ inputs["output_weight"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         terms = oracles.attention_terms(dout, *given, *oracles.attention(*given))
         dquery, dkey, dvalue = (term.transpose(1, 2).flatten(-2) for term in terms)
-        own, other = unit * dquery @ inputs["query_weight"].abs(), dkey @ inputs["key_weight"].abs() + dvalue @ inputs["value_weight"].abs()
+        own, other = (
+            unit * dquery @ inputs["query_weight"].abs(),
+            dkey @ inputs["key_weight"].abs() + dvalue @ inputs["value_weight"].abs(),
+        )
         context, norms = (inputs["x"], "norm") if inputs.get("context") is None else (inputs["context"], "context_norm")
         weights, biases = ([inputs.get(f"{name}_{part}") for name in ("norm", norms)] for part in ("weight", "bias"))
         read, seen = (normed(*each).abs() for each in zip((inputs["x"], context), weights, biases, strict=True))
@@ -205,7 +220,9 @@ class TestAttentionLayer(LayerSuite):
             "key_weight": torch.einsum("bnk,bnc->kc", dkey, seen),
             "x": oracles.norm_terms(own + other if context is inputs["x"] else own, inputs["x"], weights[0], EPS)[0],
         }
-        return found_terms | ({} if context is inputs["x"] else {"context": oracles.norm_terms(other, context, weights[1], EPS)[0]})
+        return found_terms | (
+            {} if context is inputs["x"] else {"context": oracles.norm_terms(other, context, weights[1], EPS)[0]}
+        )
 
     @staticmethod
     def heads(mask: Tensor | None, **inputs: Any) -> list[Tensor]:
@@ -218,7 +235,9 @@ class TestAttentionLayer(LayerSuite):
             for rows, name in ((inputs["x"], "norm"), (context, norms))
         )
         return [
-            F.linear(rows, inputs[f"{part}_weight"], inputs.get(f"{part}_bias")).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            F.linear(rows, inputs[f"{part}_weight"], inputs.get(f"{part}_bias"))
+            .unflatten(-1, (HEADS, -1))
+            .transpose(1, 2)
             for part, rows in (("query", own), ("key", other), ("value", other))
         ]
 
@@ -268,7 +287,14 @@ class TestNormedSelfAttentionLayer(TestSelfAttentionLayer):
 class TestBareAttentionLayer(TestAttentionLayer):
     """Cross-attention with matrices and nothing else."""
 
-    arguments = {"x": "BLC", "context": "BNM", "query_weight": "KC", "key_weight": "KM", "value_weight": "VM", "output_weight": "CV"}
+    arguments = {
+        "x": "BLC",
+        "context": "BNM",
+        "query_weight": "KC",
+        "key_weight": "KM",
+        "value_weight": "VM",
+        "output_weight": "CV",
+    }
     shapes = ({},)
     compilers = ("aot_eager",)
     bits, many = (), None
@@ -279,7 +305,9 @@ class TestBareAttentionLayer(TestAttentionLayer):
         size, inputs = super().row_sizes(found), found.inputs
         heads = self.heads(None, **inputs)
         dout = (found.cotangents[0].double() @ inputs["output_weight"]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        parts = (t.transpose(1, 2).flatten(-2) for t in oracles.attention_terms(dout, *heads, *oracles.attention(*heads)))
+        parts = (
+            t.transpose(1, 2).flatten(-2) for t in oracles.attention_terms(dout, *heads, *oracles.attention(*heads))
+        )
         terms = dict(zip(("query", "key", "value"), parts, strict=True))
         made_of = {"x": ("query",), "context": ("key", "value")}
         if not found.is_gradient or found.name == "output_weight":

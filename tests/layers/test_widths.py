@@ -8,7 +8,8 @@ import torch
 from cmab_kernels import attention_layer, explain
 
 pytestmark = pytest.mark.skipif(
-    not explain("feed_forward_layer", torch.ones(1, 1), torch.ones(2, 1), torch.ones(1, 1))[0].usable, reason="the extension was not built"
+    not explain("feed_forward_layer", torch.ones(1, 1), torch.ones(2, 1), torch.ones(1, 1))[0].usable,
+    reason="the extension was not built",
 )
 
 

@@ -11,7 +11,16 @@ from cmab_models.point_processes import PointProcess
 from cmab_models.systems import SYSTEMS
 from torch import Tensor
 
-SIZES = {"dim": 8, "num_heads": 2, "sequence_len": 4, "num_points": 5, "num_marks": 3, "dim_in": 3, "num_classes": 2, "num_landmarks": 2}
+SIZES = {
+    "dim": 8,
+    "num_heads": 2,
+    "sequence_len": 4,
+    "num_points": 5,
+    "num_marks": 3,
+    "dim_in": 3,
+    "num_classes": 2,
+    "num_landmarks": 2,
+}
 TIMES = torch.tensor([[1.0, 1.0, 2.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
 """Events include some at the same time, and some at time 0."""
 MARKS = torch.tensor([[0, 1, 2], [2, 2, 0]])

@@ -122,6 +122,8 @@ def test_a_changed_layer_is_called(system: str, training: bool, how: str) -> Non
                 found = run(adapted, given)
             assert count() > before, (name, run.__name__)
             before = count()
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=lambda m, at=(name, run.__name__): f"{at}: {m}")
+            torch.testing.assert_close(
+                found, expected, rtol=1e-9, atol=1e-9, msg=lambda m, at=(name, run.__name__): f"{at}: {m}"
+            )
         for weight in weights:
             weight.div_(2)

@@ -22,7 +22,11 @@ def test_the_largest_of_scores_that_are_no_numbers() -> None:
 
 @pytest.mark.parametrize("estimator", ["lssvm", "scatter", "kernel"])
 def test_an_example_without_a_class_is_refused(estimator: str) -> None:
-    model, examples, classes = FewShot(4, 3, estimator, dim=8), torch.randn(2, 6, 4), torch.eye(3).repeat(2, 1).repeat(2, 1, 1)
+    model, examples, classes = (
+        FewShot(4, 3, estimator, dim=8),
+        torch.randn(2, 6, 4),
+        torch.eye(3).repeat(2, 1).repeat(2, 1, 1),
+    )
     assert classes_of(classes).tolist() == 2 * [2 * [0, 1, 2]]
     assert model(examples, examples, classes).isfinite().all()
     classes[1, 2, 0] = math.nan

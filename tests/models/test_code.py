@@ -15,7 +15,11 @@ CMANP = SYSTEMS["cmanp"].__module__
 def test_what_a_system_is_made_of() -> None:
     """Through packages that import from everywhere, a system's own modules are reached, and no other system's."""
     found = code.reached((CMANP, TASKS["gp-rbf"].__module__))
-    assert {"cmab_models.neural_processes.parts", "cmab_kernels.nn.cmab.stack", "cmab_kernels.layers.reference"} <= found
+    assert {
+        "cmab_models.neural_processes.parts",
+        "cmab_kernels.nn.cmab.stack",
+        "cmab_kernels.layers.reference",
+    } <= found
     assert not {"cmab_models.neural_processes.cnp", "cmab_models.systems", "cmab_kernels.nystrom.reference"} & found
 
 
@@ -27,7 +31,9 @@ def test_a_digest_follows_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
         code._text.cache_clear()
         more = ast.parse("more = 1").body
         with monkeypatch.context() as patch:
-            patch.setattr(code, "_tree", lambda name: ast.Module([*tree(name).body, *(more if name == module else [])], []))
+            patch.setattr(
+                code, "_tree", lambda name: ast.Module([*tree(name).body, *(more if name == module else [])], [])
+            )
             found = code.digest(CMANP) != before
             assert (code.digest(SYSTEMS["cnp"].__module__) != of_cnp) == (module == "cmab_models.pretrained")
         code._text.cache_clear()

@@ -124,7 +124,9 @@ def test_a_continuation_begins_after_its_history(kind: type[PointProcess]) -> No
     times, marks, there = model.sample(state, until, seeded(2))
     assert times.shape == marks.shape == there.shape and times.dtype == torch.float64 and marks.dtype == torch.int64
     lengths = there.sum(1)
-    assert torch.equal(there, torch.arange(there.shape[1]) < lengths.unsqueeze(1)) and lengths[2] == 0 and lengths[3] > 3
+    assert (
+        torch.equal(there, torch.arange(there.shape[1]) < lengths.unsqueeze(1)) and lengths[2] == 0 and lengths[3] > 3
+    )
     for row, length in enumerate(lengths.tolist()):
         own = torch.cat([last[row : row + 1], times[row, :length]])
         assert (own.diff() > 0).all() and (own <= until[row]).all()
@@ -176,9 +178,9 @@ def test_a_model_for_events_has_their_scale() -> None:
     gaps = train.gaps()[train.there]
     model = CMHP.for_events(train, period=DAY / 60, dim=16, num_latents=4, num_heads=2)
     assert model.num_marks == int(train.marks.max()) + 1 and model.embedding.period == 24.0
-    assert model.head.log_gaps.mean == pytest.approx(float(gaps.log().mean())) and model.head.log_gaps.std == pytest.approx(
-        float(gaps.log().std())
-    )
+    assert model.head.log_gaps.mean == pytest.approx(
+        float(gaps.log().mean())
+    ) and model.head.log_gaps.std == pytest.approx(float(gaps.log().std()))
     assert CMHP.for_events(train, num_marks=200, dim=8).num_marks == 200
     assert THP.for_events(train, dim=8).embedding.period == pytest.approx(math.exp(float(gaps.log().mean())))
     with pytest.raises(TypeError, match="events: got a list, expected Events"):
@@ -212,12 +214,16 @@ def test_a_table_becomes_events() -> None:
     here = cmab_models.events_from_frame(zoned, "when", "what", "where", start="2026-01-01", end="2026-01-03")
     assert all(map(torch.equal, here.events, found.events)) and str(here.start.tz) == "Europe/Berlin"
     late = cmab_models.events_from_frame(TABLE.assign(number=[10**18, 10**18 + 1, 10**18 + 5, 10**18 + 9]), "number")
-    assert late.events.times.tolist() == [[0.0, 1.0, 5.0, 9.0]]  # a float64 cannot hold the times, but holds the differences
+    assert late.events.times.tolist() == [
+        [0.0, 1.0, 5.0, 9.0]
+    ]  # a float64 cannot hold the times, but holds the differences
     in_minutes = cmab_models.events_from_frame(zoned, "when", unit="m")
     assert in_minutes.events.times.tolist() == [[0.0, 60.0, 60.0, 1710.0]] and in_minutes.marks == ()
     numbers = cmab_models.events_from_frame(TABLE, "number", "what", start=0)
     assert numbers.events.times.tolist() == [[1.0, 2.0, 3.0, 5.0]] and numbers.events.marks.tolist() == [[2, 1, 0, 0]]
-    shuffled = cmab_models.events_from_frame(TABLE.iloc[::-1], "when", "what", "where", start="2026-01-01", end="2026-01-03")
+    shuffled = cmab_models.events_from_frame(
+        TABLE.iloc[::-1], "when", "what", "where", start="2026-01-01", end="2026-01-03"
+    )
     assert all(map(torch.equal, shuffled.events, found.events))
 
 
@@ -261,7 +267,9 @@ def _folder(path: Path) -> str:
     sequences = []
     for _ in range(10):
         times = numbers.exponential(100.0, 8).cumsum()
-        sequences.append({"arrival_times": times, "marks": numbers.integers(3, size=8), "t_start": 0.0, "t_end": float(times[-1])})
+        sequences.append(
+            {"arrival_times": times, "marks": numbers.integers(3, size=8), "t_start": 0.0, "t_end": float(times[-1])}
+        )
     torch.save({"sequences": sequences}, path / "mooc.pkl")
     return str(path)
 
@@ -282,5 +290,7 @@ def test_published_events_are_a_task(system: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_the_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"folder: got .*, expected a folder with one of reddit\.pkl, reddit\.csv, reddit_actions\.tsv"):
+    with pytest.raises(
+        ValueError, match=r"folder: got .*, expected a folder with one of reddit\.pkl, reddit\.csv, reddit_actions\.tsv"
+    ):
         TASKS["reddit"]().changed({"folder": str(tmp_path)}).sizes("cmhp")

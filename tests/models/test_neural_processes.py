@@ -32,7 +32,9 @@ def made(kind: type[NeuralProcess], **changes: Any) -> NeuralProcess:
 
 
 def batch(points: int = 11, targets: int = 7) -> Batch:
-    return Batch(*(torch.randn(2, count, width, dtype=torch.float64) for count in (points, targets) for width in (2, 3)))
+    return Batch(
+        *(torch.randn(2, count, width, dtype=torch.float64) for count in (points, targets) for width in (2, 3))
+    )
 
 
 def values(predicted: Any) -> list[Tensor]:
@@ -132,10 +134,14 @@ def test_a_likelihood_of_blocks_is_a_chain_of_predictions(kind: type[NeuralProce
 def test_likelihoods_after_every_point(kind: type[NeuralProcess]) -> None:
     model, (x, y, *_) = made(kind), batch()
     found = model.prefix_log_prob(x, y)
-    expected = [model.log_prob(x[:, :i], y[:, :i], x[:, i : i + 1], y[:, i : i + 1], block_size=1) for i in range(1, x.shape[1])]
+    expected = [
+        model.log_prob(x[:, :i], y[:, :i], x[:, i : i + 1], y[:, i : i + 1], block_size=1) for i in range(1, x.shape[1])
+    ]
     close(found, torch.stack(expected, 1))
     leaves = list(model.parameters())
-    ours, theirs = (torch.autograd.grad(f.sin().sum(), leaves, allow_unused=True) for f in (found, torch.stack(expected, 1)))
+    ours, theirs = (
+        torch.autograd.grad(f.sin().sum(), leaves, allow_unused=True) for f in (found, torch.stack(expected, 1))
+    )
     close([g for g in ours if g is not None], [g for g in theirs if g is not None])
 
 
@@ -219,7 +225,9 @@ def test_the_joint_density_is_that_of_its_covariance() -> None:
         inverse, size = predicted.covariance_matrix.inverse(), error.shape[1]
         quadratic = (error.unsqueeze(1) @ inverse @ error.unsqueeze(2)).flatten()
         expected = -0.5 * (quadratic + predicted.covariance_matrix.logdet() + size * math.log(2 * math.pi)) / 7
-        torch.testing.assert_close(model.log_prob(x, y, target_x, target_y, block_size=7), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            model.log_prob(x, y, target_x, target_y, block_size=7), expected, rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", MODELS)

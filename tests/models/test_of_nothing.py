@@ -52,7 +52,9 @@ def cut(given: dict[str, Tensor], how: Callable[[Tensor], Tensor]) -> dict[str, 
 
 
 CUTS = [(system, no_functions) for system in SYSTEMS]
-CUTS += [(system, no_places) for system, kind in SYSTEMS.items() if not issubclass(kind, StreamClassifier)]  # a window has tokens
+CUTS += [
+    (system, no_places) for system, kind in SYSTEMS.items() if not issubclass(kind, StreamClassifier)
+]  # a window has tokens
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
@@ -103,7 +105,9 @@ def batch(model: Any, task: Any, given: dict[str, Tensor], how: Callable[[Tensor
     if isinstance(model, StreamClassifier):
         return some["tokens"], torch.zeros(len(some["tokens"]), dtype=torch.int64)
     answers = some["query"]
-    return Question(*some.values(), answers if isinstance(task, SetTask) else torch.zeros(answers.shape[:2], dtype=torch.int64))
+    return Question(
+        *some.values(), answers if isinstance(task, SetTask) else torch.zeros(answers.shape[:2], dtype=torch.int64)
+    )
 
 
 LOSSES = {(task.loss, system): name for name, task in TASKS.items() for system in task.systems}
@@ -115,7 +119,11 @@ def test_the_loss_of_a_batch_of_nothing(name: str, system: str) -> None:
     task, model, given = TASKS[name](), made(system), inputs(system)
     if name == "outlier":  # one answer for each set, a place in it
         given["query"] = given["query"][:, :1]
-    all_zero(model, task.loss(model, batch(model, task, given, no_functions)), task.loss(model, batch(model, task, given, None)))
+    all_zero(
+        model,
+        task.loss(model, batch(model, task, given, no_functions)),
+        task.loss(model, batch(model, task, given, None)),
+    )
 
 
 @pytest.mark.parametrize("system", PROCESSES)
@@ -129,7 +137,9 @@ def test_the_loss_of_no_targets(system: str) -> None:
 def test_the_loss_of_no_events_is_that_of_none_having_come() -> None:
     for system in ("cmhp", "thp"):
         model = made(system)
-        nothing = Events(TIMES[:, :0], MARKS[:, :0], torch.zeros(2, dtype=torch.int64), torch.tensor([2.0, 3.0], dtype=torch.float64))
+        nothing = Events(
+            TIMES[:, :0], MARKS[:, :0], torch.zeros(2, dtype=torch.int64), torch.tensor([2.0, 3.0], dtype=torch.float64)
+        )
         loss = TASKS["hawkes"]().loss(model, nothing)
         assert loss > 0 and all(each.isfinite().all() for each in gradients(model, loss).values())
 
@@ -148,7 +158,9 @@ def test_events_of_no_rows() -> None:
 def test_exact_likelihoods_of_no_events() -> None:
     """Those of no sequences, and of sequences in which no event came."""
     some = Events.pad([[], [1.0]], [[], [2]], [4.0, 4.0])
-    assert [part.shape for part in Hawkes().log_prob(some.take(torch.tensor([], dtype=torch.int64)))] == 3 * [(0, 0)] + [(0,), (0, 0)]
+    assert [part.shape for part in Hawkes().log_prob(some.take(torch.tensor([], dtype=torch.int64)))] == 3 * [
+        (0, 0)
+    ] + [(0,), (0, 0)]
     alone, beside = Hawkes().log_prob(some.take(torch.tensor([0]))), Hawkes().log_prob(some)
     assert torch.equal(alone.survival, beside.survival[:1]) and alone.time.shape == (1, 0)
     with pytest.raises(ValueError, match="sequences: got 0, expected an int >= 1"):

@@ -114,9 +114,15 @@ def refused(kind: Any, weights: Any, message: str, error: type[Exception] = Valu
         ({"query_embedder.0.weight": None}, "got no 'query_embedder.0.weight'"),
         ({"norm.weight": None, "norm.bias": None}, "got no 'norm.bias', 'norm.weight'"),
         ({"encoder.layers.1.cross_attn.fn.to_kv.weight": None}, "got no 'encoder.layers.1.cross_attn.fn.to_kv.weight'"),
-        ({"encoder.layers.0.cross_ff.fn.net.5.weight": torch.zeros(2)}, "also 'encoder.layers.0.cross_ff.fn.net.5.weight'"),
+        (
+            {"encoder.layers.0.cross_ff.fn.net.5.weight": torch.zeros(2)},
+            "also 'encoder.layers.0.cross_ff.fn.net.5.weight'",
+        ),
         ({"predictor.2.bias": torch.zeros(7)}, r"\['predictor.2.bias'\]: got shape \(7,\), expected \(2,\)"),
-        ({"encoder.layers.1.cross_attn.fn.to_kv.weight": torch.zeros(12, 12)}, r"to_kv.weight'\]: got shape \(12, 12\), expected \(24, "),
+        (
+            {"encoder.layers.1.cross_attn.fn.to_kv.weight": torch.zeros(12, 12)},
+            r"to_kv.weight'\]: got shape \(12, 12\), expected \(24, ",
+        ),
         ({"diag_net.0.weight": torch.zeros(2)}, "got 'diag_net.0.weight', of the low-rank form"),
         ({"epoch": 7}, "got no tensor at 'epoch'"),
     ],

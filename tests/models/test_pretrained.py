@@ -144,7 +144,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-@pytest.mark.parametrize("place", ["./no/such/folder", "no/such/folder", "/no/such", "cmanp", "~/cmanp", "../cmanp", Path("of/mine")])
+@pytest.mark.parametrize(
+    "place", ["./no/such/folder", "no/such/folder", "/no/such", "cmanp", "~/cmanp", "../cmanp", Path("of/mine")]
+)
 def test_a_folder_that_does_not_exist_is_named_at_once(place: str | Path, no_network: list[Any]) -> None:
     with pytest.raises(FileNotFoundError, match=re.escape(f"got {str(place)!r}, which is no folder here, expected")):
         SYSTEMS["cmanp"].from_pretrained(place)
@@ -158,7 +160,9 @@ def test_the_hub_is_asked_once(options: dict[str, Any], no_network: list[Any], t
     assert len(no_network) == (0 if options else 1)
 
 
-def test_without_a_network_the_cache_of_the_hub_is_read(no_network: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_cache_of_the_hub_is_read(
+    no_network: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     snapshot = tmp_path / "models--of--mine" / "snapshots" / ("0" * 40)
     saved = SYSTEMS["cnp"](**least("cnp"))
     saved.save_pretrained(snapshot)
@@ -191,14 +195,18 @@ def test_a_model_comes_back_in_its_dtype(system: str, dtype: torch.dtype, tmp_pa
     model = made(system).to(dtype)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
-    for before, after in zip([*model.parameters(), *model.buffers()], [*loaded.parameters(), *loaded.buffers()], strict=True):
+    for before, after in zip(
+        [*model.parameters(), *model.buffers()], [*loaded.parameters(), *loaded.buffers()], strict=True
+    ):
         assert before.dtype == after.dtype and torch.equal(before, after)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_sizes_of_numpys_are_saved(system: str, tmp_path: Path) -> None:
     """Otherwise the loaded model would have the defaults instead."""
-    made(system, **{name: np.int64(SIZES[name]) for name in arguments(system) if name in SIZES}).save_pretrained(tmp_path / "numpy")
+    made(system, **{name: np.int64(SIZES[name]) for name in arguments(system) if name in SIZES}).save_pretrained(
+        tmp_path / "numpy"
+    )
     made(system).save_pretrained(tmp_path / "plain")
     configs = [json.loads((tmp_path / kind / "config.json").read_text()) for kind in ("numpy", "plain")]
     assert configs[0] == configs[1]

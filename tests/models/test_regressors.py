@@ -51,7 +51,11 @@ def test_points_have_no_order_and_queries_do_not_see_each_other(kind: type[Regre
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_are_named_and_what_is_saved_comes_back(kind: type[Regressor], tmp_path: Path) -> None:
     model, (query, key, value) = made(kind).float(), [part.float() for part in points()]
-    for wrong, name in (((query[..., :1], key, value), "query"), ((query, key[0], value[0]), "key"), ((query, key, value[:, 1:]), "value")):
+    for wrong, name in (
+        ((query[..., :1], key, value), "query"),
+        ((query, key[0], value[0]), "key"),
+        ((query, key, value[:, 1:]), "value"),
+    ):
         with pytest.raises(ValueError, match=rf"^{name}: got shape"):
             model(*wrong)
     model.save_pretrained(tmp_path)
@@ -93,7 +97,9 @@ def test_exact_answers_are_exact_and_data_is_the_same_again(task: type[sets.SetT
         model, batch = made.model(system), made.batch(seeded(3))
         made.loss(model, batch).backward()
         assert model(*batch[:3]).shape == batch.answer.shape
-        assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters()), system
+        assert all(
+            parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters()
+        ), system
 
 
 def test_kabsch_is_a_rotation() -> None:
@@ -134,7 +140,9 @@ def test_few_shot_scores_are_those_of_the_estimator(estimator: str) -> None:
     alpha, labels = model.log_alpha.exp(), value.argmax(-1)
     if estimator in ("lssvm", "scatter"):
         fitted = (lssvm if estimator == "lssvm" else pooled_class_scatter)(features[1], labels, 4, alpha)
-        torch.testing.assert_close(scores, (model.log_scale.exp() * fitted.decision(features[0]))[:, 0], rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(
+            scores, (model.log_scale.exp() * fitted.decision(features[0]))[:, 0], rtol=1e-8, atol=1e-8
+        )
     again = model(query, key.flip(1), value.flip(1))
     torch.testing.assert_close(again, scores, rtol=1e-6, atol=1e-6)
     torch.nn.functional.cross_entropy(scores.flatten(0, 1), answer.long().flatten()).backward()
@@ -191,7 +199,11 @@ def test_an_outlier_is_of_another_digit() -> None:
 def test_letters_are_drawn_from_fonts() -> None:
     matplotlib = pytest.importorskip("matplotlib")
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    faces = tuple(f"DejaVu{kind}{style}.ttf" for kind in ("Sans", "Serif") for style in ("", "-Bold", "-Italic", "-Oblique", "-BoldItalic"))
+    faces = tuple(
+        f"DejaVu{kind}{style}.ttf"
+        for kind in ("Sans", "Serif")
+        for style in ("", "-Bold", "-Italic", "-Oblique", "-BoldItalic")
+    )
     drawn = glyphs.letters(str(folder), faces)
     count = len(drawn.labels.bincount().unique())
     assert count == 1

@@ -69,7 +69,9 @@ def record(run: Run, scores: dict[str, float], **changes: Any) -> None:
     (run.folder / "results.jsonl").write_text(json.dumps({**run.recorded(), **known, **changes}) + "\n")
 
 
-def recorded(folder: Path, scores: dict[str, list[float]], task: str = "gp-rbf", score: str = "log_likelihood", **changes: Any) -> Results:
+def recorded(
+    folder: Path, scores: dict[str, list[float]], task: str = "gp-rbf", score: str = "log_likelihood", **changes: Any
+) -> Results:
     """Results in which each system has these scores, seed by seed."""
     runs: list[Run] = []
     settings = {"steps": 12_000, "evaluation_batches": 2} if task == "gp-rbf" else {}
@@ -85,7 +87,13 @@ def side(system: str, score: str = "log_likelihood") -> Side:
     return Side("functions", system, score)
 
 
-SCORES = {"cmanp": [1.0, 1.2, 1.1], "lbanp": [0.0, 0.2, 0.1], "tnp-d": [0.9, 1.1, 1.0], "tnp-nd": [3.0], "cnp": [-0.5, -0.4, -0.45]}
+SCORES = {
+    "cmanp": [1.0, 1.2, 1.1],
+    "lbanp": [0.0, 0.2, 0.1],
+    "tnp-d": [0.9, 1.1, 1.0],
+    "tnp-nd": [3.0],
+    "cnp": [-0.5, -0.4, -0.45],
+}
 
 
 @pytest.mark.parametrize(
@@ -96,10 +104,22 @@ SCORES = {"cmanp": [1.0, 1.2, 1.1], "lbanp": [0.0, 0.2, 0.1], "tnp-d": [0.9, 1.1
         ("cmanp", "tnp-d", 0.0, None, "cmanp 1.100 ± 0.100, tnp-d 1.000 ± 0.100: the seeds scatter as much"),
         ("tnp-d", "cmanp", 0.3, True, "tnp-d 1.000 ± 0.100, cmanp 1.100 ± 0.100"),
         ("lbanp", "cmanp", 0.8, False, "lbanp 0.100 ± 0.100, cmanp 1.100 ± 0.100"),
-        ("lbanp", "cmanp", None, None, "lbanp 0.100 ± 0.100, cmanp 1.100 ± 0.100: worse, and how much worse would be near is not known"),
+        (
+            "lbanp",
+            "cmanp",
+            None,
+            None,
+            "lbanp 0.100 ± 0.100, cmanp 1.100 ± 0.100: worse, and how much worse would be near is not known",
+        ),
         ("cmanp", "lbanp", None, True, "cmanp 1.100 ± 0.100, lbanp 0.100 ± 0.100"),
         ("cmanp", "cnp", 1.0, None, "cmanp 1.100 ± 0.100, cnp -0.450 ± 0.050: prior passes, too, or nearly, with -0."),
-        ("tnp-d", "lbanp", 0.45, None, "tnp-d 1.000 ± 0.100, lbanp 0.100 ± 0.100: cnp passes, too, or nearly, with -0.450"),  # by its seeds
+        (
+            "tnp-d",
+            "lbanp",
+            0.45,
+            None,
+            "tnp-d 1.000 ± 0.100, lbanp 0.100 ± 0.100: cnp passes, too, or nearly, with -0.450",
+        ),  # by its seeds
         ("tnp-nd", "cmanp", 0.0, None, "tnp-nd 3.000, cmanp 1.100 ± 0.100: fewer than 3 seeds"),
         ("cmanp", "inctnp", 0.0, None, "inctnp was not run in functions"),
     ],
@@ -150,18 +170,26 @@ def test_equal_seconds_are_asked_for(tmp_path: Path) -> None:
         ("most_frequent", ("whole", "streamed"), ["whole", "streamed"]),
     ],
 )
-def test_references_are_of_the_scores_that_their_names_end_in(reference: str, scores: tuple[str, ...], found: list[str]) -> None:
+def test_references_are_of_the_scores_that_their_names_end_in(
+    reference: str, scores: tuple[str, ...], found: list[str]
+) -> None:
     assert _nearest(reference, scores) == found
 
 
 def test_what_is_near_is_what_the_paper_says() -> None:
     published = {claim.text: claim.published for claim in CLAIMS}
-    assert published["Functions (RBF): CMANP is as near to LBANP as published."] == "1.24 beside 1.27: at most 0.03 worse"
     assert (
-        published["On wheels of radius 0.99, CMANP's regret is as near to LBANP's as published."] == "9.04 beside 6.13: at most 2.91 worse"
+        published["Functions (RBF): CMANP is as near to LBANP as published."] == "1.24 beside 1.27: at most 0.03 worse"
+    )
+    assert (
+        published["On wheels of radius 0.99, CMANP's regret is as near to LBANP's as published."]
+        == "9.04 beside 6.13: at most 2.91 worse"
     )
     assert published["On wheels of radius 0.7, CMANP's regret is below LBANP's."] == "0.93 beside 1.11"
-    assert published["A sigma-Informer finds outliers as well as a Transformer, at equal CPU seconds."] == "0.955 beside 0.953"
+    assert (
+        published["A sigma-Informer finds outliers as well as a Transformer, at equal CPU seconds."]
+        == "0.955 beside 0.953"
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,13 +218,17 @@ def test_the_page_tells_what_was_changed_of_a_task_and_what_differs(tmp_path: Pa
     """Settings of all runs are in one place, and settings of a single system in another."""
     each = Experiment("few", "few-shot", ("few-shot",), (0, 1), {"steps": 7, "ways": 3, "turn": 30.0, "model.dim": 16})
     others = [
-        Experiment("functions", "gp-rbf", (system,), (0,), {"learning_rate": rate}) for system, rate in (("cnp", 0.5), ("cmanp", 0.25))
+        Experiment("functions", "gp-rbf", (system,), (0,), {"learning_rate": rate})
+        for system, rate in (("cnp", 0.5), ("cmanp", 0.25))
     ]
     runs = {"few": list(each.runs(tmp_path)), "functions": [run for other in others for run in other.runs(tmp_path)]}
     for run in (run for some in runs.values() for run in some):
         record(run, {"accuracy": 0.5})
     few, functions = report._tables(Results(runs))
-    told = "Tell classes apart that were never trained on, from a few examples of each. Here `turn=30.0`, `ways=3`, `model.dim=16`."
+    told = (
+        "Tell classes apart that were never trained on, from a few examples of each. Here `turn=30.0`, `ways=3`, "
+        "`model.dim=16`."
+    )
     assert few.splitlines()[2] == told
     assert "differ" not in few
     assert "Here" not in functions
@@ -212,7 +244,9 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     better = [("cmanp", "lbanp"), ("lbanp", "cmanp"), ("cmanp", "tnp-d"), ("cmanp", "inctnp")]
     claims = [
         judging.Claim(
-            f"{ours} is above {theirs}.", "a paper", lambda r, ours=ours, theirs=theirs: judging.compared(r, side(ours), side(theirs))
+            f"{ours} is above {theirs}.",
+            "a paper",
+            lambda r, ours=ours, theirs=theirs: judging.compared(r, side(ours), side(theirs)),
         )
         for ours, theirs in better
     ]
@@ -224,8 +258,14 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = text.splitlines()[2:5]
     assert first == "- Of 4 published claims 1 could be confirmed at this scale: cmanp is above lbanp."
     assert second == "- 1 was refuted: lbanp is above cmanp."
-    assert third == "- 2 could not be judged: 1 for want of more seeds or longer training; 1 for want of runs that are not here."
-    assert "| cmanp is above lbanp. | a paper | 1.1 beside 0.1 | **held** | cmanp 1.100 ± 0.100, lbanp 0.100 ± 0.100 |" in text
+    assert (
+        third
+        == "- 2 could not be judged: 1 for want of more seeds or longer training; 1 for want of runs that are not here."
+    )
+    assert (
+        "| cmanp is above lbanp. | a paper | 1.1 beside 0.1 | **held** | cmanp 1.100 ± 0.100, lbanp 0.100 ± 0.100 |"
+        in text
+    )
     assert "| lbanp is above cmanp. | a paper |  | **refuted** |" in text
     assert "| cmanp | 1.100 ± 0.100 | 3 | 12,000 | 3 | 4 |" in text
     (known,) = (line for line in text.splitlines() if line.startswith("Without a model: "))
@@ -270,20 +310,26 @@ def test_no_result_is_older_than_its_system() -> None:
     """`python -m cmab_models.reproduce --confirm` keeps runs that begin as before;
     `make reproduce` trains the others again."""
     told = PAGE.with_suffix(".json")
-    assert told.exists(), f"{told.name} is not there: the digests of the code of all results are missing; run make reproduce"
+    assert told.exists(), (
+        f"{told.name} is not there: the digests of the code of all results are missing; run make reproduce"
+    )
     known = json.loads(told.read_text())["code"]
     older = [
         f"{system} in {each.name}"
         for each in EXPERIMENTS
         for system in each.systems
-        if known.get(each.name, {}).get(system) != Run(system, TASKS[each.task].for_system(system), PAGE.parent).recorded()["code"]
+        if known.get(each.name, {}).get(system)
+        != Run(system, TASKS[each.task].for_system(system), PAGE.parent).recorded()["code"]
     ]
     assert not older, (
-        f"results that are older than the code of their systems: {', '.join(older)}; run python -m cmab_models.reproduce --confirm"
+        f"results that are older than the code of their systems: {', '.join(older)}; run python -m "
+        "cmab_models.reproduce --confirm"
     )
 
 
-def test_a_result_stands_for_changed_code_that_begins_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_stands_for_changed_code_that_begins_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     each = next(each for each in EXPERIMENTS if each.name == "target")
     monkeypatch.setattr(openings, "EXPERIMENTS", [replace(each, systems=("mlp", "attention"))])
     file = tmp_path / "RESULTS.json"
@@ -298,7 +344,9 @@ def test_a_result_stands_for_changed_code_that_begins_as_before(tmp_path: Path, 
     assert told["confirmed"] == {"target": {"attention": "old"}}
 
 
-def test_an_experiment_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment_that_there_is_not_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["reproduce", "kabsch", "wheels"])
     with pytest.raises(SystemExit):
         main()
@@ -315,14 +363,20 @@ def test_every_experiment_runs(each: Experiment, tmp_path: Path) -> None:
     results = Results({each.name: runs})
     for claim in CLAIMS:
         verdict = judging.judged(claim, results)
-        assert verdict.missing != judging.RUNS or "was not run" in verdict.reason or "measured" in verdict.reason, verdict.reason
+        assert verdict.missing != judging.RUNS or "was not run" in verdict.reason or "measured" in verdict.reason, (
+            verdict.reason
+        )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("each", {each.task: each for each in EXPERIMENTS}.values(), ids=lambda each: each.task)
 def test_the_same_command_gives_the_same_numbers(each: Experiment, tmp_path: Path) -> None:
     """In another process, to the last bit of every score and weight, for each system of each kind of task."""
-    small = {name: value for name, value in {"steps": 2, "evaluation_batches": 2, "plays": 20}.items() if hasattr(TASKS[each.task], name)}
+    small = {
+        name: value
+        for name, value in {"steps": 2, "evaluation_batches": 2, "plays": 20}.items()
+        if hasattr(TASKS[each.task], name)
+    }
     short = replace(each, seeds=(0,), settings=each.settings | small)
     first, again = (list(short.runs(tmp_path / time)) for time in ("first", "again"))
     assert run_all([*first, *again], 2, lambda run, code: None) == []

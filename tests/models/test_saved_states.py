@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from cmab_models import CMANP, CMHP, CNP, LBANP, THP, ContinualNystromformer, ContinualTransformer, IncTNP, Nystromformer
+from cmab_models import (
+    CMANP,
+    CMHP,
+    CNP,
+    LBANP,
+    THP,
+    ContinualNystromformer,
+    ContinualTransformer,
+    IncTNP,
+    Nystromformer,
+)
 from torch import nn
 from torch.utils._pytree import tree_leaves
 

@@ -71,7 +71,9 @@ def test_between_segments_the_landmarks_are_those_of_the_stream() -> None:
         places = (torch.arange(seen - N, seen)) % (2 * N - 1)
         window = layer.norm1(model.embedding(tokens[:, seen - N : seen]) + model.positions.encodings[places])
         heads = [part.unflatten(-1, (3, 4)).transpose(1, 2) for part in _projected(layer.self_attn, window)]
-        attended = nystrom_attention(*heads, landmarks=(state.last.landmark_queries, state.last.landmark_keys))[:, :, -1:]
+        attended = nystrom_attention(*heads, landmarks=(state.last.landmark_queries, state.last.landmark_keys))[
+            :, :, -1:
+        ]
         features = layer.self_attn.out_proj(attended.transpose(1, 2).flatten(2))
         newest = model.embedding(tokens[:, seen - 1 : seen]) + model.positions.encodings[places[-1:]]
         added = newest + features
@@ -211,7 +213,9 @@ def test_a_stream_is_cast_with_its_model(kind: str, depth: int) -> None:
     for token in tokens[:, :-1].unbind(1):
         model.forward_step(token)
     expected = copy.deepcopy(model).forward_step(tokens[:, -1])
-    torch.testing.assert_close(model.float().forward_step(tokens[:, -1].float()), expected.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model.float().forward_step(tokens[:, -1].float()), expected.float(), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -263,7 +267,9 @@ def test_what_is_trained_is_what_is_streamed(kind: str, depth: int) -> None:
     trained = model.forward_stream(tokens)
     streamed = [model.forward_step(token) for token in tokens.unbind(1)]
     assert all(scores is None for scores in streamed[: N - 1])
-    torch.testing.assert_close(trained, torch.stack([scores for scores in streamed if scores is not None], 1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        trained, torch.stack([scores for scores in streamed if scores is not None], 1), rtol=1e-12, atol=1e-12
+    )
     model.clean_state()
     model.train().forward_stream(tokens).sin().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

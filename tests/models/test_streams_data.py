@@ -42,7 +42,9 @@ def test_photographs_do_not_tell_by_brightness() -> None:
     for image in images:
         assert image.dim() == 2
         assert image.shape[0] <= patches.LARGEST
-        torch.testing.assert_close(torch.stack([image.mean(), image.std()]), torch.tensor([0.0, 1.0]), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.stack([image.mean(), image.std()]), torch.tensor([0.0, 1.0]), atol=1e-4, rtol=0
+        )
 
 
 def test_patches_are_streamed_and_scored() -> None:
@@ -58,7 +60,10 @@ def test_patches_are_streamed_and_scored() -> None:
     model = task.model("nystromformer", num_landmarks=4).eval()
     scores = task.evaluate(model)
     ends = range(64, 129, EVERY)
-    found = [(model(data.held_out[:, end - 64 : end]).argmax(-1) == data.held_out_labels).double().mean().item() for end in ends]
+    found = [
+        (model(data.held_out[:, end - 64 : end]).argmax(-1) == data.held_out_labels).double().mean().item()
+        for end in ends
+    ]
     assert scores["whole"] == pytest.approx(sum(found) / len(found))
     steps = list(task.stream(model))
     assert [step["token"] for step in steps] == list(range(64, 129))
@@ -140,7 +145,10 @@ def test_an_unknown_series_is_named() -> None:
 def test_gtzan_is_read_as_published(tmp_path: Path) -> None:
     path, rows = tmp_path / "features_3_sec.csv", []
     for genre, pieces in (("rock.00001", 10), ("blues.00000", 10), ("jazz.00054", 9)):
-        rows += [f"{genre}.{piece}.wav,66149,{piece}.5,{len(rows) + piece},{genre.split('.')[0]}" for piece in (*range(1, pieces), 0)]
+        rows += [
+            f"{genre}.{piece}.wav,66149,{piece}.5,{len(rows) + piece},{genre.split('.')[0]}"
+            for piece in (*range(1, pieces), 0)
+        ]
     path.write_text("\n".join(["filename,length,chroma_stft_mean,mfcc20_var,label", *rows]) + "\n")
     tracks = features.gtzan(path)
     assert tracks.names == ["blues.00000", "rock.00001"]
@@ -189,7 +197,10 @@ def test_tracks_are_streams_of_their_genre(tmp_path: Path) -> None:
     rows, numbers = [], np.random.default_rng(0).normal(5.0, 3.0, (2, 6, 10, 3))
     for genre, each in zip(("blues", "rock"), numbers.tolist(), strict=True):
         for track, pieces in enumerate(each):
-            rows += [f"{genre}.{track:05}.{piece}.wav,66149,{','.join(map(str, values))},{genre}" for piece, values in enumerate(pieces)]
+            rows += [
+                f"{genre}.{track:05}.{piece}.wav,66149,{','.join(map(str, values))},{genre}"
+                for piece, values in enumerate(pieces)
+            ]
     (tmp_path / "features_3_sec.csv").write_text("\n".join(["filename,length,a,b,c,label", *rows]) + "\n")
     task = GTZAN(folder=str(tmp_path), dim=8)
     data = task.data()

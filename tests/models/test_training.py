@@ -64,7 +64,9 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def test_a_seed_gives_the_same_model_and_another_seed_another(toy: type[Task], tmp_path: Path) -> None:
-    first, again, other = (train(Run("cnp", toy(), tmp_path / name, seed))[0] for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    first, again, other = (
+        train(Run("cnp", toy(), tmp_path / name, seed))[0] for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
     assert torch.equal(weights(first), weights(again))
     assert not torch.equal(weights(first), weights(other))
 
@@ -106,7 +108,9 @@ def test_an_interruption_in_the_middle_of_a_step_waits_for_its_end(toy: type[Tas
 
 
 @pytest.mark.parametrize("at", [3, 6])
-def test_the_checkpoint_is_written_whatever_comes(at: int, toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoint_is_written_whatever_comes(
+    at: int, toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The interruption comes while the file is written: at the end of the training,
     or as the second one, after step 3."""
     whole, _ = train(Run("cnp", toy(), tmp_path / "whole"))
@@ -142,7 +146,9 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     written = run.checkpoint.read_bytes()
     (tmp_path / "whole.pt").write_bytes(written)
     run.checkpoint.write_bytes(written[: len(written) // 2])
-    with pytest.raises(BadCheckpoint, match=r"got a file that is cut short or damaged, expected the checkpoint\.pt of a training"):
+    with pytest.raises(
+        BadCheckpoint, match=r"got a file that is cut short or damaged, expected the checkpoint\.pt of a training"
+    ):
         train(run, resume=True)
     run.checkpoint.write_bytes(written[:-1])
     with pytest.raises(BadCheckpoint, match="got a file that is cut short or damaged"):
@@ -157,9 +163,15 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     torch.save(other | {"run": 5}, run.checkpoint)
     with pytest.raises(BadCheckpoint, match=r"checkpoint\.pt, run: got an int, expected a dict"):
         train(run, resume=True)
-    for broken, why in ((b"", "an empty file"), (b"abc", "a file of another kind"), (b'{"steps": 1}', "a file of another kind")):
+    for broken, why in (
+        (b"", "an empty file"),
+        (b"abc", "a file of another kind"),
+        (b'{"steps": 1}', "a file of another kind"),
+    ):
         run.checkpoint.write_bytes(broken)
-        with pytest.raises(BadCheckpoint, match=rf"checkpoint.pt: got {why}, expected the checkpoint.pt of a training.*$") as refused:
+        with pytest.raises(
+            BadCheckpoint, match=rf"checkpoint.pt: got {why}, expected the checkpoint.pt of a training.*$"
+        ) as refused:
             train(run, resume=True)
         assert "\n" not in str(refused.value)
     torch.save(Run, run.checkpoint)  # a class: to load it would be to execute something
@@ -191,13 +203,21 @@ def test_a_model_setting_is_neither_lost_nor_changed_by_a_resumption(toy: type[T
         (("model",), [], "model: got a list, expected a dict"),
         (("model", 5), torch.zeros(3), r"got weights of another version \(.*Unexpected key"),
         (("model", "embedding.0.weight"), 3, r"model, embedding\.0\.weight: got an int, expected a torch\.Tensor"),
-        (("model", "embedding.0.weight"), torch.zeros(8, 2, dtype=torch.complex64), r"model, embedding.*: got a tensor .*complex64"),
+        (
+            ("model", "embedding.0.weight"),
+            torch.zeros(8, 2, dtype=torch.complex64),
+            r"model, embedding.*: got a tensor .*complex64",
+        ),
         (("optimizer",), None, "optimizer: got None, expected a dict"),
         (("optimizer", "state"), [], "optimizer, state: got a list, expected a dict"),
         (("optimizer", "state", 99), {}, "optimizer, state, 99: got a state, expected none"),
         (("optimizer", "state", 0), 3, "optimizer, state, 0: got an int, expected a dict"),
         (("optimizer", "state", 0, "step"), 3, r"optimizer, state, 0, step: got an int, expected a torch\.Tensor"),
-        (("optimizer", "state", 0, "exp_avg"), torch.zeros(1), r"optimizer, state, 0, exp_avg: got a tensor \(1,\).*, expected a dense"),
+        (
+            ("optimizer", "state", 0, "exp_avg"),
+            torch.zeros(1),
+            r"optimizer, state, 0, exp_avg: got a tensor \(1,\).*, expected a dense",
+        ),
     ],
 )
 def test_a_wrong_entry_of_a_checkpoint_is_named(
@@ -221,8 +241,12 @@ def test_a_loss_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> 
 
 
 def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
-    run = Run("thp", TASKS["hawkes"]().changed({"sequences": 20, "end": 5.0}), tmp_path, model_settings={"log_gap_std": 1e300})
-    with pytest.raises(Diverged, match=r"^loss: got nan in step 1, .*; the model has not learned yet: check its options and the data"):
+    run = Run(
+        "thp", TASKS["hawkes"]().changed({"sequences": 20, "end": 5.0}), tmp_path, model_settings={"log_gap_std": 1e300}
+    )
+    with pytest.raises(
+        Diverged, match=r"^loss: got nan in step 1, .*; the model has not learned yet: check its options and the data"
+    ):
         train(run)
 
 
@@ -240,7 +264,9 @@ def test_a_last_step_that_diverges_is_named(toy: type[Task], tmp_path: Path, mon
     with pytest.raises(Diverged, match=r"^loss: got nan after the last step"):
         train(run)
     assert not run.checkpoint.exists()
-    hook = register_optimizer_step_post_hook(lambda optimizer, *_: optimizer.param_groups[0]["params"][0].data.fill_(torch.nan))
+    hook = register_optimizer_step_post_hook(
+        lambda optimizer, *_: optimizer.param_groups[0]["params"][0].data.fill_(torch.nan)
+    )
     monkeypatch.setattr(toy, "loss", lambda self, model, batch: sum(p.nan_to_num().sum() for p in model.parameters()))
     try:
         with pytest.raises(Diverged, match=r"^loss: got -?\d.* after the last step, with a largest weight of nan"):
@@ -258,7 +284,9 @@ def run_command(*arguments: str) -> int:
     return 0
 
 
-def test_the_command_line(toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line(
+    toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("settings.json").write_text(json.dumps({"steps": 4, "model.dim": 4}))
     asked = ("cnp", "--task", "lines", "--config", "settings.json", "--set", "slope=0.5")
@@ -339,10 +367,16 @@ def test_an_evaluation_tells_what_was_trained(
         (("train", "cnp", "--config", "infinite.json"), "slope: got inf, expected a finite number > 0"),
         (("train", "cnp", "--set", "model.dim=Infinity"), "model.dim: got inf, expected finite numbers"),
         (("evaluate", "cnp", "--set", "model.dim=[NaN]"), "model.dim: got [nan], expected finite numbers"),
-        (("train", "cnp", "--seed", str(1 << 63)), "seed: got '9223372036854775808', expected an int from 0 to 2**63 - 1"),
+        (
+            ("train", "cnp", "--seed", str(1 << 63)),
+            "seed: got '9223372036854775808', expected an int from 0 to 2**63 - 1",
+        ),
         (("train", "cnp", "--seed", "-1"), "argument --seed: seed: got '-1'"),
         (("train", "cnp", "--seed", "one"), "argument --seed: seed: got 'one'"),
-        (("train", "cnp", "--set", "model.latents=3"), "latents: got an unknown argument of cnp, expected one of dim_x, "),
+        (
+            ("train", "cnp", "--set", "model.latents=3"),
+            "latents: got an unknown argument of cnp, expected one of dim_x, ",
+        ),
         (("train", "cnp", "--set", "model.dim=wide"), "dim: got 'wide', expected an int >= 1"),
         (("train", "cnp", "--set", "model.depth=1"), "depth: got 1, expected an int >= 2"),
         (("train", "cnp", "--set", "model.dim_y=3"), "dim_y: got 3, expected 1, a size of the data of lines"),
@@ -360,7 +394,11 @@ def test_an_evaluation_tells_what_was_trained(
     ],
 )
 def test_what_is_refused(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a file").write_text("[1]")
@@ -377,12 +415,17 @@ def test_what_is_refused(
         (("--resume",), "got no such file, expected a checkpoint to resume"),
         (
             ("--set", "learning_rate=1e30", "--set", "steps=9"),
-            "loss: got nan in step 2, with a gradient of norm nan, expected finite numbers; try a smaller learning_rate",
+            "loss: got nan in step 2, with a gradient of norm nan, expected finite numbers; try a smaller "
+            "learning_rate",
         ),
     ],
 )
 def test_a_run_that_records_nothing_leaves_no_folder(
-    asked: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    asked: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command("train", "cnp", "--task", "lines", *asked) == 2
@@ -397,7 +440,9 @@ def test_a_run_that_diverges_says_where_its_losses_are(
     toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(toy, "before_step", lambda self, model, step: step < 12 or nn.init.constant_(model.decoder[0].weight, 1e38))
+    monkeypatch.setattr(
+        toy, "before_step", lambda self, model, step: step < 12 or nn.init.constant_(model.decoder[0].weight, 1e38)
+    )
     assert run_command("train", "cnp", "--task", "lines", "--set", "steps=20") == 2
     assert "loss: got nan in step 13" in (said := capsys.readouterr().err)
     assert said.endswith("; the losses before it are in runs/lines/cnp-0/tensorboard\n")
@@ -416,10 +461,15 @@ def test_scores_that_cannot_be_recorded_are_shown(
     assert run_command("evaluate", "cnp", "--task", "lines", "--folder", "run") == 2
     said = capsys.readouterr()
     assert "without a model" in said.out
-    assert said.err == "python -m cmab_models evaluate: run cannot be written, so these scores are not recorded: Is a directory\n"
+    assert (
+        said.err
+        == "python -m cmab_models evaluate: run cannot be written, so these scores are not recorded: Is a directory\n"
+    )
 
 
-def test_what_is_not_given_is_the_task_s_own_for_the_system(toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_given_is_the_task_s_own_for_the_system(
+    toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(toy, "of_system", {"cnp": {"steps": 3, "slope": 0.5}, "lbanp": {"steps": 9}})
     assert run_command("train", "cnp", "--task", "lines", "--set", "slope=2.0") == 0
@@ -434,7 +484,9 @@ def test_settings_by_system_are_of_systems_and_settings_that_there_are(task: typ
         assert task.for_system(system) == task().changed(settings) != task()
 
 
-def test_data_that_is_missing_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_missing_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command("train", "cmanp", "--task", "celeba") == 2
     assert f"folder: got '', which is {tmp_path}, expected " in capsys.readouterr().err and not any(tmp_path.iterdir())
@@ -464,12 +516,24 @@ runpy._run_module_as_main("cmab_models")
 @pytest.mark.parametrize(
     ("system", "task", "name", "value", "message"),
     [
-        ("nystromformer", "patches", "num_classes", 1, "num_classes: got 1, expected 16, a size of the data of patches"),
+        (
+            "nystromformer",
+            "patches",
+            "num_classes",
+            1,
+            "num_classes: got 1, expected 16, a size of the data of patches",
+        ),
         ("continual-transformer", "patches", "sequence_len", 3, "sequence_len: got 3, expected 64"),
         ("intention", "few-shot", "dim_out", 3, "dim_out: got 3, expected 4"),
         ("mlp", "sine", "num_points", 3, "num_points: got 3, expected 10"),
         ("thp", "hawkes", "num_marks", 2, "num_marks: got 2, expected 3"),
-        ("cmanp-and", "gp-rbf", "embedding_depth", 1, "embedding_depth: got 1, expected an int >= 2, the linear layers of a perceptron"),
+        (
+            "cmanp-and",
+            "gp-rbf",
+            "embedding_depth",
+            1,
+            "embedding_depth: got 1, expected an int >= 2, the linear layers of a perceptron",
+        ),
         ("tnp-nd", "gp-rbf", "projection_depth", 1, "projection_depth: got 1, expected an int >= 2"),
     ],
 )
@@ -490,7 +554,12 @@ def test_options_of_a_model_that_no_data_fits(system: str, task: str, name: str,
             "side: got 100, expected a smaller one, as no photograph has bands of 8 patches so large",
         ),
         ("few-shot", "few-shot", {"ways": 100}, "ways: got 100, expected at most 48"),
-        ("inctnp", "wheel", {"memory": 5}, "memory: got 5, expected 0, which remembers all, as an inctnp cannot forget"),
+        (
+            "inctnp",
+            "wheel",
+            {"memory": 5},
+            "memory: got 5, expected 0, which remembers all, as an inctnp cannot forget",
+        ),
         ("thp", "hawkes", {"end": 1e-9}, "end: got 1e-09, expected a time after the first event"),
     ],
 )

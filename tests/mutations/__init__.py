@@ -9,5 +9,7 @@ from __future__ import annotations
 from . import of_attention, of_intention, of_layers, of_modules, of_nystrom
 from .fault import Fault
 
-FAULTS: dict[str, Fault] = of_attention.FAULTS | of_intention.FAULTS | of_nystrom.FAULTS | of_layers.FAULTS | of_modules.FAULTS
+FAULTS: dict[str, Fault] = (
+    of_attention.FAULTS | of_intention.FAULTS | of_nystrom.FAULTS | of_layers.FAULTS | of_modules.FAULTS
+)
 """The name of each fault -> the fault."""

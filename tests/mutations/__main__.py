@@ -13,7 +13,9 @@ def main(words: list[str]) -> int:
     """Plant the faults whose name or file holds one of the words, all if there are none; the new ones come first."""
     rows = {name: row for name, row in table.read().items() if name in FAULTS}
     sums = {name: table.sum_of(fault) for name, fault in FAULTS.items()}
-    chosen = [name for name, fault in FAULTS.items() if not words or any(word in f"{name} {fault.path}" for word in words)]
+    chosen = [
+        name for name, fault in FAULTS.items() if not words or any(word in f"{name} {fault.path}" for word in words)
+    ]
     changed = [name for name in chosen if name not in rows or not rows[name].caught_by or rows[name].sum != sums[name]]
     print(f"{len(chosen)} of {len(FAULTS)} planted faults, {len(changed)} of them new or changed.", flush=True)
     with contextlib.closing(Tree(ROOT / "build" / "mutants")) as tree:

@@ -29,7 +29,10 @@ IN_CPP = {
         f"{SUITE}::test_masks -k native",
     ),
     "a step along a row taken for 1": Fault(
-        "csrc/common/tile.h", "to[d] = widen(from[d * step]);", "to[d] = widen(from[d]);", f"{SUITE}::test_layouts -k native"
+        "csrc/common/tile.h",
+        "to[d] = widen(from[d * step]);",
+        "to[d] = widen(from[d]);",
+        f"{SUITE}::test_layouts -k native",
     ),
     "a key too many": Fault(
         "csrc/attention/forward_kernel.h",
@@ -62,7 +65,10 @@ IN_CPP = {
         f"{NATIVE}::test_offsets_beyond_32_bits",
     ),
     "a packed set that ends a key late": Fault(
-        "csrc/attention/plan.h", "offset(b + 1) - first, 0)", "offset(b + 1) - first + (b == 0), 0)", f"{NATIVE}::test_packed_sets"
+        "csrc/attention/plan.h",
+        "offset(b + 1) - first, 0)",
+        "offset(b + 1) - first + (b == 0), 0)",
+        f"{NATIVE}::test_packed_sets",
     ),
     "a dropped last block": Fault(
         "csrc/common/plan.h",
@@ -73,7 +79,9 @@ IN_CPP = {
     "tiny numbers that are not flushed to zero": Fault(
         "csrc/common/plan.h", "before_ | _MM_FLUSH_ZERO_ON", "before_", "tests/test_tiny_numbers.py"
     ),
-    "a caller whose tiny numbers are flushed": Fault("csrc/common/plan.h", "_mm_setcsr(before_); }", "}", "tests/test_tiny_numbers.py"),
+    "a caller whose tiny numbers are flushed": Fault(
+        "csrc/common/plan.h", "_mm_setcsr(before_); }", "}", "tests/test_tiny_numbers.py"
+    ),
     "a group of queries of one head taken for neighbouring heads": Fault(
         "csrc/attention/forward.cpp",
         "groups_[g + heads].first_row == group.first_row)",
@@ -114,9 +122,17 @@ IN_CPP = {
         "csrc/attention/merge.h", "size <= kSureRounding / eps * left ||", "size < INFINITY ||", f"{STATE} -k digits"
     ),
     "a removal of nothing that is not reliable": Fault(
-        "csrc/attention/merge.h", "reliable_[row] = sums.empty() ? left == 1 :", "reliable_[row] =", f"{STATE} -k removal"
+        "csrc/attention/merge.h",
+        "reliable_[row] = sums.empty() ? left == 1 :",
+        "reliable_[row] =",
+        f"{STATE} -k removal",
     ),
-    "= for +=": Fault("csrc/attention/backward.cpp", "sum.total[i] += sum.part[i];", "sum.total[i] = sum.part[i];", f"{NATIVE} -k pieces"),
+    "= for +=": Fault(
+        "csrc/attention/backward.cpp",
+        "sum.total[i] += sum.part[i];",
+        "sum.total[i] = sum.part[i];",
+        f"{NATIVE} -k pieces",
+    ),
     "= for += over pieces of the queries": Fault(
         "csrc/attention/backward.cpp",
         "total += parts[piece * step + i];",
@@ -124,16 +140,28 @@ IN_CPP = {
         f"{NATIVE}::test_many_queries",
     ),
     "a packed set's gradient where another's belongs": Fault(
-        "csrc/attention/backward.cpp", "* in_.keys + head.set.first + key;", "* in_.keys + key;", f"{NATIVE}::test_packed_sets"
+        "csrc/attention/backward.cpp",
+        "* in_.keys + head.set.first + key;",
+        "* in_.keys + key;",
+        f"{NATIVE}::test_packed_sets",
     ),
     "a lost gradient through lse": Fault(
-        "csrc/attention/backward.cpp", " - *dlse_.at<double>(head.b, head.h, first + row);", ";", f"{NATIVE}::test_widths"
+        "csrc/attention/backward.cpp",
+        " - *dlse_.at<double>(head.b, head.h, first + row);",
+        ";",
+        f"{NATIVE}::test_widths",
     ),
     "a gradient of an ignored key, in bfloat16": Fault(
-        "csrc/attention/bf16_backward.h", "_mm512_maskz_loadu_ps(kept ? mask : 0, row + c)", "_mm512_maskz_loadu_ps(mask, row + c)", BF16
+        "csrc/attention/bf16_backward.h",
+        "_mm512_maskz_loadu_ps(kept ? mask : 0, row + c)",
+        "_mm512_maskz_loadu_ps(mask, row + c)",
+        BF16,
     ),
     "a gradient of scores without delta, in bfloat16": Fault(
-        "csrc/attention/bf16_backward.h", "_mm512_sub_ps(_mm512_loadu_ps(dweight), delta)", "_mm512_loadu_ps(dweight)", BF16
+        "csrc/attention/bf16_backward.h",
+        "_mm512_sub_ps(_mm512_loadu_ps(dweight), delta)",
+        "_mm512_loadu_ps(dweight)",
+        BF16,
     ),
     "lse in one part, in bfloat16": Fault(
         "csrc/attention/bf16_backward.h",
@@ -151,7 +179,10 @@ IN_CPP = {
         f"{PREFIX} -k 'native and accuracy'",
     ),
     "sums of prefixes that are not rescaled": Fault(
-        "csrc/prefix/forward_kernel.h", "x *= stretch->factors[lane + r];", "(void)x;", f"{PREFIX} -k 'native and accuracy'"
+        "csrc/prefix/forward_kernel.h",
+        "x *= stretch->factors[lane + r];",
+        "(void)x;",
+        f"{PREFIX} -k 'native and accuracy'",
     ),
     "prefixes that forget the incoming state's sum": Fault(
         "csrc/prefix/forward_kernel.h",
@@ -217,10 +248,17 @@ IN_CPP = {
         "avx2",
     ),
     "sums of prefixes that are not rescaled, with AVX2": Fault(
-        "csrc/prefix/forward_kernel.h", "x *= stretch->factors[lane + r];", "(void)x;", f"{NARROW} -k 'avx2 and attention.prefix'", "avx2"
+        "csrc/prefix/forward_kernel.h",
+        "x *= stretch->factors[lane + r];",
+        "(void)x;",
+        f"{NARROW} -k 'avx2 and attention.prefix'",
+        "avx2",
     ),
     "a logarithm of too few terms": Fault(
-        "csrc/prefix/rows.h", "for (int n = kSingle ? 9 : 21;", "for (int n = kSingle ? 3 : 7;", f"{PREFIX} -k 'native and accuracy'"
+        "csrc/prefix/rows.h",
+        "for (int n = kSingle ? 9 : 21;",
+        "for (int n = kSingle ? 3 : 7;",
+        f"{PREFIX} -k 'native and accuracy'",
     ),
     "keys past whole steps that are not scored": Fault(
         "csrc/prefix/rows.h",
@@ -274,7 +312,10 @@ IN_PYTHON = {
         "tests/nn/test_cmab_stack.py::test_the_latents_of_every_block",
     ),
     "a removal that is reliable too long": Fault(
-        "cmab_kernels/attention/state.py", "left >= eps**0.5", "left >= eps", f"{STATE}::test_the_formula_flags_what_cancelled"
+        "cmab_kernels/attention/state.py",
+        "left >= eps**0.5",
+        "left >= eps",
+        f"{STATE}::test_the_formula_flags_what_cancelled",
     ),
     "a batch that shares its neighbour's mask": Fault(
         "cmab_kernels/attention/reference.py",
@@ -316,7 +357,10 @@ IN_TRITON = {
         f"{KERNELS}::test_shapes",
     ),
     "a missing rescale, in Triton": Fault(
-        "cmab_kernels/attention/triton/forward.py", "total = total * fade +", "total = total +", f"{KERNELS}::test_shapes"
+        "cmab_kernels/attention/triton/forward.py",
+        "total = total * fade +",
+        "total = total +",
+        f"{KERNELS}::test_shapes",
     ),
     "base 2 for base e, in Triton": Fault(
         "cmab_kernels/attention/triton/forward.py",
@@ -325,7 +369,10 @@ IN_TRITON = {
         f"{KERNELS}::test_shapes",
     ),
     "runs that are merged without the incoming state": Fault(
-        "cmab_kernels/attention/triton/forward.py", " + tl.sum(tl.exp(state - peak), 0))", ")", f"{KERNELS}::test_states"
+        "cmab_kernels/attention/triton/forward.py",
+        " + tl.sum(tl.exp(state - peak), 0))",
+        ")",
+        f"{KERNELS}::test_states",
     ),
     "a maximum in another unit": Fault(
         "cmab_kernels/attention/triton/forward.py",

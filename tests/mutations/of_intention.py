@@ -33,7 +33,10 @@ IN_CPP = {
         f"{STATE}::test_every_split_gives_the_same_state",
     ),
     "a Gram matrix that is not mirrored": Fault(
-        "csrc/intention/sums.cpp", "gram[r * width + c] = gram[c * width + r];", "gram[r * width + c] = 0;", f"{NATIVE}::test_widths"
+        "csrc/intention/sums.cpp",
+        "gram[r * width + c] = gram[c * width + r];",
+        "gram[r * width + c] = 0;",
+        f"{NATIVE}::test_widths",
     ),
     "masked keys that are counted": Fault(
         "csrc/intention/sums.cpp",
@@ -42,7 +45,10 @@ IN_CPP = {
         f"{STATE}::test_ignored_keys_are_not_counted",
     ),
     "an overflow that stays": Fault(
-        "csrc/intention/sums_kernel.h", "if (!all_finite(sums[0], R * kColumns))", "if (false)", f"{NATIVE}::test_sums_beyond_float32"
+        "csrc/intention/sums_kernel.h",
+        "if (!all_finite(sums[0], R * kColumns))",
+        "if (false)",
+        f"{NATIVE}::test_sums_beyond_float32",
     ),
     "a gradient that takes the Gram matrix's for symmetric": Fault(
         "csrc/intention/rows.cpp",
@@ -63,7 +69,10 @@ IN_CPP = {
         f"{NATIVE} -k 'ignored or weights'",
     ),
     "sums for a state in the precision of the keys": Fault(
-        "csrc/intention/binding.cpp", "inputs.exact = true;", "inputs.exact = false;", f"{STATE}::test_sums_are_float64_and_exact"
+        "csrc/intention/binding.cpp",
+        "inputs.exact = true;",
+        "inputs.exact = false;",
+        f"{STATE}::test_sums_are_float64_and_exact",
     ),
     "lanes that share one penalty": Fault(
         "csrc/solve/lanes.h",
@@ -72,7 +81,10 @@ IN_CPP = {
         f"{SOLVE}::test_every_width",
     ),
     "a condition that is judged by half of its columns": Fault(
-        "csrc/solve/lanes.h", "sum[j] += size * unit;", "sum[j] += T(0) * size;", f"{SOLVE}::test_the_norm_is_that_of_whole_columns"
+        "csrc/solve/lanes.h",
+        "sum[j] += size * unit;",
+        "sum[j] += T(0) * size;",
+        f"{SOLVE}::test_the_norm_is_that_of_whole_columns",
     ),
     "NaNs past the end of a system": Fault(
         "csrc/solve/rows.h",
@@ -103,7 +115,10 @@ IN_CUDA = {
         f"{CUDA}::test_lengths",
     ),
     "a run that overflowed and is not repeated": Fault(
-        "csrc/intention/gram_block.cuh", "return live(place) && !finite;", "return false;", f"{CUDA}::test_overflow_is_repeated_in_float64"
+        "csrc/intention/gram_block.cuh",
+        "return live(place) && !finite;",
+        "return false;",
+        f"{CUDA}::test_overflow_is_repeated_in_float64",
     ),
     "weights of another tile": Fault(
         "csrc/intention/gram_block.cuh", "weight_[first + k]", "weight_[first]", f"{CUDA}::test_sums_and_solution"
@@ -220,7 +235,8 @@ IN_TRITON = {
         "cmab_kernels/intention/solve/triton/solve.py",
         "(failures == 0) & (alpha >= 0.0)",
         "(failures == 0)",
-        f"{SOLVE_KERNELS}::test_bad_matrices_are_told_and_leave_the_others_alone {SOLVE_KERNELS}::test_agrees_with_the_definition_in_info",
+        f"{SOLVE_KERNELS}::test_bad_matrices_are_told_and_leave_the_others_alone "
+        f"{SOLVE_KERNELS}::test_agrees_with_the_definition_in_info",
     ),
     "a line that is solved and eliminated from itself": Fault(
         "cmab_kernels/intention/solve/triton/solve.py",
@@ -236,7 +252,8 @@ IN_TRITON = {
     ),
     "a prefix that is written a key too late in Triton": Fault(
         "cmab_kernels/intention/triton/prefix.py",
-        "ends = ((at % every == every - 1) | (at == keys - 1)) & (at < last)\n        pointers, inside = _tile_of(sums,",
+        "ends = ((at % every == every - 1) | (at == keys - 1)) & (at < last)\n        pointers, inside = "
+        "_tile_of(sums,",
         "ends = ((at % every == 0) | (at == keys - 1)) & (at < last)\n        pointers, inside = _tile_of(sums,",
         f"{KERNELS}::test_prefixes",
     ),

@@ -113,7 +113,10 @@ IN_CPP = {
         "csrc/linear/fold.h", "to[c] = each * by[c];", "to[c] = each;", f"{BLOCK}::test_one_call_is_its_operators"
     ),
     "= for += of a folded shift's gradient": Fault(
-        "csrc/linear/fold.h", "of_shift[c] += of_bias * each;", "of_shift[c] = of_bias * each;", f"{BLOCK}::test_one_call_is_its_operators"
+        "csrc/linear/fold.h",
+        "of_shift[c] += of_bias * each;",
+        "of_shift[c] = of_bias * each;",
+        f"{BLOCK}::test_one_call_is_its_operators",
     ),
     "gradients of the first piece of the rows alone": Fault(
         "csrc/linear/tiles.h",
@@ -236,7 +239,10 @@ IN_TRITON = {
         f"{KERNELS}::test_attention",
     ),
     "a norm's gradient without its direction, in Triton": Fault(
-        "cmab_kernels/layers/triton/rows.py", " - plain * along[:, None]) * factor", ") * factor", f"{KERNELS}::test_feed_forward"
+        "cmab_kernels/layers/triton/rows.py",
+        " - plain * along[:, None]) * factor",
+        ") * factor",
+        f"{KERNELS}::test_feed_forward",
     ),
     "a layer without its residual": Fault(
         "cmab_kernels/layers/triton/feed_forward.py",
@@ -246,8 +252,8 @@ IN_TRITON = {
     ),
     "features that send nothing back": Fault(
         "cmab_kernels/layers/triton/feed_forward.py",
-        "dnormed += product(dfeatures, load_tile(",
-        "dnormed = product(dfeatures, load_tile(",
+        "dnormed += product(dfeatures, feature_weight",
+        "dnormed = product(dfeatures, feature_weight",
         f"{KERNELS}::test_feed_forward",
     ),
     "a slope that is NaN where a gate is infinite": Fault(

@@ -13,8 +13,10 @@ MODULES = {
     ),
     "a window that lets the oldest go before a merge fails": Fault(
         "cmab_kernels/window.py",
-        "        total = state if self._total is None else merge(self._total, state)\n        if full:\n            self._front.pop()\n",
-        "        if full:\n            self._front.pop()\n        total = state if self._total is None else merge(self._total, state)\n",
+        "        total = state if self._total is None else merge(self._total, state)\n        if full:\n            "
+        "self._front.pop()\n",
+        "        if full:\n            self._front.pop()\n        total = state if self._total is None else "
+        "merge(self._total, state)\n",
         "tests/test_window.py::test_a_failing_merge_leaves_what_is_held",
     ),
     "a tree that keeps the merge with a state that left": Fault(
@@ -36,7 +38,10 @@ MODULES = {
         "tests/test_decay.py::test_attention_equals_a_softmax_of_shifted_logits",
     ),
     "a load that was refused and counts": Fault(
-        "cmab_kernels/nn/stream.py", "return self._value if errors else value", "return value", "tests/nn/test_refused_load.py"
+        "cmab_kernels/nn/stream.py",
+        "return self._value if errors else value",
+        "return value",
+        "tests/nn/test_refused_load.py",
     ),
     "a row of no keys that holds numbers": Fault(
         "cmab_kernels/nn/stream.py",
@@ -54,7 +59,8 @@ MODULES = {
         "cmab_kernels/nn/stream.py",
         "cast = before.dtype != self.weight_like.dtype",
         "cast = False",
-        "tests/nn/test_stream.py::test_a_float64_module_has_a_float64_state tests/nn/test_continual_stream.py::test_a_cast_stream_goes_on",
+        "tests/nn/test_stream.py::test_a_float64_module_has_a_float64_state "
+        "tests/nn/test_continual_stream.py::test_a_cast_stream_goes_on",
     ),
     "sums of another precision that are trusted": Fault(
         "cmab_kernels/nn/continual/window.py",
@@ -84,7 +90,8 @@ MODULES = {
         "cmab_kernels/nn/inputs.py",
         "else features.masked_fill(ignore.unsqueeze(-1), 0.0)",
         "else features",
-        "tests/nn/test_cmab.py::test_padding_may_hold_anything_and_sets_may_be_empty tests/nn/test_multihead_attention.py -k padding",
+        "tests/nn/test_cmab.py::test_padding_may_hold_anything_and_sets_may_be_empty "
+        "tests/nn/test_multihead_attention.py -k padding",
     ),
     "a last chunk that is not read": Fault(
         "cmab_kernels/nn/cmab/chunks.py",
@@ -213,7 +220,8 @@ MODELS = {
         "python/cmab_models/data/gp.py",
         "noise = NOISE**2 *",
         "noise = NOISE *",
-        "tests/models/test_gp.py::test_kernels_scales_and_noise tests/models/test_gp.py::test_the_posterior_is_the_textbooks",
+        "tests/models/test_gp.py::test_kernels_scales_and_noise "
+        "tests/models/test_gp.py::test_the_posterior_is_the_textbooks",
     ),
     "an event that its own prediction has seen": Fault(
         "python/cmab_models/point_processes/base.py",
@@ -237,7 +245,8 @@ MODELS = {
         "python/cmab_models/streams/base.py",
         "torch.cat([held.tokens, newest], 1)[:, -self.sequence_len :]",
         "torch.cat([held.tokens, newest], 1)[:, : self.sequence_len]",
-        "tests/models/test_streams.py::test_a_step_equals_the_window tests/models/test_streams.py -k 'step_equals or layers'",
+        "tests/models/test_streams.py::test_a_step_equals_the_window tests/models/test_streams.py -k 'step_equals or "
+        "layers'",
     ),
     "a reward that is forgotten too late": Fault(
         "python/cmab_models/tasks/bandit.py",

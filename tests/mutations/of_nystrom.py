@@ -104,7 +104,10 @@ IN_CPP = {
         "csrc/continual/schedule.h", "== 0 ? size + 1 : 0;", "== 0 ? size : 0;", f"{STEPS}::test_every_step {STATE}"
     ),
     "rows that do not move up with their landmarks": Fault(
-        "csrc/continual/kernel.h", "this->exchange(segment ? 1 : 0, kept", "this->exchange(0, kept", f"{STEPS}::test_every_step"
+        "csrc/continual/kernel.h",
+        "this->exchange(segment ? 1 : 0, kept",
+        "this->exchange(0, kept",
+        f"{STEPS}::test_every_step",
     ),
     "an output of a step that is an element too wide": Fault(
         "csrc/continual/kernel.h",
@@ -131,16 +134,25 @@ IN_CPP = {
         f"{STEPS}::test_logits_up_to_the_largest_number {STEPS}::test_products_that_cancel_beyond_the_largest_number",
     ),
     "a pseudo-inverse that starts from one norm": Fault(
-        "csrc/nystrom/kernel.h", "x / columns_.divisor() / rows_.divisor()", "x / columns_.divisor()", f"{NATIVE}::test_inverses"
+        "csrc/nystrom/kernel.h",
+        "x / columns_.divisor() / rows_.divisor()",
+        "x / columns_.divisor()",
+        f"{NATIVE}::test_inverses",
     ),
     "a last iterate that is not the result": Fault(
-        "csrc/nystrom/kernel.h", "std::swap(inverse_, even_);", "if (odd_ == even_) std::swap(inverse_, even_);", f"{NATIVE}::test_inverses"
+        "csrc/nystrom/kernel.h",
+        "std::swap(inverse_, even_);",
+        "if (odd_ == even_) std::swap(inverse_, even_);",
+        f"{NATIVE}::test_inverses",
     ),
     "a gradient that forgets the norms": Fault(
         "csrc/nystrom/backward_kernel.h", "- sign * slope);", "- T(0) * sign * slope);", f"{NATIVE}::test_inverses"
     ),
     "columns of a norm that tie and share nothing": Fault(
-        "csrc/nystrom/backward_kernel.h", "product / sums.largest / T(count)", "product / sums.largest", f"{NATIVE}::test_inverses"
+        "csrc/nystrom/backward_kernel.h",
+        "product / sums.largest / T(count)",
+        "product / sums.largest",
+        f"{NATIVE}::test_inverses",
     ),
 }
 
@@ -188,7 +200,10 @@ IN_CUDA = {
         f"{CUDA}::test_nystrom",
     ),
     "an inverse read by columns": Fault(
-        "csrc/continual/nystrom_step.cuh", "inverse_[r * m + pair % m]", "inverse_[pair % m * m + r]", f"{CUDA}::test_nystrom"
+        "csrc/continual/nystrom_step.cuh",
+        "inverse_[r * m + pair % m]",
+        "inverse_[pair % m * m + r]",
+        f"{CUDA}::test_nystrom",
     ),
 }
 
@@ -275,7 +290,10 @@ IN_TRITON = {
         f"{KERNELS}::test_inverses_in_blocks",
     ),
     "a product without its shift": Fault(
-        "cmab_kernels/nystrom/triton/blocks.py", "identity_block(shift, k, j, OPERAND) - b)", "b)", f"{KERNELS}::test_landmarks_in_blocks"
+        "cmab_kernels/nystrom/triton/blocks.py",
+        "identity_block(shift, k, j, OPERAND) - b)",
+        "b)",
+        f"{KERNELS}::test_landmarks_in_blocks",
     ),
     "an iterate that is written over": Fault(
         "cmab_kernels/nystrom/triton/blocks.py",

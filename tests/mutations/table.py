@@ -15,9 +15,9 @@ from .tree import ROOT
 FILE = Path(__file__).with_name("CAUGHT.md")
 HEAD = """# What caught the planted faults
 
-`make mutants` writes this table: {caught} of {number} faults were planted, one at a time, and caught. The last column is a sum of the
-fault, of the file it is planted in and of its tests: while it stays the same, the fault is not planted again. Seconds are those of a busy
-machine.
+`make mutants` writes this table: {caught} of {number} faults were planted, one at a time, and
+caught. The last column is a sum of the fault, of the file it is planted in and of its tests: while
+it stays the same, the fault is not planted again. Seconds are those of a busy machine.
 
 | fault | file | caught by | seconds | sum |
 |---|---|---|---|---|
@@ -61,4 +61,7 @@ def write(rows: Mapping[str, Row], faults: Mapping[str, Fault]) -> None:
 
 def line(name: str, fault: Fault, row: Row) -> str:
     """The text of a row in the table."""
-    return f"| {name} | {fault.path} | {f'`{row.caught_by}`' if row.caught_by else 'nothing'} | {row.seconds} | {row.sum} |"
+    return (
+        f"| {name} | {fault.path} | {f'`{row.caught_by}`' if row.caught_by else 'nothing'} | {row.seconds} | "
+        f"{row.sum} |"
+    )

@@ -30,13 +30,17 @@ SAMPLE = (
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_fault_can_be_planted(name: str) -> None:
     fault = FAULTS[name]
-    assert (ROOT / fault.path).read_text().count(fault.right) == 1, f"{fault.path} has changed: say again where to plant «{name}»"
+    assert (ROOT / fault.path).read_text().count(fault.right) == 1, (
+        f"{fault.path} has changed: say again where to plant «{name}»"
+    )
 
 
 def test_the_table_has_all_of_them() -> None:
     """There are more than a hundred faults, and each was caught when it was planted last."""
     caught = {name for name, row in table.read().items() if row.caught_by}
-    assert len(FAULTS) >= 100 and caught == set(FAULTS), f"run `make mutants`, which plants {sorted(caught ^ set(FAULTS))}"
+    assert len(FAULTS) >= 100 and caught == set(FAULTS), (
+        f"run `make mutants`, which plants {sorted(caught ^ set(FAULTS))}"
+    )
 
 
 @pytest.fixture(scope="module")

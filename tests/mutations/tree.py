@@ -126,7 +126,9 @@ class Tree:
             kept |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
             kept |= {"CMAB_EMULATED_FLAGS": QUICKLY} | ({"TRITON_INTERPRET": "1"} if interpret else {})
             command = [sys.executable, str(Path(__file__).parent / "server.py")]
-            self._servers[interpret] = subprocess.Popen(command, env=kept, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self._servers[interpret] = subprocess.Popen(
+                command, env=kept, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
         server = self._servers[interpret]
         assert server.stdin is not None and server.stdout is not None
         print(json.dumps(request), file=server.stdin, flush=True)
@@ -145,7 +147,9 @@ def _extension() -> Path:
 
 def _objects() -> Path:
     folders = list((ROOT / "build").glob("objects.*"))
-    assert len(folders) == 1, f"build/ has {len(folders)} builds of the extension, one is needed: python setup.py build_ext --inplace"
+    assert len(folders) == 1, (
+        f"build/ has {len(folders)} builds of the extension, one is needed: python setup.py build_ext --inplace"
+    )
     return folders[0]
 
 
@@ -156,7 +160,9 @@ def _ninja(*arguments: str) -> str:
 
 
 def _run(command: str, folder: Path) -> str:
-    return subprocess.run(command, shell=True, check=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+    return subprocess.run(
+        command, shell=True, check=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ).stdout
 
 
 def _steps() -> list[dict[str, Any]]:

@@ -30,7 +30,9 @@ def points(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
     for mine, other in zip(tree_iter(ours), tree_iter(theirs), strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(other.detach().abs().max())))
+        torch.testing.assert_close(
+            mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(other.detach().abs().max()))
+        )
 
 
 def definition(weights: dict[str, Tensor], inputs: Tensor, latents: Tensor, ignore: Tensor | None = None) -> Tensor:
@@ -55,7 +57,11 @@ def definition(weights: dict[str, Tensor], inputs: Tensor, latents: Tensor, igno
     def feed_forward(name: str, x: Tensor) -> Tensor:
         wide = norm(f"{name}.norm", x) @ weights[f"{name}.expand.weight"].T + weights[f"{name}.expand.bias"]
         half = wide.shape[-1] // 2
-        return x + (wide[..., :half] * F.gelu(wide[..., half:])) @ weights[f"{name}.contract.weight"].T + weights[f"{name}.contract.bias"]
+        return (
+            x
+            + (wide[..., :half] * F.gelu(wide[..., half:])) @ weights[f"{name}.contract.weight"].T
+            + weights[f"{name}.contract.bias"]
+        )
 
     def layer(name: str, x: Tensor, context: Tensor, ignore: Tensor | None) -> Tensor:
         x = feed_forward(f"{name}.cross_feed_forward", attention(f"{name}.cross_attention", x, context, ignore))

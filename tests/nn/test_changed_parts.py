@@ -83,7 +83,10 @@ def context_first(module: Any, few: Tensor, many: Tensor) -> Tensor:
 
 def causal_pair(module: Any, few: Tensor, many: Tensor) -> Tensor:
     return module(
-        few, many, tgt_mask=torch.full((few.shape[1],) * 2, -torch.inf, dtype=few.dtype).triu(1), memory_mask=few.new_zeros(3, 11)
+        few,
+        many,
+        tgt_mask=torch.full((few.shape[1],) * 2, -torch.inf, dtype=few.dtype).triu(1),
+        memory_mask=few.new_zeros(3, 11),
     )
 
 
@@ -95,7 +98,10 @@ def chained(module: Any, few: Tensor, many: Tensor) -> Tensor:
 CONTINUAL = {"train": [windows], "eval": [windows, steps, single_steps]}
 ENCODER = {"train": [tokens], "eval": [tokens, steps, single_steps]}
 MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, list[Run]]]] = {
-    "CMAB": (lambda: ours.CMAB(C, 4, H), {"train": [context_first, updated], "eval": [context_first, updated, removed]}),
+    "CMAB": (
+        lambda: ours.CMAB(C, 4, H),
+        {"train": [context_first, updated], "eval": [context_first, updated, removed]},
+    ),
     "CMABStack": (
         lambda: ours.CMABStack(C, 4, H, 2),
         {"train": [context_first, updated, encoded], "eval": [context_first, updated, encoded, removed]},
@@ -112,7 +118,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, list[Run]]]] = {
         lambda: ours.MultiheadIntention(C, H, batch_first=True),
         {"train": [attended, weighed, predicted], "eval": [attended, weighed, predicted]},
     ),
-    "MultiheadSigmaIntention": (lambda: ours.MultiheadSigmaIntention(C, H, batch_first=True), {"train": [attended], "eval": [weighed]}),
+    "MultiheadSigmaIntention": (
+        lambda: ours.MultiheadSigmaIntention(C, H, batch_first=True),
+        {"train": [attended], "eval": [weighed]},
+    ),
     "NystromAttention": (
         lambda: ours.NystromAttention(C, H, batch_first=True, num_landmarks=3),
         {"train": [attended, weighed], "eval": [attended, weighed]},
@@ -120,9 +129,15 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, list[Run]]]] = {
     "ContinualAttention": (lambda: ours.ContinualAttention(C, H, **WINDOW), CONTINUAL),
     "ContinualNystromAttention": (lambda: ours.ContinualNystromAttention(C, H, num_landmarks=3, **WINDOW), CONTINUAL),
     "ContinualEncoderLayer": (lambda: ours.ContinualEncoderLayer(C, H, 24, 0.0, **WINDOW), ENCODER),
-    "ContinualEncoderLayer, norm first": (lambda: ours.ContinualEncoderLayer(C, H, 24, 0.0, "gelu", norm_first=True, **WINDOW), ENCODER),
+    "ContinualEncoderLayer, norm first": (
+        lambda: ours.ContinualEncoderLayer(C, H, 24, 0.0, "gelu", norm_first=True, **WINDOW),
+        ENCODER,
+    ),
     "RetroactiveEncoderLayer": (lambda: ours.RetroactiveEncoderLayer(C, H, 24, 0.0, **WINDOW), ENCODER),
-    "ContinualEncoder": (lambda: ours.ContinualEncoder(ours.ContinualEncoderLayer(C, H, 24, 0.0, **WINDOW), 2, nn.LayerNorm(C)), ENCODER),
+    "ContinualEncoder": (
+        lambda: ours.ContinualEncoder(ours.ContinualEncoderLayer(C, H, 24, 0.0, **WINDOW), 2, nn.LayerNorm(C)),
+        ENCODER,
+    ),
     "ContinualEncoder, retroactive": (
         lambda: ours.ContinualEncoder(ours.RetroactiveEncoderLayer(C, H, 24, 0.0, **WINDOW), 2, nn.LayerNorm(C)),
         ENCODER,
@@ -141,19 +156,34 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, list[Run]]]] = {
         {"train": [pair, causal_pair], "eval": [pair, causal_pair]},
     ),
 }
-NO_PARTS = {"AttentionStream", "ContinualStream", "RecentStream", "RidgeStream", "WindowStream", "CircularPositionalEncoding"}
+NO_PARTS = {
+    "AttentionStream",
+    "ContinualStream",
+    "RecentStream",
+    "RidgeStream",
+    "WindowStream",
+    "CircularPositionalEncoding",
+}
 """Public modules that have no parts."""
 
 
 def test_every_module_is_here() -> None:
-    public = {name for name in ours.__all__ if isinstance(getattr(ours, name), type) and issubclass(getattr(ours, name), nn.Module)}
+    public = {
+        name
+        for name in ours.__all__
+        if isinstance(getattr(ours, name), type) and issubclass(getattr(ours, name), nn.Module)
+    }
     assert public == {name.partition(",")[0] for name in MODULES} | NO_PARTS
 
 
 def leaves(module: nn.Module) -> list[str]:
     """Return the parts without parts of their own; for a stack, whose blocks are CMABs,
     some from each half of a block."""
-    names = [name for name, part in module.named_modules() if name and not list(part.children()) and not isinstance(part, Keeper)]
+    names = [
+        name
+        for name, part in module.named_modules()
+        if name and not list(part.children()) and not isinstance(part, Keeper)
+    ]
     some = ("blocks.1.compress.cross_attention", "blocks.0.retrieve.self_feed_forward")
     return [name for name in names if name.startswith(some)] if isinstance(module, ours.CMABStack) else names
 
@@ -166,7 +196,11 @@ class Twice(nn.Module):
         self.layer, self.calls = layer, 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(super().__getattr__("layer"), name) if name in ("weight", "bias", "eps", "p") else super().__getattr__(name)
+        return (
+            getattr(super().__getattr__("layer"), name)
+            if name in ("weight", "bias", "eps", "p")
+            else super().__getattr__(name)
+        )
 
     def forward(self, features: Tensor) -> Tensor:
         self.calls += 1
@@ -190,10 +224,19 @@ class TwiceTensor(Tensor):
                 cls.calls += 1
                 given = [2 * each.as_subclass(Tensor) if isinstance(each, TwiceTensor) else each for each in args]
                 named = {
-                    key: 2 * each.as_subclass(Tensor) if isinstance(each, TwiceTensor) else each for key, each in (kwargs or {}).items()
+                    key: 2 * each.as_subclass(Tensor) if isinstance(each, TwiceTensor) else each
+                    for key, each in (kwargs or {}).items()
                 }
                 return function(*given, **named)
-            if function in (torch.stack, torch.cat, Tensor.chunk, Tensor.t, Tensor.__getitem__, Tensor.to, Tensor.matmul):
+            if function in (
+                torch.stack,
+                torch.cat,
+                Tensor.chunk,
+                Tensor.t,
+                Tensor.__getitem__,
+                Tensor.to,
+                Tensor.matmul,
+            ):
                 raise NotImplementedError(f"TwiceTensor has no {function}")
         return super().__torch_function__(function, types, args, kwargs or {})
 
@@ -203,7 +246,10 @@ def twice_tensors(part: nn.Module) -> None:
         part.register_parameter(name, nn.Parameter(parameter.detach().as_subclass(TwiceTensor)))
 
 
-NO_PARAMETERS: dict[str, Callable[[nn.Module, str, Tensor], None]] = {"tensor": setattr, "buffer": nn.Module.register_buffer}
+NO_PARAMETERS: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
+    "tensor": setattr,
+    "buffer": nn.Module.register_buffer,
+}
 """Kind of attribute that holds a weight in a replica or a frozen model -> how to set it."""
 
 
@@ -270,7 +316,10 @@ def cases(module: nn.Module, runs: dict[str, list[Run]]) -> list[tuple[str, str,
             if len(parts) < len(calls):
                 found += [(part, how, *call) for how in ways for call in calls]
             else:
-                found += [(part, ways[i % len(ways)], *calls[(at + i) % len(calls)]) for i in range(max(len(ways), len(calls)))]
+                found += [
+                    (part, ways[i % len(ways)], *calls[(at + i) % len(calls)])
+                    for i in range(max(len(ways), len(calls)))
+                ]
     return found
 
 
@@ -299,7 +348,9 @@ def test_a_changed_part_is_called(kind: str, how: str) -> None:
         expected, gradients = ran(theirs, run, mode == "train")
         result, found = ran(ours_, run, mode == "train")
         assert count(), (name, mode, run.__name__)
-        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9, msg=lambda m, at=(name, mode, run.__name__): f"{at}: {m}")
+        torch.testing.assert_close(
+            result, expected, rtol=1e-9, atol=1e-9, msg=lambda m, at=(name, mode, run.__name__): f"{at}: {m}"
+        )
         lost = len(weights) if how in NO_PARAMETERS and mode == "train" else 0
         assert len(found) == len(gradients) - lost, (name, mode, run.__name__)
 
@@ -362,9 +413,14 @@ def test_a_weight_that_a_load_left_on_the_meta_device_is_refused(kind: str) -> N
     for missing in weights:
         with torch.device("meta"):
             module = make().double()
-        module.load_state_dict({name: each for name, each in weights.items() if name != missing}, strict=False, assign=True)
+        module.load_state_dict(
+            {name: each for name, each in weights.items() if name != missing}, strict=False, assign=True
+        )
         for grad in (True, False):
-            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"got device (meta, expected cpu|cpu, expected meta)"):
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(ValueError, match=r"got device (meta, expected cpu|cpu, expected meta)"),
+            ):
                 runs["train"][0](module, few, many)
 
 
@@ -383,7 +439,9 @@ def test_a_forward_of_the_class_is_called(kind: str, monkeypatch: pytest.MonkeyP
                 ours_, theirs = copy.deepcopy(made), copy.deepcopy(made)
                 ours_.get_submodule(name).factor = 2
                 changed(theirs, name, "hook")
-                torch.testing.assert_close(ran(ours_, run, mode == "train"), ran(theirs, run, mode == "train"), rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(
+                    ran(ours_, run, mode == "train"), ran(theirs, run, mode == "train"), rtol=1e-9, atol=1e-9
+                )
 
 
 CALLS: dict[Run, int] = {chained: 2, updated: 2, removed: 2, encoded: 2, predicted: 2, single_steps: 11}
@@ -507,8 +565,12 @@ class _Counted(nn.Module):
 
 
 @pytest.mark.parametrize("crossed", [False, True])
-@pytest.mark.parametrize(("kind", "window"), [(ours.NystromAttention, {}), (ours.ContinualNystromAttention, {"sequence_len": 16})])
-def test_landmarks_are_fitted_with_one_value_of_a_parametrization(kind: Any, window: dict[str, int], crossed: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "window"), [(ours.NystromAttention, {}), (ours.ContinualNystromAttention, {"sequence_len": 16})]
+)
+def test_landmarks_are_fitted_with_one_value_of_a_parametrization(
+    kind: Any, window: dict[str, int], crossed: bool
+) -> None:
     tokens = torch.randn(2, 2, 32, 16).unbind(0)[: 1 + crossed]
     plain, counted = kind(16, 2, num_landmarks=4, landmarks="fixed", batch_first=True, **window), _Counted()
     changed = copy.deepcopy(plain)

@@ -55,13 +55,19 @@ def test_chunks_train_in_forward_mode() -> None:
 
 def in_forward_mode(function: Callable[[Any], Tensor], weights: dict[str, Tensor]) -> Tensor | None:
     with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function({name: forward_ad.make_dual(t, t.cos()) for name, t in weights.items()})).tangent
+        return forward_ad.unpack_dual(
+            function({name: forward_ad.make_dual(t, t.cos()) for name, t in weights.items()})
+        ).tangent
 
 
 TRANSFORMS: dict[str, Callable[[Callable[[Any], Tensor], dict[str, Tensor]], Any]] = {
     "grad": lambda function, weights: torch.func.grad(function)(weights),
-    "jvp": lambda function, weights: torch.func.jvp(function, (weights,), ({name: t.cos() for name, t in weights.items()},)),
-    "vmap": lambda function, weights: torch.func.vmap(function)({name: torch.stack([t, t.cos()]) for name, t in weights.items()}),
+    "jvp": lambda function, weights: torch.func.jvp(
+        function, (weights,), ({name: t.cos() for name, t in weights.items()},)
+    ),
+    "vmap": lambda function, weights: torch.func.vmap(function)(
+        {name: torch.stack([t, t.cos()]) for name, t in weights.items()}
+    ),
     "forward mode": in_forward_mode,
 }
 
@@ -87,16 +93,24 @@ def test_transforms_go_through_chunks(transform: str) -> None:
 
 def test_transforms_of_the_inputs_go_through_chunks() -> None:
     module, (inputs, _) = stack(), points()
-    ours, theirs = (torch.func.grad(lambda x, read=read: read(x).out.sin().sum())(inputs) for read in (module.encode, module.read))
+    ours, theirs = (
+        torch.func.grad(lambda x, read=read: read(x).out.sin().sum())(inputs) for read in (module.encode, module.read)
+    )
     close(ours, theirs, 1e-11)
     several = torch.stack([inputs, inputs.cos()])
-    close(torch.func.vmap(lambda x: module.encode(x).out)(several), torch.stack([module.read(each).out for each in several]), 1e-11)
+    close(
+        torch.func.vmap(lambda x: module.encode(x).out)(several),
+        torch.stack([module.read(each).out for each in several]),
+        1e-11,
+    )
 
 
 def test_batches_of_gradients_go_through_chunks() -> None:
     module, (inputs, _) = stack(), points()
     ours, theirs = (
-        torch.autograd.grad(state.out.flatten()[:3], read_by(module), torch.eye(3, dtype=torch.float64), is_grads_batched=True)
+        torch.autograd.grad(
+            state.out.flatten()[:3], read_by(module), torch.eye(3, dtype=torch.float64), is_grads_batched=True
+        )
         for state in (module.encode(inputs.split(9, 1)), module.read(inputs))
     )
     close(ours, theirs, 1e-11)

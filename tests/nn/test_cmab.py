@@ -54,7 +54,9 @@ def test_latents_may_be_shared_over_the_batch() -> None:
 def test_block_latents_are_a_shared_query(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
     read = layers.projected_attention_state
-    monkeypatch.setattr(layers, "projected_attention_state", lambda q, *a, **k: shapes.append(q.shape) or read(q, *a, **k))
+    monkeypatch.setattr(
+        layers, "projected_attention_state", lambda q, *a, **k: shapes.append(q.shape) or read(q, *a, **k)
+    )
     module = block()
     module.update(*points(), module.init_state(BATCH))
     assert shapes[0] == (HEADS, BLOCK, DIM // HEADS)
@@ -65,7 +67,9 @@ def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyP
     calls = []
     for place, name in ((one_call, "differentiated_blocks"), (layers, "feed_forward"), (layers, "attention")):
         operator = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *a, name=name, operator=operator, **k: calls.append(name) or operator(*a, **k))
+        monkeypatch.setattr(
+            place, name, lambda *a, name=name, operator=operator, **k: calls.append(name) or operator(*a, **k)
+        )
     module, (inputs, latents) = block(), points()
     module(inputs, latents)
     assert calls == ["differentiated_blocks"]
@@ -80,12 +84,16 @@ def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("width, inside", [(65, True), (256, True), (257, False)])
-def test_keys_on_a_gpu_are_written_where_heads_are_wide(width: int, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_on_a_gpu_are_written_where_heads_are_wide(
+    width: int, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No kernel projects heads wider than 256 there, and the definition would store all scores."""
     launch = pytest.importorskip("cmab_kernels.attention.projected.triton.launch", exc_type=ImportError)
     monkeypatch.setattr(launch, "device_problem", lambda _: None)
     with FakeTensorMode():
-        query, inputs, weight = (torch.empty(*shape, device="cuda") for shape in ((2, 8, width), (1, 9, 4), (2 * width, 4)))
+        query, inputs, weight = (
+            torch.empty(*shape, device="cuda") for shape in ((2, 8, width), (1, 9, 4), (2 * width, 4))
+        )
         assert projects_inside(query, inputs, weight, weight) is inside
 
 
@@ -216,7 +224,9 @@ def test_removal_in_chunks_is_one_removal(monkeypatch: pytest.MonkeyPatch) -> No
     expected = module.remove(inputs[:, :30], latents, seen, key_padding_mask=ignore)
     monkeypatch.setattr(layers, "CHUNK", 4)
     with torch.no_grad():
-        close(tuple(module.remove(inputs[:, :30], latents, seen, key_padding_mask=ignore))[:2], tuple(expected)[:2], 1e-9)
+        close(
+            tuple(module.remove(inputs[:, :30], latents, seen, key_padding_mask=ignore))[:2], tuple(expected)[:2], 1e-9
+        )
 
 
 def test_states_of_parts_merge() -> None:
@@ -238,7 +248,9 @@ def test_own_stream() -> None:
             result, state = module.update(chunk, latents)
             assert module.stream.state is not None
             assert torch.equal(module.stream.state.out, state.out)
-            close(module(chunk, latents), definition(dict(module.named_parameters()), chunk, latents))  # touches no state
+            close(
+                module(chunk, latents), definition(dict(module.named_parameters()), chunk, latents)
+            )  # touches no state
             module.update(chunk, latents, module.init_state(BATCH))  # nor does a stream of the caller
         close(result, module(inputs, latents))
         close(module.remove(inputs[:, :10], latents).latents, module(inputs[:, 10:], latents), 1e-8)
@@ -282,7 +294,12 @@ def test_errors_name_the_argument() -> None:
         ("latents", ValueError, (inputs, latents[:1]), {}),
         ("latents", ValueError, (inputs, latents[None]), {}),
         ("latents", TypeError, (inputs, latents.float()), {}),
-        ("key_padding_mask", ValueError, (inputs, latents), {"key_padding_mask": torch.zeros(BATCH, 3, dtype=torch.bool)}),
+        (
+            "key_padding_mask",
+            ValueError,
+            (inputs, latents),
+            {"key_padding_mask": torch.zeros(BATCH, 3, dtype=torch.bool)},
+        ),
         ("key_padding_mask", TypeError, (inputs, latents), {"key_padding_mask": torch.zeros(BATCH, INPUTS)}),
         ("state.out", ValueError, (inputs, latents, module.init_state(BATCH + 1)), {}),
         ("state", TypeError, (inputs, latents, "state"), {}),
@@ -332,7 +349,9 @@ def test_low_precision(dtype: torch.dtype, autocast: bool) -> None:
     """The block is as exact as the definition in the same precision, and its state is float32."""
     module, (inputs, latents) = CMAB(DIM, BLOCK, HEADS), points(torch.float32)
     with torch.no_grad():
-        truth = definition({name: p.double() for name, p in module.named_parameters()}, inputs.double(), latents.double())
+        truth = definition(
+            {name: p.double() for name, p in module.named_parameters()}, inputs.double(), latents.double()
+        )
         held = torch.float32 if autocast else dtype
         module, inputs, latents = module.to(held), inputs.to(held), latents.to(held)
         with torch.autocast("cpu", dtype, enabled=autocast):
@@ -387,4 +406,7 @@ def test_operations_are_counted_without_gradients_too(kind: Any, shared: bool) -
 
     for method in (module, update):
         expected = count(method, torch.enable_grad, True)
-        assert expected > 0 and count(method, torch.no_grad, True) == count(method, torch.inference_mode, False) == expected
+        assert (
+            expected > 0
+            and count(method, torch.no_grad, True) == count(method, torch.inference_mode, False) == expected
+        )

@@ -32,14 +32,18 @@ def points(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
     for mine, other in zip(tree_iter(ours), tree_iter(theirs), strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(other.detach().abs().max())))
+        torch.testing.assert_close(
+            mine, other, rtol=tolerance, atol=tolerance * max(1.0, float(other.detach().abs().max()))
+        )
 
 
 def same(ours: AttentionState, theirs: AttentionState) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def one_by_one(module: CMABStack, inputs: Tensor, latents: Tensor, ignore: Tensor | None = None, depth: int = DEPTH) -> Tensor:
+def one_by_one(
+    module: CMABStack, inputs: Tensor, latents: Tensor, ignore: Tensor | None = None, depth: int = DEPTH
+) -> Tensor:
     for block in module.blocks[:depth]:
         latents = block(inputs, latents, key_padding_mask=ignore)
     return latents
@@ -119,7 +123,9 @@ def test_a_block_in_a_wrapper_is_called(wrapped: tuple[int, ...]) -> None:
         "retrieve": lambda: module.retrieve(latents, state),
     }
     for use in uses.values():
-        with pytest.raises(TypeError, match=rf"^blocks\[{wrapped[0]}\]: got a Wrapper, expected a CMAB, as only these have states"):
+        with pytest.raises(
+            TypeError, match=rf"^blocks\[{wrapped[0]}\]: got a Wrapper, expected a CMAB, as only these have states"
+        ):
             use()
 
 
@@ -184,7 +190,10 @@ def test_a_stream_begins_anew_with_other_blocks(change: str) -> None:
         close(each.update(inputs[:, 9:], latents).latents, expected)
     CHANGES[change](module)
     assert not [name for name in copy.deepcopy(module).state_dict() if "stream" in name]
-    close(module.update(inputs[:, 9:], latents).latents, one_by_one(module, inputs[:, 9:], latents, depth=len(module.blocks)))
+    close(
+        module.update(inputs[:, 9:], latents).latents,
+        one_by_one(module, inputs[:, 9:], latents, depth=len(module.blocks)),
+    )
 
 
 @pytest.mark.parametrize("options", [{"num_latents": 2}, {"num_heads": 2}])
@@ -192,7 +201,9 @@ def test_blocks_whose_states_differ_have_no_stream(options: dict[str, int]) -> N
     module, (inputs, latents) = stack(), points()
     replaced(module, **options)
     close(module(inputs, latents), one_by_one(module, inputs, latents))
-    with pytest.raises(ValueError, match=r"^blocks: got states of shapes .*, expected one shape for the one state of all"):
+    with pytest.raises(
+        ValueError, match=r"^blocks: got states of shapes .*, expected one shape for the one state of all"
+    ):
         module.read(inputs)
 
 
@@ -212,7 +223,9 @@ def test_updates_and_removals_equal_one_pass() -> None:
     leaves, expected = [inputs, latents, *module.parameters()], module(inputs, latents)
     close(streamed, expected)
     close(torch.autograd.grad(streamed.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), leaves), 1e-11)
-    left, _, reliable = module.remove(inputs[:, :9], latents, module.update(inputs, latents, module.init_state(BATCH)).state)
+    left, _, reliable = module.remove(
+        inputs[:, :9], latents, module.update(inputs, latents, module.init_state(BATCH)).state
+    )
     close(left, module(inputs[:, 9:], latents), 1e-8)
     assert reliable.shape == (DEPTH, BATCH, HEADS, BLOCK) and reliable.all()
 
@@ -224,7 +237,9 @@ def test_the_own_stream_is_saved_and_loaded() -> None:
         saved, other = module.state_dict(), stack()
         other.load_state_dict(saved)
         assert saved["stream.out"].shape == (DEPTH, BATCH, HEADS, BLOCK, DIM // HEADS)
-        assert torch.equal(other.update(inputs[:, 20:], latents).latents, module.update(inputs[:, 20:], latents).latents)
+        assert torch.equal(
+            other.update(inputs[:, 20:], latents).latents, module.update(inputs[:, 20:], latents).latents
+        )
         other.remove(inputs, latents)
     assert other.half().stream.state is not None and other.stream.state.out.dtype == torch.float32
     with pytest.raises(RuntimeError, match=rf"\bstream\.out\b.*\({DEPTH}, B, {HEADS}, {BLOCK}"):

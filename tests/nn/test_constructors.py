@@ -29,7 +29,10 @@ OWN: dict[type[nn.Module], tuple[type[nn.Module], dict[str, Any]]] = {
     ours.MultiheadSigmaIntention: (nn.MultiheadAttention, RIDGE),
     ours.NystromAttention: (nn.MultiheadAttention, {**NYSTROM, "conv_kernel_size": None, "landmarks": "segments"}),
     ours.ContinualAttention: (nn.MultiheadAttention, STREAM),
-    ours.ContinualNystromAttention: (nn.MultiheadAttention, {**NYSTROM, **STREAM, "conv_kernel_size": None, "landmarks": "continual"}),
+    ours.ContinualNystromAttention: (
+        nn.MultiheadAttention,
+        {**NYSTROM, **STREAM, "conv_kernel_size": None, "landmarks": "continual"},
+    ),
     ours.InformerEncoderLayer: (nn.TransformerEncoderLayer, {**RIDGE, "kind": "intention"}),
     ours.ContinualEncoderLayer: (nn.TransformerEncoderLayer, ENCODER),
     ours.RetroactiveEncoderLayer: (nn.TransformerEncoderLayer, ENCODER),
@@ -120,12 +123,21 @@ def test_sizes(kind: type[nn.Module]) -> None:
 
 
 ALL: dict[type[nn.Module], dict[str, Any]] = {
-    **{kind: {"embed_dim" if torchs is nn.MultiheadAttention else "d_model": 8, **HEADS[torchs]} for kind, (torchs, _) in OWN.items()},
+    **{
+        kind: {"embed_dim" if torchs is nn.MultiheadAttention else "d_model": 8, **HEADS[torchs]}
+        for kind, (torchs, _) in OWN.items()
+    },
     **SIZES,
     ours.TransformerEncoderLayer: {"d_model": 8, "nhead": 2},
     ours.TransformerDecoderLayer: {"d_model": 8, "nhead": 2},
     ours.ContinualEncoder: {"layer": ours.ContinualEncoderLayer(8, 2, sequence_len=4), "num_layers": 1},
-    ours.ContinualStream: {"kind": ContinualAttentionState, "heads": 2, "width": 4, "rows": (4,), "counts": {"window": 4}},
+    ours.ContinualStream: {
+        "kind": ContinualAttentionState,
+        "heads": 2,
+        "width": 4,
+        "rows": (4,),
+        "counts": {"window": 4},
+    },
     ours.RecentStream: {"window": 4, "width": 8},
 }
 for _kind, (_, _own) in OWN.items():
@@ -173,7 +185,9 @@ def test_a_misspelt_or_missing_option_is_named(kind: type[nn.Module]) -> None:
     """The error names the class that was called, not one that it inherits from."""
     needed = {name: given for name, given in EXAMPLE.items() if name in OWN[kind][1]}
     with pytest.raises(
-        TypeError, match=rf"^batch_frist: got an unknown option of {kind.__name__}, expected one of .*; did you mean batch_first\?"
+        TypeError,
+        match=rf"^batch_frist: got an unknown option of {kind.__name__}, expected one of .*; did you mean "
+        rf"batch_first\?",
     ):
         kind(16, 2, **needed, batch_frist=True)
     for name, default in OWN[kind][1].items():

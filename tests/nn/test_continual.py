@@ -66,7 +66,9 @@ def assert_equal(mine: Tensor, other: Tensor, tolerance: float = 1e-10) -> None:
 def both(output: str, batch_first: bool, **config: Any) -> tuple[ContinualAttention, Any]:
     """Return our module and that of continual-inference, with the same weights."""
     ours = made("exact", output=output, batch_first=batch_first, **config)
-    theirs = PEERS[output](DIM, HEADS, batch_first=batch_first, sequence_len=WINDOW, dtype=torch.float64, **config).eval()
+    theirs = PEERS[output](
+        DIM, HEADS, batch_first=batch_first, sequence_len=WINDOW, dtype=torch.float64, **config
+    ).eval()
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
@@ -94,7 +96,9 @@ def test_what_continual_inference_gives(output: str, batch_first: bool, config: 
         mine, other = ours.forward_steps(*some), theirs.forward_steps(*some)
         assert (mine is None) == (other is None) == (last < WINDOW and first == 0)
         if other is not None:
-            assert_equal(mine, other.squeeze(1) if output == "single" and not batch_first else other)  # theirs has one more dimension
+            assert_equal(
+                mine, other.squeeze(1) if output == "single" and not batch_first else other
+            )  # theirs has one more dimension
     ours.clean_state(), theirs.clean_state()
     whole, other = ours.forward_steps(*tokens), theirs.forward_steps(*tokens)
     assert whole.shape[along(ours, whole)] == 2 * WINDOW + 1
@@ -133,9 +137,13 @@ def test_large_logits_where_theirs_are_lost() -> None:
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("output", OUTPUTS)
-@pytest.mark.parametrize("kind, window, landmarks", [("exact", 11, 0), ("fixed", 11, 3), ("continual", 12, 3), ("continual", 11, 3)])
+@pytest.mark.parametrize(
+    "kind, window, landmarks", [("exact", 11, 0), ("fixed", 11, 3), ("continual", 12, 3), ("continual", 11, 3)]
+)
 @torch.no_grad()
-def test_steps_equal_forward(kind: str, window: int, landmarks: int, output: str, batch_first: bool, batched: bool) -> None:
+def test_steps_equal_forward(
+    kind: str, window: int, landmarks: int, output: str, batch_first: bool, batched: bool
+) -> None:
     """Steps equal `forward`: at every step with fixed landmarks,
     else after each full segment if m divides n, or after every n tokens."""
     config = {"num_landmarks": landmarks} if landmarks else {}
@@ -199,7 +207,12 @@ def test_forward_is_that_of_the_module_for_whole_windows() -> None:
     for output, rows in (("retroactive", slice(None)), ("single", slice(-1, None))):
         module = ContinualAttention(DIM, HEADS, sequence_len=WINDOW, output=output, dtype=torch.float64)
         module.load_state_dict(whole.state_dict())
-        for options in ({}, {"need_weights": False}, {"key_padding_mask": mask}, {"key_padding_mask": mask, "need_weights": False}):
+        for options in (
+            {},
+            {"need_weights": False},
+            {"key_padding_mask": mask},
+            {"key_padding_mask": mask, "need_weights": False},
+        ):
             out, weights = module(tokens, **options)
             expected, expected_weights = whole(tokens, tokens, tokens, **options)
             assert_equal(out, expected[rows])
@@ -340,7 +353,9 @@ def same(first: Any, second: Any) -> bool:
         return False
     if not isinstance(first, FillingWindow) and first is not None:
         first, second = (state._replace(spare=state.sums) for state in (first, second))
-    return first is second or all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, second, strict=True))
+    return first is second or all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, second, strict=True)
+    )
 
 
 @pytest.mark.parametrize("filled", [0, 4, WINDOW, 2 * WINDOW + 3])
@@ -431,7 +446,9 @@ def test_what_is_trained_is_what_is_streamed(kind: str, output: str, window: int
         module = ContinualNystromAttention(8, 2, num_landmarks=number, landmarks=kind, **options)
     tokens = torch.randn(2, 3 * window + 2, 8, dtype=torch.float64)
     if kind == "fixed":
-        module.landmark_queries, module.landmark_keys = (torch.nn.Parameter(torch.randn(2, number, 4).double()) for _ in range(2))
+        module.landmark_queries, module.landmark_keys = (
+            torch.nn.Parameter(torch.randn(2, number, 4).double()) for _ in range(2)
+        )
     trained = module.forward_stream(tokens)
     with torch.no_grad():
         streamed = module.forward_steps(tokens)
@@ -446,7 +463,9 @@ def test_what_is_trained_is_what_is_streamed(kind: str, output: str, window: int
 
 def _stepped_by_operator(module: Any, heads: tuple[Tensor, ...]) -> Tensor:
     """Return the outputs of a state that is stepped token by token by the operator, which records the gradient."""
-    firsts, rest = zip(*(head.split([module.sequence_len, head.shape[2] - module.sequence_len], 2) for head in heads), strict=True)
+    firsts, rest = zip(
+        *(head.split([module.sequence_len, head.shape[2] - module.sequence_len], 2) for head in heads), strict=True
+    )
     outs, state = [module._whole(*firsts)], module._init(*firsts)
     for token in zip(*(part.split(1, 2) for part in rest), strict=True):
         out, state = module._step(state, *token)

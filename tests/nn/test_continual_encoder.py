@@ -46,7 +46,9 @@ def test_each_output_of_a_retroactive_stack_is_torchs_encoder_on_its_window(dept
     made = nn.TransformerEncoderLayer(C, 2, 16, 0.0, batch_first=batch_first, norm_first=True, dtype=torch.float64)
     theirs = nn.TransformerEncoder(made, depth, nn.LayerNorm(C, dtype=torch.float64), enable_nested_tensor=False)
     ours = ContinualEncoder(
-        layer(output="retroactive", batch_first=batch_first, norm_first=True), depth, nn.LayerNorm(C, dtype=torch.float64)
+        layer(output="retroactive", batch_first=batch_first, norm_first=True),
+        depth,
+        nn.LayerNorm(C, dtype=torch.float64),
     )
     ours.load_state_dict(theirs.state_dict())
     stream, along = tokens(12) if batch_first else tokens(12).transpose(0, 1), int(batch_first)
@@ -78,7 +80,10 @@ def test_what_is_trained_is_what_is_streamed(kind: str, output: str, depth: int,
         module.set_state(held)
         same(module.forward_step(nexts[0]), trained.select(along, -5))
         module.set_state(held)
-        same(torch.stack([module.forward_step(token) for token in nexts], along), trained.narrow(along, trained.shape[along] - 5, 5))
+        same(
+            torch.stack([module.forward_step(token) for token in nexts], along),
+            trained.narrow(along, trained.shape[along] - 5, 5),
+        )
 
 
 @pytest.mark.parametrize("output", LAYERS)
@@ -157,7 +162,9 @@ def test_the_window_of_a_retroactive_layer_is_kept_with_its_attention() -> None:
             module.set_state((RecentTokens(recent.tokens[:1]), attention._replace(window=3)))
         same(module.forward_step(tokens(1)[:, 0] * 0 + 1, update_state=False), expected)
         module.stream.state = RecentTokens(recent.tokens[:1])
-        with pytest.raises(ValueError, match=r"^src: got batch 2, expected batch 1, as the stream's window of tokens has"):
+        with pytest.raises(
+            ValueError, match=r"^src: got batch 2, expected batch 1, as the stream's window of tokens has"
+        ):
             module.forward_step(tokens(1)[:, 0])
         module.stream.state = None
         with pytest.raises(ValueError, match=r"^stream: got a state of attention without the window of tokens"):
@@ -218,7 +225,10 @@ def test_an_error_in_a_later_layer_leaves_no_layer_ahead(output: str) -> None:
         module.forward_steps(tokens())
         expected = module.forward_step(token, update_state=False)
     handle = module.norm.register_forward_pre_hook(fails)
-    with pytest.raises(OverflowError if output == "retroactive" else RuntimeError, match=None if output == "retroactive" else "gradient"):
+    with pytest.raises(
+        OverflowError if output == "retroactive" else RuntimeError,
+        match=None if output == "retroactive" else "gradient",
+    ):
         module.forward_step(token)
     with torch.no_grad():
         with pytest.raises(OverflowError):
@@ -312,7 +322,9 @@ def test_half_a_state_is_refused() -> None:
         token = tokens(1)[:, 0]
         expected = module.forward_step(token, update_state=False)
         halves = ((recent, None), (None, attention), (recent, other.get_state()[1]), (other.get_state()[0], attention))
-        for half, given in zip(halves, ("no state of the attention", "no tokens", "batch 2 and", "batch 1 and"), strict=True):
+        for half, given in zip(
+            halves, ("no state of the attention", "no tokens", "batch 2 and", "batch 1 and"), strict=True
+        ):
             with pytest.raises(ValueError, match=rf"^state: got .*{given}"):
                 module.set_state(half)
             assert torch.equal(module.forward_step(token, update_state=False), expected)

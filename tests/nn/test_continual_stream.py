@@ -50,7 +50,9 @@ def goes_on_alike(first: Continual, second: Continual, steps: int = 12) -> bool:
     tokens = stream(steps, first)
     pairs = [(first.forward_step(token), second.forward_step(token)) for token in tokens]
     pairs.append((first.forward_steps(tokens), second.forward_steps(tokens)))
-    return all(mine is other is None or torch.equal(mine, other) for mine, other in pairs) and same(first.get_state(), second.get_state())
+    return all(mine is other is None or torch.equal(mine, other) for mine, other in pairs) and same(
+        first.get_state(), second.get_state()
+    )
 
 
 # ---- saving and restoring
@@ -264,7 +266,10 @@ def test_windows_of_other_modules_are_refused() -> None:
     for other in others:
         with pytest.raises((ValueError, TypeError), match="state"):
             module.set_state(other.get_state())
-        entries = {**saved(fresh(module)), **{name: entry for name, entry in saved(other).items() if name.startswith("stream")}}
+        entries = {
+            **saved(fresh(module)),
+            **{name: entry for name, entry in saved(other).items() if name.startswith("stream")},
+        }
         with pytest.raises(RuntimeError, match="stream"):
             module.load_state_dict(entries)
         assert same(module.get_state(), before)
@@ -379,7 +384,9 @@ def test_memory_is_constant_however_tokens_come() -> None:
 
 @pytest.mark.parametrize("kind, output", KIND_OUTPUTS)
 @pytest.mark.parametrize("tokens", [3, 9])
-@pytest.mark.parametrize("first, then", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize(
+    "first, then", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
 @torch.no_grad()
 def test_a_cast_stream_goes_on(kind: str, output: str, tokens: int, first: torch.dtype, then: torch.dtype) -> None:
     """After a cast the stream goes on in the new dtype, with sums over the cast tokens,
@@ -415,6 +422,10 @@ def test_the_state_moves_with_the_module() -> None:
     for kind in KINDS:
         for tokens in (3, 9):
             module = streaming(kind, tokens).to("meta")
-            devices = {name: field.device.type for name, field in module.stream.held._asdict().items() if isinstance(field, Tensor)}
+            devices = {
+                name: field.device.type
+                for name, field in module.stream.held._asdict().items()
+                if isinstance(field, Tensor)
+            }
             assert devices.pop("scale", "cpu") == "cpu"
             assert {*devices.values()} == {"meta"}

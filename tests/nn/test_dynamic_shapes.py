@@ -55,22 +55,42 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "CrossAttention": (lambda: ours.CrossAttention(DIM, HEADS), latents_and_context),
     "SelfAttention": (lambda: ours.SelfAttention(DIM, HEADS), lambda b, n: (tokens(b, n),)),
     "FeedForward": (lambda: ours.FeedForward(DIM, 32), lambda b, n: (tokens(b, n),)),
-    "TransformerEncoderLayer": (lambda: ours.TransformerEncoderLayer(DIM, HEADS, 32, **FEW), lambda b, n: (tokens(b, n),)),
+    "TransformerEncoderLayer": (
+        lambda: ours.TransformerEncoderLayer(DIM, HEADS, 32, **FEW),
+        lambda b, n: (tokens(b, n),),
+    ),
     "TransformerDecoderLayer": (lambda: ours.TransformerDecoderLayer(DIM, HEADS, 32, **FEW), latents_and_context),
-    "InformerEncoderLayer": (lambda: ours.InformerEncoderLayer(DIM, HEADS, 32, **FEW), lambda b, n: (tokens(b, n + 20),)),
-    "MultiheadAttention": (lambda: Output(ours.MultiheadAttention(DIM, HEADS, batch_first=True)), lambda b, n: (tokens(b, n),)),
-    "MultiheadIntention": (lambda: Output(ours.MultiheadIntention(DIM, HEADS, batch_first=True)), lambda b, n: (tokens(b, n),)),
+    "InformerEncoderLayer": (
+        lambda: ours.InformerEncoderLayer(DIM, HEADS, 32, **FEW),
+        lambda b, n: (tokens(b, n + 20),),
+    ),
+    "MultiheadAttention": (
+        lambda: Output(ours.MultiheadAttention(DIM, HEADS, batch_first=True)),
+        lambda b, n: (tokens(b, n),),
+    ),
+    "MultiheadIntention": (
+        lambda: Output(ours.MultiheadIntention(DIM, HEADS, batch_first=True)),
+        lambda b, n: (tokens(b, n),),
+    ),
     "NystromAttention": (
         lambda: Output(ours.NystromAttention(DIM, HEADS, batch_first=True, num_landmarks=4)),
         lambda b, n: (tokens(b, n + 8),),
     ),
-    "ContinualAttention": (lambda: Windowed(ours.ContinualAttention(DIM, HEADS, batch_first=True, sequence_len=WINDOW)), window),
+    "ContinualAttention": (
+        lambda: Windowed(ours.ContinualAttention(DIM, HEADS, batch_first=True, sequence_len=WINDOW)),
+        window,
+    ),
     "ContinualNystromAttention": (
-        lambda: Windowed(ours.ContinualNystromAttention(DIM, HEADS, batch_first=True, sequence_len=WINDOW, num_landmarks=3)),
+        lambda: Windowed(
+            ours.ContinualNystromAttention(DIM, HEADS, batch_first=True, sequence_len=WINDOW, num_landmarks=3)
+        ),
         window,
     ),
     "ContinualEncoderLayer": (lambda: ours.ContinualEncoderLayer(DIM, HEADS, 32, **FEW, sequence_len=WINDOW), window),
-    "RetroactiveEncoderLayer": (lambda: ours.RetroactiveEncoderLayer(DIM, HEADS, 32, **FEW, sequence_len=WINDOW), window),
+    "RetroactiveEncoderLayer": (
+        lambda: ours.RetroactiveEncoderLayer(DIM, HEADS, 32, **FEW, sequence_len=WINDOW),
+        window,
+    ),
 }
 
 
@@ -114,7 +134,9 @@ def test_training_at_any_size(name: str) -> None:
     for batch, length in ((2, 5), (3, 8)):
         given = tuple(each.double().requires_grad_() for each in inputs(batch, length))
         learnt = [*given, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
-        ours, wanted = (torch.autograd.grad(f(*given).square().sum(), learnt, allow_unused=True) for f in (compiled, module))
+        ours, wanted = (
+            torch.autograd.grad(f(*given).square().sum(), learnt, allow_unused=True) for f in (compiled, module)
+        )
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -146,7 +168,11 @@ def test_exported(name: str) -> None:
     module = make().eval()
     first, *others = (inputs(batch, length) for batch, length in ((2, 8), (3, 9), (5, 64)))
     vary = [
-        {dim: torch.export.Dim.DYNAMIC for dim, sizes in enumerate(zip(a.shape, b.shape, strict=True)) if sizes[0] != sizes[1]}
+        {
+            dim: torch.export.Dim.DYNAMIC
+            for dim, sizes in enumerate(zip(a.shape, b.shape, strict=True))
+            if sizes[0] != sizes[1]
+        }
         for a, b in zip(first, others[0], strict=True)
     ]
     program = torch.export.export(module, first, dynamic_shapes=tuple(vary)).module()

@@ -64,14 +64,20 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_any_source_gives_the_state_and_its_gradients(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_source_gives_the_state_and_its_gradients(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks, "CHUNK", 16)
     module, (inputs, latents) = stack(), points()
     given = SOURCES[source](inputs[0], tmp_path)
     state, expected = module.encode(given), module.update(inputs[:1], latents[:1], module.init_state(1))
     close(state, expected.state, 1e-11)
     result, leaves = module.retrieve(latents[:1], state), list(module.parameters())
-    close(torch.autograd.grad(result.sin().sum(), leaves), torch.autograd.grad(expected.latents.sin().sum(), leaves), 1e-11)
+    close(
+        torch.autograd.grad(result.sin().sum(), leaves),
+        torch.autograd.grad(expected.latents.sin().sum(), leaves),
+        1e-11,
+    )
 
 
 @pytest.mark.parametrize("source", [torch.Tensor.numpy, torch.Tensor.clone])
@@ -206,12 +212,18 @@ def test_progress(
     with torch.no_grad():
         module.encode(given(inputs[0], tmp_path), progress=True)
     shown, read = capsys.readouterr().err, "5" if total == "?" else total
-    assert ("5chunk [" if total == "?" else f"{read}/{total}") in shown if with_tqdm else f"{read} of {total} chunks\n" in shown
+    assert (
+        ("5chunk [" if total == "?" else f"{read}/{total}") in shown
+        if with_tqdm
+        else f"{read} of {total} chunks\n" in shown
+    )
     assert shown.endswith("\n")
 
 
 @pytest.mark.parametrize("with_tqdm", [False, True])
-def test_an_error_ends_the_bar(with_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_ends_the_bar(
+    with_tqdm: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     choose_bar(with_tqdm, monkeypatch)
     module, (inputs, _) = stack(), points()
     with pytest.raises(TypeError, match=r"^chunks\[1\]: got torch.float32") as refused:
@@ -224,7 +236,10 @@ def test_chunks_that_do_not_fit_are_named() -> None:
     cases: dict[str, tuple[Any, type[Exception]]] = {
         r"^chunks: got an int, expected ": (3, TypeError),
         r"^chunks: got shape \(2, 2, 41, 12\), expected ": (inputs.expand(2, -1, -1, -1), ValueError),
-        r"chunks: got a generator, which can be read only once, expected ": ((c for c in inputs.split(9, 1)), ValueError),
+        r"chunks: got a generator, which can be read only once, expected ": (
+            (c for c in inputs.split(9, 1)),
+            ValueError,
+        ),
         r"^chunks: got no chunk, expected ": ([], ValueError),
         r"^chunks\[1\]: got shape \(2, 41, 3\), expected ": ([inputs, inputs[..., :3]], ValueError),
         r"^chunks\[1\]: got batch 1, expected ": ([inputs, inputs[:1]], ValueError),
@@ -248,7 +263,10 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
     "long": (ROWS.astype(np.longdouble), "got an array of float"),
     "masked": (np.ma.masked_array(ROWS, ROWS == 0), "got an array with masked entries, expected an array without"),
     "sparse": (torch.tensor(ROWS).to_sparse(), "got torch.sparse_coo, expected a dense tensor"),
-    "nested": (torch.nested.nested_tensor([torch.tensor(ROWS)] * 2, layout=torch.jagged), "got a nested tensor, expected a dense tensor"),
+    "nested": (
+        torch.nested.nested_tensor([torch.tensor(ROWS)] * 2, layout=torch.jagged),
+        "got a nested tensor, expected a dense tensor",
+    ),
 }
 
 
@@ -335,16 +353,24 @@ def test_latents_that_are_not_dense_are_named() -> None:
 
 def test_a_state_of_another_batch_is_named() -> None:
     module = stack()
-    with torch.no_grad(), pytest.raises(ValueError, match=r"^chunks\[0\]: got batch 3, expected batch 2, that of the state"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"^chunks\[0\]: got batch 3, expected batch 2, that of the state"),
+    ):
         module.encode(torch.randn(3, 5, DIM, dtype=torch.float64), module.init_state(2))
 
 
-@pytest.mark.parametrize("given", [lambda rows: rows[::-1], lambda rows: rows.astype(">f8")], ids=["backwards", "other byte order"])
+@pytest.mark.parametrize(
+    "given", [lambda rows: rows[::-1], lambda rows: rows.astype(">f8")], ids=["backwards", "other byte order"]
+)
 def test_arrays_that_torch_does_not_read(given: Callable[[Any], Any]) -> None:
     module, every = stack(), np.random.default_rng(0).standard_normal((50, DIM))
     for rows in (given(every), given(every[:1])):  # NumPy accepts one reversed row, torch does not
         with torch.no_grad():
-            assert same(module.encode(rows), module.encode(torch.tensor(rows.astype(np.float64, order="C").tolist(), dtype=torch.float64)))
+            assert same(
+                module.encode(rows),
+                module.encode(torch.tensor(rows.astype(np.float64, order="C").tolist(), dtype=torch.float64)),
+            )
 
 
 def test_a_source_that_changes_is_refused() -> None:
@@ -352,5 +378,7 @@ def test_a_source_that_changes_is_refused() -> None:
     source = [inputs]
     state = module.encode(source)
     source.append(inputs)
-    with pytest.raises(RuntimeError, match=r"^chunks: got 2 chunks when it was read again, expected the 1 of the first time"):
+    with pytest.raises(
+        RuntimeError, match=r"^chunks: got 2 chunks when it was read again, expected the 1 of the first time"
+    ):
         state.out.sum().backward()

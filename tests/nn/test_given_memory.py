@@ -41,10 +41,16 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[Reader]]] = {
     "CMABStack": (lambda: ours.CMABStack(C, 4, H, 2), [update]),
     "MultiheadIntention": (lambda: ours.MultiheadIntention(C, H, batch_first=True), [predict]),
     "ContinualAttention": (lambda: ours.ContinualAttention(C, H, **WINDOW), [steps, step]),
-    "ContinualNystromAttention": (lambda: ours.ContinualNystromAttention(C, H, num_landmarks=2, **WINDOW), [steps, step]),
+    "ContinualNystromAttention": (
+        lambda: ours.ContinualNystromAttention(C, H, num_landmarks=2, **WINDOW),
+        [steps, step],
+    ),
     "ContinualEncoderLayer": (lambda: ours.ContinualEncoderLayer(C, H, 24, **WINDOW), [steps, step]),
     "RetroactiveEncoderLayer": (lambda: ours.RetroactiveEncoderLayer(C, H, 24, **WINDOW), [steps, step]),
-    "ContinualEncoder": (lambda: ours.ContinualEncoder(ours.RetroactiveEncoderLayer(C, H, 24, **WINDOW), 2), [steps, step]),
+    "ContinualEncoder": (
+        lambda: ours.ContinualEncoder(ours.RetroactiveEncoderLayer(C, H, 24, **WINDOW), 2),
+        [steps, step],
+    ),
 }
 
 
@@ -58,7 +64,9 @@ def test_a_buffer_may_be_filled_again(kind: str, tokens: int) -> None:
         module, inputs = make().eval(), torch.randn(6, 2, tokens, C)
         found = []
         for own_memory in (False, True):
-            for stream in (part for part in module.modules() if isinstance(part, ours.AttentionStream | ours.RidgeStream)):
+            for stream in (
+                part for part in module.modules() if isinstance(part, ours.AttentionStream | ours.RidgeStream)
+            ):
                 stream.state = None
             if hasattr(module, "clean_state"):
                 module.clean_state()

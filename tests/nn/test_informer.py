@@ -19,7 +19,9 @@ KINDS = ("intention", "sigma")
 
 
 def made(**config: Any) -> InformerEncoderLayer:
-    layer = InformerEncoderLayer(DIM, HEADS, HIDDEN, **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **config})
+    layer = InformerEncoderLayer(
+        DIM, HEADS, HIDDEN, **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **config}
+    )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
     return layer
@@ -42,7 +44,11 @@ def defined(layer: InformerEncoderLayer, src: Tensor, mask: Tensor | None = None
         return inner(x, x, x, mask, need_weights=False)[0]
 
     def feed_forward(x: Tensor) -> Tensor:
-        return F.linear(layer.activation(F.linear(x, layer.linear1.weight, layer.linear1.bias)), layer.linear2.weight, layer.linear2.bias)
+        return F.linear(
+            layer.activation(F.linear(x, layer.linear1.weight, layer.linear1.bias)),
+            layer.linear2.weight,
+            layer.linear2.bias,
+        )
 
     if layer.norm_first:
         src = src + attention(norm(layer.norm1, src))
@@ -54,7 +60,8 @@ def defined(layer: InformerEncoderLayer, src: Tensor, mask: Tensor | None = None
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    "config", [{}, {"norm_first": True}, {"bias": False, "activation": "gelu"}, {"activation": torch.tanh, "alpha": 0.2}]
+    "config",
+    [{}, {"norm_first": True}, {"bias": False, "activation": "gelu"}, {"activation": torch.tanh, "alpha": 0.2}],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_definition(kind: str, config: dict[str, Any], masked: bool, training: bool) -> None:
@@ -72,7 +79,11 @@ def test_layouts(batched: bool) -> None:
     layer, src, mask = made(batch_first=False), source(), MASK
     expected = defined(layer, src, mask)
     src, mask, expected = (src, mask, expected) if batched else (src[1], mask[1], expected[1])
-    out = layer(src.transpose(0, 1), src_key_padding_mask=mask).transpose(0, 1) if batched else layer(src, src_key_padding_mask=mask)
+    out = (
+        layer(src.transpose(0, 1), src_key_padding_mask=mask).transpose(0, 1)
+        if batched
+        else layer(src, src_key_padding_mask=mask)
+    )
     torch.testing.assert_close(out[~mask], expected[~mask], rtol=1e-12, atol=1e-12)
 
 
@@ -80,7 +91,12 @@ def test_kinds() -> None:
     assert type(made().self_attn) is MultiheadIntention
     assert type(made(kind="sigma", scale=2.0).self_attn) is MultiheadSigmaIntention
     layer = made(alpha=0.5, scale=2.0, dropout=0.3)
-    assert (layer.self_attn.fixed_alpha, layer.self_attn.scale, layer.self_attn.dropout, layer.dropout1.p) == (0.5, 2.0, 0.0, 0.3)
+    assert (layer.self_attn.fixed_alpha, layer.self_attn.scale, layer.self_attn.dropout, layer.dropout1.p) == (
+        0.5,
+        2.0,
+        0.0,
+        0.3,
+    )
     with pytest.raises(ValueError, match=r"^kind: "):
         made(kind="attention")
 
@@ -174,6 +190,8 @@ BAD: dict[str, tuple[type[Exception], str, tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("error, name, arguments", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_errors_name_the_argument(norm_first: bool, error: type[Exception], name: str, arguments: tuple[Any, ...]) -> None:
+def test_errors_name_the_argument(
+    norm_first: bool, error: type[Exception], name: str, arguments: tuple[Any, ...]
+) -> None:
     with torch.no_grad(), pytest.raises(error, match=rf"^{name}: "):
         made(norm_first=norm_first, dtype=torch.float32).eval()(*arguments)

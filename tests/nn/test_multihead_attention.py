@@ -85,7 +85,9 @@ def only_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_parity(config: dict[str, Any], masked: bool, batched: bool, batch_first: bool, only_fused: Callable[[], None]) -> None:
+def test_parity(
+    config: dict[str, Any], masked: bool, batched: bool, batch_first: bool, only_fused: Callable[[], None]
+) -> None:
     theirs, ours = pair(**config, batch_first=batch_first)
     tensors = inputs(ours, batched)
     mask = torch.rand((BATCH, KEYS) if batched else (KEYS,)) < 0.4 if masked else None
@@ -106,7 +108,9 @@ def test_self_attention_of_one_tensor(only_fused: Callable[[], None]) -> None:
 def test_gradient_of_an_expanded_sum() -> None:
     theirs, ours = pair()
     tensors = inputs(ours)
-    gradients = [torch.autograd.grad(module(*tensors, need_weights=False)[0].sum(), tensors) for module in (theirs, ours)]
+    gradients = [
+        torch.autograd.grad(module(*tensors, need_weights=False)[0].sum(), tensors) for module in (theirs, ours)
+    ]
     assert_equal(list(gradients[1]), list(gradients[0]))
 
 
@@ -185,7 +189,11 @@ def test_causal_without_a_mask_is_refused() -> None:
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_what_is_no_floating_tensor_is_named(name: str, need_weights: bool) -> None:
     given = dict(zip(("query", "key", "value"), inputs(pair()[1]), strict=True))
-    for bad, said in ((None, "None, expected a"), ([1.0], "a list, expected a"), (given[name].int(), r"torch\.int32, expected a floating")):
+    for bad, said in (
+        (None, "None, expected a"),
+        ([1.0], "a list, expected a"),
+        (given[name].int(), r"torch\.int32, expected a floating"),
+    ):
         with pytest.raises(TypeError, match=rf"^{name}: got {said} torch\.Tensor"):
             pair()[1](**{**given, name: bad}, need_weights=need_weights)
 
@@ -209,7 +217,8 @@ def test_a_row_without_keys_is_zero_and_padding_may_hold_anything() -> None:
     torch.testing.assert_close(out[1:], seen, rtol=1e-12, atol=1e-12)
     leaves = [ours.in_proj_weight, ours.in_proj_bias, query]
     assert_equal(
-        list(torch.autograd.grad(out[1].sin().sum(), leaves, retain_graph=True)), list(torch.autograd.grad(seen.sin().sum(), leaves))
+        list(torch.autograd.grad(out[1].sin().sum(), leaves, retain_graph=True)),
+        list(torch.autograd.grad(seen.sin().sum(), leaves)),
     )
     assert not any(gradient[mask].any() for gradient in torch.autograd.grad(out.sin().sum(), [key, value]))
 
@@ -284,7 +293,11 @@ BAD: dict[str, tuple[type[Exception], str, tuple[Any, ...]]] = {
     "length": (ValueError, "value", (Q, K, K[:4])),
     "dtype": (TypeError, "key", (Q, K.double(), K)),
     "device": (ValueError, "value", (Q, K, K.to("meta"))),
-    "unbatched mask": (ValueError, "key_padding_mask", (Q[:, 0], K[:, 0], K[:, 0], torch.zeros(1, 9, dtype=torch.bool))),
+    "unbatched mask": (
+        ValueError,
+        "key_padding_mask",
+        (Q[:, 0], K[:, 0], K[:, 0], torch.zeros(1, 9, dtype=torch.bool)),
+    ),
     "mask": (ValueError, "key_padding_mask", (Q, K, K, torch.zeros(2, 8, dtype=torch.bool))),
 }
 

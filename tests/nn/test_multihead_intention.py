@@ -53,7 +53,10 @@ def defined(module: LearnedRidge, tensors: list[Tensor], mask: Tensor | None) ->
     weights = module.in_proj_weight.chunk(3) if module.in_proj_weight is not None else None
     weights = weights or (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    heads = [F.linear(*each).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in zip(tensors, weights, biases, strict=True)]
+    heads = [
+        F.linear(*each).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for each in zip(tensors, weights, biases, strict=True)
+    ]
     q, k, v = (head.double() for head in heads)
     keep = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool) if mask is None else ~mask
     kept = k * keep[:, None, :, None]
@@ -65,7 +68,9 @@ def defined(module: LearnedRidge, tensors: list[Tensor], mask: Tensor | None) ->
     if isinstance(module, MultiheadSigmaIntention):
         linear = linear.masked_fill(~keep[:, None, None], -torch.inf).softmax(-1)
     out = (linear @ v).transpose(1, 2).flatten(-2)
-    return F.linear(out, module.out_proj.weight.double(), None if module.out_proj.bias is None else module.out_proj.bias.double()), linear
+    return F.linear(
+        out, module.out_proj.weight.double(), None if module.out_proj.bias is None else module.out_proj.bias.double()
+    ), linear
 
 
 def gradients(out: Tensor, leaves: list[Tensor], again: bool = True) -> list[Tensor]:
@@ -76,7 +81,9 @@ def gradients(out: Tensor, leaves: list[Tensor], again: bool = True) -> list[Ten
 
 def assert_equal(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
     for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * float(other.detach().abs().max()) if other.numel() else 0)
+        torch.testing.assert_close(
+            mine, other, rtol=tolerance, atol=tolerance * float(other.detach().abs().max()) if other.numel() else 0
+        )
 
 
 @pytest.mark.parametrize("keys", [KEYS, 3])
@@ -134,7 +141,9 @@ def test_gradcheck(kind: type[LearnedRidge]) -> None:
     names, parameters = zip(*module.named_parameters(), strict=True)
 
     def function(*leaves: Tensor) -> Tensor:
-        return torch.func.functional_call(module, dict(zip(names, leaves[3:], strict=True)), leaves[:3], {"need_weights": False})[0]
+        return torch.func.functional_call(
+            module, dict(zip(names, leaves[3:], strict=True)), leaves[:3], {"need_weights": False}
+        )[0]
 
     assert "log_alpha" in names
     assert torch.autograd.gradcheck(function, (*tensors, *parameters))
@@ -146,7 +155,11 @@ def test_both_ends_of_alpha() -> None:
     module = made(MultiheadIntention)
     query, key, value = inputs(module)
     q, k, v = (module._project(part, tensor) for part, tensor in enumerate((query, key, value)))
-    for log_alpha, expected in ((-40.0, q @ torch.linalg.lstsq(k, v).solution), (40.0, q @ (k.mT @ v)), (300.0, q @ (k.mT @ v))):
+    for log_alpha, expected in (
+        (-40.0, q @ torch.linalg.lstsq(k, v).solution),
+        (40.0, q @ (k.mT @ v)),
+        (300.0, q @ (k.mT @ v)),
+    ):
         torch.nn.init.constant_(module.log_alpha, log_alpha)
         assert_equal([module(query, key, value, need_weights=False)[0]], [module._output(expected, query)])
 
@@ -163,7 +176,9 @@ def test_a_module_from_the_meta_device_has_the_penalty_that_it_starts_with(kind:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_without_values_leaves_the_penalty_as_it_was(kind: type[LearnedRidge], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_values_leaves_the_penalty_as_it_was(
+    kind: type[LearnedRidge], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model visits a module once for each of its places; at the second visit it has already left the meta device."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(7.0))
@@ -189,11 +204,15 @@ def test_what_torch_saved_is_loaded_as_it_is(kind: type[LearnedRidge]) -> None:
         other.load_state_dict(ours.state_dict())
         assert (other.log_alpha == 3.0).all()
     with pytest.raises(RuntimeError, match=r"Missing.*in_proj_weight"):
-        kind(DIM, HEADS).load_state_dict({name: entry for name, entry in theirs.state_dict().items() if name != "in_proj_weight"})
+        kind(DIM, HEADS).load_state_dict(
+            {name: entry for name, entry in theirs.state_dict().items() if name != "in_proj_weight"}
+        )
     with pytest.raises(RuntimeError, match=r"Unexpected.*log_alpha"):
         kind(DIM, HEADS, alpha=1.0).load_state_dict(kind(DIM, HEADS).state_dict())
     with pytest.raises(RuntimeError, match=r"Missing.*log_alpha"):  # a meta module has no value to keep
-        kind(DIM, HEADS, device="meta").load_state_dict(torch.nn.MultiheadAttention(DIM, HEADS).state_dict(), assign=True)
+        kind(DIM, HEADS, device="meta").load_state_dict(
+            torch.nn.MultiheadAttention(DIM, HEADS).state_dict(), assign=True
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -278,7 +297,9 @@ def test_low_precision(kind: type[LearnedRidge], dtype: torch.dtype, autocast: b
     a = torch.sigmoid(module.log_alpha.double())[:, None, None]
     exact = q @ torch.linalg.solve((1 - a) * (k.mT @ k) + a * torch.eye(k.shape[-1], dtype=torch.float64), k.mT)
     exact = exact if kind is MultiheadIntention else exact.softmax(-1)
-    expected = F.linear((exact @ v).transpose(1, 2).flatten(-2), module.out_proj.weight.double(), module.out_proj.bias.double())
+    expected = F.linear(
+        (exact @ v).transpose(1, 2).flatten(-2), module.out_proj.weight.double(), module.out_proj.bias.double()
+    )
     eps = torch.finfo(dtype).eps
     for mine, other in ((weights, exact), (out, expected.transpose(0, 1))):
         assert (mine.double() - other).pow(2).mean().sqrt() <= 2 * eps * other.pow(2).mean().sqrt()
@@ -389,7 +410,11 @@ def test_the_gradient_of_alpha_in_a_stream() -> None:
     with torch.no_grad():
         module.update(key, value)
     leaves = [module.log_alpha, module.out_proj.weight]
-    assert_equal(gradients(module.predict(query), leaves), gradients(module(query, key, value, need_weights=False)[0], leaves), 1e-8)
+    assert_equal(
+        gradients(module.predict(query), leaves),
+        gradients(module(query, key, value, need_weights=False)[0], leaves),
+        1e-8,
+    )
 
 
 def test_unbatched_stream_and_merged_streams() -> None:

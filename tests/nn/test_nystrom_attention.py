@@ -76,7 +76,10 @@ def defined(module: NystromAttention, tensors: list[Tensor]) -> tuple[Tensor, Te
     weights = module.in_proj_weight.chunk(3) if module.in_proj_weight is not None else None
     weights = weights or (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    heads = [F.linear(*each).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in zip(tensors, weights, biases, strict=True)]
+    heads = [
+        F.linear(*each).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for each in zip(tensors, weights, biases, strict=True)
+    ]
     maps, scale, m = [], WIDTH**-0.5, module.num_landmarks
     for q, k in zip(heads[0].flatten(0, 1), heads[1].flatten(0, 1), strict=True):
         fixed, head = module.landmarks == "fixed", len(maps) % HEADS
@@ -178,7 +181,8 @@ def test_padding_with_fixed_landmarks_hides_keys_alone() -> None:
     query, key, value = inputs(module, 11)
     mask = torch.arange(TOKENS).expand(BATCH, -1) >= 30
     assert_equal(
-        [module(query, key, value, mask, need_weights=False)[0]], [module(query, key[:, :30], value[:, :30], need_weights=False)[0]]
+        [module(query, key, value, mask, need_weights=False)[0]],
+        [module(query, key[:, :30], value[:, :30], need_weights=False)[0]],
     )
     square = inputs(module)
     full, weights = module(*square, mask)
@@ -242,7 +246,9 @@ BAD: dict[str, tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("error, name, arguments, options", BAD.values(), ids=BAD)
-def test_errors_name_the_argument(error: type[Exception], name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+def test_errors_name_the_argument(
+    error: type[Exception], name: str, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> None:
     with pytest.raises(error, match=rf"^{name}: "):
         NystromAttention(DIM, HEADS, num_landmarks=3)(*arguments, **options)
 
@@ -271,7 +277,9 @@ def test_what_makes_no_sense_is_refused(name: str, value: Any) -> None:
 def clustered(tokens: int = 400, groups: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Return (tokens (2, N, C), centres (m, C)) of groups so far apart that k-means finds them."""
     centres = 10 * torch.randn(groups, DIM, dtype=torch.float64)
-    tokens = centres.repeat(tokens // groups, 1) + 0.01 * torch.randn(tokens // groups * groups, DIM, dtype=torch.float64)
+    tokens = centres.repeat(tokens // groups, 1) + 0.01 * torch.randn(
+        tokens // groups * groups, DIM, dtype=torch.float64
+    )
     return tokens.unflatten(0, (2, -1)).to(dtype), centres
 
 
@@ -284,7 +292,9 @@ def matched(found: Tensor, expected: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_one_clustering_of_the_tokens_of_self_attention(batch_first: bool) -> None:
-    module = NystromAttention(DIM, HEADS, num_landmarks=5, landmarks="fixed", batch_first=batch_first, dtype=torch.float64)
+    module = NystromAttention(
+        DIM, HEADS, num_landmarks=5, landmarks="fixed", batch_first=batch_first, dtype=torch.float64
+    )
     tokens, centres = clustered()
     tokens = tokens if batch_first else tokens.transpose(0, 1)
     with pytest.raises(RuntimeError, match=r"^landmarks:.*fit_landmarks"):
@@ -311,7 +321,9 @@ def test_one_clustering_of_the_tokens_of_self_attention(batch_first: bool) -> No
 
 
 def test_cross_attention_clusters_each_heads_queries_and_keys() -> None:
-    module = NystromAttention(DIM, HEADS, kdim=DIM, vdim=7, num_landmarks=5, landmarks="fixed", batch_first=True, dtype=torch.float64)
+    module = NystromAttention(
+        DIM, HEADS, kdim=DIM, vdim=7, num_landmarks=5, landmarks="fixed", batch_first=True, dtype=torch.float64
+    )
     (tokens, centres), (keys, key_centres) = clustered(), clustered(300)
     module.fit_landmarks(tokens, keys)
     for part, (name, rows) in enumerate(zip(LANDMARKS, (centres, key_centres), strict=True)):

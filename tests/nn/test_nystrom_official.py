@@ -31,7 +31,12 @@ def of_transformers(conv: int, *, whole: bool = False) -> Any:
     from transformers.models.nystromformer import modeling_nystromformer as theirs
 
     config = transformers.NystromformerConfig(
-        hidden_size=32, num_attention_heads=4, num_landmarks=8, segment_means_seq_len=64, conv_kernel_size=conv, hidden_dropout_prob=0.0
+        hidden_size=32,
+        num_attention_heads=4,
+        num_landmarks=8,
+        segment_means_seq_len=64,
+        conv_kernel_size=conv,
+        hidden_dropout_prob=0.0,
     )
     return (theirs.NystromformerAttention if whole else theirs.NystromformerSelfAttention)(config)
 
@@ -52,7 +57,9 @@ def test_weights_of_a_whole_layer_of_transformers() -> None:
     theirs, x = drawn(of_transformers(5, whole=True), 0.3), tokens()
     ours: Any = NystromAttention.from_official(theirs.state_dict(), **SIZES)
     after: Any = theirs.output
-    torch.testing.assert_close(after.LayerNorm(ours(x, x, x, need_weights=False)[0] + x), theirs(x)[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        after.LayerNorm(ours(x, x, x, need_weights=False)[0] + x), theirs(x)[0], rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -65,7 +72,9 @@ def test_weights_of_nystrom_attention(length: int, residual: bool) -> None:
     theirs = drawn(theirs, 0.5)
     ours = NystromAttention.from_official(theirs.state_dict(), **SIZES)
     expected = theirs(x)
-    torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], expected, rtol=1e-6, atol=1e-6)  # theirs makes 1 in float32
+    torch.testing.assert_close(
+        ours(x, x, x, need_weights=False)[0], expected, rtol=1e-6, atol=1e-6
+    )  # theirs makes 1 in float32
     assert (ours.conv is not None) == residual
 
 
@@ -89,7 +98,12 @@ def test_the_shared_norm_is_the_largest_of_the_batch() -> None:
         lambda *given: cmab_kernels.nystrom_attention(*given, num_landmarks=2, pinv="shared", pinv_iterations=2),
         [part[:, :1, :4, :2].clone().requires_grad_() for part in (query, key, value)],
     )
-    assert cmab_kernels.nystrom_attention(query[:0], key[:0], value[:0], pinv="shared", **options).shape == (0, 2, 24, 4)
+    assert cmab_kernels.nystrom_attention(query[:0], key[:0], value[:0], pinv="shared", **options).shape == (
+        0,
+        2,
+        24,
+        4,
+    )
 
 
 # ---- the convolution
@@ -120,7 +134,9 @@ def test_the_convolution_is_added_to_each_head(masked: bool, landmarks: str) -> 
     kept = torch.ones(2, 7, dtype=torch.bool) if ignored is None else ~ignored
     out, weights = module(hidden, hidden, hidden, ignored, average_attn_weights=False)
     torch.testing.assert_close(out[kept], expected[kept], rtol=1e-12, atol=1e-12)
-    shown = (weights @ value.transpose(1, 2)).transpose(1, 2).flatten(2) @ module.out_proj.weight.T + module.out_proj.bias
+    shown = (weights @ value.transpose(1, 2)).transpose(1, 2).flatten(
+        2
+    ) @ module.out_proj.weight.T + module.out_proj.bias
     torch.testing.assert_close(shown[kept], out[kept], rtol=1e-12, atol=1e-12)
 
 
@@ -156,12 +172,16 @@ def test_wrong_options_are_named() -> None:
     x = torch.randn(1, 6, 8, dtype=torch.float64)
     with pytest.raises(ValueError, match="value: got 5 tokens, expected 6, as many as query has"):
         made()(x, x[:, :5], x[:, :5], need_weights=False)
-    for options, told in (({"conv_kernel_size": 3}, "conv_kernel_size: got 3, expected None"), ({"pinv": "shared"}, "pinv: got 'shared'")):
+    for options, told in (
+        ({"conv_kernel_size": 3}, "conv_kernel_size: got 3, expected None"),
+        ({"pinv": "shared"}, "pinv: got 'shared'"),
+    ):
         with pytest.raises(ValueError, match=told):
             ContinualNystromAttention(8, 2, num_landmarks=2, sequence_len=4, **options)
     with pytest.raises(ValueError, match="conv_kernel_size: got 3, expected no such option"):
         cmab_kernels.nn.replace_modules(
-            nn.TransformerEncoderLayer(8, 2), {nn.MultiheadAttention: partial(NystromAttention, num_landmarks=2, conv_kernel_size=3)}
+            nn.TransformerEncoderLayer(8, 2),
+            {nn.MultiheadAttention: partial(NystromAttention, num_landmarks=2, conv_kernel_size=3)},
         )
     tensor = torch.randn(1, 1, 4, 4)
     with pytest.raises(ValueError, match="pinv: got 'shared', expected 'iterative' or 'exact'"):
@@ -177,7 +197,10 @@ def test_wrong_options_are_named() -> None:
         ),
         (lambda weights: {}, "state_dict: got no names"),
         (lambda weights: weights | {"layer.weight": torch.ones(1)}, "state_dict: got also layer.weight"),
-        (lambda weights: weights | {"value.weight": torch.ones(16, 32)}, r"state_dict: got weights of shape \(80, 32\)"),
+        (
+            lambda weights: weights | {"value.weight": torch.ones(16, 32)},
+            r"state_dict: got weights of shape \(80, 32\)",
+        ),
         (lambda weights: [1], "state_dict: got a list, expected a dict"),
     ],
 )

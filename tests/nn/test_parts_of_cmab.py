@@ -32,7 +32,10 @@ def test_a_part_that_does_more_is_called(name: str, how: str) -> None:
     """A wrapper or a replacement of a part of a layer has its effect."""
     module, (inputs, latents) = block(), points()
     part = module.get_submodule(name)
-    weights = {key: p.detach() * (2 if key in (f"{name}.weight", f"{name}.bias") else 1) for key, p in module.named_parameters()}
+    weights = {
+        key: p.detach() * (2 if key in (f"{name}.weight", f"{name}.bias") else 1)
+        for key, p in module.named_parameters()
+    }
     if how == "a hook":
         part.register_forward_hook(lambda _module, _given, result: 2 * result)
     elif how == "a parametrization":
@@ -56,7 +59,8 @@ class Double(torch.nn.Module):
 
 @pytest.mark.parametrize("options", [{"elementwise_affine": False}, {"bias": False}])
 @pytest.mark.parametrize(
-    "name", ["compress.cross_attention.norm", "compress.cross_attention.context_norm", "retrieve.self_feed_forward.norm"]
+    "name",
+    ["compress.cross_attention.norm", "compress.cross_attention.context_norm", "retrieve.self_feed_forward.norm"],
 )
 def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -> None:
     """To the operators, no weight means no norm; a norm without a weight, or without a bias, still is one."""
@@ -91,11 +95,27 @@ def test_a_hook_on_any_layer_runs() -> None:
 WRONG: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "a list": (CMAB(8, 2, 2), ([[0.0] * 8], torch.zeros(2, 8)), "^inputs: got a list"),
     "self-attention, columns": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 7),), "^latents: got shape"),
-    "self-attention, dtype": (layers.SelfAttention(8, 2), (torch.zeros(1, 2, 8).double(),), "^latents: got torch.float64"),
+    "self-attention, dtype": (
+        layers.SelfAttention(8, 2),
+        (torch.zeros(1, 2, 8).double(),),
+        "^latents: got torch.float64",
+    ),
     "feed-forward, columns": (layers.FeedForward(8, 4), (torch.zeros(2, 7),), "^latents: got shape"),
-    "context, columns": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 7)), "^context: got shape"),
-    "context, batch": (layers.CrossAttention(8, 2), (torch.zeros(1, 2, 8), torch.zeros(2, 3, 8)), "^context: got batch 2"),
-    "mask": (layers.LatentLayer(8, 2, 4), (torch.zeros(1, 2, 8), torch.zeros(1, 3, 8), torch.zeros(1, 3)), "^key_padding_mask: got"),
+    "context, columns": (
+        layers.CrossAttention(8, 2),
+        (torch.zeros(1, 2, 8), torch.zeros(1, 3, 7)),
+        "^context: got shape",
+    ),
+    "context, batch": (
+        layers.CrossAttention(8, 2),
+        (torch.zeros(1, 2, 8), torch.zeros(2, 3, 8)),
+        "^context: got batch 2",
+    ),
+    "mask": (
+        layers.LatentLayer(8, 2, 4),
+        (torch.zeros(1, 2, 8), torch.zeros(1, 3, 8), torch.zeros(1, 3)),
+        "^key_padding_mask: got",
+    ),
 }
 
 
@@ -123,7 +143,9 @@ class Halved(torch.nn.Module):
         return self.layer(*features) / 2
 
 
-@pytest.mark.parametrize("name", ["compress.self_attention", "retrieve.cross_feed_forward", "retrieve.cross_attention", "retrieve"])
+@pytest.mark.parametrize(
+    "name", ["compress.self_attention", "retrieve.cross_feed_forward", "retrieve.cross_attention", "retrieve"]
+)
 @pytest.mark.parametrize("how", ["another", "a subclass"])
 def test_layers_in_place_of_its_own_are_called(name: str, how: str) -> None:
     """The layer may be wrapped or of a subclass; it runs with a gradient, without, and as a stream."""
@@ -168,7 +190,9 @@ def test_weights_that_are_no_parameters() -> None:
     expected = module(inputs, latents)
     for part in module.modules():
         weights = {name: part._parameters.pop(name) for name in [*part._parameters]}
-        part.__dict__.update({name: weight.detach() if weight is not None else None for name, weight in weights.items()})
+        part.__dict__.update(
+            {name: weight.detach() if weight is not None else None for name, weight in weights.items()}
+        )
     close(module(inputs, latents), expected)
 
 
@@ -226,7 +250,9 @@ def test_layers_may_lose_a_head_or_a_column(names: list[str]) -> None:
         cut(part)
         kept = part.get_submodule(last).weight.shape[1]
         whole = weights[f"{name}.{last}.weight"].detach()
-        weights[f"{name}.{last}.weight"] = whole.index_fill(1, torch.arange(kept, whole.shape[1]), 0.0)  # the removed part has no effect
+        weights[f"{name}.{last}.weight"] = whole.index_fill(
+            1, torch.arange(kept, whole.shape[1]), 0.0
+        )  # the removed part has no effect
     expected = definition(weights, inputs, latents)
     close(module(inputs, latents), expected)
     if "compress.cross_attention" in names:

@@ -66,7 +66,9 @@ def test_what_continual_inference_gives() -> None:
     flip = x.transpose(1, 2)
     for first, last in ((0, 4), (4, 12), (12, 13)):
         assert torch.equal(ours(x[:, first : first + 5]), theirs(flip[..., first : first + 5]).transpose(1, 2))
-        assert torch.equal(ours.forward_steps(x[:, first:last]), theirs.forward_steps(flip[..., first:last]).transpose(1, 2))
+        assert torch.equal(
+            ours.forward_steps(x[:, first:last]), theirs.forward_steps(flip[..., first:last]).transpose(1, 2)
+        )
     assert torch.equal(ours.forward_step(x[:, 13]), theirs.forward_step(flip[..., 13]))
 
 
@@ -133,7 +135,14 @@ def test_saved_at_any_place() -> None:
         assert ("position" in module.state_dict()) == (places % PERIOD > 0)
         assert torch.equal(module.forward_steps(x), other.forward_steps(x))
     before = other.get_state()
-    for entry in (torch.tensor(PERIOD), torch.tensor(-1), torch.tensor(1.0), torch.tensor([[1]]), torch.tensor([0, PERIOD]), 1):
+    for entry in (
+        torch.tensor(PERIOD),
+        torch.tensor(-1),
+        torch.tensor(1.0),
+        torch.tensor([[1]]),
+        torch.tensor([0, PERIOD]),
+        1,
+    ):
         with pytest.raises(RuntimeError, match=r"\tposition: "):
             other.load_state_dict({**module.state_dict(), "position": entry})
         assert other.get_state() == before
@@ -151,7 +160,9 @@ def test_a_window_of_encoded_tokens_through_attention() -> None:
             if out is not None:
                 window = made(learned=False)
                 window.set_state((at - WINDOW + 1) % PERIOD)
-                torch.testing.assert_close(out, attention(window(x[:, at - WINDOW + 1 : at + 1]))[0][:, 0], rtol=1e-10, atol=1e-12)
+                torch.testing.assert_close(
+                    out, attention(window(x[:, at - WINDOW + 1 : at + 1]))[0][:, 0], rtol=1e-10, atol=1e-12
+                )
 
 
 def test_refusals() -> None:
@@ -212,7 +223,9 @@ def test_rows_have_places_of_their_own() -> None:
             before = module.get_state()
             assert at < 10 or isinstance(before, Tensor)
             if x.shape[1] == 1 and at % 2:
-                module.forward_step(x[:, 0], update_state=False, key_padding_mask=None if absent is None else absent[:, 0])
+                module.forward_step(
+                    x[:, 0], update_state=False, key_padding_mask=None if absent is None else absent[:, 0]
+                )
                 assert torch.equal(torch.as_tensor(module.get_state()), torch.as_tensor(before))
                 out = module.forward_step(x[:, 0], key_padding_mask=absent).unsqueeze(1)
             else:

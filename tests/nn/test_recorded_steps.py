@@ -19,23 +19,48 @@ from cmab_kernels.runtime import tracing
 WINDOW: dict[str, Any] = {"sequence_len": 4, "batch_first": True}
 TOKEN, ROWS, FEW = (1, 16), (1, 5, 16), (1, 3, 16)
 STEPS: dict[str, tuple[Callable[[], nn.Module], str, tuple[tuple[int, ...], ...], str]] = {
-    "ContinualAttention": (lambda: ours.ContinualAttention(16, 2, **WINDOW), "forward_step", (TOKEN,), "continual_attention_step"),
+    "ContinualAttention": (
+        lambda: ours.ContinualAttention(16, 2, **WINDOW),
+        "forward_step",
+        (TOKEN,),
+        "continual_attention_step",
+    ),
     "landmarks": (
         lambda: ours.ContinualNystromAttention(16, 2, num_landmarks=2, **WINDOW),
         *("forward_steps", (ROWS,), "continual_nystrom_step"),
     ),
-    "layer": (lambda: ours.ContinualEncoderLayer(16, 2, 32, **WINDOW), "forward_step", (TOKEN,), "continual_attention_step"),
-    "retroactive": (lambda: ours.RetroactiveEncoderLayer(16, 2, 32, **WINDOW), "forward_step", (TOKEN,), "continual_attention_step"),
+    "layer": (
+        lambda: ours.ContinualEncoderLayer(16, 2, 32, **WINDOW),
+        "forward_step",
+        (TOKEN,),
+        "continual_attention_step",
+    ),
+    "retroactive": (
+        lambda: ours.RetroactiveEncoderLayer(16, 2, 32, **WINDOW),
+        "forward_step",
+        (TOKEN,),
+        "continual_attention_step",
+    ),
     "encoder": (
         lambda: ours.ContinualEncoder(ours.ContinualEncoderLayer(16, 2, 32, **WINDOW), 2),
         *("forward_step", (TOKEN,), "continual_attention_step"),
     ),
-    "positions": (lambda: ours.CircularPositionalEncoding(16, 4, batch_first=True), "forward_step", (TOKEN,), "forward_stream"),
+    "positions": (
+        lambda: ours.CircularPositionalEncoding(16, 4, batch_first=True),
+        "forward_step",
+        (TOKEN,),
+        "forward_stream",
+    ),
     "CMAB": (lambda: ours.CMAB(16, 4, 2), "update", (ROWS, FEW), "state"),
     "CMABStack": (lambda: ours.CMABStack(16, 4, 2, 2), "update", (ROWS, FEW), "state"),
     "CMAB, removal": (lambda: ours.CMAB(16, 4, 2), "remove", (ROWS, FEW), "state"),
     "MultiheadIntention": (lambda: ours.MultiheadIntention(16, 2, batch_first=True), "update", (ROWS,), "state"),
-    "MultiheadIntention, removal": (lambda: ours.MultiheadIntention(16, 2, batch_first=True), "remove", (ROWS,), "state"),
+    "MultiheadIntention, removal": (
+        lambda: ours.MultiheadIntention(16, 2, batch_first=True),
+        "remove",
+        (ROWS,),
+        "state",
+    ),
 }
 
 
@@ -73,7 +98,12 @@ def begun(name: str) -> tuple[Step, tuple[Tensor, ...]]:
     return step, given
 
 
-CASES = [(name, how) for name in STEPS for how in RECORDERS if how in ("export", "trace") or name in ("ContinualAttention", "CMAB")]
+CASES = [
+    (name, how)
+    for name in STEPS
+    for how in RECORDERS
+    if how in ("export", "trace") or name in ("ContinualAttention", "CMAB")
+]
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
@@ -82,7 +112,11 @@ def test_a_recorded_step_is_refused(name: str, how: str) -> None:
         pytest.skip("this torch does not tell whether it exports")
     step, given = begun(name)
     before = {key: value.clone() for key, value in step.state_dict().items()}
-    with torch.no_grad(), warnings.catch_warnings(), pytest.raises(Exception, match=f"would freeze the stream.*{STEPS[name][3]}"):
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        pytest.raises(Exception, match=f"would freeze the stream.*{STEPS[name][3]}"),
+    ):
         warnings.simplefilter("ignore")
         RECORDERS[how](step, given)
     assert not tracing.is_recorded()

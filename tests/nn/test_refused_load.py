@@ -30,7 +30,10 @@ def tokens(count: int) -> Tensor:
 STREAMING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "CMAB": (lambda: CMAB(12, 5, 3), lambda m: m.update(torch.randn(2, 7, 12), torch.randn(4, 12))),
     "MultiheadIntention": (lambda: MultiheadIntention(12, 3), lambda m: m.update(tokens(7))),
-    "ContinualAttention": (lambda: ContinualAttention(12, 3, sequence_len=LENGTH), lambda m: m.forward_steps(tokens(8))),
+    "ContinualAttention": (
+        lambda: ContinualAttention(12, 3, sequence_len=LENGTH),
+        lambda m: m.forward_steps(tokens(8)),
+    ),
     "a filling window": (lambda: ContinualAttention(12, 3, sequence_len=LENGTH), lambda m: m.forward_steps(tokens(2))),
     "ContinualNystromAttention": (
         lambda: ContinualNystromAttention(12, 3, sequence_len=LENGTH, num_landmarks=3),
@@ -40,7 +43,10 @@ STREAMING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: RetroactiveEncoderLayer(12, 3, 24, sequence_len=LENGTH),
         lambda m: m.forward_steps(tokens(8)),
     ),
-    "CircularPositionalEncoding": (lambda: CircularPositionalEncoding(12, LENGTH), lambda m: m.forward_steps(tokens(3))),
+    "CircularPositionalEncoding": (
+        lambda: CircularPositionalEncoding(12, LENGTH),
+        lambda m: m.forward_steps(tokens(3)),
+    ),
 }
 
 
@@ -80,7 +86,9 @@ def in_a_model(module: nn.Module, first: bool) -> nn.Module:
     return nn.ModuleDict({name: nn.Sequential(parts[name]) for name in sorted(parts, reverse=first)})
 
 
-@pytest.mark.parametrize("name", [name for name in STREAMING if name != "CircularPositionalEncoding"])  # its stream is a number
+@pytest.mark.parametrize(
+    "name", [name for name in STREAMING if name != "CircularPositionalEncoding"]
+)  # its stream is a number
 @pytest.mark.parametrize("with_stream", [True, False], ids=["a stream", "weights"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_module_made_on_the_meta_device(name: str, with_stream: bool, dtype: torch.dtype) -> None:

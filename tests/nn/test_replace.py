@@ -54,7 +54,9 @@ def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]
 @pytest.mark.parametrize("fast_path", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", models())
-def test_transformers_compute_what_they_did(name: str, training: bool, fast_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_compute_what_they_did(
+    name: str, training: bool, fast_path: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Results stay the same, also in eval mode.
 
     There torch's layers run fused kernels, and padded inputs become nested tensors.
@@ -124,7 +126,9 @@ def test_every_module_is_called_once() -> None:
     model, tensors, options, count = models()["transformer"]
     replace_modules(model, MAPPING)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(MultiheadAttention, "forward", lambda self, *a, **k: calls.append(self) or forward(self, *a, **k))
+        patched.setattr(
+            MultiheadAttention, "forward", lambda self, *a, **k: calls.append(self) or forward(self, *a, **k)
+        )
         for training in (True, False):
             calls.clear()
             with torch.set_grad_enabled(training):
@@ -166,7 +170,10 @@ def test_the_result_speaks_for_layers_and_other_attentions() -> None:
     for mapping in (INTENTION, INFORMER):
         assert [each[2:] for each in replace_modules(encoder_of_floats(), mapping).modules] == [(None, None)] * 2
     with cmab_kernels.use_impl("reference"):
-        assert "no kernel" in replace_modules(nn.ModuleList([nn.TransformerEncoderLayer(16, 2)]), layers).modules[0].evaluation
+        assert (
+            "no kernel"
+            in replace_modules(nn.ModuleList([nn.TransformerEncoderLayer(16, 2)]), layers).modules[0].evaluation
+        )
     wide = replace_modules(nn.ModuleList([nn.MultiheadAttention(600, 2)]), MAPPING)
     assert "no kernel" in wide.modules[0].evaluation
     assert "attention of its own" in str(replace_modules(nn.Sequential(), MAPPING))
@@ -193,7 +200,11 @@ class TwoWays(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.theirs, self.ours, self.idle = nn.MultiheadAttention(16, 2), MultiheadAttention(16, 2), MultiheadIntention(16, 2)
+        self.theirs, self.ours, self.idle = (
+            nn.MultiheadAttention(16, 2),
+            MultiheadAttention(16, 2),
+            MultiheadIntention(16, 2),
+        )
         self.special = type("Special", (nn.MultiheadAttention,), {})(16, 2)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -213,7 +224,9 @@ def test_explain_says_of_each_module_what_a_call_ran() -> None:
         ("special", "Special", False),
     ]
     said = [row.reason for row in rows]
-    for reason, part in zip(said, ("replace_modules replaces it", "need_weights", "operators run", "not called", "subclass"), strict=True):
+    for reason, part in zip(
+        said, ("replace_modules replaces it", "need_weights", "operators run", "not called", "subclass"), strict=True
+    ):
         assert part in reason
     assert "no attention mask" in cmab_kernels.explain(model, x, mask=torch.zeros(9, 9))[2].reason
     assert torch.equal(model(x), before)
@@ -306,7 +319,8 @@ def test_explain_leaves_a_model_as_it_was_after_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bias": False}, {"kdim": 3, "vdim": 5}, {"add_bias_kv": True, "add_zero_attn": True, "dropout": 0.2}]
+    "options",
+    [{}, {"bias": False}, {"kdim": 3, "vdim": 5}, {"add_bias_kv": True, "add_zero_attn": True, "dropout": 0.2}],
 )
 def test_parameters_are_the_very_same(options: dict) -> None:
     old = nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.bfloat16, **options)
@@ -320,7 +334,17 @@ def test_parameters_are_the_very_same(options: dict) -> None:
     assert [name for name, _ in model.named_parameters()] == list(names)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert [module.training for module in model.modules()] == [False, False, True, False]
-    for name in ("embed_dim", "num_heads", "dropout", "kdim", "vdim", "batch_first", "add_zero_attn", "head_dim", "_qkv_same_embed_dim"):
+    for name in (
+        "embed_dim",
+        "num_heads",
+        "dropout",
+        "kdim",
+        "vdim",
+        "batch_first",
+        "add_zero_attn",
+        "head_dim",
+        "_qkv_same_embed_dim",
+    ):
         assert getattr(new, name) == getattr(old, name), name
 
 
@@ -398,9 +422,15 @@ def test_an_assigned_forward_is_refused() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"^model: got a MultiheadAttention itself, expected .*; put it into a container"):
+    with pytest.raises(
+        ValueError, match=r"^model: got a MultiheadAttention itself, expected .*; put it into a container"
+    ):
         replace_modules(nn.MultiheadAttention(16, 2), MAPPING)
-    for mapping in ({nn.Linear: MultiheadAttention}, {nn.MultiheadAttention: nn.Linear}, {nn.MultiheadAttention: cmab_kernels.nn.CMAB}):
+    for mapping in (
+        {nn.Linear: MultiheadAttention},
+        {nn.MultiheadAttention: nn.Linear},
+        {nn.MultiheadAttention: cmab_kernels.nn.CMAB},
+    ):
         with pytest.raises(TypeError, match="mapping"):
             replace_modules(nn.Sequential(), mapping)
 
@@ -411,7 +441,9 @@ def test_refusals() -> None:
 def test_what_is_no_mapping_is_told_what_is_needed(mapping: tuple) -> None:
     model = nn.Sequential(nn.MultiheadAttention(16, 2))
     with pytest.raises(
-        TypeError, match=r"^mapping: got .*, expected .*\{torch\.nn\.MultiheadAttention: cmab_kernels\.nn\.MultiheadAttention\}.*$"
+        TypeError,
+        match=r"^mapping: got .*, expected .*\{torch\.nn\.MultiheadAttention: "
+        r"cmab_kernels\.nn\.MultiheadAttention\}.*$",
     ):
         replace_modules(model, *mapping)
     with pytest.raises(TypeError, match=r"^mapping: got 'MultiheadAttention'"):
@@ -489,7 +521,13 @@ def test_an_encoder_layer_becomes_an_informers() -> None:
     assert type(new) is InformerEncoderLayer
     assert {name for name, _ in new.named_parameters()} == {*parameters, "self_attn.log_alpha"}
     assert all(parameter is parameters.get(name, parameter) for name, parameter in new.named_parameters())
-    assert (new.norm_first, new.norm1.eps, new.dropout1.p, new.self_attn.batch_first, new.training) == (True, 1e-3, 0.1, True, False)
+    assert (new.norm_first, new.norm1.eps, new.dropout1.p, new.self_attn.batch_first, new.training) == (
+        True,
+        1e-3,
+        0.1,
+        True,
+        False,
+    )
     assert new.activation is old.activation
     built = InformerEncoderLayer(16, 2, 32, 0.1, "gelu", 1e-3, True, True, dtype=torch.float64).eval()
     built.load_state_dict(new.state_dict())
@@ -521,9 +559,12 @@ def test_crossed_pairs_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [MultiheadAttention, MultiheadIntention, MultiheadSigmaIntention, partial(NystromAttention, num_landmarks=2)]
+    "kind",
+    [MultiheadAttention, MultiheadIntention, MultiheadSigmaIntention, partial(NystromAttention, num_landmarks=2)],
 )
-@pytest.mark.parametrize("first, second, widths", [("k", "v", {"kdim": 3, "vdim": 3}), ("q", "k", {"kdim": 8, "vdim": 5})])
+@pytest.mark.parametrize(
+    "first, second, widths", [("k", "v", {"kdim": 3, "vdim": 3}), ("q", "k", {"kdim": 8, "vdim": 5})]
+)
 def test_weights_tied_inside_an_attention_stay_tied(kind: Any, first: str, second: str, widths: dict[str, int]) -> None:
     old = nn.MultiheadAttention(8, 2, batch_first=True, **widths)
     setattr(old, f"{second}_proj_weight", getattr(old, f"{first}_proj_weight"))
@@ -542,14 +583,20 @@ def test_parts_that_an_informers_layer_shares_stay_shared() -> None:
 def test_an_informers_layer_does_not_forget_a_penalty() -> None:
     box = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32))
     box[0].self_attn = MultiheadSigmaIntention(16, 2, alpha=0.2)
-    with pytest.raises(ValueError, match=r"^model: '0' cannot be replaced by .*: self_attn: got a MultiheadSigmaIntention"):
+    with pytest.raises(
+        ValueError, match=r"^model: '0' cannot be replaced by .*: self_attn: got a MultiheadSigmaIntention"
+    ):
         replace_modules(box, {nn.TransformerEncoderLayer: InformerEncoderLayer}, verbose=False)
 
 
-@pytest.mark.parametrize("option", [{"kdim": 3}, {"bias": False}, {"add_bias_kv": True}, {"dtype": torch.float64}, {"num_heads": 4}])
+@pytest.mark.parametrize(
+    "option", [{"kdim": 3}, {"bias": False}, {"add_bias_kv": True}, {"dtype": torch.float64}, {"num_heads": 4}]
+)
 def test_an_option_that_contradicts_the_weights_is_refused(option: dict[str, Any]) -> None:
     box, (name,) = nn.Sequential(nn.MultiheadAttention(16, 2)), option
-    with pytest.raises(ValueError, match=rf"^model: '0' cannot be replaced by .*: {name}: got .*, expected no such option"):
+    with pytest.raises(
+        ValueError, match=rf"^model: '0' cannot be replaced by .*: {name}: got .*, expected no such option"
+    ):
         replace_modules(box, {nn.MultiheadAttention: partial(MultiheadAttention, **option)}, verbose=False)
     assert type(box[0]) is nn.MultiheadAttention
 

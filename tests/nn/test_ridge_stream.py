@@ -33,7 +33,9 @@ def same_bits(a: Any, b: Any) -> bool:
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("cast", [torch.nn.Module.half, torch.nn.Module.bfloat16, torch.nn.Module.double, lambda m: m.to("cpu")])
+@pytest.mark.parametrize(
+    "cast", [torch.nn.Module.half, torch.nn.Module.bfloat16, torch.nn.Module.double, lambda m: m.to("cpu")]
+)
 def test_casts_leave_the_bits(cast: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
     module = streaming()
     before = [part.clone() for part in module.stream.state]
@@ -116,7 +118,9 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name, fault", BAD.values(), ids=BAD)
-def test_what_is_no_state_is_refused_and_the_old_one_stays(name: str, fault: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def test_what_is_no_state_is_refused_and_the_old_one_stays(
+    name: str, fault: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     module = streaming()
     before = module.stream.state
     entries = saved(streaming())

@@ -24,7 +24,9 @@ def streaming(batch: int = 2, dtype: torch.dtype = torch.float32) -> CMAB:
         mask = torch.zeros(batch, 20, dtype=torch.bool)
         mask[-1] = True
         with torch.no_grad():
-            module.update(50 * torch.randn(batch, 20, DIM, dtype=dtype), torch.randn(4, DIM, dtype=dtype), key_padding_mask=mask)
+            module.update(
+                50 * torch.randn(batch, 20, DIM, dtype=dtype), torch.randn(4, DIM, dtype=dtype), key_padding_mask=mask
+            )
     return module
 
 
@@ -32,7 +34,9 @@ def same_bits(a: Any, b: Any) -> bool:
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("cast", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float16), lambda m: m.to("cpu")])
+@pytest.mark.parametrize(
+    "cast", [torch.nn.Module.half, torch.nn.Module.bfloat16, lambda m: m.to(torch.float16), lambda m: m.to("cpu")]
+)
 def test_casts_leave_the_bits(cast: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
     module = streaming()
     before = [part.clone() for part in module.stream.state]
@@ -111,7 +115,9 @@ def test_strict_still_means_strict() -> None:
     with pytest.raises(RuntimeError, match=r"Unexpected.*stream\.other"):
         streaming().load_state_dict({**streaming().state_dict(), "stream.other": torch.zeros(1)})
     with pytest.raises(RuntimeError, match=r"Missing.*latents"):
-        streaming().load_state_dict({name: entry for name, entry in streaming().state_dict().items() if name != "latents"})
+        streaming().load_state_dict(
+            {name: entry for name, entry in streaming().state_dict().items() if name != "latents"}
+        )
 
 
 def with_value(entry: Tensor, value: float, row: int = 0) -> Tensor:
@@ -140,7 +146,9 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("name, fault", BAD.values(), ids=BAD)
-def test_what_is_no_state_is_refused_and_the_old_one_stays(name: str, fault: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def test_what_is_no_state_is_refused_and_the_old_one_stays(
+    name: str, fault: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
     module = streaming()
     before = module.stream.state
     entries = saved(streaming())
@@ -165,7 +173,10 @@ def test_entries_cannot_be_set_one_by_one() -> None:
     """`functional_call` would assign them: nothing would read them, and they would stay."""
     module = streaming()
     before = saved(module)
-    with pytest.raises(TypeError, match=r"^out: got a tensor for this entry alone, expected a whole state"), torch.no_grad():
+    with (
+        pytest.raises(TypeError, match=r"^out: got a tensor for this entry alone, expected a whole state"),
+        torch.no_grad(),
+    ):
         torch.func.functional_call(module, module.state_dict(), (torch.randn(2, 5, 8), torch.randn(2, 8)))
     assert all(torch.equal(entry, before[name]) for name, entry in module.state_dict().items())
 

@@ -1,4 +1,5 @@
-"""Rows of a batch that begin, pause and end by themselves: each has the bits of a stream whose batch does the same in all rows."""
+"""Rows of a batch that begin, pause and end by themselves: each has the bits of a stream whose batch does the same in
+all rows."""
 
 from __future__ import annotations
 
@@ -33,12 +34,16 @@ def encoder(layer: type[ContinualEncoderLayer], **config: Any) -> Callable[..., 
 
 MODULES: dict[str, Callable[..., Any]] = {
     **{
-        f"{kind}, {output}": lambda dtype, kind=kind, output=output: attention(kind, output=output, sequence_len=WINDOW, dtype=dtype)
+        f"{kind}, {output}": lambda dtype, kind=kind, output=output: attention(
+            kind, output=output, sequence_len=WINDOW, dtype=dtype
+        )
         for kind in KINDS
         for output in OUTPUTS
     },
     "layer": lambda dtype: ContinualEncoderLayer(DIM, 3, 32, sequence_len=WINDOW, dtype=dtype).eval(),
-    "retroactive layer": lambda dtype: Retroactive(DIM, 3, 32, sequence_len=WINDOW, dtype=dtype, norm_first=True).eval(),
+    "retroactive layer": lambda dtype: Retroactive(
+        DIM, 3, 32, sequence_len=WINDOW, dtype=dtype, norm_first=True
+    ).eval(),
     "encoder": encoder(ContinualEncoderLayer),
     "Nyström encoder": encoder(ContinualEncoderLayer, num_landmarks=2, norm_first=True),
     "retroactive encoder": encoder(Retroactive),
@@ -52,11 +57,14 @@ def same(module: nn.Module, *states: Any) -> bool:
         other: Any = copy.deepcopy(module)
         other.set_state(state)
         entries.append(other.state_dict())
-    return entries[0].keys() == entries[1].keys() and all(torch.equal(entry, entries[1][name]) for name, entry in entries[0].items())
+    return entries[0].keys() == entries[1].keys() and all(
+        torch.equal(entry, entries[1][name]) for name, entry in entries[0].items()
+    )
 
 
 def row_of(out: Tensor, row: int) -> Tensor:
-    """Return a row of a result of `forward_step`: (B, C), or of a retroactive module (n, B, C), or (B, n, C) with `batch_first`."""
+    """Return a row of a result of `forward_step`: (B, C), or of a retroactive module (n, B, C), or (B, n, C) with
+    `batch_first`."""
     return out.select(0 if out.dim() == 2 else out.shape.index(ROWS), row)
 
 
@@ -87,9 +95,14 @@ def schedule(steps: int, seed: int, begins: float) -> list[tuple[list[int], Tens
 
 
 def through(
-    module: Any, change: Callable[[Any, int], Any] = lambda module, at: module, steps: int = 90, seed: int = 0, begins: float = 0.03
+    module: Any,
+    change: Callable[[Any, int], Any] = lambda module, at: module,
+    steps: int = 90,
+    seed: int = 0,
+    begins: float = 0.03,
 ) -> None:
-    """Follow a schedule with a module, which `change` may replace before each step, and compare each row with its own stream."""
+    """Follow a schedule with a module, which `change` may replace before each step, and compare each row with its own
+    stream."""
     torch.manual_seed(seed)
     dtype = next(module.parameters()).dtype
     alone = [Alone(module, row) for row in range(ROWS)]
@@ -116,7 +129,11 @@ def through(
     assert results > steps / 3
 
 
-DTYPES = [torch.float32, torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in (torch.float64, torch.float16))]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in (torch.float64, torch.float16)),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -131,7 +148,12 @@ def test_each_row_is_a_stream_of_its_own(name: str, dtype: torch.dtype) -> None:
 def test_long_windows(name: str) -> None:
     """Sums over windows that are not small are updated, and not computed anew with every token."""
     kind, output = name.split(", ")
-    through(attention(kind, output=output, sequence_len=70, dtype=torch.float32, batch_first=True), steps=400, seed=3, begins=0.002)
+    through(
+        attention(kind, output=output, sequence_len=70, dtype=torch.float32, batch_first=True),
+        steps=400,
+        seed=3,
+        begins=0.002,
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -171,7 +193,11 @@ def test_what_is_held_elsewhere_does_not_move(name: str) -> None:
             after = module.state_dict()
             assert before.keys() == after.keys() and all(torch.equal(before[each], after[each]) for each in before)
             along = 1 if getattr(module, "batch_first", True) and "layer" not in name else 0
-            again = copy.deepcopy(module).forward_steps(tokens.unsqueeze(along), key_padding_mask=mask[:, None]).squeeze(along)
+            again = (
+                copy.deepcopy(module)
+                .forward_steps(tokens.unsqueeze(along), key_padding_mask=mask[:, None])
+                .squeeze(along)
+            )
             assert torch.equal(out.isnan(), again.isnan())
             torch.testing.assert_close(out, again, rtol=1e-5, atol=1e-5, equal_nan=True)
         return module
@@ -191,7 +217,10 @@ def test_several_tokens_are_as_many_steps(name: str) -> None:
         tokens, absent = torch.randn(ROWS, 4, DIM, dtype=torch.float64), torch.rand(ROWS, 4) < 0.3
         tokens[absent] = torch.nan
         out = module.forward_steps(tokens if along else tokens.transpose(0, 1), key_padding_mask=absent)
-        each = [other.forward_step(token, key_padding_mask=gone) for token, gone in zip(tokens.unbind(1), absent.unbind(1), strict=True)]
+        each = [
+            other.forward_step(token, key_padding_mask=gone)
+            for token, gone in zip(tokens.unbind(1), absent.unbind(1), strict=True)
+        ]
         torch.testing.assert_close(out, torch.stack(each, along), rtol=1e-10, atol=1e-10, equal_nan=True)
         assert torch.equal(module.ready, other.ready)
         if at % 3 == 1:
@@ -201,19 +230,25 @@ def test_several_tokens_are_as_many_steps(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 @torch.no_grad()
 def test_a_batch_of_one_age_is_as_ever(name: str) -> None:
-    """Without a mask and with all windows full, the state is that of the operators; a mask of nothing changes no bits."""
+    """Without a mask and with all windows full, the state is that of the operators; a mask of nothing changes no
+    bits."""
     module = MODULES[name](torch.float32)
     other = copy.deepcopy(module)
     for _ in range(25):
         tokens = torch.randn(ROWS, DIM)
-        out, masked = module.forward_step(tokens), other.forward_step(tokens, key_padding_mask=torch.zeros(ROWS, dtype=torch.bool))
+        out, masked = (
+            module.forward_step(tokens),
+            other.forward_step(tokens, key_padding_mask=torch.zeros(ROWS, dtype=torch.bool)),
+        )
         if out is None:
             assert masked.isnan().all()
             assert module.ready is None or not module.ready.all()
         else:
             assert torch.equal(out, masked) and module.ready.all() and other.ready.all()
     assert same(module, module.get_state(), other.get_state())
-    assert all(type(stream.held) is not StaggeredWindow for stream in other.modules() if isinstance(stream, ContinualStream))
+    assert all(
+        type(stream.held) is not StaggeredWindow for stream in other.modules() if isinstance(stream, ContinualStream)
+    )
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -314,8 +349,12 @@ def test_windows_that_fill_go_through_a_compiled_step() -> None:
 
 LAYOUTS: dict[str, Callable[[bool], Any]] = {
     "exact": lambda batch_first: attention("exact", sequence_len=3, batch_first=batch_first),
-    "retroactive": lambda batch_first: attention("continual", sequence_len=3, output="retroactive", batch_first=batch_first),
-    "retroactive layer": lambda batch_first: Retroactive(DIM, 3, 32, sequence_len=3, dtype=torch.float64, batch_first=batch_first),
+    "retroactive": lambda batch_first: attention(
+        "continual", sequence_len=3, output="retroactive", batch_first=batch_first
+    ),
+    "retroactive layer": lambda batch_first: Retroactive(
+        DIM, 3, 32, sequence_len=3, dtype=torch.float64, batch_first=batch_first
+    ),
     "encoder": lambda batch_first: ContinualEncoder(
         ContinualEncoderLayer(DIM, 3, 32, sequence_len=2, dtype=torch.float64, batch_first=batch_first), 2
     ),
@@ -337,19 +376,26 @@ def test_an_unbatched_stream_may_have_gaps(name: str, batch_first: bool) -> None
     assert out.shape[0] == 7 and out[[0, 1, 2, 4]].isnan().all()
     torch.testing.assert_close(out[[3, 5, 6]], wanted)
     assert module.forward_step(tokens[0], key_padding_mask=torch.tensor([True])).isnan().all()
-    torch.testing.assert_close(module.forward_step(tokens[0], key_padding_mask=torch.tensor([False])), other.forward_step(tokens[0]))
+    torch.testing.assert_close(
+        module.forward_step(tokens[0], key_padding_mask=torch.tensor([False])), other.forward_step(tokens[0])
+    )
     for batch in (0, 2):
         module.clean_state()
         none = torch.randn((batch, 0, DIM) if batch_first else (0, batch, DIM), dtype=torch.float64)
         assert module.forward_steps(none, key_padding_mask=torch.zeros(batch, 0, dtype=torch.bool)) is None
         for _ in range(4):
-            out = module.forward_step(torch.randn(batch, DIM, dtype=torch.float64), key_padding_mask=torch.zeros(batch, dtype=torch.bool))
+            out = module.forward_step(
+                torch.randn(batch, DIM, dtype=torch.float64), key_padding_mask=torch.zeros(batch, dtype=torch.bool)
+            )
             module.clean_state(torch.zeros(batch, dtype=torch.bool))
         assert batch in out.shape and not out.isnan().any() and module.ready.all()
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "a mask that is a list": (lambda module, token: module.forward_step(token, key_padding_mask=[True]), "key_padding_mask: got a list"),
+    "a mask that is a list": (
+        lambda module, token: module.forward_step(token, key_padding_mask=[True]),
+        "key_padding_mask: got a list",
+    ),
     "a mask of numbers": (
         lambda module, token: module.forward_step(token, key_padding_mask=torch.zeros(ROWS)),
         "key_padding_mask: got torch.float32, expected torch.bool",
@@ -359,17 +405,30 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         r"key_padding_mask: got shape \(2,\), expected \(B, 1\) or \(B,\) = \(5, 1\)",
     ),
     "a mask on another device": (
-        lambda module, token: module.forward_step(token, key_padding_mask=torch.zeros(ROWS, dtype=torch.bool, device="meta")),
+        lambda module, token: module.forward_step(
+            token, key_padding_mask=torch.zeros(ROWS, dtype=torch.bool, device="meta")
+        ),
         "key_padding_mask: got device meta, expected cpu, the device of the tokens",
     ),
-    "a row that is not there": (lambda module, token: module.clean_state(ROWS), "rows: got 5, expected a row from 0 to 4"),
+    "a row that is not there": (
+        lambda module, token: module.clean_state(ROWS),
+        "rows: got 5, expected a row from 0 to 4",
+    ),
     "a negative row": (lambda module, token: module.clean_state([0, -1]), "rows: got -1, expected a row from 0 to 4"),
     "a row by name": (lambda module, token: module.clean_state("first"), "rows: got a str, expected a row from 0 to 4"),
     "one bool": (lambda module, token: module.clean_state(True), "rows: got a bool, expected a row from 0 to 4"),
-    "rows as numbers": (lambda module, token: module.clean_state(torch.zeros(ROWS)), r"rows: got torch.float32 \(5,\), expected a row"),
-    "bools of another batch": (lambda module, token: module.clean_state(torch.ones(2, dtype=torch.bool)), r"rows: got torch.bool \(2,\)"),
+    "rows as numbers": (
+        lambda module, token: module.clean_state(torch.zeros(ROWS)),
+        r"rows: got torch.float32 \(5,\), expected a row",
+    ),
+    "bools of another batch": (
+        lambda module, token: module.clean_state(torch.ones(2, dtype=torch.bool)),
+        r"rows: got torch.bool \(2,\)",
+    ),
     "a token that is not finite": (
-        lambda module, token: module.forward_step(token / 0, key_padding_mask=torch.tensor([True, True, False, True, True])),
+        lambda module, token: module.forward_step(
+            token / 0, key_padding_mask=torch.tensor([True, True, False, True, True])
+        ),
         "a NaN or an infinity",
     ),
 }
@@ -380,7 +439,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
 def test_refusals_leave_the_streams(kind: str, name: str) -> None:
     module = MODULES[kind](torch.float32).requires_grad_(False)
     for at in range(12):
-        module.forward_step(torch.randn(ROWS, DIM), key_padding_mask=torch.tensor([False, False, at % 5 != 0, False, False]))
+        module.forward_step(
+            torch.randn(ROWS, DIM), key_padding_mask=torch.tensor([False, False, at % 5 != 0, False, False])
+        )
     before = copy.deepcopy(module.state_dict())
     call, message = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=message):
@@ -412,7 +473,9 @@ def test_a_later_token_that_is_refused_leaves_the_streams(name: str, full: bool)
 def test_states_that_no_batch_has_are_refused() -> None:
     module = attention("exact", sequence_len=WINDOW, dtype=torch.float32).requires_grad_(False)
     for at in range(2 * WINDOW):
-        module.forward_step(torch.randn(ROWS, DIM), key_padding_mask=torch.tensor([False, False, at % 5 != 0, False, False]))
+        module.forward_step(
+            torch.randn(ROWS, DIM), key_padding_mask=torch.tensor([False, False, at % 5 != 0, False, False])
+        )
     state = module.get_state()
     assert type(state) is StaggeredWindow
     wrong = {

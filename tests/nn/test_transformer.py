@@ -38,9 +38,13 @@ def pair(kind: type[nn.Module], **options: Any) -> tuple[Any, Any]:
 
 
 def inputs(layer: nn.Module, batch_first: bool = True, single: bool = False) -> tuple[Tensor, ...]:
-    shapes = ((BATCH, TOKENS, WIDTH), (BATCH, MEMORY, WIDTH))[: 2 if isinstance(layer, nn.TransformerDecoderLayer) else 1]
+    shapes = ((BATCH, TOKENS, WIDTH), (BATCH, MEMORY, WIDTH))[
+        : 2 if isinstance(layer, nn.TransformerDecoderLayer) else 1
+    ]
     made = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-    return tuple((t[0] if single else t if batch_first else t.transpose(0, 1).contiguous()).requires_grad_() for t in made)
+    return tuple(
+        (t[0] if single else t if batch_first else t.transpose(0, 1).contiguous()).requires_grad_() for t in made
+    )
 
 
 def close(ours: Any, theirs: Any) -> None:
@@ -73,13 +77,17 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 OPTIONS = [
     {"norm_first": norm_first, "activation": activation, "batch_first": batch_first, "bias": bias}
-    for norm_first, activation, batch_first, bias in itertools.product([False, True], ["relu", "gelu"], [False, True], [False, True])
+    for norm_first, activation, batch_first, bias in itertools.product(
+        [False, True], ["relu", "gelu"], [False, True], [False, True]
+    )
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("kind", BOTH)
-def test_results_and_gradients_are_those_of_torch(kind: type[nn.Module], options: dict[str, Any], operators: list[str]) -> None:
+def test_results_and_gradients_are_those_of_torch(
+    kind: type[nn.Module], options: dict[str, Any], operators: list[str]
+) -> None:
     theirs, ours = pair(kind, **options)
     same(ours, theirs, inputs(theirs, options["batch_first"]))
     assert operators == ["attention_layer"] * (1 if kind is BOTH[0] else 2) + ["feed_forward_layer"]
@@ -153,11 +161,27 @@ REASONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "an additive mask": ("added to logits", lambda layer: layer, {"src_key_padding_mask": -1.0 * PADDING.double()}),
     "an activation": ("neither relu nor gelu", lambda layer: setattr(layer, "activation", torch.tanh), {}),
     "gelu by tanh": ("neither relu nor gelu", lambda layer: setattr(layer, "activation", nn.GELU("tanh")), {}),
-    "a hook": ("feed-forward network does more", lambda layer: layer.linear1.register_forward_hook(lambda m, i, o: 2 * o), {}),
-    "a hook of the norm": ("attention does more", lambda layer: layer.norm1.register_forward_hook(lambda m, i, o: 2 * o), {}),
-    "a hook of a dropout": ("a dropout does more", lambda layer: layer.dropout1.register_forward_hook(lambda m, i, o: 2 * o), {}),
+    "a hook": (
+        "feed-forward network does more",
+        lambda layer: layer.linear1.register_forward_hook(lambda m, i, o: 2 * o),
+        {},
+    ),
+    "a hook of the norm": (
+        "attention does more",
+        lambda layer: layer.norm1.register_forward_hook(lambda m, i, o: 2 * o),
+        {},
+    ),
+    "a hook of a dropout": (
+        "a dropout does more",
+        lambda layer: layer.dropout1.register_forward_hook(lambda m, i, o: 2 * o),
+        {},
+    ),
     "another dropout": ("a dropout does more", lambda layer: setattr(layer, "dropout2", nn.Hardtanh()), {}),
-    "a hook of the activation": ("feed-forward network does more", lambda layer: with_hook(layer, "activation", nn.ReLU()), {}),
+    "a hook of the activation": (
+        "feed-forward network does more",
+        lambda layer: with_hook(layer, "activation", nn.ReLU()),
+        {},
+    ),
     "a norm without weights": (
         "attention does more",
         lambda layer: setattr(layer, "norm1", nn.LayerNorm(WIDTH, elementwise_affine=False)),
@@ -165,7 +189,11 @@ REASONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     ),
     "a forward": ("feed-forward network does more", lambda layer: twice(layer.linear1, "forward"), {}),
     "a block": ("a block of its own", lambda layer: twice(layer, "_ff_block"), {}),
-    "a hook of the output": ("feed-forward network does more", lambda layer: layer.norm2.register_forward_hook(lambda m, i, o: 2 * o), {}),
+    "a hook of the output": (
+        "feed-forward network does more",
+        lambda layer: layer.norm2.register_forward_hook(lambda m, i, o: 2 * o),
+        {},
+    ),
 }
 
 
@@ -333,7 +361,10 @@ def test_a_decoder_says_which_parts_are_torchs() -> None:
     _, ours = pair(nn.TransformerDecoderLayer)
     given = inputs(ours)
     assert ours.why_torch(*given) is None
-    assert ours.why_torch(*given, tgt_mask=CAUSAL) == "self-attention: the operator has key padding masks, but no attention mask"
+    assert (
+        ours.why_torch(*given, tgt_mask=CAUSAL)
+        == "self-attention: the operator has key padding masks, but no attention mask"
+    )
     ours.activation = torch.tanh
     assert "cross-attention: the operator has" in ours.why_torch(*given, memory_is_causal=True)
     assert "; feed-forward: the activation is" in ours.why_torch(*given, memory_is_causal=True)
@@ -367,7 +398,10 @@ def test_wrong_shapes_are_named() -> None:
     with pytest.raises(TypeError, match=r"^src: got a ndarray, expected a torch\.Tensor"):
         encoder(target.detach().numpy())
     for training in (True, False):
-        with torch.set_grad_enabled(training), pytest.raises(TypeError, match=r"^src: got torch\.int32, expected a floating"):
+        with (
+            torch.set_grad_enabled(training),
+            pytest.raises(TypeError, match=r"^src: got torch\.int32, expected a floating"),
+        ):
             encoder.train(training)(target.int())
     with pytest.raises(TypeError, match=r"^src_key_padding_mask: got a list, expected a torch\.Tensor of bool"):
         encoder(target, src_key_padding_mask=[True])

@@ -54,10 +54,14 @@ def pair(request: pytest.FixtureRequest) -> tuple[_Attend, _Attend]:
 @pytest.mark.parametrize("mask", [PADDING, ADDED], ids=["padding", "added"])
 def test_vmap(pair: tuple[_Attend, _Attend], mask: Tensor) -> None:
     theirs, ours = pair
-    torch.testing.assert_close(torch.func.vmap(ours)(X, mask), torch.stack([theirs(*each) for each in zip(X, mask, strict=True)]))
+    torch.testing.assert_close(
+        torch.func.vmap(ours)(X, mask), torch.stack([theirs(*each) for each in zip(X, mask, strict=True)])
+    )
 
 
-@pytest.mark.parametrize("trace", [make_fx, lambda f: lambda *example: torch.jit.trace(f, example)], ids=["make_fx", "jit"])
+@pytest.mark.parametrize(
+    "trace", [make_fx, lambda f: lambda *example: torch.jit.trace(f, example)], ids=["make_fx", "jit"]
+)
 @pytest.mark.filterwarnings("ignore")  # torch warns of tracing and of its deprecation
 def test_a_trace_takes_other_numbers(pair: tuple[_Attend, _Attend], trace: Callable[..., Any]) -> None:
     theirs, ours = pair
@@ -67,7 +71,10 @@ def test_a_trace_takes_other_numbers(pair: tuple[_Attend, _Attend], trace: Calla
 
 def test_fake_tensors(pair: tuple[_Attend, _Attend]) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert pair[1](mode.from_tensor(X[0]), mode.from_tensor(PADDING[0])).shape == X[0].shape[:1] + pair[0](X[0], PADDING[0]).shape[1:]
+        assert (
+            pair[1](mode.from_tensor(X[0]), mode.from_tensor(PADDING[0])).shape
+            == X[0].shape[:1] + pair[0](X[0], PADDING[0]).shape[1:]
+        )
 
 
 def test_a_module_without_torchs_code_has_nan_for_what_it_cannot_add() -> None:

@@ -55,7 +55,10 @@ def test_padding_and_one_by_one(stacked: bool) -> None:
         module.register_forward_hook(lambda *_: None)
     points, masks = torch.randn(2, 20, DIM, dtype=torch.float64), torch.rand(2, 20) < 0.4
     for new, mask in zip(points.split(4, 1), masks.split(4, 1), strict=True):
-        found = block.update(new, wanted_latents, key_padding_mask=mask), other.update(new, wanted_latents, key_padding_mask=mask)
+        found = (
+            block.update(new, wanted_latents, key_padding_mask=mask),
+            other.update(new, wanted_latents, key_padding_mask=mask),
+        )
         torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
     right = block(points[:, -4 * WINDOW :], wanted_latents, key_padding_mask=masks[:, -4 * WINDOW :])
     torch.testing.assert_close(found[0].latents, right, rtol=1e-12, atol=1e-12)
@@ -68,7 +71,10 @@ def test_a_state_that_is_passed_has_no_window(stacked: bool) -> None:
     state, theirs = block.init_state(2), plain.init_state(2)
     for _ in range(5):
         new = chunk()
-        (latents, state), (right, theirs) = block.update(new, wanted_latents, state), plain.update(new, wanted_latents, theirs)
+        (latents, state), (right, theirs) = (
+            block.update(new, wanted_latents, state),
+            plain.update(new, wanted_latents, theirs),
+        )
         assert torch.equal(latents, right)
     removed = block.remove(new, wanted_latents, state)
     assert torch.equal(removed.latents, plain.remove(new, wanted_latents, theirs).latents)
@@ -201,7 +207,9 @@ def test_an_assigned_state_begins_a_window() -> None:
     block.stream.state = block.update(whole, wanted_latents, block.init_state(2)).state
     chunks = [chunk() for _ in range(WINDOW)]
     found = [block.update(new, wanted_latents).latents for new in chunks]
-    torch.testing.assert_close(found[0], block(torch.cat([whole, chunks[0]], 1), wanted_latents), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found[0], block(torch.cat([whole, chunks[0]], 1), wanted_latents), rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(found[-1], block(torch.cat(chunks, 1), wanted_latents), rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match=r"^state.out: got shape"):
         block.stream.state = ck.empty_state(2, 1, 1, 1, dtype=torch.float64)
@@ -212,7 +220,9 @@ def test_blocks_that_change_end_the_window() -> None:
     stack.update(chunk(), wanted_latents)
     stack.blocks.append(CMAB(DIM, LATENTS, HEADS, dtype=torch.float64))
     new = chunk()
-    torch.testing.assert_close(stack.update(new, wanted_latents).latents, stack(new, wanted_latents), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        stack.update(new, wanted_latents).latents, stack(new, wanted_latents), rtol=1e-12, atol=1e-12
+    )
     assert len(stack.stream.held) == 1
 
 
@@ -239,7 +249,9 @@ def test_compiled_and_recorded() -> None:
 def test_a_transform_does_not_enter_the_window() -> None:
     block = made(False)
     with pytest.raises(RuntimeError, match=r"^stream: it would hold what a transform"):
-        torch.func.vmap(lambda new: block.update(new, wanted_latents).latents)(torch.randn(3, 2, 4, DIM, dtype=torch.float64))
+        torch.func.vmap(lambda new: block.update(new, wanted_latents).latents)(
+            torch.randn(3, 2, 4, DIM, dtype=torch.float64)
+        )
     assert block.stream.state is None
 
 

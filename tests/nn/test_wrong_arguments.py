@@ -38,7 +38,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "TransformerDecoderLayer": (lambda: ours.TransformerDecoderLayer(16, 2, **LAYER), ("tgt", "memory")),
 }
 GIVEN: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "an array": (lambda features: features.numpy(), "got a ndarray, expected a torch.Tensor; torch.from_numpy makes one"),
+    "an array": (
+        lambda features: features.numpy(),
+        "got a ndarray, expected a torch.Tensor; torch.from_numpy makes one",
+    ),
     "a list": (lambda features: features.tolist(), "got a list, expected a torch.Tensor; torch.tensor makes one"),
     "nothing": (lambda features: None, "got None, expected a torch.Tensor"),
     "integers": (lambda features: features.long(), "got torch.int64"),
@@ -81,7 +84,10 @@ def test_a_flag_that_is_an_array_is_named(kind: str, wrong: Any) -> None:
         if method == "retrieve":
             given = [given[0], module.init_state(2)]  # type: ignore[operator]  # torch's modules may have any attribute
         for flag in (name for name, parameter in parameters.items() if isinstance(parameter.default, bool)):
-            with torch.no_grad(), pytest.raises(TypeError, match=rf"^{flag}: got an? (ndarray|Tensor), expected True or False"):
+            with (
+                torch.no_grad(),
+                pytest.raises(TypeError, match=rf"^{flag}: got an? (ndarray|Tensor), expected True or False"),
+            ):
                 getattr(module, method)(*given, **{flag: wrong})
 
 
@@ -99,11 +105,13 @@ def test_float64_in_a_module_of_float32(kind: str, autocast: bool) -> None:
         for training in (True, False) if autocast else ():
             module.double().train(training)
             with pytest.raises(
-                TypeError, match=rf"^{names[0]}: got torch.float32, expected torch.float64 as the module has; cast them alike"
+                TypeError,
+                match=rf"^{names[0]}: got torch.float32, expected torch.float64 as the module has; cast them alike",
             ):
                 module(*given)
             module.float()
             with pytest.raises(
-                TypeError, match=rf"^{names[0]}: got torch.float64, expected torch.float32 as the module has; cast them alike"
+                TypeError,
+                match=rf"^{names[0]}: got torch.float64, expected torch.float32 as the module has; cast them alike",
             ):
                 module(*(each.double() for each in given))

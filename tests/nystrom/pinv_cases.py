@@ -22,7 +22,9 @@ def _permutations(count: int, m: int) -> Tensor:
 
 MATRICES: dict[str, Callable[[int, int], Tensor]] = {
     "normal": lambda count, m: torch.randn(count, m, m, dtype=torch.float64),
-    "softmax": lambda count, m: (3 * torch.randn(count, m, m, dtype=torch.float64)).softmax(-1) * (1 + torch.rand(count, m, 1)),
+    "softmax": lambda count, m: (
+        (3 * torch.randn(count, m, m, dtype=torch.float64)).softmax(-1) * (1 + torch.rand(count, m, 1))
+    ),
     "all equal": lambda count, m: torch.full((count, m, m), -0.25, dtype=torch.float64),
     "signs": lambda count, m: 0.5 * torch.randn(count, m, m, dtype=torch.float64).sign(),
     "zero": lambda count, m: torch.zeros(count, m, m, dtype=torch.float64),
@@ -48,7 +50,9 @@ def _row_sizes(right: Tensor, terms: Tensor) -> Tensor:
     return size.clamp(min=max(1e-30 * float(terms.norm()), 1e-300))
 
 
-def shares(ours: Tensor, right: Tensor, terms: Tensor, same_precision: Tensor, score: float, factor: float = 1.0) -> Tensor:
+def shares(
+    ours: Tensor, right: Tensor, terms: Tensor, same_precision: Tensor, score: float, factor: float = 1.0
+) -> Tensor:
     """Return the error of each row as a share of what promise P2 allows; infinite for NaN.
 
     `same_precision` is torch's result. Its error counts at least as the matrix's median row, since a row may be right
@@ -62,7 +66,9 @@ def shares(ours: Tensor, right: Tensor, terms: Tensor, same_precision: Tensor, s
     return (error / bound(ours.dtype, score, theirs, factor)).nan_to_num(nan=torch.inf)
 
 
-def check(name: str, ours: Tensor, right: Tensor, terms: Tensor, same_precision: Tensor, score: float, factor: float = 1.0) -> None:
+def check(
+    name: str, ours: Tensor, right: Tensor, terms: Tensor, same_precision: Tensor, score: float, factor: float = 1.0
+) -> None:
     found = shares(ours, right, terms, same_precision, score, factor)
     assert (found <= 1).all(), f"{name}: {float(found.max()):.2f} of what it may be off by"
 
@@ -77,7 +83,9 @@ def _like_its_matrix(gradient: Tensor) -> Tensor:
     """Return an estimate of the terms in a gradient's rows if nothing else is known:
     twenty times the matrix's median row."""
     return (
-        20 * gradient.norm(dim=-1, keepdim=True).median(dim=-2, keepdim=True).values.expand_as(gradient) / max(gradient.shape[-1], 1) ** 0.5
+        20
+        * gradient.norm(dim=-1, keepdim=True).median(dim=-2, keepdim=True).values.expand_as(gradient)
+        / max(gradient.shape[-1], 1) ** 0.5
     )
 
 
@@ -107,7 +115,9 @@ ORDERS = 8
 """The number of equivalent evaluations whose largest error counts."""
 
 
-def check_nearly_singular(pinv: Callable[[Tensor], Tensor], count: int, m: int, iterations: int, dtype: torch.dtype) -> None:
+def check_nearly_singular(
+    pinv: Callable[[Tensor], Tensor], count: int, m: int, iterations: int, dtype: torch.dtype
+) -> None:
     """Check the inverses of matrices (count, m, m) whose rows are almost equal, against float64.
 
     The error of one evaluation is a matter of luck, for its roundings are multiplied by up to (13/4)^iterations: the
@@ -189,7 +199,13 @@ def check_landmarks(module: Any, given: Landmarks, dout: Tensor | None = None) -
     their_gradients = torch.autograd.grad(theirs, their_leaves, seen)
     kernel = kernel.detach()
     slope = given.scale * kernel * (dkernel.abs() + (kernel * dkernel.abs()).sum(-1, keepdim=True))
-    terms = slope @ wide.landmark_key.abs(), slope.mT @ wide.landmark_query.abs(), inverse.detach().abs().mT @ seen.double().abs()
-    for name, mine, wanted, term, other in zip(("dquery", "dkey", "dvalues"), ours, gradients, terms, their_gradients, strict=True):
+    terms = (
+        slope @ wide.landmark_key.abs(),
+        slope.mT @ wide.landmark_query.abs(),
+        inverse.detach().abs().mT @ seen.double().abs(),
+    )
+    for name, mine, wanted, term, other in zip(
+        ("dquery", "dkey", "dvalues"), ours, gradients, terms, their_gradients, strict=True
+    ):
         check(name, mine, wanted, term, other, score, GRADIENTS)
         assert given.absent is None or not mine[given.absent].any(), name

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cmab_kernels import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
+from cmab_kernels import (
+    continual_attention_init,
+    continual_attention_step,
+    continual_nystrom_init,
+    continual_nystrom_step,
+)
 from cmab_kernels.nystrom import costs
 from cmab_kernels.nystrom.costs import (
     PAPER_MEMORY,
@@ -70,7 +75,9 @@ def test_operations_of_a_step_at_120_tokens(scheme, operations):
 def test_operations_of_a_step_at_64_tokens(scheme, operations):
     """The counts for n = 64, d = 1024, m = 16, in millions, are the printed ones,
     except for the first, which is printed as 16.85."""
-    assert paper_operations(scheme, 64, 16, 1024) / 1e6 == pytest.approx(operations, abs=0.5 * 10.0 ** (2 - len(str(operations)) + 1))
+    assert paper_operations(scheme, 64, 16, 1024) / 1e6 == pytest.approx(
+        operations, abs=0.5 * 10.0 ** (2 - len(str(operations)) + 1)
+    )
 
 
 def test_ratios_that_the_paper_draws():
@@ -98,7 +105,9 @@ def test_memory_at_120_tokens(scheme, memory):
 
 def test_unknown_schemes_are_refused():
     for scheme in ("fixed", "fixed double", "continual", "Full"):
-        with pytest.raises(ValueError, match=rf"^scheme: got '{scheme}'.*full; .*continual single, updated; .*fixed single$"):
+        with pytest.raises(
+            ValueError, match=rf"^scheme: got '{scheme}'.*full; .*continual single, updated; .*fixed single$"
+        ):
             paper_operations(scheme, 120, 4, 192)
         with pytest.raises(ValueError, match=rf"^scheme: got '{scheme}'.*full; .*fixed single$"):
             executed_on_average(scheme, 120, 4, 192)
@@ -174,7 +183,10 @@ def test_a_new_landmark_is_not_recomputed_on_schedule_too():
     """With n landmarks for n tokens each token replaces one. A new row that would also be recomputed counts once."""
     n = m = 5
     token = SCHEDULE + m - 1
-    by_token = [executed_operations(n, m, D, E, position, 1, 6, fixed=False, retroactive=False) for position in range(token - m, token + 1)]
+    by_token = [
+        executed_operations(n, m, D, E, position, 1, 6, fixed=False, retroactive=False)
+        for position in range(token - m, token + 1)
+    ]
     row = 2 * n * (D + E)
     assert [operations - by_token[-1] for operations in by_token] == [row, row, row, row, 0, 0]
 
@@ -195,7 +207,9 @@ def test_operations_of_exact_attention_are_those_of_its_products():
     assert executed_attention_operations(N, D, E, 3, retroactive=False) == 3 * counted(lambda: q[-1:] @ k.T @ v)
     assert executed_attention_operations(N, D, E, 3, retroactive=True) == 3 * counted(retroactive)
     assert executed_attention_operations(N, D, E, 1, True, first=True) == counted(lambda: q @ k.T @ v)
-    assert executed_attention_operations(N, D, E, 3, True, first=True) == counted(lambda: q @ k.T @ v) + 2 * counted(retroactive)
+    assert executed_attention_operations(N, D, E, 3, True, first=True) == counted(lambda: q @ k.T @ v) + 2 * counted(
+        retroactive
+    )
 
 
 @pytest.mark.parametrize(("n", "times"), [(SCHEDULE - 1, 0), (SCHEDULE, 1), (2 * SCHEDULE + 1, 2)])
@@ -218,7 +232,9 @@ def test_operations_of_whole_windows_are_those_of_their_products():
     assert executed_on_average("full", N, M, D) == counted(lambda: q @ k.T @ k)
 
 
-@pytest.mark.parametrize(("landmarks", "output"), list(itertools.product(("continual", "fixed"), ("single", "retroactive"))))
+@pytest.mark.parametrize(
+    ("landmarks", "output"), list(itertools.product(("continual", "fixed"), ("single", "retroactive")))
+)
 def test_averages_are_over_the_stream(landmarks, output):
     stretch = N * SCHEDULE
     steps = sum(
@@ -230,7 +246,11 @@ def test_averages_are_over_the_stream(landmarks, output):
 
 def elements(state) -> int:
     """Return the number of elements of a state, over all heads and without the scale and the positions."""
-    return sum(field.numel() for field in state if isinstance(field, torch.Tensor)) - state.scale.numel() - state.position.numel()
+    return (
+        sum(field.numel() for field in state if isinstance(field, torch.Tensor))
+        - state.scale.numel()
+        - state.position.numel()
+    )
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])

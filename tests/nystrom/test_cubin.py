@@ -37,7 +37,12 @@ EVERY = [case for case in itertools.product(DTYPES, (1, 17, 64), (80, 90, 100)) 
 SPILLING = {
     ("fp32", 64, 80): {"_landmark_values": 0.02, "_pinv_backward": 0.1, "_landmark_values_backward": 0.04},
     ("fp32", 64, 90): {"_pinv_backward": 0.01, "_landmark_values_backward": 0.015},
-    ("fp32", 64, 100): {"_pinv": 0.03, "_landmark_values": 0.03, "_pinv_backward": 0.09, "_landmark_values_backward": 0.08},
+    ("fp32", 64, 100): {
+        "_pinv": 0.03,
+        "_landmark_values": 0.03,
+        "_pinv_backward": 0.09,
+        "_landmark_values_backward": 0.08,
+    },
     ("fp64", 17, 100): {"_pinv_backward": 0.035, "_landmark_values_backward": 0.035},
     ("fp64", 64, 80): {"_pinv_backward": 0.01, "_landmark_values_backward": 0.01},
 }
@@ -107,8 +112,12 @@ def test_products_in_blocks(name: str, capability: int, tmp_path: Path) -> None:
     with as_if_on(capability):
         matrix, rows = (torch.empty(2, 65, width, dtype=DTYPES[name]) for width in (65, 8))
         launched = record(lambda: kernels.iterative_pinv(Pinv(matrix, 6)))
-        launched += record(lambda: kernels.landmark_values_backward(LandmarkValuesBackward(rows, rows, rows, rows, None, 0.5, 6)))
-    assert {one.kernel.__name__ for one in launched} == {"_multiply"} and len(launched) == 4 * 6 + (1 + 4 * 6 + 1 + 11 * 6 + 3)
+        launched += record(
+            lambda: kernels.landmark_values_backward(LandmarkValuesBackward(rows, rows, rows, rows, None, 0.5, 6))
+        )
+    assert {one.kernel.__name__ for one in launched} == {"_multiply"} and len(launched) == 4 * 6 + (
+        1 + 4 * 6 + 1 + 11 * 6 + 3
+    )
     added = next(one for one in launched if one.args[2] is not None)
     assert [fault for one in (launched[1], added) for fault in _check(one, capability, tmp_path)] == []
     assert compiled(added, capability, tmp_path).shared <= min(SHARED_LIMIT.values())
@@ -126,7 +135,9 @@ def test_compiled_everywhere(name: str, m: int, capability: int, kernel: str, tm
     assert bool(figures.matrix) == _by_matrix_units(launched, capability), f"{figures}: not in full, but in tf32"
 
 
-@pytest.mark.parametrize("m, capability, in_blocks", [(33, 80, False), (64, 90, False), (32, 100, False), (33, 100, True), (64, 86, True)])
+@pytest.mark.parametrize(
+    "m, capability, in_blocks", [(33, 80, False), (64, 90, False), (32, 100, False), (33, 100, True), (64, 86, True)]
+)
 def test_float64_without_matrix_units_goes_in_blocks(m: int, capability: int, in_blocks: bool) -> None:
     """In one program, half of the instructions of 64 landmarks would go to local memory (`test_products_in_blocks`
     compiles the blocks)."""
@@ -193,7 +204,9 @@ def test_float32_is_never_multiplied_in_tf32() -> None:
     """The pseudo-inverse is not multiplied in tf32, even where torch may use tf32."""
     with mock.patch("cmab_kernels.runtime.triton_launch.allows_tf32", lambda: True):
         for m in (16, 32, 64):
-            assert {one.options["PRECISION"] for one in _launches("fp32", m).values()} == {"bf16x6" if m == 64 else "ieee"}
+            assert {one.options["PRECISION"] for one in _launches("fp32", m).values()} == {
+                "bf16x6" if m == 64 else "ieee"
+            }
 
 
 def test_the_scale_is_a_double() -> None:

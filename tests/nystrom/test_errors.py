@@ -50,14 +50,26 @@ BAD_WINDOWS: dict[str, Error] = {
         r"^landmarks\[0\]: got device meta",
         {"num_landmarks": None, "landmarks": (NEAR.to("meta"), NEAR)},
     ),
-    "integer landmarks": (TypeError, r"^landmarks\[0\]: got torch.int64", {"num_landmarks": None, "landmarks": (NEAR.long(), NEAR)}),
+    "integer landmarks": (
+        TypeError,
+        r"^landmarks\[0\]: got torch.int64",
+        {"num_landmarks": None, "landmarks": (NEAR.long(), NEAR)},
+    ),
     "unknown pinv": (ValueError, r"^pinv: got 'svd'.*iterative, exact", {"pinv": "svd"}),
     "no iteration": (ValueError, r"^pinv_iterations: got 0", {"pinv_iterations": 0}),
-    "iterations beyond 64 bits": (ValueError, r"^pinv_iterations: got \d+, expected an int from 1 to \d+", {"pinv_iterations": 2**63}),
+    "iterations beyond 64 bits": (
+        ValueError,
+        r"^pinv_iterations: got \d+, expected an int from 1 to \d+",
+        {"pinv_iterations": 2**63},
+    ),
 }
 BAD_ATTENTION: dict[str, Error] = {
     "a causal mask": (ValueError, r"^is_causal: got True.*means over past and future", {"is_causal": True}),
-    "a square mask": (ValueError, r"^key_padding_mask: got shape \(9, 9\).*\(B, N\)", {"key_padding_mask": torch.ones(9, 9).bool()}),
+    "a square mask": (
+        ValueError,
+        r"^key_padding_mask: got shape \(9, 9\).*\(B, N\)",
+        {"key_padding_mask": torch.ones(9, 9).bool()},
+    ),
     "a mask of other tokens": (
         ValueError,
         r"^key_padding_mask: got a mask for 8 queries.*9,",
@@ -66,11 +78,19 @@ BAD_ATTENTION: dict[str, Error] = {
     "unknown impl": (ValueError, r"^impl: got 'fast'.*auto, native, triton, reference", {"impl": "fast"}),
 }
 BAD_INITS: dict[str, Error] = {
-    "a query too few": (ValueError, r"^query: got shape \(2, 3, 8, 8\), expected \(2, 3, 9, 8\), the shape of key", {"query": Q[:, :, 1:]}),
+    "a query too few": (
+        ValueError,
+        r"^query: got shape \(2, 3, 8, 8\), expected \(2, 3, 9, 8\), the shape of key",
+        {"query": Q[:, :, 1:]},
+    ),
     "no token": (ValueError, r"^key: got no token", {"query": Q[:, :, :0], "key": K[:, :, :0], "value": V[:, :, :0]}),
     "a NaN": (ValueError, r"^key: got a NaN", {"key": K.masked_fill(K.max() == K, torch.nan)}),
     "an infinity": (ValueError, r"^value: got a NaN or an infinity", {"value": V / 0}),
-    "a NaN landmark": (ValueError, r"^landmarks\[1\]: got a NaN", {"num_landmarks": None, "landmarks": (NEAR, NEAR * torch.nan)}),
+    "a NaN landmark": (
+        ValueError,
+        r"^landmarks\[1\]: got a NaN",
+        {"num_landmarks": None, "landmarks": (NEAR, NEAR * torch.nan)},
+    ),
     "a NaN scale": (ValueError, r"^scale: got a NaN", {"scale": float("nan")}),
     "an infinite scale": (ValueError, r"^scale: got a NaN or an infinity", {"scale": torch.tensor(torch.inf)}),
 }
@@ -102,8 +122,18 @@ BAD_MATRICES: dict[str, tuple[type[Exception], str, Any, Any]] = {
     "a rectangle": (ValueError, r"^matrix: got shape \(2, 3\)", torch.ones(2, 3), 6),
     "nothing": (ValueError, r"^matrix: got shape \(0, 0\)", torch.ones(0, 0), 6),
     "no iteration": (ValueError, r"^iterations: got 0", torch.eye(3), 0),
-    "iterations beyond 32 bits": (ValueError, r"^iterations: got \d+, expected an int from 1 to \d+", torch.eye(3), 2**32),
-    "iterations beyond 64 bits": (ValueError, r"^iterations: got \d+, expected an int from 1 to \d+", torch.eye(3), 2**70),
+    "iterations beyond 32 bits": (
+        ValueError,
+        r"^iterations: got \d+, expected an int from 1 to \d+",
+        torch.eye(3),
+        2**32,
+    ),
+    "iterations beyond 64 bits": (
+        ValueError,
+        r"^iterations: got \d+, expected an int from 1 to \d+",
+        torch.eye(3),
+        2**70,
+    ),
 }
 
 
@@ -122,9 +152,17 @@ def _all(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
 
 
 BAD_TOKENS: dict[str, Error] = {
-    "query of another width": (ValueError, r"^query: got shape \(2, 3, 1, 7\).*\(2, 3, t, 8\)", {"query": TOKEN[0][..., :7]}),
+    "query of another width": (
+        ValueError,
+        r"^query: got shape \(2, 3, 1, 7\).*\(2, 3, t, 8\)",
+        {"query": TOKEN[0][..., :7]},
+    ),
     "key of another width": (ValueError, r"^key: got shape \(2, 3, 1, 7\)", {"key": TOKEN[1][..., :7]}),
-    "value of another width": (ValueError, r"^value: got shape \(2, 3, 1, 4\).*\(2, 3, t, 5\)", {"value": TOKEN[2][..., :4]}),
+    "value of another width": (
+        ValueError,
+        r"^value: got shape \(2, 3, 1, 4\).*\(2, 3, t, 5\)",
+        {"value": TOKEN[2][..., :4]},
+    ),
     "another batch": (ValueError, r"^query: got shape \(1, 3, 1, 8\)", {"query": TOKEN[0][:1]}),
     "other heads": (ValueError, r"^key: got shape \(2, 2, 1, 8\)", {"key": TOKEN[1][:, :2]}),
     "three dimensions": (ValueError, r"^query: got shape \(2, 3, 8\)", {"query": TOKEN[0][:, :, 0]}),
@@ -193,16 +231,32 @@ BAD_STATES: dict[str, tuple[type[Exception], str, Any]] = {
     ),
     "a position that is a number": (TypeError, r"^state.position: got an int", STATE._replace(position=9)),
     "one position for all": (ValueError, r"^state.position: got shape \(\)", STATE._replace(position=torch.tensor(9))),
-    "a position of no stream": (ValueError, r"^state.position: got 9223", STATE._replace(position=STATE.position + (2**63 - 10))),
-    "rings that differ": (ValueError, r"^state.queries: got shape \(2, 3, 9, 8\)", STATE._replace(queries=STATE.queries[:, :, 1:])),
-    "sums of another width": (ValueError, r"^state.sums: got shape \(2, 3, 4, 9\)", STATE._replace(sums=STATE.sums[..., 1:])),
+    "a position of no stream": (
+        ValueError,
+        r"^state.position: got 9223",
+        STATE._replace(position=STATE.position + (2**63 - 10)),
+    ),
+    "rings that differ": (
+        ValueError,
+        r"^state.queries: got shape \(2, 3, 9, 8\)",
+        STATE._replace(queries=STATE.queries[:, :, 1:]),
+    ),
+    "sums of another width": (
+        ValueError,
+        r"^state.sums: got shape \(2, 3, 4, 9\)",
+        STATE._replace(sums=STATE.sums[..., 1:]),
+    ),
     "no spare memory": (TypeError, r"^state.spare: got None", STATE._replace(spare=None)),
     "half landmarks": (
         TypeError,
         r"^state.landmark_keys: got torch.bfloat16",
         STATE._replace(landmark_keys=STATE.landmark_keys.bfloat16()),
     ),
-    "an inverse of more": (ValueError, r"^state.inverse: got shape \(2, 3, 5, 5\)", STATE._replace(inverse=torch.zeros(2, 3, 5, 5))),
+    "an inverse of more": (
+        ValueError,
+        r"^state.inverse: got shape \(2, 3, 5, 5\)",
+        STATE._replace(inverse=torch.zeros(2, 3, 5, 5)),
+    ),
     "a scale of float32": (TypeError, r"^state.scale: got torch.float32", STATE._replace(scale=STATE.scale.float())),
     "negative iterations": (ValueError, r"^state.pinv_iterations: got -1", STATE._replace(pinv_iterations=-1)),
 }

@@ -21,7 +21,16 @@ from cmab_kernels.nystrom.reference import iterative_pinv_reference, landmark_ke
 from cmab_kernels.nystrom.triton import large, launch
 from cmab_kernels.testing import between_margins, guarded_results
 
-from .pinv_cases import MATRICES, Landmarks, check_landmarks, check_nearly_singular, check_pinv, landmarks, with_gradient, with_gradients
+from .pinv_cases import (
+    MATRICES,
+    Landmarks,
+    check_landmarks,
+    check_nearly_singular,
+    check_pinv,
+    landmarks,
+    with_gradient,
+    with_gradients,
+)
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns where a masked lane overflows
@@ -51,10 +60,14 @@ def test_inverses(dtype: torch.dtype, m: int, iterations: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("iterations", [6, 12])
 def test_nearly_singular_matrices(dtype: torch.dtype, iterations: int) -> None:
-    check_nearly_singular(lambda matrices: kernels.iterative_pinv(Pinv(between_margins(matrices), iterations)), 4, 5, iterations, dtype)
+    check_nearly_singular(
+        lambda matrices: kernels.iterative_pinv(Pinv(between_margins(matrices), iterations)), 4, 5, iterations, dtype
+    )
 
 
-@pytest.mark.parametrize("kind, dtype", [*(("normal", dtype) for dtype in DTYPES), ("signs", torch.float32), ("zero", torch.float64)])
+@pytest.mark.parametrize(
+    "kind, dtype", [*(("normal", dtype) for dtype in DTYPES), ("signs", torch.float32), ("zero", torch.float64)]
+)
 def test_inverses_in_blocks(kind: str, dtype: torch.dtype) -> None:
     """Matrices that one program cannot keep to itself; their last blocks are not full."""
     check_pinv(kernels, between_margins(MATRICES[kind](2, 70).to(dtype)), 1)
@@ -103,9 +116,14 @@ def test_absent_landmarks_are_not_there(dtype: torch.dtype, m: int) -> None:
 def test_extreme_logits(logit: float) -> None:
     """Extreme logits stand between each query and its own key."""
     own = torch.eye(5).expand(1, 5, 5)
-    given = landmarks(1, 5, 5, 3, dtype=torch.float32, iterations=1)._replace(landmark_query=logit * own, landmark_key=own, scale=1.0)
+    given = landmarks(1, 5, 5, 3, dtype=torch.float32, iterations=1)._replace(
+        landmark_query=logit * own, landmark_key=own, scale=1.0
+    )
     check_landmarks(kernels, given, torch.zeros_like(given.values) if abs(logit) > 1e30 else None)
-    assert all(not g.isnan().any() for g in kernels.landmark_values_backward(LandmarkValuesBackward(torch.ones_like(given.values), *given)))
+    assert all(
+        not g.isnan().any()
+        for g in kernels.landmark_values_backward(LandmarkValuesBackward(torch.ones_like(given.values), *given))
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,10 +139,14 @@ def test_huge_logits_in_any_order(dtype: torch.dtype, m: int) -> None:
         wanted = landmark_values_reference(query.double(), key.double(), given.values.double(), None, given.scale, 2)
         error = (kernels.landmark_values(given) - wanted).norm() / wanted.norm()
         assert error < 64 * torch.finfo(dtype).eps
-        *_, dvalues = grads = kernels.landmark_values_backward(LandmarkValuesBackward(torch.ones_like(given.values), *given))
+        *_, dvalues = grads = kernels.landmark_values_backward(
+            LandmarkValuesBackward(torch.ones_like(given.values), *given)
+        )
         inverse = iterative_pinv_reference(landmark_kernel(query.double(), key.double(), None, given.scale), 2)
         assert all(grad.isfinite().all() for grad in grads)
-        torch.testing.assert_close(dvalues.double(), inverse.mT @ torch.ones_like(given.values).double(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            dvalues.double(), inverse.mT @ torch.ones_like(given.values).double(), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_logits_beyond_the_range_are_at_its_end() -> None:

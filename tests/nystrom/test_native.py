@@ -75,11 +75,17 @@ def test_absent_landmarks_are_not_there(isa: str, dtype: torch.dtype, m: int) ->
 def test_extreme_logits(isa: str, dtype: torch.dtype, m: int, logit: float) -> None:
     """Extreme logits stand everywhere, between each query and its own key, or between one query and its key."""
     own = torch.eye(m, dtype=dtype).expand(2, m, m)
-    for query, key in ((torch.ones_like(own), own[:, :1].expand(2, m, m)), (own, own), (own * torch.arange(m).eq(m // 2)[:, None], own)):
+    for query, key in (
+        (torch.ones_like(own), own[:, :1].expand(2, m, m)),
+        (own, own),
+        (own * torch.arange(m).eq(m // 2)[:, None], own),
+    ):
         given = landmarks(2, m, m, 3, dtype)._replace(landmark_query=logit * query, landmark_key=key, scale=1.0)
         gradients = native.landmark_values_backward(LandmarkValuesBackward(torch.ones_like(given.values), *given))
         assert all(not g.isnan().any() for g in gradients)
-        undecided = abs(logit) > 1e30 or not query.equal(own)  # all at the end of the range, or all columns equal but for rounding
+        undecided = abs(logit) > 1e30 or not query.equal(
+            own
+        )  # all at the end of the range, or all columns equal but for rounding
         check_landmarks(native, given, torch.zeros_like(given.values) if undecided else None)
 
 
@@ -141,7 +147,9 @@ def test_a_nan_landmark_is_seen(isa: str, which: int) -> None:
     right = with_gradients(native, given, dout)
     (*given.tensors, dout)[which][1, 4, 2] = math.nan
     ours = with_gradients(native, given, dout)
-    seen = [(True, True, True, True), (True, True, True, True), (True, True, True, False), (False, True, True, True)][which]
+    seen = [(True, True, True, True), (True, True, True, True), (True, True, True, False), (False, True, True, True)][
+        which
+    ]
     for a, b, nan in zip(ours, right, seen, strict=True):
         assert bool(a[1].isnan().any()) == nan and torch.equal(a[::2], b[::2])
 
@@ -162,7 +170,10 @@ def test_layouts_change_no_bit(isa: str, layout: str, dtype: torch.dtype) -> Non
     move = LAYOUTS[layout]
     for m in (1, 5, 16, 33):
         matrix, dinverse = (torch.randn(3, m, m).to(dtype) for _ in range(2))
-        pinvs = with_gradient(native, Pinv(move(matrix), 3), move(dinverse)), with_gradient(native, Pinv(matrix, 3), dinverse)
+        pinvs = (
+            with_gradient(native, Pinv(move(matrix), 3), move(dinverse)),
+            with_gradient(native, Pinv(matrix, 3), dinverse),
+        )
         absent = torch.rand(3, m) < 0.3
         given = landmarks(3, m, dtype=dtype, absent=absent)
         spread = Landmarks(*(move(t) for t in given.tensors), torch.stack([absent, ~absent], -1)[..., 0], *given[4:])
@@ -176,7 +187,10 @@ def test_expanded_operands(isa: str) -> None:
     matrix = torch.randn(1, 9, 9)
     one = matrix.new_ones(1, 1, 1).expand(4, 9, 9)
     right = native.iterative_pinv_backward(PinvBackward(one.contiguous(), matrix.repeat(4, 1, 1), 6))
-    assert torch.equal(native.iterative_pinv_backward(PinvBackward(one, matrix.expand(4, 9, 9), 6)), right) and (right == right[:1]).all()
+    assert (
+        torch.equal(native.iterative_pinv_backward(PinvBackward(one, matrix.expand(4, 9, 9), 6)), right)
+        and (right == right[:1]).all()
+    )
     given = landmarks(1, 9, 8, 5, torch.float32, torch.arange(9)[None] == 4)
     spread = Landmarks(*(t.expand(4, -1, -1) for t in given.tensors), given.absent.expand(4, 9), *given[4:])
     ones = torch.ones(1, 1, 1)
@@ -190,7 +204,9 @@ def test_expanded_operands(isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m, count", [(3, 3000), (16, 200), (33, 40), (65, 9)])
-def test_same_bits_for_any_threads_and_alone(isa: str, dtype: torch.dtype, m: int, count: int, threads: Callable[[int], None]) -> None:
+def test_same_bits_for_any_threads_and_alone(
+    isa: str, dtype: torch.dtype, m: int, count: int, threads: Callable[[int], None]
+) -> None:
     matrix, dinverse = (torch.randn(count, m, m).to(dtype) for _ in range(2))
     given = landmarks(count, m, dtype=dtype, absent=torch.rand(count, m) < 0.2)
     dout = torch.randn(given.values.shape).to(dtype)

@@ -30,12 +30,16 @@ def _moved(matrix: Tensor) -> Tensor:
     return matrix * (1 + eps * (2 * torch.rand_like(matrix) - 1)) if eps > 1e-10 else matrix
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, order: Tensor, iterations: int, move: Callable[[Tensor], Tensor]) -> Tensor:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, order: Tensor, iterations: int, move: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return Nyström attention with segment means as landmarks,
     taken in the given order, which changes roundings only."""
     near, far = (oracles.segment_means(t, len(order))[:, :, order] for t in (query, key))
     scale = query.shape[-1] ** -0.5
-    gamma, by_query, by_key = (move((scale * a @ b.mT).softmax(-1)) for a, b in ((near, far), (query, far), (near, key)))
+    gamma, by_query, by_key = (
+        move((scale * a @ b.mT).softmax(-1)) for a, b in ((near, far), (query, far), (near, key))
+    )
     return by_query @ (oracles.iterative_pinv(gamma, iterations) @ (by_key @ value))
 
 
@@ -66,14 +70,19 @@ def _own_errors(evaluate: Callable[[Tensor], Results], right: Results, number: i
     float32 gives; over 80 heads each of nine shapes, kernel errors had a median of 0.5 to 0.8 of it.
     """
     evaluations = [_errors(evaluate(torch.randperm(number)), right) for _ in range(ORDERS)]
-    return [torch.stack(errors).amax(0).amax(-1, keepdim=True).nan_to_num(1.0, 1.0) for errors in zip(*evaluations, strict=True)]
+    return [
+        torch.stack(errors).amax(0).amax(-1, keepdim=True).nan_to_num(1.0, 1.0)
+        for errors in zip(*evaluations, strict=True)
+    ]
 
 
 def _check(impls: Sequence[str], length: int, number: int, iterations: int, width: int, size: float) -> None:
     inputs = tuple(factor * torch.randn(1, 4, length, width) for factor in (size, size, 1.0))
     dout = torch.randn(1, 4, length, width)
     wide = tuple(t.double() for t in inputs)
-    right = _differentiated(lambda *leaves: _attention(*leaves, torch.arange(number), iterations, lambda t: t), wide, dout)  # type: ignore[misc]
+    right = _differentiated(
+        lambda *leaves: _attention(*leaves, torch.arange(number), iterations, lambda t: t), wide, dout
+    )  # type: ignore[misc]
     own = _own_errors(
         lambda order: _differentiated(lambda *leaves: _attention(*leaves, order, iterations, _moved), inputs, dout),  # type: ignore[misc]  # three tensors, of a list
         right,
@@ -112,11 +121,16 @@ def test_five_tokens_and_five_landmarks(impls: Sequence[str], seed: int) -> None
     for impl in impls:
         ours = ck.nystrom_attention(*inputs, 5, pinv_iterations=12, impl=impl)
         (error,) = _errors((ours,), right)
-        assert (error <= bound(torch.float32, 0.0, own)).all(), (impl, float((error / bound(torch.float32, 0.0, own)).max()))
+        assert (error <= bound(torch.float32, 0.0, own)).all(), (
+            impl,
+            float((error / bound(torch.float32, 0.0, own)).max()),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("iterations", [6, 12, 20])
 @pytest.mark.parametrize("number", [2, 5, 16, 40])
 def test_pseudo_inverse(impl: str, number: int, iterations: int, dtype: torch.dtype) -> None:
-    check_nearly_singular(lambda matrices: ck.iterative_pinv(matrices, iterations, impl=impl), 20, number, iterations, dtype)
+    check_nearly_singular(
+        lambda matrices: ck.iterative_pinv(matrices, iterations, impl=impl), 20, number, iterations, dtype
+    )

@@ -21,8 +21,12 @@ def test_segments(length: int, segments: int) -> None:
     tokens, mask = torch.randn(2, 3, length, 4, dtype=torch.float64), torch.rand(2, length) < 0.6
     mask[1] = True
     assert segment_ends(length, segments)[-1] == length
-    torch.testing.assert_close(segment_means(tokens, segments), oracles.segment_means(tokens, segments), rtol=1e-13, atol=1e-14)
-    torch.testing.assert_close(segment_means(tokens, segments, mask), oracles.segment_means(tokens, segments, mask), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(
+        segment_means(tokens, segments), oracles.segment_means(tokens, segments), rtol=1e-13, atol=1e-14
+    )
+    torch.testing.assert_close(
+        segment_means(tokens, segments, mask), oracles.segment_means(tokens, segments, mask), rtol=1e-13, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("length, segments", [(1, 1), (20, 1), (20, 3), (21, 4), (33, 33), (200, 16)])
@@ -63,11 +67,17 @@ def test_a_mask_hides_tokens_and_empty_segments(impl: str, hidden: list[int]) ->
     there = oracles.segment_means((~mask).double()[:, None, :, None], 6)[0, 0, :, 0] > 0
     one = [t[:1] for t in (q, k, v)]
     present = ~mask[0]
-    wanted = dense(one[0], *(t[:, :, present] for t in one[1:]), (near[:1, :, there], far[:1, :, there])) if present.any() else None
+    wanted = (
+        dense(one[0], *(t[:, :, present] for t in one[1:]), (near[:1, :, there], far[:1, :, there]))
+        if present.any()
+        else None
+    )
     for tokens in (q, k, v):
         tokens[0, :, hidden] = torch.nan
     ours = ck.nystrom_attention(q, k, v, 6, key_padding_mask=mask, impl=impl)
-    torch.testing.assert_close(ours[1:], dense(*(t[1:] for t in (q, k, v)), (near[1:], far[1:])), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ours[1:], dense(*(t[1:] for t in (q, k, v)), (near[1:], far[1:])), rtol=1e-12, atol=1e-12
+    )
     if wanted is None:
         assert ours[0].eq(0).all()
     else:
@@ -117,5 +127,7 @@ def test_logits_beyond_the_range_are_at_its_end() -> None:
 def test_an_ignored_query_is_one_of_zeros() -> None:
     tokens, mask = torch.randn(1, 2, 6, 4), torch.tensor([[False, True, False, False, True, False]])
     query = tokens.masked_fill(mask[:, None, :, None], torch.nan)
-    ours, right = (ck.nystrom_attention(q, tokens, tokens, 3, key_padding_mask=mask) for q in (query, query.nan_to_num(0.0)))
+    ours, right = (
+        ck.nystrom_attention(q, tokens, tokens, 3, key_padding_mask=mask) for q in (query, query.nan_to_num(0.0))
+    )
     assert torch.equal(ours, right)

@@ -131,7 +131,9 @@ class TestExactPinv(TestGivenLandmarks):
     autocast = ()
     empty = ""
     captured = False
-    test_vmap = test_opcheck = test_compile = test_any_order = test_forward_mode = test_a_bad_batch_element_stays_alone = None
+    test_vmap = test_opcheck = test_compile = test_any_order = test_forward_mode = (
+        test_a_bad_batch_element_stays_alone
+    ) = None
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
         made = super().make(name, shape, law)
@@ -164,7 +166,9 @@ class TestPinv(NystromSuite):
     accepted = tuple(f"matrix {what}" for what in ("of a dimension too few", "of another dtype", "on another device"))
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        return (2 * LAWS[law](*shape)).softmax(-1) * (1 + torch.rand(*shape[:-1], 1))  # rows of different sums: one norm is the largest
+        return (2 * LAWS[law](*shape)).softmax(-1) * (
+            1 + torch.rand(*shape[:-1], 1)
+        )  # rows of different sums: one norm is the largest
 
     def call(self, impl: str, matrix: Tensor) -> Results:
         return (ck.iterative_pinv(matrix, 3, impl=impl),)
@@ -195,7 +199,11 @@ def test_equal_values_give_equal_bits_in_any_layout(shape: tuple[int, ...], dtyp
 def test_explain(dtype: torch.dtype) -> None:
     """`explain` takes the arguments that a user would give to the operator."""
     q, k, v = (torch.randn(2, 2, 7, 3, dtype=dtype) for _ in range(3))
-    for operator, given in (("nystrom_attention", (q, k, v)), ("iterative_pinv", (q,)), ("continual_nystrom_step", (q, k, v))):
+    for operator, given in (
+        ("nystrom_attention", (q, k, v)),
+        ("iterative_pinv", (q,)),
+        ("continual_nystrom_step", (q, k, v)),
+    ):
         rows = ck.explain(operator, *given)
         assert rows[0].impl == "native" and rows[-1].impl == "reference" and not any(row.usable for row in rows[1:-1])
 

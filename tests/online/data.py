@@ -3,7 +3,9 @@
 import numpy as np
 
 
-def examples(rows: int = 60, targets: int = 2, seed: int = 0, offset: float = 3.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def examples(
+    rows: int = 60, targets: int = 2, seed: int = 0, offset: float = 3.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return x (N, 5), y (N, E) or (N,) for one target, and weights (N,)."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(rows, 5)) + offset

@@ -56,7 +56,10 @@ def test_gcv_equals_the_definition(intercept: bool) -> None:
             used = np.trace(gram @ np.linalg.inv(gram + alpha * np.eye(15))) + intercept
             errors = y - Ridge(alpha, fit_intercept=intercept).fit(x, y, weights).predict(x)
             scores.append((weights[:, None] * errors**2).sum() / (weights.sum() - used) ** 2)
-        assert OnlineRidge("gcv", alphas=ALPHAS, fit_intercept=intercept).fit(x, y, weights).alpha_ == ALPHAS[int(np.argmin(scores))]
+        assert (
+            OnlineRidge("gcv", alphas=ALPHAS, fit_intercept=intercept).fit(x, y, weights).alpha_
+            == ALPHAS[int(np.argmin(scores))]
+        )
 
 
 def test_gcv_is_near_leave_one_out() -> None:
@@ -78,9 +81,17 @@ def test_gcv_follows_from_the_examples_held() -> None:
         one_by_one.learn_one(x[row], y[row], weights[row])
         if row % 8 == 0:
             chunks.partial_fit(x[row : row + 8], y[row : row + 8], weights[row : row + 8])
-    merged = OnlineRidge("gcv", alphas=ALPHAS).fit(x[:9], y[:9], weights[:9]).merge(OnlineRidge().fit(x[9:], y[9:], weights[9:]))
+    merged = (
+        OnlineRidge("gcv", alphas=ALPHAS)
+        .fit(x[:9], y[:9], weights[:9])
+        .merge(OnlineRidge().fit(x[9:], y[9:], weights[9:]))
+    )
     more = (
-        OnlineRidge("gcv", alphas=ALPHAS).fit(np.r_[x, x + 1], np.r_[y, y**2]).forget(x + 1, y**2).forget(x, y).partial_fit(x, y, weights)
+        OnlineRidge("gcv", alphas=ALPHAS)
+        .fit(np.r_[x, x + 1], np.r_[y, y**2])
+        .forget(x + 1, y**2)
+        .forget(x, y)
+        .partial_fit(x, y, weights)
     )
     for model in (chunks, one_by_one, merged, more):
         assert model.alpha_ == right.alpha_
@@ -97,7 +108,10 @@ def test_what_is_chosen_is_used() -> None:
         fixed = OnlineRidge(model.alpha_).fit(x, y, weights)
         np.testing.assert_array_equal(model.predict(x, return_std=True), fixed.predict(x, return_std=True))
         assert repr(clone(model)) == f"OnlineRidge(alpha='{alpha}', alphas=[0.3, 30.0])" and model.info_ == 0
-    assert OnlineRidge([1.0, 2.0]).fit(*examples()[:2]).alpha_.tolist() == [1.0, 2.0] and OnlineRidge().fit(x, y).alpha_ == 1.0
+    assert (
+        OnlineRidge([1.0, 2.0]).fit(*examples()[:2]).alpha_.tolist() == [1.0, 2.0]
+        and OnlineRidge().fit(x, y).alpha_ == 1.0
+    )
 
 
 def test_loo_of_a_tensor_and_of_faded_examples() -> None:

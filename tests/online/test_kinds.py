@@ -24,7 +24,11 @@ sparse = pytest.importorskip("scipy.sparse", reason="the package scipy is not in
 def _sparse_examples(rows: int = 80, features: int = 12) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, features)) * (random.uniform(size=(rows, features)) < 0.2)
-    return x, x @ random.normal(size=(features, 2)) + 5 + random.normal(size=(rows, 2)), random.uniform(0.1, 2, size=rows)
+    return (
+        x,
+        x @ random.normal(size=(features, 2)) + 5 + random.normal(size=(rows, 2)),
+        random.uniform(0.1, 2, size=rows),
+    )
 
 
 def _same(ours: OnlineRidge, right: OnlineRidge, x: np.ndarray) -> None:
@@ -34,14 +38,18 @@ def _same(ours: OnlineRidge, right: OnlineRidge, x: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("form", ["csr_matrix", "csr_array", "csc_array", "coo_matrix", "lil_matrix"])
-@pytest.mark.parametrize("parameters", [{}, {"fit_intercept": False}, {"forgetting": 0.9}, {"alpha": "gcv"}, {"alpha": "loo"}])
+@pytest.mark.parametrize(
+    "parameters", [{}, {"fit_intercept": False}, {"forgetting": 0.9}, {"alpha": "gcv"}, {"alpha": "loo"}]
+)
 def test_sparse_equals_dense(parameters: dict[str, Any], form: str) -> None:
     x, y, weights = _sparse_examples()
     made = getattr(sparse, form)
     for each in (weights, None):
         ours, right = OnlineRidge(**parameters).fit(made(x), y, each), OnlineRidge(**parameters).fit(x, y, each)
         _same(ours, right, x)
-        assert ours.alpha_ == right.alpha_ and ours.score(made(x), y, each) == pytest.approx(right.score(x, y, each), rel=1e-12)
+        assert ours.alpha_ == right.alpha_ and ours.score(made(x), y, each) == pytest.approx(
+            right.score(x, y, each), rel=1e-12
+        )
         for got, wanted in zip(ours.predict(made(x), return_std=True), right.predict(x, return_std=True), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=1e-11)
         np.testing.assert_allclose(ours.sample_y(made(x), 2), right.sample_y(x, 2), rtol=1e-6)
@@ -56,7 +64,9 @@ def test_sparse_and_dense_examples_mix(sparse_first: bool, monkeypatch: pytest.M
     parts = [slice(0, 30), slice(30, 55), slice(55, 80)]
     model = OnlineRidge()
     for i, part in enumerate(parts):
-        model.partial_fit(sparse.csr_array(x[part]) if (i % 2 == 0) == sparse_first else x[part], y[part], weights[part])
+        model.partial_fit(
+            sparse.csr_array(x[part]) if (i % 2 == 0) == sparse_first else x[part], y[part], weights[part]
+        )
     assert bool(model._sums.origin.any()) is not sparse_first
     _same(model, OnlineRidge().fit(x, y, weights), x)
     _same(
@@ -105,13 +115,19 @@ def test_frames_of_pandas() -> None:
     for targets, names in ((pandas.DataFrame(y, index, ["u", "v"]), ["u", "v"]), (y, ["y0", "y1"])):
         model = clone(OnlineRidge().set_output(transform="pandas")).fit(frame, targets)
         mean, std = model.predict(frame, return_std=True)
-        for each, right in ((mean, OnlineRidge().fit(x, y).predict(x)), (std, OnlineRidge().fit(x, y).predict(x, return_std=True)[1])):
+        for each, right in (
+            (mean, OnlineRidge().fit(x, y).predict(x)),
+            (std, OnlineRidge().fit(x, y).predict(x, return_std=True)[1]),
+        ):
             assert isinstance(each, pandas.DataFrame) and each.columns.tolist() == names and each.index.equals(index)
             np.testing.assert_array_equal(each, right)
     for target, name in ((pandas.Series(y[:, 0], index, name="u"), "u"), (y[:, 0], "y")):
         out = model.fit(frame, target).predict(frame)
         assert isinstance(out, pandas.Series) and out.name == name and out.index.equals(index)
-    assert isinstance(model.predict(x.astype(np.float32)), pandas.Series) and model.predict(x.astype(np.float32)).dtype == np.float32
+    assert (
+        isinstance(model.predict(x.astype(np.float32)), pandas.Series)
+        and model.predict(x.astype(np.float32)).dtype == np.float32
+    )
     assert isinstance(model.predict(torch.from_numpy(x).bfloat16()), pandas.Series)
     assert isinstance(pickle.loads(pickle.dumps(model)).set_output().predict(x), pandas.Series)
     assert isinstance(model.set_output(transform="default").predict(frame), np.ndarray)
@@ -121,7 +137,9 @@ def test_frames_of_pandas() -> None:
 
 def test_frames_of_polars_are_made_by_its_constructors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package need not be installed: a stand-in shows what its constructors get."""
-    made = types.SimpleNamespace(Series=lambda name, values: (name, values), DataFrame=lambda values, schema: (values, schema))
+    made = types.SimpleNamespace(
+        Series=lambda name, values: (name, values), DataFrame=lambda values, schema: (values, schema)
+    )
     monkeypatch.setitem(sys.modules, "polars", made)
     x, y, _ = examples()
     model = OnlineRidge().set_output(transform="polars").fit(x, y)
@@ -137,7 +155,11 @@ def test_frames_of_polars() -> None:
     frame, targets = polars.DataFrame(x, schema=list("abcde")), polars.DataFrame(y, schema=["u", "v"])
     model = OnlineRidge().set_output(transform="polars").fit(frame, targets)
     out = model.predict(frame)
-    assert isinstance(out, polars.DataFrame) and out.columns == ["u", "v"] and model.feature_names_in_.tolist() == list("abcde")
+    assert (
+        isinstance(out, polars.DataFrame)
+        and out.columns == ["u", "v"]
+        and model.feature_names_in_.tolist() == list("abcde")
+    )
     np.testing.assert_allclose(out.to_numpy(), OnlineRidge().fit(x, y).predict(x))
     assert isinstance(model.fit(frame, targets["u"]).predict(frame), polars.Series)
 
@@ -178,7 +200,12 @@ def test_pickles_of_an_earlier_version() -> None:
         np.testing.assert_allclose(change(read()).coef_, change(OnlineRidge(0.5).fit(X, Y)).coef_, rtol=1e-12)
     assert read().predict_one(X[0]) == pytest.approx(anew.predict(X)[0])
     given = read().set_params(noise_precision=2.0)
-    np.testing.assert_allclose(given.predict(X, return_std=True)[1], anew.set_params(noise_precision=2.0).predict(X, return_std=True)[1])
-    for use in (lambda model: model.predict(X, return_std=True), lambda model: model.set_params(alpha="gcv").predict(X)):
+    np.testing.assert_allclose(
+        given.predict(X, return_std=True)[1], anew.set_params(noise_precision=2.0).predict(X, return_std=True)[1]
+    )
+    for use in (
+        lambda model: model.predict(X, return_std=True),
+        lambda model: model.set_params(alpha="gcv").predict(X),
+    ):
         with pytest.raises(ValueError, match="saved by a version that kept no squares"):
             use(read())

@@ -44,7 +44,9 @@ def test_parts_far_from_each_other(distance: float) -> None:
     x, y, _ = examples(offset=0.0)
     x[30:] += distance
     merged = OnlineRidge(fit_intercept=True).fit(x[:30], y[:30]).merge(OnlineRidge().fit(x[30:], y[30:]))
-    right = np.linalg.lstsq(np.r_[np.c_[x, np.ones(60)], np.c_[np.eye(5), np.zeros(5)]], np.r_[y, np.zeros((5, 2))], rcond=None)[0]
+    right = np.linalg.lstsq(
+        np.r_[np.c_[x, np.ones(60)], np.c_[np.eye(5), np.zeros(5)]], np.r_[y, np.zeros((5, 2))], rcond=None
+    )[0]
     np.testing.assert_allclose(merged.coef_.T, right[:5], rtol=distance**2 * 1e-15, atol=distance**2 * 1e-15)
     assert merged.info_ == 0
 
@@ -61,7 +63,9 @@ def test_merged_examples_can_be_forgotten() -> None:
     x, y, weights = examples()
     merged = OnlineRidge().fit(x[:40], y[:40], weights[:40]).merge(OnlineRidge().fit(x[40:], y[40:], weights[40:]))
     _equal(
-        merged.forget(x[20:50], y[20:50], weights[20:50]), OnlineRidge().fit(*(np.r_[each[:20], each[50:]] for each in (x, y, weights))), x
+        merged.forget(x[20:50], y[20:50], weights[20:50]),
+        OnlineRidge().fit(*(np.r_[each[:20], each[50:]] for each in (x, y, weights))),
+        x,
     )
 
 

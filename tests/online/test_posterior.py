@@ -19,7 +19,9 @@ from sklearn.linear_model import BayesianRidge
 from .data import examples
 
 
-def _defined(x: np.ndarray, y: np.ndarray, w: np.ndarray, alpha: float, intercept: bool, points: np.ndarray) -> tuple[Any, ...]:
+def _defined(
+    x: np.ndarray, y: np.ndarray, w: np.ndarray, alpha: float, intercept: bool, points: np.ndarray
+) -> tuple[Any, ...]:
     """Return the covariance of noiseless predictions, times the precision of the noise, and the estimate of that."""
     mean, offset = (intercept * np.average(each, axis=0, weights=w) for each in (x, y))
     x, y = x - mean, y - offset
@@ -35,11 +37,15 @@ def _defined(x: np.ndarray, y: np.ndarray, w: np.ndarray, alpha: float, intercep
 def test_equals_the_bayesian_ridge(intercept: bool, weighted: bool) -> None:
     x, y, weights = examples(targets=1)
     weights = weights if weighted else None
-    theirs = BayesianRidge(fit_intercept=intercept, tol=1e-13, max_iter=3000, alpha_1=0, alpha_2=0, lambda_1=0, lambda_2=0)
+    theirs = BayesianRidge(
+        fit_intercept=intercept, tol=1e-13, max_iter=3000, alpha_1=0, alpha_2=0, lambda_1=0, lambda_2=0
+    )
     theirs.fit(x, y, weights)
     wanted = theirs.predict(x, return_std=True)
     for noise in (theirs.alpha_, None):  # the fixed point of its iteration is our estimate
-        ours = OnlineRidge(theirs.lambda_ / theirs.alpha_, fit_intercept=intercept, noise_precision=noise).fit(x, y, weights)
+        ours = OnlineRidge(theirs.lambda_ / theirs.alpha_, fit_intercept=intercept, noise_precision=noise).fit(
+            x, y, weights
+        )
         for each, right in zip(ours.predict(x, return_std=True), wanted, strict=True):
             np.testing.assert_allclose(each, right, rtol=1e-9)
 
@@ -50,7 +56,11 @@ def test_equals_the_definition(intercept: bool) -> None:
     points = np.random.default_rng(1).normal(size=(9, 5)) * 10
     alphas, given = [0.1, 20.0], [3.0, 0.5]
     estimated = OnlineRidge(alphas, fit_intercept=intercept).fit(x, y, weights).predict(points, return_std=True)[1]
-    fixed = OnlineRidge(alphas, fit_intercept=intercept, noise_precision=given).fit(x, y, weights).predict(points, return_std=True)[1]
+    fixed = (
+        OnlineRidge(alphas, fit_intercept=intercept, noise_precision=given)
+        .fit(x, y, weights)
+        .predict(points, return_std=True)[1]
+    )
     assert estimated.shape == (9, 2)
     for target, alpha in enumerate(alphas):
         around, noise = _defined(x, y, weights, alpha, intercept, points)

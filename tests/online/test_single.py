@@ -29,7 +29,8 @@ def test_predicts_before_it_learns(alpha: float, intercept: bool) -> None:
         guess = model.predict_one(each)
         if row in (1, 2, 3, 5, 8, 13, 40, 100, 127, 128, 129, 200, 256, 299):
             right = np.r_[
-                np.c_[x, np.full(300, intercept)][:row] * np.sqrt(weights[:row, None]), np.c_[np.sqrt(alpha) * np.eye(5), np.zeros(5)]
+                np.c_[x, np.full(300, intercept)][:row] * np.sqrt(weights[:row, None]),
+                np.c_[np.sqrt(alpha) * np.eye(5), np.zeros(5)],
             ]
             fitted = np.linalg.lstsq(right, np.r_[y[:row] * np.sqrt(weights[:row]), np.zeros(5)], rcond=None)[0]
             assert guess == pytest.approx(
@@ -39,7 +40,9 @@ def test_predicts_before_it_learns(alpha: float, intercept: bool) -> None:
         assert model.learn_one(each, target, weight) is None
         blocks.partial_fit(x[row : row + 1], y[row : row + 1], weights[row : row + 1])
     np.testing.assert_allclose(model.coef_, blocks.coef_, rtol=1e-12)
-    assert model.n_samples_seen_ == 300 and model.feature_names_in_.tolist() == list("abcde") and model.n_features_in_ == 5
+    assert (
+        model.n_samples_seen_ == 300 and model.feature_names_in_.tolist() == list("abcde") and model.n_features_in_ == 5
+    )
 
 
 @pytest.mark.parametrize("rows", [20_000, pytest.param(100_000, marks=pytest.mark.thorough)])
@@ -82,21 +85,33 @@ def test_any_method_sees_what_waits() -> None:
             model.learn_one(*each)
         return model
 
-    for see in (lambda each: each, copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each)), OnlineRidge().merge):
+    for see in (
+        lambda each: each,
+        copy.copy,
+        copy.deepcopy,
+        lambda each: pickle.loads(pickle.dumps(each)),
+        OnlineRidge().merge,
+    ):
         np.testing.assert_allclose(see(learned()).coef_, right.coef_, rtol=1e-11)
     model = learned()
     twin = copy.copy(model)
     twin.learn_one(x[0], y[0])
     assert (model.n_samples_seen_, twin.n_samples_seen_) == (60, 61)
     np.testing.assert_allclose(
-        model.forget(x[:20], y[:20], weights[:20]).coef_, OnlineRidge().fit(x[20:], y[20:], weights[20:]).coef_, rtol=1e-11
+        model.forget(x[:20], y[:20], weights[:20]).coef_,
+        OnlineRidge().fit(x[20:], y[20:], weights[20:]).coef_,
+        rtol=1e-11,
     )
     model.learn_one(x[0], y[0])
     assert model.predict_one(x[1]) == pytest.approx(model.predict(x[1:2])[0], rel=1e-12)
-    assert model.fit(x, y).n_samples_seen_ == 60 and model.predict_one(x[0]) == pytest.approx(OnlineRidge().fit(x, y).predict(x[:1])[0])
+    assert model.fit(x, y).n_samples_seen_ == 60 and model.predict_one(x[0]) == pytest.approx(
+        OnlineRidge().fit(x, y).predict(x[:1])[0]
+    )
 
 
-@pytest.mark.parametrize("parameters", [{"forgetting": 0.9}, {"alpha": np.array([0.5])}, {"alpha": 0.0}, {"alpha": "gcv"}])
+@pytest.mark.parametrize(
+    "parameters", [{"forgetting": 0.9}, {"alpha": np.array([0.5])}, {"alpha": 0.0}, {"alpha": "gcv"}]
+)
 def test_where_no_update_of_rank_one_follows(parameters: dict[str, Any]) -> None:
     x, y, _ = examples(targets=1)
     model = OnlineRidge(**parameters).partial_fit(x[:20], y[:20])
@@ -113,7 +128,9 @@ def test_parameters_may_change_between_examples() -> None:
     for row in range(20):
         model.learn_one(x[row], y[row])
         model.predict_one(x[row])
-    assert model.set_params(alpha=50.0).predict_one(x[0]) == pytest.approx(OnlineRidge(50.0).fit(x[:20], y[:20]).predict(x[:1])[0])
+    assert model.set_params(alpha=50.0).predict_one(x[0]) == pytest.approx(
+        OnlineRidge(50.0).fit(x[:20], y[:20]).predict(x[:1])[0]
+    )
     model.learn_one(x[20], y[20])
     model.set_params(forgetting=0.5, alpha=1.0).learn_one(x[21], y[21])
     weights = np.r_[np.full(21, 0.5), 1.0]
@@ -128,13 +145,24 @@ def test_parameters_may_change_between_examples() -> None:
 def test_kinds_of_examples() -> None:
     x, y, _ = examples(targets=1)
     right = OnlineRidge().fit(x, y)
-    for given in (x, x.tolist(), [tuple(row) for row in x], list(torch.from_numpy(x)), [dict(enumerate(row)) for row in x], _dicts(x)):
+    for given in (
+        x,
+        x.tolist(),
+        [tuple(row) for row in x],
+        list(torch.from_numpy(x)),
+        [dict(enumerate(row)) for row in x],
+        _dicts(x),
+    ):
         model = OnlineRidge()
         for each, target in zip(given, y, strict=True):
             model.learn_one(each, np.float64(target), np.float32(1))
         np.testing.assert_allclose(model.coef_, right.coef_, rtol=1e-12)
-        assert type(model.predict_one(given[0])) is float and model.predict_one(given[0]) == pytest.approx(right.predict(x[:1])[0])
-    assert model.predict_one({"c": 1.0}) == pytest.approx(model.predict([[0, 0, 1.0, 0, 0]])[0])  # what a dict lacks is 0
+        assert type(model.predict_one(given[0])) is float and model.predict_one(given[0]) == pytest.approx(
+            right.predict(x[:1])[0]
+        )
+    assert model.predict_one({"c": 1.0}) == pytest.approx(
+        model.predict([[0, 0, 1.0, 0, 0]])[0]
+    )  # what a dict lacks is 0
     mixed = OnlineRidge().fit(x[:30], y[:30])
     for row in range(30, 60):
         mixed.learn_one(dict(enumerate(x[row])), y[row])
@@ -151,7 +179,8 @@ def test_a_row_belongs_to_the_caller() -> None:
 
 
 def test_updates_that_lose_digits_are_not_followed() -> None:
-    """Examples a million times as large leave nothing of the inverse before: the solution is made anew from the sums."""
+    """Examples a million times as large leave nothing of the inverse before: the solution is made anew from the
+    sums."""
     random = np.random.default_rng(0)
     x = random.normal(size=(60, 3)) * np.where(np.arange(60) < 20, 1e-3, 1e3)[:, None]
     y = x @ np.ones(3) + random.normal(size=60)
@@ -171,7 +200,10 @@ WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
         (GOOD | {"f": 1.0}, 1.0),
         r"^x: got the features 'f', expected only those of the first example, \['a', 'b', 'c', 'd', 'e'\]",
     ),
-    "a stranger for one that lacks": (({"f": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}, 1.0), "^x: got the features 'f'"),
+    "a stranger for one that lacks": (
+        ({"f": 1.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0}, 1.0),
+        "^x: got the features 'f'",
+    ),
     "text": ((GOOD | {"b": "high"}, 1.0), "^x: got a str at 'b', expected a number"),
     "None": ((GOOD | {"b": None}, 1.0), "^x: got an infinity or NaN"),
     "NaN": ((GOOD | {"b": np.nan}, 1.0), "^x: got an infinity or NaN"),

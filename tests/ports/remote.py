@@ -70,7 +70,9 @@ class Remote(ModuleType):
         try:
             return pickle.load(self._process.stdout)
         except EOFError as error:
-            raise RuntimeError(f"the other machine's process has ended: {shlex.join(map(str, self._process.args))}") from error
+            raise RuntimeError(
+                f"the other machine's process has ended: {shlex.join(map(str, self._process.args))}"
+            ) from error
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -85,11 +87,15 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Replace the extension before `conftest.py` asks it for its instruction sets."""
     name = "cmab_kernels._C"
     remote = Remote(shlex.split(os.environ["CMAB_REMOTE"]), importlib.import_module(name))
-    assert not [known for known in sys.modules if known.startswith("cmab_kernels.") and known.endswith(".native")], "too late"
+    assert not [known for known in sys.modules if known.startswith("cmab_kernels.") and known.endswith(".native")], (
+        "too late"
+    )
     sys.modules[name] = early_config.stash[_REMOTE] = remote
     early_config.add_cleanup(remote.close)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     remote = config.stash[_REMOTE]
-    terminalreporter.write_line(f"{sum(remote.calls.values())} native calls ran on {remote.machine}: {dict(remote.calls.most_common())}")
+    terminalreporter.write_line(
+        f"{sum(remote.calls.values())} native calls ran on {remote.machine}: {dict(remote.calls.most_common())}"
+    )

@@ -134,7 +134,9 @@ def answer(native: Any, call: Call) -> Reply:
     except Exception as error:
         result = error
     after = {place: ctypes.string_at(storage.data_ptr(), place[1]) for place, storage in storages.items()}
-    return Reply(pack(result, numbers)[0], {place: now for place, now in after.items() if now != call.arguments.memory[place]})
+    return Reply(
+        pack(result, numbers)[0], {place: now for place, now in after.items() if now != call.arguments.memory[place]}
+    )
 
 
 def main() -> None:

@@ -16,7 +16,9 @@ from cmab_kernels.testing import failures
 
 from ..attention.test_suite import TestLatentAttention as LatentAttention
 
-native = pytest.importorskip("cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError)
+native = pytest.importorskip(
+    "cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError
+)
 
 from .remote import Remote  # noqa: E402  after the skip of what it needs
 

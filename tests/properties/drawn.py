@@ -90,7 +90,9 @@ def rows(
     batch, heads, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
     keys = draw(st.one_of(st.integers(least, 9), st.integers(60, 140)))
     width, value_width = draw(st.integers(1, 9)), draw(st.integers(1, 9))
-    made = (LAWS[law](batch, heads, *shape).to(dtype) for shape in ((queries, width), (keys, width), (keys, value_width)))
+    made = (
+        LAWS[law](batch, heads, *shape).to(dtype) for shape in ((queries, width), (keys, width), (keys, value_width))
+    )
     return Rows(*(LAYOUTS[draw(st.sampled_from(layouts))](t) for t in made))
 
 

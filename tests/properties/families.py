@@ -94,4 +94,6 @@ def part(rows: Rows, kept: Any) -> Rows:
 
 def together(*several: Rows) -> Rows:
     """Return the rows with the keys of all."""
-    return Rows(several[0].query, *(torch.cat([getattr(each, name) for each in several], 2) for name in ("key", "value")))
+    return Rows(
+        several[0].query, *(torch.cat([getattr(each, name) for each in several], 2) for name in ("key", "value"))
+    )

@@ -54,7 +54,10 @@ def test_an_operator_without_a_declaration_is_seen() -> None:
 
 @pytest.mark.parametrize("operator", sorted(backends.OPERATORS))
 def test_every_implementation_on_a_cpu_is_declared(operator: str) -> None:
-    there = {"reference", *(impl for impl in backends.IMPLEMENTATIONS[backends.OPERATORS[operator]] if impl == "native")}
+    there = {
+        "reference",
+        *(impl for impl in backends.IMPLEMENTATIONS[backends.OPERATORS[operator]] if impl == "native"),
+    }
     suites = [suite for suite in declarations() if suite.operator == operator]
     assert suites and all(there <= set(suite.impls) for suite in suites)
 
@@ -88,7 +91,11 @@ def _called(path: Path) -> set[str]:
 
 
 def test_every_public_module_is_built_by_a_test() -> None:
-    modules = {name for name in nn.__all__ if inspect.isclass(getattr(nn, name)) and issubclass(getattr(nn, name), torch.nn.Module)}
+    modules = {
+        name
+        for name in nn.__all__
+        if inspect.isclass(getattr(nn, name)) and issubclass(getattr(nn, name), torch.nn.Module)
+    }
     called = set().union(*(_called(path) for path in TESTS.rglob("test_*.py")))
     assert modules - called == set()
 
@@ -96,6 +103,8 @@ def test_every_public_module_is_built_by_a_test() -> None:
 @pytest.mark.nightly
 def test_the_ordinary_tier_has_twelve_thousand_cases() -> None:
     """Two thirds of the minimum come from declarations alone; the rest are from each operator's own tests."""
-    told = subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q"], cwd=TESTS.parent, capture_output=True, text=True)
+    told = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q"], cwd=TESTS.parent, capture_output=True, text=True
+    )
     cases = sum(int(number) for number in re.findall(r"^tests/\S+\.py: (\d+)$", told.stdout, re.MULTILINE))
     assert told.returncode == 0 and cases >= 12_000, told.stdout[-1000:]

@@ -239,7 +239,12 @@ class Windows(RuleBasedStateMachine):
         rows = (0, self.window) if self.kind == "exact" else (self.number,)
         return ContinualStream(type(state), HEADS, self.width, rows, counts, dtype=state.keys.dtype)
 
-    @rule(at=which, count=st.integers(1, 16), law=st.sampled_from(["normal", "ten times", "a spike"]), output=st.sampled_from(OUTPUTS))
+    @rule(
+        at=which,
+        count=st.integers(1, 16),
+        law=st.sampled_from(["normal", "ten times", "a spike"]),
+        output=st.sampled_from(OUTPUTS),
+    )
     def step(self, at: int, count: int, law: str, output: str) -> None:
         state, stream = self.pool[at % len(self.pool)]
         before, tokens = int(state.position.unique()), self.tokens(count, law)

@@ -28,7 +28,9 @@ def _nystrom(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tenso
     return ck.nystrom_attention(query, key, value, landmarks=(near, near), **options)
 
 
-def _projected(query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None, impl: str) -> Tensor:
+def _projected(
+    query: Tensor, key: Tensor, value: Tensor, *, key_padding_mask: Tensor | None = None, impl: str
+) -> Tensor:
     """Return attention over inputs that hold keys and values side by side, which the projections take apart."""
     heads, width = key.shape[1], key.shape[3]
     inputs = torch.cat([t.transpose(1, 2).flatten(2) for t in (key, value)], -1)
@@ -110,14 +112,21 @@ def test_a_constant_added_to_all_logits_changes_lse_alone(given: Rows, shift: fl
 @holds(given=mild, shift=st.sampled_from([-20.0, 0.5, 7.0, 60.0]))
 def test_a_constant_added_to_all_logits_changes_no_nystrom_attention(given: Rows, shift: float, impl: str) -> None:
     query, key = F.pad(given.query, (0, 1), value=1.0), F.pad(given.key, (0, 1))
-    near = F.pad(4 * torch.eye(LANDMARKS, query.shape[-1] - 1, dtype=query.dtype), (0, 1)).expand(query.shape[1], -1, -1)
+    near = F.pad(4 * torch.eye(LANDMARKS, query.shape[-1] - 1, dtype=query.dtype), (0, 1)).expand(
+        query.shape[1], -1, -1
+    )
     lefts, outs = near.clone(), []
     lefts[..., -1] = 1.0
     for constant in (0.0, shift):
         keys, rights = key.clone(), near.clone()
         keys[..., -1] = rights[..., -1] = constant
         outs.append(ck.nystrom_attention(query, keys, given.value, landmarks=(lefts, rights), scale=0.5, impl=impl))
-    _close(outs[1], outs[0], OPERATORS["nystrom_attention"], given._replace(query=query, key=F.pad(given.key, (0, 1), value=shift)))
+    _close(
+        outs[1],
+        outs[0],
+        OPERATORS["nystrom_attention"],
+        given._replace(query=query, key=F.pad(given.key, (0, 1), value=shift)),
+    )
 
 
 @holds(given=mild, alpha=st.sampled_from([0.3, 1.0, 30.0]))
@@ -147,4 +156,6 @@ def test_states_of_prefixes_are_the_states_of_the_prefixes(given: Rows, every: i
         assert float((states.out[:, :, i].double() - alone[0]).abs().max()) <= 2 * given.tolerance
         right = ck.ridge_state(prefix.key, prefix.value, impl="reference")
         assert torch.equal(sums.count[:, :, i], right.count)
-        torch.testing.assert_close(sums.gram[:, :, i], right.gram, rtol=1e-12, atol=1e-12 * max(1.0, float(right.gram.abs().max())))
+        torch.testing.assert_close(
+            sums.gram[:, :, i], right.gram, rtol=1e-12, atol=1e-12 * max(1.0, float(right.gram.abs().max()))
+        )

@@ -23,7 +23,12 @@ def _cuts(rows: Rows, seed: int, pieces: int) -> list[Rows]:
 @holds(family=families, given=rows(), seed=seeds)
 def test_merge_is_associative_and_commutative(family: Family, given: Rows, seed: int, impl: str) -> None:
     a, b, c = (family.of(piece, impl) for piece in _cuts(given, seed, 3))
-    orders = family.merge(a, b, c), family.merge(family.merge(a, b), c), family.merge(a, family.merge(b, c)), family.merge(c, a, b)
+    orders = (
+        family.merge(a, b, c),
+        family.merge(family.merge(a, b), c),
+        family.merge(a, family.merge(b, c)),
+        family.merge(c, a, b),
+    )
     right = family.right(given)
     assert [far(order, right, family.allowed(given), 2.0) for order in orders] == [""] * 4
 
@@ -34,7 +39,9 @@ def test_the_empty_state_is_the_identity(family: Family, given: Rows, impl: str)
     state, empty = family.of(given, impl), family.empty(given)
     for same in (family.merge(state, empty), family.merge(empty, state), family.of(part(given, slice(0)), impl, state)):
         assert all(torch.equal(ours, field) for ours, field in zip(same, state, strict=True))
-    assert all(torch.equal(ours, field) for ours, field in zip(family.of(part(given, slice(0)), impl), empty, strict=True))
+    assert all(
+        torch.equal(ours, field) for ours, field in zip(family.of(part(given, slice(0)), impl), empty, strict=True)
+    )
 
 
 @holds(family=families, given=rows(), seed=seeds, pieces=st.integers(1, 6))

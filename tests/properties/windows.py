@@ -92,7 +92,11 @@ def some_tokens(shape: tuple[int, ...], count: int, dtype: torch.dtype, law: str
     """Return `count` tokens for `shape` (B, H, D, E): N(0, 1);
     depending on the law, some keys are many times larger."""
     batch, heads, width, value_width = shape
-    factors = {"normal": 1.0, "ten times": 10.0, "a spike": torch.where(torch.arange(count) == count // 2, 40.0, 1.0).unsqueeze(-1)}[law]
+    factors = {
+        "normal": 1.0,
+        "ten times": 10.0,
+        "a spike": torch.where(torch.arange(count) == count // 2, 40.0, 1.0).unsqueeze(-1),
+    }[law]
     query, key, value = (torch.randn(batch, heads, count, each) for each in (width, width, value_width))
     return tuple(LAYOUTS[layout](t.to(dtype)) for t in (query, factors * key, value))
 

@@ -16,7 +16,11 @@ from cmab_kernels import testing
 @pytest.mark.parametrize("name", ["OperatorSuite", "bound", "lazily_negated", "poisoned_memory", "row_error"])
 def test_docstring(name: str) -> None:
     item = getattr(testing, name)
-    namespace = {"torch": torch, "cmab_kernels": cmab_kernels, **{public: getattr(testing, public) for public in testing.__all__}}
+    namespace = {
+        "torch": torch,
+        "cmab_kernels": cmab_kernels,
+        **{public: getattr(testing, public) for public in testing.__all__},
+    }
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     for example in doctest.DocTestFinder(recurse=False).find(item, name, globs=namespace):
         runner.run(example)
@@ -24,7 +28,9 @@ def test_docstring(name: str) -> None:
 
 
 def test_every_public_name_says_what_it_is() -> None:
-    assert [name for name in testing.__all__ if callable(getattr(testing, name)) and not getattr(testing, name).__doc__] == []
+    assert [
+        name for name in testing.__all__ if callable(getattr(testing, name)) and not getattr(testing, name).__doc__
+    ] == []
 
 
 def test_the_package_imports_without_its_testing() -> None:

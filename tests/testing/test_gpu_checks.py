@@ -57,7 +57,13 @@ class Graph:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
-    replaced = {"Stream": Stream, "current_stream": Stream, "stream": gpu.stream, "CUDAGraph": Graph, "graph": gpu.graph}
+    replaced = {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": gpu.stream,
+        "CUDAGraph": Graph,
+        "graph": gpu.graph,
+    }
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(gpu, "waiting", mode))

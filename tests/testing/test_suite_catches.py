@@ -19,7 +19,9 @@ from cmab_kernels.testing import OperatorSuite, failures
 
 LIB = torch.library.Library("cmab_testing", "DEF")
 LIB.define("pool(Tensor rows, Tensor weight, Tensor? mask, str fault) -> Tensor")
-LIB.define("pool_backward(Tensor dout, Tensor rows, Tensor weight, Tensor? mask, str fault) -> (Tensor drows, Tensor dweight)")
+LIB.define(
+    "pool_backward(Tensor dout, Tensor rows, Tensor weight, Tensor? mask, str fault) -> (Tensor drows, Tensor dweight)"
+)
 ops = torch.ops.cmab_testing
 
 
@@ -51,7 +53,9 @@ def _gradient(dout: Tensor, rows: Tensor, weight: Tensor, mask: Tensor | None) -
     return drows.to(rows.dtype), dweight.to(weight.dtype)
 
 
-def _pool_backward(dout: Tensor, rows: Tensor, weight: Tensor, mask: Tensor | None, fault: str) -> tuple[Tensor, Tensor]:
+def _pool_backward(
+    dout: Tensor, rows: Tensor, weight: Tensor, mask: Tensor | None, fault: str
+) -> tuple[Tensor, Tensor]:
     drows, dweight = _gradient(dout, rows, weight, mask)
     return drows, torch.zeros_like(dweight) if fault == "a lost gradient" else dweight
 
@@ -62,7 +66,11 @@ LIB.impl("pool_backward", _pool_backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("cmab_testing::pool", lib=LIB)
 def _(rows: Tensor, weight: Tensor, mask: Tensor | None, fault: str) -> Tensor:
-    shape = (rows.shape[0], rows.shape[2] + 1) if fault == "a fake kernel of another shape" else (rows.shape[0], rows.shape[2])
+    shape = (
+        (rows.shape[0], rows.shape[2] + 1)
+        if fault == "a fake kernel of another shape"
+        else (rows.shape[0], rows.shape[2])
+    )
     return rows.new_empty(shape)
 
 
@@ -119,7 +127,9 @@ def pool(rows: Tensor, weight: Tensor, *, mask: Tensor | None = None, impl: str 
     try:
         check_operands(rows=rows, weight=weight)
         if rows.dim() != 3 or rows.shape[:2] != weight.shape:
-            raise ValueError(mismatch("rows", f"shape {tuple(rows.shape)}", f"(B, N, D) with (B, N) = {tuple(weight.shape)}"))
+            raise ValueError(
+                mismatch("rows", f"shape {tuple(rows.shape)}", f"(B, N, D) with (B, N) = {tuple(weight.shape)}")
+            )
     except (TypeError, ValueError) as error:
         if fault == "an error that names nothing":
             raise ValueError("bad input") from error
@@ -185,11 +195,15 @@ def _first_65535(rows: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
 
 FAULTS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     "strides that are not looked at": lambda rows, weight, mask: _formula(_as_if_contiguous(rows), weight, mask),
-    "a mask that leaks a row": lambda rows, weight, mask: _formula(rows, weight, None if mask is None else mask.roll(1, 1)),
+    "a mask that leaks a row": lambda rows, weight, mask: _formula(
+        rows, weight, None if mask is None else mask.roll(1, 1)
+    ),
     "a mask that multiplies by zero": lambda rows, weight, mask: (
         _formula(rows, weight, None) if mask is None else _formula(rows * ~mask[..., None], weight * ~mask, None)
     ),
-    "a sum that lacks the last row": lambda rows, weight, mask: _formula(*(t if t is None else t[:, :-1] for t in (rows, weight, mask))),
+    "a sum that lacks the last row": lambda rows, weight, mask: _formula(
+        *(t if t is None else t[:, :-1] for t in (rows, weight, mask))
+    ),
     "sums in float32": lambda rows, weight, mask: _formula(rows.float(), weight.float(), mask).float(),
     "an element that nobody writes": _partly_written,
     "an argument that is changed": _in_place,
@@ -246,7 +260,12 @@ CATCHES = {
     "no rows, and a NaN": ("test_empty_extents",),
     "a sign that is not looked at": ("test_a_lazy_negation_is_seen",),
     "a batch beyond 65,535 that is cut off": ("test_more_than_65535_matrices",),
-    "a lost gradient": ("test_gradcheck", "test_accuracy", "test_only_the_gradients_that_are_asked_for", "test_any_order"),
+    "a lost gradient": (
+        "test_gradcheck",
+        "test_accuracy",
+        "test_only_the_gradients_that_are_asked_for",
+        "test_any_order",
+    ),
     "a lost second derivative": ("test_gradgradcheck", "test_any_order"),
     "a kernel that forward mode reaches": ("test_forward_mode", "test_derivatives_of_forward_mode"),
     "a fake kernel of another shape": ("test_opcheck", "test_compile"),
@@ -275,7 +294,11 @@ def test_every_check_is_seen_to_fail() -> None:
 
 def test_a_check_without_parameters_is_not_there() -> None:
     without = type("Without", (PoolSuite,), {"mask": None, "many": None})
-    assert without.test_masks is None and without.test_more_than_65535_matrices is None and without.test_layouts is not None
+    assert (
+        without.test_masks is None
+        and without.test_more_than_65535_matrices is None
+        and without.test_layouts is not None
+    )
     again = type("Again", (without,), {"mask": "mask"})
     assert again.test_masks is PoolSuite.test_masks
 

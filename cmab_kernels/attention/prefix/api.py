@@ -33,8 +33,8 @@ def prefix_attention_states(
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
         every: the number of keys between one state and the next, >= 1. The last chunk may have fewer keys.
-        state: the state of earlier keys, which every result includes: out (B, H, L, E) in float32 (float64 for float64 inputs), lse
-            (B, H, L) in float64. `state` is not changed.
+        state: the state of earlier keys, which every result includes: out (B, H, L, E) in float32 (float64 for float64
+            inputs), lse (B, H, L) in float64. `state` is not changed.
         key_padding_mask: (B, N) bool, True = ignore. Ignored keys keep their places: the `every` keys of a chunk
             include them.
         scale: factor of the scores; None means D ** -0.5.
@@ -72,4 +72,6 @@ def prefix_attention_states(
     scale = float(key.shape[-1] ** -0.5) if scale is None else fixed(scale)
     every = min(every, max(key.shape[2], 1))
     out, lse = state or (None, None)
-    return AttentionState(*prefix_attention_op(PrefixAttention(query, key, value, key_padding_mask, out, lse, every, scale, chosen)))
+    return AttentionState(
+        *prefix_attention_op(PrefixAttention(query, key, value, key_padding_mask, out, lse, every, scale, chosen))
+    )

@@ -25,7 +25,8 @@ class PrefixAttention(NamedTuple):
 
 
 class PrefixAttentionBackward(NamedTuple):
-    """The arguments of `cmab::prefix_attention_backward`, whose results are the gradients of query, key, value and state."""
+    """The arguments of `cmab::prefix_attention_backward`, whose results are the gradients of query, key, value and
+    state."""
 
     dout: Tensor
     dlse: Tensor

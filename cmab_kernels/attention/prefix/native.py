@@ -42,7 +42,10 @@ def prefix_backward(inputs: PrefixAttentionBackward) -> tuple[Tensor, ...]:
     """
     dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, needs, _ = inputs
     like = (query, key, value, state_out, state_lse)
-    grads = tuple(query.new_empty(0) if t is None or not need else t.new_empty(t.shape) for t, need in zip(like, needs, strict=True))
+    grads = tuple(
+        query.new_empty(0) if t is None or not need else t.new_empty(t.shape)
+        for t, need in zip(like, needs, strict=True)
+    )
     names = ("dquery", "dkey", "dvalue", "dstate_out", "dstate_lse")
     _C.prefix_backward(
         query=query,

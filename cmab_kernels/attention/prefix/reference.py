@@ -87,8 +87,13 @@ def prefix_attention_backward_reference(
     inputs = (query, key, value)
     q, k, v = (each_prefix(rows.to(state_dtype(rows.dtype)), prefixes) for rows in inputs)
     douts, dlses, outs, lses = (part.transpose(1, 2).flatten(0, 1) for part in (dout, dlse, out, lse))
-    each = attention_backward_reference(douts, dlses, q, k, v, beyond_prefix(key, key_padding_mask, every), None, outs, lses, scale)
-    grads = tuple(grad.unflatten(0, (query.shape[0], prefixes)).sum(1).to(like.dtype) for grad, like in zip(each, inputs, strict=True))
+    each = attention_backward_reference(
+        douts, dlses, q, k, v, beyond_prefix(key, key_padding_mask, every), None, outs, lses, scale
+    )
+    grads = tuple(
+        grad.unflatten(0, (query.shape[0], prefixes)).sum(1).to(like.dtype)
+        for grad, like in zip(each, inputs, strict=True)
+    )
     if state_out is None or state_lse is None:
         return *grads, query.new_empty(0), query.new_empty(0)
     before = AttentionState(state_out.unsqueeze(2), state_lse.unsqueeze(2))

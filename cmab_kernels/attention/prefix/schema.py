@@ -1,4 +1,5 @@
-"""The states of all prefixes and their gradient as `torch.library` operators: contracts, shapes, FLOP counts and derivatives."""
+"""The states of all prefixes and their gradient as `torch.library` operators: contracts, shapes, FLOP counts and
+derivatives."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def _shapes(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
     query, key, value = inputs.query, inputs.key, inputs.value
     batch, heads, latents, _ = query.shape
     shape = (batch, heads, -(-key.shape[2] // inputs.every), latents)
-    return query.new_empty(*shape, value.shape[-1], dtype=state_dtype(query.dtype)), query.new_empty(shape, dtype=torch.float64)
+    return query.new_empty(*shape, value.shape[-1], dtype=state_dtype(query.dtype)), query.new_empty(
+        shape, dtype=torch.float64
+    )
 
 
 def _operations(inputs: Any) -> int:
@@ -60,14 +63,18 @@ def _backward(call: Call[PrefixAttention], dout: Tensor, dlse: Tensor) -> Gradie
     out, lse = call.kept
     needs_state = any(call.needs("state_out", "state_lse"))
     needs = (*call.needs("query", "key", "value"), needs_state, needs_state)
-    inputs = PrefixAttentionBackward(dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, needs, impl)
+    inputs = PrefixAttentionBackward(
+        dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, needs, impl
+    )
     return dict(zip(("query", "key", "value", "state_out", "state_lse"), _backward_op(inputs), strict=True))
 
 
 def _backward_formula(inputs: PrefixAttentionBackward) -> tuple[Tensor, ...]:
     """The gradients by the reference, which stores T L N scores. `out` and `lse` count as inputs."""
     dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, _, _ = inputs
-    return prefix_attention_backward_reference(dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale)
+    return prefix_attention_backward_reference(
+        dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale
+    )
 
 
 prefix_attention_op = Operator(
@@ -89,7 +96,9 @@ _backward_op = Operator(
     ("dquery", "dkey", "dvalue", "dstate_out", "dstate_lse"),
     shapes=gradient_shapes("query", "key", "value", "state_out", "state_lse"),
     operations=_backward_operations,
-    backward=derivatives_of(_backward_formula, "dout", "dlse", "query", "key", "value", "state_out", "state_lse", "out", "lse"),
+    backward=derivatives_of(
+        _backward_formula, "dout", "dlse", "query", "key", "value", "state_out", "state_lse", "out", "lse"
+    ),
     check=_check_needs,
     function="prefix_backward",
 )

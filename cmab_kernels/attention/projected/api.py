@@ -47,8 +47,8 @@ def projected_attention_state(
     projections and norm, share one pass over the inputs.
 
     Args:
-        query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16. Stacked: (K, B, H, L, D) or
-            (K, H, L, D).
+        query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16. Stacked: (K, B,
+            H, L, D) or (K, H, L, D).
         inputs: (B, N, C), any strides; N may be 0.
         key_weight: (H D, C) as in `torch.nn.Linear`. Stacked: (K, H D, C). A weight with three dimensions makes a
             stacked call.
@@ -65,8 +65,8 @@ def projected_attention_state(
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
-        The state: out (B, H, L, E), lse (B, H, L); stacked: out (K, B, H, L, E), lse (K, B, H, L). Differentiable to any order in query,
-        inputs, weights, biases, norm and state.
+        The state: out (B, H, L, E), lse (B, H, L); stacked: out (K, B, H, L, E), lse (K, B, H, L). Differentiable to
+        any order in query, inputs, weights, biases, norm and state.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -77,12 +77,15 @@ def projected_attention_state(
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 1000, 32)
     >>> key_weight, value_weight = torch.randn(2, 32, 32) / 6
     >>> state = cmab_kernels.projected_attention_state(latents, points, key_weight, value_weight)
-    >>> key, value = ((points @ weight.T).unflatten(-1, (4, 8)).transpose(1, 2) for weight in (key_weight, value_weight))
+    >>> weights = key_weight, value_weight
+    >>> key, value = ((points @ weight.T).unflatten(-1, (4, 8)).transpose(1, 2) for weight in weights)
     >>> torch.allclose(state.out, cmab_kernels.latent_attention(latents, key, value), atol=1e-4)
     True
     """
     given = {"query": query, "inputs": inputs, "key_weight": key_weight, "value_weight": value_weight}
-    given.update({name: bias for name, bias in (("key_bias", key_bias), ("value_bias", value_bias)) if bias is not None})
+    given.update(
+        {name: bias for name, bias in (("key_bias", key_bias), ("value_bias", value_bias)) if bias is not None}
+    )
     given.update({} if context_norm is None else _norm_tensors(context_norm))
     check_operands(**given)
     stacked = key_weight.dim() == 3
@@ -132,7 +135,14 @@ def attention_state_of_chunks(
     dtype = given["query"].dtype
     with as_they_are(query.device):
         weight, bias = _folded(given, state_dtype(dtype))
-    call = _OverChunks(chunks, after, (key_weight.detach(), value_weight.detach()), dtype, query.shape[-1] ** -0.5, float(context_norm[2]))
+    call = _OverChunks(
+        chunks,
+        after,
+        (key_weight.detach(), value_weight.detach()),
+        dtype,
+        query.shape[-1] ** -0.5,
+        float(context_norm[2]),
+    )
     operands = given["query"].to(weight.dtype), weight, bias
     if under_transform() or needs_definition():  # they cannot differentiate a Function that reads its inputs twice
         return call.state_and_count(*operands, state)[0]
@@ -156,14 +166,22 @@ class _OverChunks(NamedTuple):
         """For each chunk, yield the query expanded over its batch, the chunk, and the implementation to run."""
         for chunk in self.chunks():
             inputs = chunk.to(self.dtype)
-            yield _over_batch(query, chunk.shape[0], True), inputs, choose("attention.projected", "auto", query, inputs, *self.weights)
+            yield (
+                _over_batch(query, chunk.shape[0], True),
+                inputs,
+                choose("attention.projected", "auto", query, inputs, *self.weights),
+            )
 
-    def state_and_count(self, query: Tensor, weight: Tensor, bias: Tensor, state: AttentionState | None) -> tuple[AttentionState, int]:
+    def state_and_count(
+        self, query: Tensor, weight: Tensor, bias: Tensor, state: AttentionState | None
+    ) -> tuple[AttentionState, int]:
         """Return the state of all chunks, merged with `state`, and the number of chunks."""
         count = 0
         for stacked, inputs, chosen in self.read(query):
             out, lse = state or (None, None)
-            given = ProjectedAttention(stacked, inputs, weight, bias, None, None, out, lse, self.scale, self.eps, chosen)
+            given = ProjectedAttention(
+                stacked, inputs, weight, bias, None, None, out, lse, self.scale, self.eps, chosen
+            )
             state = AttentionState(*projected_attention_op(given))
             count += 1
             self.after(count, state)
@@ -176,7 +194,9 @@ class _OverChunksFunction(torch.autograd.Function):
     """The state of all chunks, and gradients by a second pass over them."""
 
     @staticmethod
-    def forward(ctx: Any, call: _OverChunks, query: Tensor, weight: Tensor, bias: Tensor, state_out: Any, state_lse: Any) -> Any:
+    def forward(
+        ctx: Any, call: _OverChunks, query: Tensor, weight: Tensor, bias: Tensor, state_out: Any, state_lse: Any
+    ) -> Any:
         ctx.call = call
         before = None if state_out is None else AttentionState(state_out, state_lse)
         state, ctx.count = call.state_and_count(query, weight, bias, before)
@@ -188,21 +208,46 @@ class _OverChunksFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError("gradients of gradients through chunks are not supported: read all inputs in one call for these")
+            raise RuntimeError(
+                "gradients of gradients through chunks are not supported: read all inputs in one call for these"
+            )
         call, (query, weight, bias, state_out, state_lse, out, lse) = ctx.call, ctx.saved_tensors
         needs = (ctx.needs_input_grad[1], False, *ctx.needs_input_grad[2:4])
         sums = [torch.zeros_like(t, dtype=torch.float64) for t in (query, weight, bias)]
         count = 0
         for stacked, inputs, chosen in call.read(query) if any(needs) else ():
             count += 1
-            given = (dout, dlse, stacked, inputs, weight, bias, None, None, out, lse, call.scale, call.eps, needs, chosen)
+            given = (
+                dout,
+                dlse,
+                stacked,
+                inputs,
+                weight,
+                bias,
+                None,
+                None,
+                out,
+                lse,
+                call.scale,
+                call.eps,
+                needs,
+                chosen,
+            )
             dquery, _, dweight, dbias = projected_backward_op(ProjectedAttentionBackward(*given))
             parts = (dquery.sum(1) if needs[0] else dquery, dweight, dbias)  # not in place: parts may be batched
-            sums = [total + part if part.shape == total.shape else total for total, part in zip(sums, parts, strict=True)]
+            sums = [
+                total + part if part.shape == total.shape else total for total, part in zip(sums, parts, strict=True)
+            ]
         if any(needs) and count != ctx.count:
-            raise RuntimeError(mismatch("chunks", f"{count} chunks when it was read again", f"the {ctx.count} of the first time"))
+            raise RuntimeError(
+                mismatch("chunks", f"{count} chunks when it was read again", f"the {ctx.count} of the first time")
+            )
         grads = [t.to(query.dtype) if need else None for t, need in zip(sums, (needs[0], *needs[2:]), strict=True)]
-        dstate = state_gradient(dout, dlse, state_out, state_lse, out, lse) if any(ctx.needs_input_grad[4:]) else (None, None)
+        dstate = (
+            state_gradient(dout, dlse, state_out, state_lse, out, lse)
+            if any(ctx.needs_input_grad[4:])
+            else (None, None)
+        )
         return None, *grads, *dstate
 
 
@@ -235,7 +280,9 @@ def _check_shapes(given: dict[str, Tensor], stacked: bool) -> _Shape:
     heads, width, columns = query.shape[-3], query.shape[-1], inputs.shape[2]
     blocks = query.shape[:1] if stacked else ()
     if blocks == (0,):
-        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", "(K, B, H, L, D) or (K, H, L, D) with K >= 1"))
+        raise ValueError(
+            mismatch("query", f"shape {tuple(query.shape)}", "(K, B, H, L, D) or (K, H, L, D) with K >= 1")
+        )
     rows = value_weight.shape[-2] if value_weight.dim() > 1 else 0
     if rows == 0 or rows % heads:
         allowed = f"({lead}H E, C), with H = {heads} heads and E >= 1"
@@ -280,7 +327,9 @@ def _folded(given: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tenso
     biases = [given.get(name) for name in ("key_bias", "value_bias")]
     bias = None
     if any(b is not None for b in biases):
-        bias = torch.cat([w.new_zeros(w.shape[:2]) if b is None else b for w, b in zip(weights, biases, strict=True)], 1).to(dtype)
+        bias = torch.cat(
+            [w.new_zeros(w.shape[:2]) if b is None else b for w, b in zip(weights, biases, strict=True)], 1
+        ).to(dtype)
     if "context_norm[0]" in given:
         scale, shift = (given[f"context_norm[{i}]"].to(dtype).unsqueeze(1) for i in range(2))
         shifted = (weight * shift).sum(-1)

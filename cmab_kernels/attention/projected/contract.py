@@ -27,7 +27,8 @@ class ProjectedAttention(NamedTuple):
 
 
 class ProjectedAttentionBackward(NamedTuple):
-    """The arguments of `cmab::projected_attention_backward`, whose results are the gradients of query, inputs, weight and bias."""
+    """The arguments of `cmab::projected_attention_backward`, whose results are the gradients of query, inputs, weight
+    and bias."""
 
     dout: Tensor
     dlse: Tensor

@@ -1,4 +1,5 @@
-"""Attention over projected inputs on the CPU: calls into csrc/projected, which fills the tensors that are allocated here."""
+"""Attention over projected inputs on the CPU: calls into csrc/projected, which fills the tensors that are allocated
+here."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def _inputs(given: ProjectedAttention | ProjectedAttentionBackward) -> dict[str,
 
 
 def projected_attention_forward(given: ProjectedAttention) -> tuple[Tensor, Tensor]:
-    """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is one."""
+    """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is
+    one."""
     query, weight = given.query, given.weight
     heads, width = query.shape[2], query.shape[4]
     out = query.new_empty((*query.shape[:4], weight.shape[1] // heads - width))
@@ -65,7 +67,9 @@ def projected_attention_forward(given: ProjectedAttention) -> tuple[Tensor, Tens
 def projected_attention_backward(given: ProjectedAttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients (dquery, dinputs, dweight, dbias), contiguous; tensors that are not in `needs` are empty."""
     tensors, needs = (given.query, given.inputs, given.weight, given.bias), given.needs
-    dquery, dinputs, dweight, dbias = (x.new_empty(x.shape if need else 0) for x, need in zip(tensors, needs, strict=True))
+    dquery, dinputs, dweight, dbias = (
+        x.new_empty(x.shape if need else 0) for x, need in zip(tensors, needs, strict=True)
+    )
     _C.projected_attention_backward(
         **_inputs(given),
         dout=_joined(given.dout),

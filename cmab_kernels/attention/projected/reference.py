@@ -3,13 +3,14 @@
 For each of K stacked blocks, with rows x of the inputs, and x^ = x, or with a norm
 x^ = (x - mean) / sqrt(variance + eps):
 
-    (k, v) = x^ W' + b          (out, lse) = the attention of the block's queries over k and v, as `attention.reference` defines it
+    (k, v) = x^ W' + b          (out, lse) = the attention of the block's queries over k and v
 
 The rows of W (H D + H E, C) are the projections to the keys of all heads, then the projections to the values. The api
 folds a LayerNorm with weight w and bias u into W and b: LN(x) W' + b = x^ (W w)' + (W u + b).
 The gradient, given dk and dv of the attention, joined to dy:
 
-    dW = dy' x^      db = sum dy      dx^ = sum over blocks of dy W      dx = (dx^ - mean(dx^) - x^ mean(dx^ x^)) / sqrt(variance + eps)
+    dW = dy' x^      db = sum dy      dx^ = sum over blocks of dy W
+    dx = (dx^ - mean(dx^) - x^ mean(dx^ x^)) / sqrt(variance + eps)
 
 This definition stores keys, values and all scores. The kernels are tested against it, and it provides the derivatives
 of second and higher order.
@@ -23,7 +24,9 @@ from torch import Tensor
 from ..reference import attention_backward_reference, attention_reference
 
 
-def normed_rows(inputs: Tensor, key_padding_mask: Tensor | None, eps: float | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def normed_rows(
+    inputs: Tensor, key_padding_mask: Tensor | None, eps: float | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     """x^ (B, N, C) in `dtype`, and 1 / sqrt(variance + eps) (B, N, 1), None without a norm. Ignored rows x are 0."""
     rows = inputs.to(dtype)
     if key_padding_mask is not None:
@@ -36,7 +39,8 @@ def normed_rows(inputs: Tensor, key_padding_mask: Tensor | None, eps: float | No
 
 
 def projected_heads(normed: Tensor, weight: Tensor, bias: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Keys (B, H, N, D) and values (B, H, N, E) of one block: the projections of normed (B, N, C) by weight (H D + H E, C)."""
+    """Keys (B, H, N, D) and values (B, H, N, E) of one block: the projections of normed (B, N, C) by weight (H D + H E,
+    C)."""
     projected = normed @ weight.mT + bias
     split = (heads * width, projected.shape[-1] - heads * width)
     key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in projected.split(split, dim=-1))
@@ -53,7 +57,8 @@ def projected_attention_reference(
     scale: float,
     eps: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the definition above, stacked over the K blocks of query (K, B, H, L, D), weight (K, P, C) and bias (K, P)."""
+    """(out, lse) of the definition above, stacked over the K blocks of query (K, B, H, L, D), weight (K, P, C) and bias
+    (K, P)."""
     _, _, heads, _, width = query.shape
     normed, _ = normed_rows(inputs, key_padding_mask, eps, weight.dtype)
     blocks = [

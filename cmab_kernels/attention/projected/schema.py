@@ -1,4 +1,5 @@
-"""Attention over projected inputs and its gradient as `torch.library` operators: contracts, shapes, FLOP counts and derivatives."""
+"""Attention over projected inputs and its gradient as `torch.library` operators: contracts, shapes, FLOP counts and
+derivatives."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ def _definition(given: ProjectedAttention) -> AttentionState:
 
 def _backward_definition(given: ProjectedAttentionBackward) -> tuple[Tensor, ...]:
     """The gradients by the reference; tensors that are not in `needs` are empty."""
-    return tuple(grad if need else grad.new_empty(0) for grad, need in zip(_backward_formula(given), given.needs, strict=True))
+    return tuple(
+        grad if need else grad.new_empty(0) for grad, need in zip(_backward_formula(given), given.needs, strict=True)
+    )
 
 
 def _shapes(given: ProjectedAttention) -> tuple[Tensor, Tensor]:
     query, weight = given.query, given.weight
     heads, width = query.shape[2], query.shape[4]
-    value_width = (weight.shape[1] - heads * width) // heads  # so that symbols cancel: Inductor fails on // heads - width
+    value_width = (
+        weight.shape[1] - heads * width
+    ) // heads  # so that symbols cancel: Inductor fails on // heads - width
     out = query.new_empty(*query.shape[:-1], value_width)
     return out, query.new_empty(query.shape[:-1], dtype=torch.float64)
 
@@ -80,7 +85,9 @@ def _backward(call: Call[ProjectedAttention], dout: Tensor, dlse: Tensor) -> Gra
     gradients: Gradients = {}
     needs = call.needs("query", "inputs", "weight", "bias")
     if any(needs):
-        given = ProjectedAttentionBackward(dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, scale, eps, needs, impl)
+        given = ProjectedAttentionBackward(
+            dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, scale, eps, needs, impl
+        )
         gradients.update(zip(("query", "inputs", "weight", "bias"), projected_backward_op(given), strict=True))
     if state_out is not None and state_lse is not None and any(call.needs("state_out", "state_lse")):
         gradients["state_out"], gradients["state_lse"] = state_gradient(dout, dlse, state_out, state_lse, out, lse)
@@ -90,7 +97,9 @@ def _backward(call: Call[ProjectedAttention], dout: Tensor, dlse: Tensor) -> Gra
 def _backward_formula(given: ProjectedAttentionBackward) -> tuple[Tensor, ...]:
     """The gradients by the reference, in which `out` and `lse` count as inputs, as for `cmab::attention_backward`."""
     dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, scale, eps, _, _ = given
-    return projected_attention_backward_reference(dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, scale, eps)
+    return projected_attention_backward_reference(
+        dout, dlse, query, inputs, weight, bias, mask, cu_seqlens, out, lse, scale, eps
+    )
 
 
 _ONE_BY_ONE = Rule(batched=())

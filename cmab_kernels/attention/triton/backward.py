@@ -22,7 +22,14 @@ from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from ..contract import AttentionBackward
 from .backward_in_parts import _backward_in_parts
 from .forward import IN_SHARED, LOG2_E
-from .launch import WIDEST_BLOCK, backward_keys_tiles, backward_products, backward_tiles, piece_of_columns, tile_alignment
+from .launch import (
+    WIDEST_BLOCK,
+    backward_keys_tiles,
+    backward_products,
+    backward_tiles,
+    piece_of_columns,
+    tile_alignment,
+)
 from .rows import load_rows, row_terms, sum_runs
 from .runs import checked_offsets, cut_keys, locate
 
@@ -31,7 +38,9 @@ IN_PLACE = ("half",)
 
 
 @triton.jit
-def scores_of(keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
+def scores_of(
+    keys, queries, TURNED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True
+):
     """The products of a tile of keys and a tile of queries: (queries, keys), or (keys, queries) if TURNED.
 
     Tiles of float16 are always multiplied in float16, whatever OPERAND is. Matrix units truncate: a score of 1e5 is off
@@ -137,7 +146,9 @@ def _pull(
     """Process one tile of keys: store dK and dV, and return dq with the tile's share of dQ added."""
     SLOPES: tl.constexpr = QUERY or dkey is not None
     WIDEST: tl.constexpr = max(D_PAD, E_PAD)
-    HIDDEN: tl.constexpr = WIDEST < IN_SHARED or WIDEST > 128  # tiles of 256 columns do not fit where shared memory is little
+    HIDDEN: tl.constexpr = (
+        WIDEST < IN_SHARED or WIDEST > 128
+    )  # tiles of 256 columns do not fit where shared memory is little
     _, key_strides, value_strides, mask_strides = strides
     queries, douts, _, _, _ = rows
     keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)
@@ -199,7 +210,9 @@ def _backward(
     slot_head = tl.program_id(0) // blocks
     head = slot_head % H
     batch, first, last = locate(slot_head // H, offsets, B, N, cut)
-    rows = load_rows(query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OWN)
+    rows = load_rows(
+        query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OWN
+    )
     if offsets is not None:
         batch = 0
     scale_ = tl.full([1], scale, DTYPE)
@@ -312,15 +325,35 @@ def _backward_keys(
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
         keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True)
         keys = load_tile(tile_at(key, key_strides, store, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
-        values = load_tile(tile_at(value, value_strides, store, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E).to(OPERAND)
+        values = load_tile(tile_at(value, value_strides, store, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E).to(
+            OPERAND
+        )
         dk = tl.zeros([BLOCK_N, D_PAD], DTYPE)
         dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
         for block in range(0, tl.cdiv(L, BLOCK_L)):
             rows = load_rows(
-                query, douts, high, low, delta, query_strides, sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OWN
+                query,
+                douts,
+                high,
+                low,
+                delta,
+                query_strides,
+                sizes,
+                batch,
+                head,
+                block,
+                D,
+                E,
+                D_PAD,
+                E_PAD,
+                BLOCK_L,
+                ALIGN,
+                OWN,
             )
             queries, slopes, _, _, _ = rows
-            weights, score_slopes = weigh(keys, values, rows, None, log2_scale, TURNED, dkey is not None, OPERAND, PRECISION)
+            weights, score_slopes = weigh(
+                keys, values, rows, None, log2_scale, TURNED, dkey is not None, OPERAND, PRECISION
+            )
             if dvalue is not None:
                 dv += product_over_queries(weights, slopes, TURNED, OPERAND, PRECISION)
             if dkey is not None:
@@ -348,7 +381,14 @@ class _Passes(NamedTuple):
 
 @chosen_once
 def _chosen(
-    dtype: torch.dtype, of_keys: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool
+    dtype: torch.dtype,
+    of_keys: torch.dtype,
+    device: torch.device,
+    D: int,
+    E: int,
+    queries: int,
+    aligned: bool,
+    tf32: bool,
 ) -> _Passes:
     """The passes for values of `dtype`; more `queries` than the widest block has make no difference.
 
@@ -360,7 +400,9 @@ def _chosen(
     align = tile_alignment(dtype, of_keys, D, E, aligned)
     options = {"D": D, "E": E, "ALIGN": align, **tiles._asdict()}
     if products.kind == "tf32x3":
-        in_parts = _backward_in_parts.given(PIECE=piece_of_columns(device, max(D, E)), **options, enable_fp_fusion=False)
+        in_parts = _backward_in_parts.given(
+            PIECE=piece_of_columns(device, max(D, E)), **options, enable_fp_fusion=False
+        )
         return _Passes(products.operand, tiles.BLOCK_L, tiles.BLOCK_L, in_parts, None)
     options |= {"OPERAND": triton_dtype(products.operand), "PRECISION": products.input_precision}
     passing = options | backward_keys_tiles(products, device, max(D, E), wide)._asdict()
@@ -371,14 +413,16 @@ def _chosen(
 def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dquery, dkey, dvalue); each that `needs` does not ask for is an empty tensor.
 
-    `dlse` None stands for zeros. With values of a half type, queries and keys may be float32; then `dkey` is of the half
-    type, and `dquery` is float32.
+    `dlse` None stands for zeros. With values of a half type, queries and keys may be float32; then `dkey` is of the
+    half type, and `dquery` is float32.
     """
     dout, dlse, query, key, value, key_padding_mask, cu_seqlens, out, lse, scale, needs, _ = inputs
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
-    passes = _chosen(value.dtype, key.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
+    passes = _chosen(
+        value.dtype, key.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32()
+    )
     sums = torch.promote_types(query.dtype, torch.float32)
     fresh = torch.empty_like if B * L else torch.zeros_like  # without queries no kernel runs
     given = ((query, query.dtype), (key, value.dtype), (value, value.dtype))

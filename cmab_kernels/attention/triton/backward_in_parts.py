@@ -25,7 +25,9 @@ CHUNK_BYTES = tl.constexpr(32 * 1024)
 
 
 @triton.jit
-def _tile(matrix, row, keep, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr, column=0):
+def _tile(
+    matrix, row, keep, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr, column=0
+):
     """A tile of a head, given by its address and strides; rows that are not kept are zeros."""
     base, strides = matrix
     return load_tile(tile_at(base, strides, 0, 0, row, ROWS, COLUMNS, ALIGN, column), keep, WIDTH, column)
@@ -51,12 +53,16 @@ def _scores(
     `held` is the tile of the queries; if it is None, both tiles are loaded in pieces of columns.
     """
     if held is not None:
-        scores = product(_tile(keys, start, keep, BLOCK_N, held.shape[1], WIDTH, ALIGN), tl.trans(held), tl.float32, "tf32x3")
+        scores = product(
+            _tile(keys, start, keep, BLOCK_N, held.shape[1], WIDTH, ALIGN), tl.trans(held), tl.float32, "tf32x3"
+        )
     else:
         scores = tl.zeros([BLOCK_N, BLOCK_L], tl.float32)
         for column in tl.range(0, WIDTH, PIECE, disable_licm=True):
             piece = _tile(queries, first, inside, BLOCK_L, PIECE, WIDTH, ALIGN, column)
-            scores += product(_tile(keys, start, keep, BLOCK_N, PIECE, WIDTH, ALIGN, column), tl.trans(piece), tl.float32, "tf32x3")
+            scores += product(
+                _tile(keys, start, keep, BLOCK_N, PIECE, WIDTH, ALIGN, column), tl.trans(piece), tl.float32, "tf32x3"
+            )
     return scores
 
 
@@ -150,12 +156,30 @@ def _pull(
     if keep is not None:
         weights = tl.where(keep[:, None], weights, 0.0)
     if dvalue is not None:
-        _add_over_queries(dvalue, weights, None, start, last, keep, douts, first, inside, held[1], E, ALIGN[2], BLOCK_L, PIECE, RAGGED)
+        _add_over_queries(
+            dvalue, weights, None, start, last, keep, douts, first, inside, held[1], E, ALIGN[2], BLOCK_L, PIECE, RAGGED
+        )
     if dquery is not None or dkey is not None:
         slopes = _scores(values, start, keep, douts, first, inside, held[1], E, ALIGN[2], BLOCK_L, BLOCK_N, PIECE)
         slopes = weights * (slopes - tl.load(delta + row)[None, :])
         if dkey is not None:
-            _add_over_queries(dkey, slopes, scale, start, last, keep, queries, first, inside, held[0], D, ALIGN[0], BLOCK_L, PIECE, RAGGED)
+            _add_over_queries(
+                dkey,
+                slopes,
+                scale,
+                start,
+                last,
+                keep,
+                queries,
+                first,
+                inside,
+                held[0],
+                D,
+                ALIGN[0],
+                BLOCK_L,
+                PIECE,
+                RAGGED,
+            )
         if dquery is not None:
             high, low = parts(slopes)
             key_high, key_low = parts(_tile(keys, start, keep, BLOCK_N, dq.shape[1], D, ALIGN[0]))

@@ -99,7 +99,9 @@ def share_of_weight(total, highest, LIFT: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr):
+def state_of(
+    peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr
+):
     """(out, lse) of the sums of `absorb`; `scale` is in float64."""
     factor = _factor(peak, log2_scale, coarse, LARGE)
     offset = _offset(peak, factor)
@@ -110,7 +112,20 @@ def state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, L
 
 @triton.jit
 def store_state(
-    out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E: tl.constexpr
+    out,
+    lse,
+    acc,
+    logarithm,
+    state_out,
+    state_lse,
+    out_strides,
+    lse_strides,
+    slot_head,
+    batch,
+    head,
+    block,
+    L,
+    E: tl.constexpr,
 ):
     """Store the state of one run of keys for one block of queries, merged with the incoming state if there is one."""
     BLOCK_L: tl.constexpr = acc.shape[0]
@@ -118,8 +133,14 @@ def store_state(
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     inside = (rows < L)[:, None] & (tl.arange(0, E_PAD) < E)[None, :]
     if state_lse is not None:
-        state = tl.load(tile_at(state_lse, lse_strides, batch, head, block * BLOCK_L, BLOCK_L, 1, 0), mask=(rows < L)[:, None], other=0.0)
-        outs = tl.load(tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0), mask=inside, other=0.0)
+        state = tl.load(
+            tile_at(state_lse, lse_strides, batch, head, block * BLOCK_L, BLOCK_L, 1, 0),
+            mask=(rows < L)[:, None],
+            other=0.0,
+        )
+        outs = tl.load(
+            tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0), mask=inside, other=0.0
+        )
         acc, logarithm = _add_state(acc, logarithm, outs, state.reshape([BLOCK_L]))
     row = slot_head.to(tl.int64) * L + rows
     tl.store(rows_at(out, row, E, E_PAD), acc, mask=inside)
@@ -193,7 +214,9 @@ def _forward(
     head = slot_head % H
     batch, first, last = locate(slot_head // H, offsets, B, N, cut)
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
-    queries = load_tile(tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]), rows < L, D)
+    queries = load_tile(
+        tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]), rows < L, D
+    )
     queries = (queries * sign).to(OPERAND)
     if offsets is not None:
         batch = 0
@@ -212,18 +235,46 @@ def _forward(
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         peak, total, acc = absorb(
-            peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION, HIDDEN=HIDDEN
+            peak,
+            total,
+            acc,
+            queries,
+            keys,
+            values,
+            keep,
+            log2_scale,
+            coarse_,
+            LARGE,
+            LIFT,
+            OPERAND,
+            PRECISION,
+            HIDDEN=HIDDEN,
         )
     for start in tl.range(whole, last, BLOCK_N, num_stages=1):
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         peak, total, acc = absorb(
-            peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION, HIDDEN=HIDDEN
+            peak,
+            total,
+            acc,
+            queries,
+            keys,
+            values,
+            keep,
+            log2_scale,
+            coarse_,
+            LARGE,
+            LIFT,
+            OPERAND,
+            PRECISION,
+            HIDDEN=HIDDEN,
         )
 
     acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT, OPERAND)
-    store_state(out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E)
+    store_state(
+        out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E
+    )
 
 
 @kernel("state_out", "state_lse")
@@ -273,11 +324,19 @@ def _merge(
     acc = tl.zeros([1, E_PAD], DTYPE)
     for chunk in range(0, count, CHUNK):
         run = chunk + tl.arange(0, CHUNK)
-        weights = tl.exp(tl.load(run_lse + start + run * stride, mask=run < count, other=float("-inf")) - anchor).to(DTYPE)
-        outs = tl.load(rows_at(run_out, start + run * stride, E, E_PAD), mask=(run < count)[:, None] & (columns < E)[None, :], other=0.0)
+        weights = tl.exp(tl.load(run_lse + start + run * stride, mask=run < count, other=float("-inf")) - anchor).to(
+            DTYPE
+        )
+        outs = tl.load(
+            rows_at(run_out, start + run * stride, E, E_PAD),
+            mask=(run < count)[:, None] & (columns < E)[None, :],
+            other=0.0,
+        )
         acc += tl.sum(weights[:, None] * outs, 0)[None, :]
     if state_lse is not None:
-        outs = tl.load(tile_at(state_out, out_strides, batch, head, row, 1, E_PAD, 0), mask=(columns < E)[None, :], other=0.0)
+        outs = tl.load(
+            tile_at(state_out, out_strides, batch, head, row, 1, E_PAD, 0), mask=(columns < E)[None, :], other=0.0
+        )
         acc = _plus(acc, tl.exp(state - anchor).to(DTYPE)[:, None], unless_empty(outs, state))
     acc = unless_bad(acc, offsets, B)
     tl.store(rows_at(out, tl.program_id(0) + tl.arange(0, 1), E, E_PAD), acc, mask=(columns < E)[None, :])
@@ -294,7 +353,9 @@ def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
     mask = mask_bytes(key_padding_mask)
     runs, most_runs, slots = cut_keys(B, L, N, cu_seqlens is not None)
     at_once = runs == 1 and cu_seqlens is None
-    forward, block = _chosen(value.dtype, key.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32())
+    forward, block = _chosen(
+        value.dtype, key.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32()
+    )
     out_strides, lse_strides = state_strides(state_out, state_lse)
     with on_device(query):
         offsets = checked_offsets(cu_seqlens, N)
@@ -311,7 +372,14 @@ def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
             state_lse if at_once else None,
             out,
             lse,
-            (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride(), out_strides, lse_strides),
+            (
+                query.stride(),
+                key.stride(),
+                value.stride(),
+                (0, 0) if mask is None else mask.stride(),
+                out_strides,
+                lse_strides,
+            ),
             (B, H, L, N),
             (runs, most_runs),
             *units(scale),
@@ -360,7 +428,14 @@ _NO_STRIDES = ((0,) * 4, (0,) * 4)
 
 @chosen_once
 def _chosen(
-    dtype: torch.dtype, of_keys: torch.dtype, device: torch.device, D: int, E: int, queries: int, aligned: bool, tf32: bool
+    dtype: torch.dtype,
+    of_keys: torch.dtype,
+    device: torch.device,
+    D: int,
+    E: int,
+    queries: int,
+    aligned: bool,
+    tf32: bool,
 ) -> tuple[Kernel, int]:
     """`_forward` for values of `dtype`, and the number of queries in a block.
 
@@ -374,4 +449,8 @@ def _chosen(
 @cache
 def units(scale: float) -> tuple[float, float, float]:
     """The size of the scale, the largest power of two not above it in units of base 2, and its sign."""
-    return abs(scale) or 1.0, 2.0 ** math.floor(math.log2(abs(scale or 1.0) / math.log(2))), float((scale > 0) - (scale < 0))
+    return (
+        abs(scale) or 1.0,
+        2.0 ** math.floor(math.log2(abs(scale or 1.0) / math.log(2))),
+        float((scale > 0) - (scale < 0)),
+    )

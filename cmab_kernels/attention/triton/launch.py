@@ -10,7 +10,8 @@ from ...runtime.triton_launch import Products, allows_tf32, natural_alignment, t
 
 
 def _products(dtype: torch.dtype, fits: bool) -> Products:
-    """float32 is multiplied in tf32 if torch allows it, else as three tf32 products of parts, where these fit in registers."""
+    """float32 is multiplied in tf32 if torch allows it, else as three tf32 products of parts, where these fit in
+    registers."""
     if dtype != torch.float32:
         return Products(dtype, "ieee")
     return Products(dtype, "tf32" if allows_tf32() else "tf32x3" if fits else "ieee")
@@ -21,7 +22,8 @@ def forward_products(dtype: torch.dtype, width: int) -> Products:
 
 
 def backward_products(dtype: torch.dtype, width: int, device: torch.device) -> Products:
-    """float16 is multiplied in tf32, with 11 bits too and the range of float32: dS of 1e6 keys, or of a scaled loss, leaves float16's."""
+    """float16 is multiplied in tf32, with 11 bits too and the range of float32: dS of 1e6 keys, or of a scaled loss,
+    leaves float16's."""
     widest = 32 if has_little_shared_memory(device) else 64
     return Products(torch.float32, "tf32") if dtype == torch.float16 else _products(dtype, width <= widest)
 
@@ -38,8 +40,9 @@ class Tiles(NamedTuple):
         return self._replace(BLOCK_L=min(self.BLOCK_L, max(triton.next_power_of_2(queries), 16)))
 
 
-# By precision and widest head: the largest tiles that fit in registers and shared memory, as tests/attention/test_cubin.py sees it.
-# They do not depend on lengths, but a block is no larger than the queries need. Tuned sizes (cmab_kernels/runtime/tiles.json) precede them.
+# By precision and widest head: the largest tiles that fit in registers and shared memory, as
+# tests/attention/test_cubin.py sees it. They do not depend on lengths, but a block is no larger than the queries need.
+# Tuned sizes (cmab_kernels/runtime/tiles.json) precede them.
 _FORWARD = {
     "half": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 64, 8, 2)},
     "tf32": {32: Tiles(128, 64, 8, 2), 64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
@@ -60,8 +63,8 @@ _BACKWARD_KEYS = {
 }
 
 
-# Operands come from registers where Hopper's come from shared memory. Blackwell keeps products in tensor memory, of which a multiprocessor
-# has 512 columns.
+# Operands come from registers where Hopper's come from shared memory. Blackwell keeps products in tensor memory, of
+# which a multiprocessor has 512 columns.
 _FORWARD_IN_PARTS = {
     HOPPER[0]: {64: Tiles(128, 64, 8, 2)},
     BLACKWELL: {16: Tiles(128, 32, 4, 2), 32: Tiles(128, 64, 8, 2), 64: Tiles(64, 64, 8, 2)},
@@ -73,7 +76,12 @@ _AMPERE_IN_PARTS = {32: Tiles(128, 32, 4, 2), 64: Tiles(128, 32, 8, 2)}
 _WITH_LITTLE_SHARED_MEMORY = {
     "attention.forward": {"half": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)}},
     "attention.backward": {
-        "half": {16: Tiles(128, 128, 8, 2), 64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 1)},
+        "half": {
+            16: Tiles(128, 128, 8, 2),
+            64: Tiles(128, 64, 8, 2),
+            128: Tiles(128, 32, 8, 2),
+            256: Tiles(32, 32, 8, 1),
+        },
         "tf32": {16: Tiles(128, 32, 8, 2), 64: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 1)},
     },
     "attention.backward_keys": {"double": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 16, 8, 1), 256: Tiles(16, 8, 8, 1)}},
@@ -87,17 +95,35 @@ _AMPERE_BACKWARD_IN_PARTS = {32: Tiles(64, 64, 4, 1), 64: Tiles(32, 64, 4, 1)}
 _AMPERE_BACKWARD = _BACKWARD["tf32"] | {64: Tiles(128, 16, 8, 2)}
 
 
-# In place of "half" for keys wider than the half type of the values, whose tiles are larger and are multiplied in parts.
+# In place of "half" for keys wider than the half type of the values, whose tiles are larger and are multiplied in
+# parts.
 _WIDE_KEYS = {
-    "attention.forward": {32: Tiles(128, 64, 4, 2), 64: Tiles(128, 64, 8, 2), 128: Tiles(64, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
+    "attention.forward": {
+        32: Tiles(128, 64, 4, 2),
+        64: Tiles(128, 64, 8, 2),
+        128: Tiles(64, 32, 8, 1),
+        256: Tiles(32, 32, 8, 1),
+    },
     "attention.backward": {32: Tiles(128, 64, 8, 1), 64: Tiles(128, 32, 8, 1), 256: Tiles(32, 32, 8, 1)},
-    "attention.backward_keys": {32: Tiles(64, 32, 8, 1), 64: Tiles(64, 32, 4, 1), 128: Tiles(32, 32, 8, 1), 256: Tiles(32, 16, 8, 1)},
+    "attention.backward_keys": {
+        32: Tiles(64, 32, 8, 1),
+        64: Tiles(64, 32, 4, 1),
+        128: Tiles(32, 32, 8, 1),
+        256: Tiles(32, 16, 8, 1),
+    },
 }
-_WIDE_KEYS_ON_HOPPER = _WIDE_KEYS | {"attention.backward": {16: Tiles(128, 128, 8, 1), 64: Tiles(128, 64, 8, 1), 256: Tiles(32, 32, 8, 1)}}
+_WIDE_KEYS_ON_HOPPER = _WIDE_KEYS | {
+    "attention.backward": {16: Tiles(128, 128, 8, 1), 64: Tiles(128, 64, 8, 1), 256: Tiles(32, 32, 8, 1)}
+}
 
 
 def _tiles(
-    kernel: str, table: dict[str, dict[int, Tiles]], products: Products, device: torch.device, width: int, wide: bool = False
+    kernel: str,
+    table: dict[str, dict[int, Tiles]],
+    products: Products,
+    device: torch.device,
+    width: int,
+    wide: bool = False,
 ) -> Tiles:
     if wide:
         table = {products.kind: (_WIDE_KEYS_ON_HOPPER if capability_of(device)[0] == HOPPER[0] else _WIDE_KEYS)[kernel]}
@@ -116,18 +142,22 @@ def forward_tiles(products: Products, device: torch.device, width: int, queries:
 
 
 def backward_tiles(products: Products, device: torch.device, width: int, queries: int, wide: bool = False) -> Tiles:
-    """The tiles of `_backward`, or for float32 in parts `_backward_in_parts`, which hold a block of queries and read the keys."""
+    """The tiles of `_backward`, or for float32 in parts `_backward_in_parts`, which hold a block of queries and read
+    the keys."""
     generation = capability_of(device)[0]
     of_one = _AMPERE_BACKWARD if generation < HOPPER[0] else _BACKWARD["tf32"]
     in_parts = _BACKWARD_IN_PARTS.get(generation, _AMPERE_BACKWARD_IN_PARTS)
-    return _tiles("attention.backward", _BACKWARD | {"tf32": of_one, "tf32x3": in_parts}, products, device, width, wide).at_most(queries)
+    return _tiles(
+        "attention.backward", _BACKWARD | {"tf32": of_one, "tf32x3": in_parts}, products, device, width, wide
+    ).at_most(queries)
 
 
 _PIECES: dict[int, dict[int, int | None]] = {HOPPER[0]: {32: None, 64: 16}, BLACKWELL: {32: 16, 64: 32}}
 
 
 def piece_of_columns(device: torch.device, width: int) -> int | None:
-    """The columns that `_backward_in_parts` multiplies at a time, None for all: fewer where registers hold operands or their addresses."""
+    """The columns that `_backward_in_parts` multiplies at a time, None for all: fewer where registers hold operands or
+    their addresses."""
     pieces = _PIECES.get(capability_of(device)[0], {64: 16})
     return next(piece for widest, piece in pieces.items() if width <= widest)
 
@@ -141,7 +171,9 @@ WIDEST_BLOCK = 256
 """The most queries in a block."""
 
 
-def tile_alignment(dtype: torch.dtype, of_keys: torch.dtype, width: int, value_width: int, aligned: bool) -> tuple[int, int, int]:
+def tile_alignment(
+    dtype: torch.dtype, of_keys: torch.dtype, width: int, value_width: int, aligned: bool
+) -> tuple[int, int, int]:
     """What is known of the addresses of queries, keys, and values of `dtype`: see `alignment`."""
     if not aligned:
         return 0, 0, 0
@@ -152,7 +184,8 @@ def tile_alignment(dtype: torch.dtype, of_keys: torch.dtype, width: int, value_w
 def forward_constants(
     dtype: torch.dtype, device: torch.device, width: int, value_width: int, queries: int, wide: bool = False
 ) -> dict[str, Any]:
-    """The constants of `_forward`, but for what is known of the addresses; `wide` says whether keys are wider than values."""
+    """The constants of `_forward`, but for what is known of the addresses; `wide` says whether keys are wider than
+    values."""
     widest = max(width, value_width)
     products = forward_products(dtype, widest)
     return {
@@ -169,4 +202,9 @@ def forward_constants(
 def merge_constants(most_runs: int, value_width: int) -> dict[str, Any]:
     """The constants of `_merge`. Few numbers of runs are told apart, so that few programs are compiled."""
     most = next(number for number in (16, 64, 256) if most_runs <= number)
-    return {"E": value_width, "MOST": most, "CHUNK": min(most, max(2048 // triton.next_power_of_2(value_width), 8)), "num_warps": 4}
+    return {
+        "E": value_width,
+        "MOST": most,
+        "CHUNK": min(most, max(2048 // triton.next_power_of_2(value_width), 8)),
+        "num_warps": 4,
+    }

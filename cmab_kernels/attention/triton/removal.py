@@ -67,7 +67,11 @@ def attention_removal(inputs: Attention) -> tuple[Tensor, Tensor, Tensor]:
     query, state_out, state_lse = inputs.query, inputs.state_out, inputs.state_lse
     assert state_out is not None and state_lse is not None
     part_out, part_lse = attention_forward(inputs._replace(state_out=None, state_lse=None))
-    out, lse, reliable = torch.empty_like(part_out), torch.empty_like(part_lse), torch.empty_like(part_lse, dtype=torch.bool)
+    out, lse, reliable = (
+        torch.empty_like(part_out),
+        torch.empty_like(part_lse),
+        torch.empty_like(part_lse, dtype=torch.bool),
+    )
     eps, E = torch.finfo(out.dtype).eps, out.shape[-1]
     rows = max(512 // triton.next_power_of_2(E), 1)
     with on_device(query):

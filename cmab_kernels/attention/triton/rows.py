@@ -118,7 +118,13 @@ def load_rows(
     row = (tl.cast(batch, tl.int64) * H + head) * L + rows
     slopes = load_tile(rows_at(douts, row, E, E_PAD), inside, E)
     lows = tl.load(low + row, mask=inside, other=float("inf"))
-    return queries, slopes, tl.load(high + row, mask=inside, other=0.0), lows, tl.load(delta + row, mask=inside, other=0.0)
+    return (
+        queries,
+        slopes,
+        tl.load(high + row, mask=inside, other=0.0),
+        lows,
+        tl.load(delta + row, mask=inside, other=0.0),
+    )
 
 
 @kernel()
@@ -160,7 +166,14 @@ def _sum_runs(
 
 
 def row_terms(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, scale: float, operand: torch.dtype, sums: torch.dtype, block: int = 1
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    operand: torch.dtype,
+    sums: torch.dtype,
+    block: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (douts, high, low, delta) of `_row_terms`.
 
@@ -195,7 +208,12 @@ def row_terms(
 
 
 def sum_runs(
-    shares: Tensor, offsets: Tensor | None, dquery: Tensor, sizes: tuple[int, int, int, int], cut: tuple[int, int], scale: float
+    shares: Tensor,
+    offsets: Tensor | None,
+    dquery: Tensor,
+    sizes: tuple[int, int, int, int],
+    cut: tuple[int, int],
+    scale: float,
 ) -> None:
     """Fill dQ (B, H, L, D) with the sums of the shares (slots, H, L, D) of all runs."""
     B, H, L, D = dquery.shape

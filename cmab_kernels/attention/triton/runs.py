@@ -158,4 +158,6 @@ def cut_keys(batch: int, queries: int, keys: int, packed: bool) -> Cut:
         return Cut(runs, most_runs, batch * runs)
     runs = max(min(-(-keys // GRAIN.value), most_runs), 1)
     by_offset = batch + keys // GRAIN.value
-    return Cut(runs, most_runs, batch * runs) if batch * runs <= by_offset else Cut(BY_OFFSET.value, most_runs, by_offset)
+    return (
+        Cut(runs, most_runs, batch * runs) if batch * runs <= by_offset else Cut(BY_OFFSET.value, most_runs, by_offset)
+    )

@@ -1,4 +1,5 @@
-"""The demo `cmab`: a CMAB reads the 2 million pixels of a photograph in constant memory, beside torch's own attention."""
+"""The demo `cmab`: a CMAB reads the 2 million pixels of a photograph in constant memory, beside torch's own
+attention."""
 
 from __future__ import annotations
 
@@ -114,7 +115,10 @@ def _implementations(device: str) -> list[Explanation]:
 
 def _introduce(rows: list[Explanation], device: str, impl: str, total: int) -> None:
     """Print which computation starts, and on which machine."""
-    print(f"A CMAB ({c.LATENTS} latents, {c.HEADS} heads of {c.DIM // c.HEADS}) reads the {total:,} pixels of a photograph.")
+    print(
+        f"A CMAB ({c.LATENTS} latents, {c.HEADS} heads of {c.DIM // c.HEADS}) reads the {total:,} pixels of a "
+        "photograph."
+    )
     print(f"On {where(device, impl)}.")
     if impl == "reference":
         reasons = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)
@@ -122,7 +126,7 @@ def _introduce(rows: list[Explanation], device: str, impl: str, total: int) -> N
     print()
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 def _scan_all(counts: list[int], device: str, impl: str) -> list[Scan]:
@@ -130,7 +134,11 @@ def _scan_all(counts: list[int], device: str, impl: str) -> list[Scan]:
 
     scans = [Scan(count) for count in counts]
     steps = (1 + TIMING_STEPS) * (len(c.CONDITIONING) + len(c.ATTENTION))
-    with tqdm(total=steps * sum(map(_effort, counts)), leave=False, bar_format="{desc:<58}{percentage:3.0f}% |{bar:40}| {elapsed}") as bar:
+    with tqdm(
+        total=steps * sum(map(_effort, counts)),
+        leave=False,
+        bar_format="{desc:<58}{percentage:3.0f}% |{bar:40}| {elapsed}",
+    ) as bar:
         for scan in scans:
             _compare(scan, "conditioning", scan.conditioning, device, impl, bar)
             _compare(scan, "attention", scan.attention, device, impl, bar)
@@ -155,12 +163,15 @@ def _compare(scan: Scan, kind: str, figures: dict[str, Figures], device: str, im
     bar.set_description(f"{scan.count:,} pixels, time of {kind}")
     tasks = {name: prepare(name, scan.count, device, impl) for name in fitting}
     results: list[Tensor] = []
-    first = interleave({name: functools.partial(lambda task: results.extend(task()), task) for name, task in tasks.items()}, 1, device)
+    first = interleave(
+        {name: functools.partial(lambda task: results.extend(task()), task) for name, task in tasks.items()}, 1, device
+    )
     if len(results) > 1:
         scan.difference[kind] = _largest_difference(results)
         if not scan.difference[kind] < WRONG:
             raise RuntimeError(
-                f"{' and '.join(tasks)} differ by {scan.difference[kind]:.1e}: one is wrong, and a wrong result has no speed"
+                f"{' and '.join(tasks)} differ by {scan.difference[kind]:.1e}: one is wrong, and a wrong result has "
+                "no speed"
             )
     once = sum(sum(samples) for samples in first.values())
     more = interleave(tasks, min(20, max(2, int(SECONDS / once))) if tasks else 0, device)
@@ -186,7 +197,7 @@ def _largest_difference(results: list[Tensor]) -> float:
     return float((stacked.amax(0) - stacked.amin(0)).max()) if bool(stacked.isfinite().all()) else float("nan")
 
 
-# ---- printing --------------------------------------------------------------------------------------------------------------------------
+# ---- printing --------------------------------------------------------------------------------------------------------
 
 
 def _busy(scans: list[Scan]) -> str:
@@ -194,12 +205,18 @@ def _busy(scans: list[Scan]) -> str:
     unrest = max(scan.unrest for scan in scans)
     if unrest < BUSY:
         return ""
-    return f"The machine is busy: calls took up to {unrest:.1f} times as long as the best, which is shown. Run it again when it is quiet."
+    return (
+        f"The machine is busy: calls took up to {unrest:.1f} times as long as the best, which is shown. Run it "
+        "again when it is quiet."
+    )
 
 
 def _conditioning_table(scans: list[Scan]) -> Iterator[str]:
     """Yield the lines about the whole way from pixels to latents."""
-    yield "From pixels to latents: embed, project, attend, and the rest of the block. Time; peak memory beyond pixels and weights."
+    yield (
+        "From pixels to latents: embed, project, attend, and the rest of the block. Time; peak memory beyond pixels "
+        "and weights."
+    )
     yield from _table(scans, "conditioning", list(c.CONDITIONING))
 
 
@@ -246,7 +263,10 @@ def _streaming(count: int, device: str, impl: str) -> Iterator[str]:
     query, key, value = reader.project(pixel)
     whole = _latency(lambda: reader.block.update(reader.embed(pixel), reader.latents, state), device)
     alone = _latency(lambda: attention_state(query, key, value, state=state), device)
-    yield f"One more pixel after {count:,}: {readable(whole)} for the whole block, of which {readable(alone)} for the attention operator."
+    yield (
+        f"One more pixel after {count:,}: {readable(whole)} for the whole block, of which {readable(alone)} for the "
+        "attention operator."
+    )
 
 
 def _random_sizes(count: int) -> list[int]:

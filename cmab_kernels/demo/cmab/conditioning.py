@@ -97,7 +97,9 @@ class Reader:
         """Read all points with torch's module in place of the block's attention. The module also projects them."""
         cross = self.block.compress.cross_attention
         normed = cross.context_norm(self.embed(points))
-        attended, _ = self.torch_attention(cross.norm(self.block.latents).unsqueeze(0), normed, normed, need_weights=False)
+        attended, _ = self.torch_attention(
+            cross.norm(self.block.latents).unsqueeze(0), normed, normed, need_weights=False
+        )
         return self.finish(attended.unflatten(-1, (HEADS, -1)).transpose(1, 2))
 
     def finish(self, attended: Tensor) -> Tensor:
@@ -113,7 +115,12 @@ class Reader:
         return cross.heads(cross.query, cross.norm(self.block.latents)).unsqueeze(0)
 
 
-CMAB_NAME, SDPA_NAME, MULTIHEAD_NAME, OPERATOR_NAME = "CMAB", "scaled_dot_product_attention", "nn.MultiheadAttention", "latent_attention"
+CMAB_NAME, SDPA_NAME, MULTIHEAD_NAME, OPERATOR_NAME = (
+    "CMAB",
+    "scaled_dot_product_attention",
+    "nn.MultiheadAttention",
+    "latent_attention",
+)
 CONDITIONING: dict[str, Callable[[Reader, Tensor], Tensor]] = {
     CMAB_NAME: lambda reader, points: reader.stream(points)[0],
     SDPA_NAME: lambda reader, points: reader.at_once(points, F.scaled_dot_product_attention),

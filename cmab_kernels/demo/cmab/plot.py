@@ -43,21 +43,27 @@ def draw(scans: list[Scan], target: Path, where: str, warning: str = "") -> None
         photo.imshow(c.photograph().numpy())
         photo.set_title(f"{height * width:,} pixels")
         photo.axis("off")
-        _curves(memory, scans, lambda figures: figures.memory / 2**20, _mebibytes, "Peak memory beyond pixels and weights")
+        _curves(
+            memory, scans, lambda figures: figures.memory / 2**20, _mebibytes, "Peak memory beyond pixels and weights"
+        )
         _curves(time, scans, lambda figures: figures.seconds, readable, "Time")
         figure.supxlabel(where, fontsize=7, color="0.45", x=0.99, ha="right")
         figure.savefig(target, dpi=160)
         plt.close(figure)
 
 
-def _curves(axes: Any, scans: list[Scan], figure_of: Callable[[Figures], float], told: Callable[[float], str], title: str) -> None:
+def _curves(
+    axes: Any, scans: list[Scan], figure_of: Callable[[Figures], float], told: Callable[[float], str], title: str
+) -> None:
     """Draw one curve for each method on logarithmic axes, with its name and its last figure at the end of the curve."""
     ends = {}
     for name, colour in COLOURS.items():
         measured = [(scan.count, figure_of(scan.conditioning[name])) for scan in scans if name in scan.conditioning]
         if measured:
             counts, figures = zip(*measured, strict=True)
-            axes.plot(counts, figures, color=colour, marker="o", markersize=4, linewidth=2.4 if name == c.CMAB_NAME else 1.4)
+            axes.plot(
+                counts, figures, color=colour, marker="o", markersize=4, linewidth=2.4 if name == c.CMAB_NAME else 1.4
+            )
             ends[name] = (counts[-1], figures[-1])
     axes.set(xscale="log", yscale="log", title=title, xlabel="pixels")
     axes.minorticks_off()
@@ -95,7 +101,15 @@ def _name_ends(axes: Any, ends: dict[str, tuple[int, float]], told: Callable[[fl
         text = f"{LABELS[name]}\n{told(end[1])}"
         weight = "bold" if name == c.CMAB_NAME else "normal"
         axes.text(
-            x + 0.03, height, text, transform=axes.transAxes, color=COLOURS[name], va="center", fontsize=8, weight=weight, linespacing=1.15
+            x + 0.03,
+            height,
+            text,
+            transform=axes.transAxes,
+            color=COLOURS[name],
+            va="center",
+            fontsize=8,
+            weight=weight,
+            linespacing=1.15,
         )
 
 

@@ -24,7 +24,10 @@ def run(output: str) -> None:
     rows = explain("intention", *3 * [torch.empty(1, 1, 1, digits.WIDTH)])
     impl = next(row.impl for row in rows if row.usable)
     with use_impl(impl), torch.no_grad():
-        print(f"Intention (cmab_kernels' {impl} implementation, torch {torch.__version__}) beside attention over the same examples.\n")
+        print(
+            f"Intention (cmab_kernels' {impl} implementation, torch {torch.__version__}) beside attention over the "
+            "same examples.\n"
+        )
         lessons, outcomes = _learn()
         for line in _digit_lines(lessons, outcomes):
             print(line)
@@ -55,7 +58,10 @@ def _learn() -> tuple[digits.Lessons, list[digits.Outcome]]:
 def _digit_lines(lessons: digits.Lessons, outcomes: list[digits.Outcome]) -> Iterator[str]:
     """Yield the lines of the table of the digits."""
     draws, images = lessons.query.shape
-    yield f"Ten classes of digits from {digits.SHOTS} examples each: {draws} draws of examples, each tested on {images} other images."
+    yield (
+        f"Ten classes of digits from {digits.SHOTS} examples each: {draws} draws of examples, each tested on "
+        f"{images} other images."
+    )
     yield f"Settings are the best of a grid in {digits.TRIALS} draws from images that the test does not see."
     yield f"{'':<34}{'accuracy':>16}   setting"
     for one in outcomes:
@@ -65,8 +71,14 @@ def _digit_lines(lessons: digits.Lessons, outcomes: list[digits.Outcome]) -> Ite
 
 def _cloud_lines(clouds: list[cloud.Comparison]) -> Iterator[str]:
     """Yield the lines of the table of the point cloud, with a column for each noise."""
-    yield f"A cloud of {cloud.POINTS:,} points rotated, scaled and shifted, learnt from {cloud.PAIRS} pairs: root mean square error"
-    yield f"as a share of the cloud's radius, median of {cloud.DRAWS} draws of pairs. Attention's temperature is the best for the answer."
+    yield (
+        f"A cloud of {cloud.POINTS:,} points rotated, scaled and shifted, learnt from {cloud.PAIRS} pairs: root "
+        "mean square error"
+    )
+    yield (
+        f"as a share of the cloud's radius, median of {cloud.DRAWS} draws of pairs. Attention's temperature is the "
+        "best for the answer."
+    )
     yield f"{'':<34}" + "".join(f"{_noise(comparison.noise):>20}" for comparison in clouds)
     for name in cloud.METHODS:
         yield f"{name:<34}" + "".join(f"{comparison.errors[name]:>20.1e}" for comparison in clouds)

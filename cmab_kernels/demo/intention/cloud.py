@@ -37,7 +37,9 @@ def source() -> Tensor:
 
     rows, columns = torch.from_numpy(~data.horse()).nonzero(as_tuple=True)
     few = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:POINTS]
-    points = torch.stack([columns[few], -rows[few]], dim=-1) + torch.rand(POINTS, 2, generator=torch.Generator().manual_seed(1))
+    points = torch.stack([columns[few], -rows[few]], dim=-1) + torch.rand(
+        POINTS, 2, generator=torch.Generator().manual_seed(1)
+    )
     points = points.double() - points.double().mean(0)
     return points / points.square().sum(-1).mean().sqrt()
 
@@ -68,7 +70,9 @@ def measure(noise: float) -> Comparison:
     """
     random = torch.Generator().manual_seed(2)
     pairs = torch.stack([torch.randperm(POINTS, generator=random)[:PAIRS] for _ in range(DRAWS)])
-    given = target()[pairs] + noise * SCALE * torch.randn(DRAWS, PAIRS, 2, generator=random, dtype=torch.float64) / 2**0.5
+    given = (
+        target()[pairs] + noise * SCALE * torch.randn(DRAWS, PAIRS, 2, generator=random, dtype=torch.float64) / 2**0.5
+    )
     by_temperature = [by_attention(source()[pairs], given, temperature) for temperature in TEMPERATURES]
     predicted = {
         INTENTION: by_intention(source()[pairs], given),
@@ -113,7 +117,9 @@ def by_least_squares(points: Tensor, targets: Tensor) -> Tensor:
 
     query = _with_column(source(), torch.ones(POINTS)).numpy()
     pairs = zip(_with_column(points, torch.ones(points.shape[:2])).numpy(), targets.numpy(), strict=True)
-    return torch.stack([torch.from_numpy(query @ np.linalg.lstsq(known, wanted, rcond=None)[0]) for known, wanted in pairs])
+    return torch.stack(
+        [torch.from_numpy(query @ np.linalg.lstsq(known, wanted, rcond=None)[0]) for known, wanted in pairs]
+    )
 
 
 def _with_column(points: Tensor, column: Tensor) -> Tensor:

@@ -57,10 +57,11 @@ def draw(count: int, half: int) -> Lessons:
     return Lessons(torch.stack(supports), torch.stack(queries))
 
 
-# ---- learners: (examples, classes, queries, setting) -> classes of the queries -------------------------------------------------------
+# ---- learners: (examples, classes, queries, setting) -> classes of the queries ---------------------------------------
 
 Predict = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""A learner's function: examples (draws, 50, 64), their classes, images (draws, M, 64) and a setting -> classes (draws, M)."""
+"""A learner's function: examples (draws, 50, 64), their classes, images (draws, M, 64) and a setting -> classes (draws,
+M)."""
 
 
 def by_intention(support: Tensor, classes: Tensor, query: Tensor, alpha: float) -> Tensor:
@@ -142,13 +143,17 @@ GAMMAS = (0.05, 0.1, 0.2, 0.4)
 KERNEL, LINEAR, ATTENTION = "Intention, kernel features", "Intention", "attention, cosine"
 LEARNERS: dict[str, Learner] = {
     LINEAR: Learner(by_intention, PENALTIES, "alpha {}"),
-    KERNEL: Learner(by_kernel_intention, [(gamma, alpha) for gamma in GAMMAS for alpha in (0.01, 0.1, 1.0)], "gamma {}, alpha {}"),
+    KERNEL: Learner(
+        by_kernel_intention, [(gamma, alpha) for gamma in GAMMAS for alpha in (0.01, 0.1, 1.0)], "gamma {}, alpha {}"
+    ),
     ATTENTION: Learner(by_attention, [0.01, 0.02, 0.03, 0.05, 0.1, 0.2], "temperature {}"),
     "scikit-learn, RidgeClassifier": Learner(by_scikit_learn(_ridge), PENALTIES, "alpha {}"),
     "scikit-learn, LDA": Learner(by_scikit_learn(_discriminant), [0.1, 0.3, 0.5, 0.7, 0.9], "shrinkage {}"),
     "scikit-learn, nearest neighbours": Learner(by_scikit_learn(_neighbours), [1, 3, 5], "{} of them"),
     "scikit-learn, SVC": Learner(
-        by_scikit_learn(_support_vectors), [(gamma, penalty) for gamma in GAMMAS for penalty in (1.0, 10.0, 100.0)], "gamma {}, C {}"
+        by_scikit_learn(_support_vectors),
+        [(gamma, penalty) for gamma in GAMMAS for penalty in (1.0, 10.0, 100.0)],
+        "gamma {}, C {}",
     ),
 }
 

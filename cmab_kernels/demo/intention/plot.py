@@ -34,7 +34,7 @@ def draw(lessons: digits.Lessons, outcomes: list[digits.Outcome], comparison: cl
         plt.close(figure)
 
 
-# ---- digits ----------------------------------------------------------------------------------------------------------------------------
+# ---- digits ----------------------------------------------------------------------------------------------------------
 
 
 def _digits(axes: Any, lessons: digits.Lessons, learner: digits.Outcome) -> None:
@@ -43,7 +43,11 @@ def _digits(axes: Any, lessons: digits.Lessons, learner: digits.Outcome) -> None
     Below them, draw an unseen image of each class with its predicted class.
     """
     pixels, classes = digits.images()
-    support, query, predicted = lessons.support[0].view(digits.CLASSES, digits.SHOTS), lessons.query[0], learner.predicted[0]
+    support, query, predicted = (
+        lessons.support[0].view(digits.CLASSES, digits.SHOTS),
+        lessons.query[0],
+        learner.predicted[0],
+    )
     below = digits.SHOTS + 0.9
     for column in range(digits.CLASSES):
         for row in range(digits.SHOTS):
@@ -75,13 +79,17 @@ def _bars(axes: Any, outcomes: list[digits.Outcome], draws: int) -> None:
         axes.text(1.5, place, one.name, va="center", **named)
         axes.text(percent + 1, place, f"{percent:.1f} %", va="center", color=INK)
     spread = max(100 * one.error for one in outcomes)
-    axes.set(xlim=(0, 100), yticks=[], title=f"Unseen digits recognised, mean of {draws} draws of examples (standard error {spread:.1f} %)")
+    axes.set(
+        xlim=(0, 100),
+        yticks=[],
+        title=f"Unseen digits recognised, mean of {draws} draws of examples (standard error {spread:.1f} %)",
+    )
     axes.invert_yaxis()
     axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_formatter("{x:g} %")
 
 
-# ---- the cloud -------------------------------------------------------------------------------------------------------------------------
+# ---- the cloud -------------------------------------------------------------------------------------------------------
 
 
 def _clouds(panels: Any, comparison: cloud.Comparison) -> None:
@@ -107,7 +115,9 @@ def _cloud(axes: Any, points: Tensor, marked: Tensor, colour: str) -> None:
     axes.scatter(*points.T.numpy(), s=5, c=cloud.source()[:, 0].numpy(), cmap="cividis", linewidths=0)
     for number, (x, y) in enumerate(marked.tolist(), start=1):
         axes.scatter(x, y, s=130, facecolor="white", edgecolor=colour, linewidth=1.4, zorder=3)
-        axes.text(x, y, str(number), ha="center", va="center_baseline", fontsize=8, weight="bold", color=colour, zorder=4)
+        axes.text(
+            x, y, str(number), ha="center", va="center_baseline", fontsize=8, weight="bold", color=colour, zorder=4
+        )
 
 
 def _share(error: float) -> str:

@@ -16,7 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...measure import readable, seconds
-from ...nystrom import continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
+from ...nystrom import (
+    continual_attention_init,
+    continual_attention_step,
+    continual_nystrom_init,
+    continual_nystrom_step,
+)
 from ...nystrom.costs import cost_table, executed_on_average, paper_operations
 from ...runtime.backends import Explanation, explain, use_impl
 from ...runtime.checks import mismatch
@@ -144,7 +149,10 @@ def _introduce(window: int) -> str:
     rows: list[Explanation] = explain("continual_nystrom_step", *(part[:, :, :1] for part in t.stream()))
     impl = next(row.impl for row in rows if row.usable)
     count, size = t.stream().key.shape[2], f"{t.PATCH} x {t.PATCH}"
-    print(f"The {count:,} patches ({size} pixels) of a noisy photograph arrive one by one. Each attends to those of the newest {window:,}")
+    print(
+        f"The {count:,} patches ({size} pixels) of a noisy photograph arrive one by one. Each attends to those of the "
+        f"newest {window:,}"
+    )
     print("that look like it, and becomes their mean, in which the noise is less (non-local means).")
     print(f"On {where('cpu', impl)}.")
     if impl == "reference":
@@ -154,7 +162,7 @@ def _introduce(window: int) -> str:
     return impl
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 def _measure(window: int, landmarks: int, impl: str) -> Run:
@@ -201,9 +209,14 @@ def _row(measured: Run, first: int, last: int) -> None:
     recomputed: list[Tensor] = []
     measured.full.append(seconds(lambda: recomputed.append(F.scaled_dot_product_attention(*seen, scale=1.0))))
     newest = recomputed[0][0, 0, -1]
-    exact_error, full_error = measured.streams[EXACT].errors[-1], float((newest - expected[-1]).norm() / expected[-1].norm())
+    exact_error, full_error = (
+        measured.streams[EXACT].errors[-1],
+        float((newest - expected[-1]).norm() / expected[-1].norm()),
+    )
     if not max(exact_error, full_error) < WRONG:
-        raise RuntimeError(f"exact attention is off by {exact_error:.1e}, torch's by {full_error:.1e}: a wrong result has no speed")
+        raise RuntimeError(
+            f"exact attention is off by {exact_error:.1e}, torch's by {full_error:.1e}: a wrong result has no speed"
+        )
 
 
 def _live(measured: Run, row: int) -> str:
@@ -218,18 +231,24 @@ def _first_word(name: str) -> str:
     return name.replace(",", "").split(" ")[0]
 
 
-# ---- printing --------------------------------------------------------------------------------------------------------------------------
+# ---- printing --------------------------------------------------------------------------------------------------------
 
 
 def _lines(measured: Run) -> Iterator[str]:
     """Yield the lines of the table of the run and of the table of costs."""
     n, m, tokens = measured.window, measured.landmarks, measured.rows * t.columns()
-    yield f"{tokens:,} steps over a window of n = {n:,} patches, m = {m} landmarks, one head {t.WIDTH} wide. Medians over rows of patches:"
+    yield (
+        f"{tokens:,} steps over a window of n = {n:,} patches, m = {m} landmarks, one head {t.WIDTH} wide. Medians "
+        "over rows of patches:"
+    )
     yield f"{'':<22}{'step':>10}{'of full':>14}{'operations: paper':>20}{'executed':>14}{'error':>12}{'photograph':>14}"
     for name in SCHEMES:
         yield _line(measured, name)
     yield f"{'as it arrives':<22}{measured.decibels(t.to_patches(t.noisy())):>81.1f} dB"
-    yield f"Full is torch's scaled_dot_product_attention of all {n:,} queries; errors are relative to its result in float64."
+    yield (
+        f"Full is torch's scaled_dot_product_attention of all {n:,} queries; errors are relative to its result in "
+        "float64."
+    )
     yield f"Fixed landmarks were learnt from {len(t.TRAINING)} other photographs, by k-means."
     yield ""
     yield "Costs of a step for one head, on average:"

@@ -1,4 +1,5 @@
-"""The picture of the demo `stream`: the noisy photograph and its window, each method's result, and the cost of a step."""
+"""The picture of the demo `stream`: the noisy photograph and its window, each method's result, and the cost of a
+step."""
 
 from __future__ import annotations
 
@@ -19,9 +20,21 @@ from . import tokens as t
 if TYPE_CHECKING:
     from . import Run
 
-COLOURS = {CONTINUAL: "#0072B2", FIXED: "#009E73", EXACT: "#D55E00", FULL: "#555555"}  # colour-blind people can tell them apart
-NAMES = {EXACT: "Exact attention", CONTINUAL: "Nyström attention, continual landmarks", FIXED: "Nyström attention, fixed landmarks"}
-PHOTOGRAPHS, FIGURES = (("arrives", EXACT), (CONTINUAL, FIXED)), [name for name in ("errors", "times", "operations") for _ in range(2)]
+COLOURS = {
+    CONTINUAL: "#0072B2",
+    FIXED: "#009E73",
+    EXACT: "#D55E00",
+    FULL: "#555555",
+}  # colour-blind people can tell them apart
+NAMES = {
+    EXACT: "Exact attention",
+    CONTINUAL: "Nyström attention, continual landmarks",
+    FIXED: "Nyström attention, fixed landmarks",
+}
+PHOTOGRAPHS, FIGURES = (
+    (("arrives", EXACT), (CONTINUAL, FIXED)),
+    [name for name in ("errors", "times", "operations") for _ in range(2)],
+)
 """The layout: two columns of two photographs, and a column of three charts."""
 
 WINDOW = "#CC0066"
@@ -44,9 +57,15 @@ def draw(measured: Run, target: Path, where: str) -> None:
         figure: Any = plt.figure(figsize=(15, 7.6))
         figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.06)
         size = f"{t.PATCH} x {t.PATCH}"
-        told = f"Each patch of {size} pixels attends to those of the newest {measured.window:,} that look like it, and becomes their mean"
+        told = (
+            f"Each patch of {size} pixels attends to those of the newest {measured.window:,} that look like it, "
+            "and becomes their mean"
+        )
         figure.suptitle(f"{told}: the noise goes", x=0.005, ha="left", fontsize=12, weight="bold")
-        rows = [[*photographs, figures] for photographs, figures in zip(3 * [PHOTOGRAPHS[0]] + 3 * [PHOTOGRAPHS[1]], FIGURES, strict=True)]
+        rows = [
+            [*photographs, figures]
+            for photographs, figures in zip(3 * [PHOTOGRAPHS[0]] + 3 * [PHOTOGRAPHS[1]], FIGURES, strict=True)
+        ]
         axes = figure.subplot_mosaic(rows, width_ratios=(1.3, 1.3, 1))
         _arriving(axes["arrives"], measured)
         for name in (EXACT, CONTINUAL, FIXED):
@@ -59,7 +78,7 @@ def draw(measured: Run, target: Path, where: str) -> None:
         plt.close(figure)
 
 
-# ---- photographs -----------------------------------------------------------------------------------------------------------------------
+# ---- photographs -----------------------------------------------------------------------------------------------------
 
 
 def _arriving(axes: Any, measured: Run) -> None:
@@ -69,7 +88,13 @@ def _arriving(axes: Any, measured: Run) -> None:
     _show(axes, _paled(t.noisy(), edge), f"A noisy photograph arrives: {measured.decibels(_noisy_patches()):.1f} dB")
     axes.axhspan(edge - height, edge, facecolor="none", edgecolor=WINDOW, linewidth=1.6)
     axes.text(
-        t.columns() * t.PATCH / 2, edge + 8, f"the window, {measured.window:,} patches", color=WINDOW, weight="bold", ha="center", va="top"
+        t.columns() * t.PATCH / 2,
+        edge + 8,
+        f"the window, {measured.window:,} patches",
+        color=WINDOW,
+        weight="bold",
+        ha="center",
+        va="top",
     )
 
 
@@ -100,7 +125,7 @@ def _paled(pixels: Tensor, edge: int) -> Tensor:
     return torch.where(rows < edge, pixels.clamp(0, 1), 1 - PALE * (1 - pixels.clamp(0, 1)))
 
 
-# ---- figures ---------------------------------------------------------------------------------------------------------------------------
+# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def _errors(axes: Any, measured: Run) -> None:

@@ -33,7 +33,8 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
     """(A + alpha I)^-1 B for many symmetric positive (semi-)definite matrices at once, by Cholesky.
 
     Args:
-        gram: (..., D, D), symmetric: only the lower triangle is read. float64, float32, bfloat16 or float16 (solved in float32).
+        gram: (..., D, D), symmetric: only the lower triangle is read. float64, float32, bfloat16 or float16 (solved in
+            float32).
         rhs: (..., D, E), the same leading dimensions and dtype.
         alpha: >= 0, a number or a tensor that broadcasts to the leading dimensions. A negative number, or a negative
             element of a tensor on a CPU, is a `ValueError`. Elements of a tensor on a GPU are not read, so that the
@@ -50,7 +51,8 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
         RuntimeError: `impl` cannot run here.
 
     >>> a = torch.randn(3, 4, 4, dtype=torch.float64)
-    >>> weight, info = cmab_kernels.regularised_solve(a @ a.mT, torch.eye(4, dtype=torch.float64).expand(3, -1, -1), 0.5)
+    >>> targets = torch.eye(4, dtype=torch.float64).expand(3, -1, -1)
+    >>> weight, info = cmab_kernels.regularised_solve(a @ a.mT, targets, 0.5)
     >>> torch.allclose((a @ a.mT + 0.5 * torch.eye(4)) @ weight, torch.eye(4, dtype=torch.float64)), info.tolist()
     (True, [0, 0, 0])
     """
@@ -68,7 +70,8 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
 
 
 def regularised_inverse(gram: Tensor, alpha: float | Tensor, *, impl: str = "auto") -> Tensor:
-    """(A + alpha I)^-1, (..., D, D), arguments as in `regularised_solve`; NaN where A + alpha I is not positive definite.
+    """(A + alpha I)^-1, (..., D, D), arguments as in `regularised_solve`; NaN where A + alpha I is not positive
+    definite.
 
     To solve a system, use `regularised_solve`: it is as fast and more accurate. This function is for uses of the
     elements of the inverse, such as variances.
@@ -88,7 +91,9 @@ def _check_square(gram: Tensor) -> None:
         raise ValueError(mismatch("gram", f"shape {tuple(gram.shape)}", "(..., D, D) with D >= 1"))
 
 
-def penalty_of(alpha: float | Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+def penalty_of(
+    alpha: float | Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """alpha as a tensor of `shape` and `dtype`. Raise if type, shape or device is wrong, or alpha is a negative number.
 
     The operators check the elements of a tensor for negative numbers.
@@ -115,9 +120,12 @@ def _float(number: Real) -> float:
 
 
 def solve_heads(gram: Tensor, rhs: Tensor, penalty: Tensor, impl: str) -> RidgeSolution:
-    """(A + alpha I)^-1 B and its info, for gram (..., D, D), rhs (..., D, E) and penalty (...), all float64 or all float32."""
+    """(A + alpha I)^-1 B and its info, for gram (..., D, D), rhs (..., D, E) and penalty (...), all float64 or all
+    float32."""
     if gram.dim() == 3:
-        return RidgeSolution(*regularised_solve_op(RegularisedSolve(gram, rhs, penalty, choose("intention.solve", impl, gram, rhs))))
+        return RidgeSolution(
+            *regularised_solve_op(RegularisedSolve(gram, rhs, penalty, choose("intention.solve", impl, gram, rhs)))
+        )
     systems, (width, columns) = penalty.numel(), rhs.shape[-2:]
     gram, flat_rhs = gram.reshape(systems, width, width), rhs.reshape(systems, width, columns)
     chosen = choose("intention.solve", impl, gram, flat_rhs)

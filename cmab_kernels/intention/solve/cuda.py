@@ -17,7 +17,9 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
         return f"no CUDA kernel for {gram.dtype}"
     if gram.shape[-1] > MAX_WIDTH:
         return f"its systems have at most {MAX_WIDTH} unknowns, and gram is {gram.shape[-1]} wide"
-    return gpu_problem(gram.device.index, "solve_shared_bytes", gram.shape[-1], rhs.shape[-1], gram.dtype == torch.float64)
+    return gpu_problem(
+        gram.device.index, "solve_shared_bytes", gram.shape[-1], rhs.shape[-1], gram.dtype == torch.float64
+    )
 
 
 MOST_FOR_TRITON = 64

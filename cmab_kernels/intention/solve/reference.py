@@ -52,10 +52,12 @@ def _mirrored(gram: Tensor) -> Tensor:
 
 
 def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """(A + alpha I)^-1 B and info, for A (..., D, D), B (..., D, E) and alpha (...), by Cholesky from the lower triangle of A.
+    """(A + alpha I)^-1 B and info, for A (..., D, D), B (..., D, E) and alpha (...), by Cholesky from the lower
+    triangle of A.
 
-    info: `INFO_NOT_POSITIVE_DEFINITE` where the factorisation fails or alpha is negative (the solution is NaN), `INFO_ILL_CONDITIONED`
-    where the condition number in the 1-norm, times eps, exceeds `ILL_CONDITIONED` (at most two digits are left), else `INFO_SOUND`.
+    info: `INFO_NOT_POSITIVE_DEFINITE` where the factorisation fails or alpha is negative (the solution is NaN),
+    `INFO_ILL_CONDITIONED` where the condition number in the 1-norm, times eps, exceeds `ILL_CONDITIONED` (at most two
+    digits are left), else `INFO_SOUND`.
     """
     alpha = alpha.masked_fill(alpha < 0, torch.nan)
     one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
@@ -66,7 +68,10 @@ def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tup
     # Not `cholesky_solve`: `vmap` removes a dimension of rhs, and its forward mode may then take the matrices for a
     # batch of vectors.
     halfway = torch.linalg.solve_triangular(factor, rhs, upper=False)
-    solution = torch.linalg.solve_triangular(factor.mT, halfway, upper=True).masked_fill(failed[..., None, None], torch.nan)
+    solution = torch.linalg.solve_triangular(factor.mT, halfway, upper=True)
+    solution = solution.masked_fill(failed[..., None, None], torch.nan)
     condition = matrix.detach().abs().sum(-2).amax(-1) * torch.cholesky_inverse(factor.detach()).abs().sum(-2).amax(-1)
     doubtful = ~(condition * torch.finfo(gram.dtype).eps <= ILL_CONDITIONED)
-    return solution, torch.where(failed, INFO_NOT_POSITIVE_DEFINITE, torch.where(doubtful, INFO_ILL_CONDITIONED, INFO_SOUND)).int()
+    return solution, torch.where(
+        failed, INFO_NOT_POSITIVE_DEFINITE, torch.where(doubtful, INFO_ILL_CONDITIONED, INFO_SOUND)
+    ).int()

@@ -69,7 +69,10 @@ regularised_solve_op = Operator(
     "regularised_solve",
     RegularisedSolve,
     ("weight", "info"),
-    shapes=lambda inputs: (inputs.rhs.new_empty(inputs.rhs.shape), inputs.rhs.new_empty(inputs.rhs.shape[:1], dtype=torch.int32)),
+    shapes=lambda inputs: (
+        inputs.rhs.new_empty(inputs.rhs.shape),
+        inputs.rhs.new_empty(inputs.rhs.shape[:1], dtype=torch.int32),
+    ),
     operations=lambda inputs: solve_operations(*inputs.rhs),
     backward=_backward_of_solve,
     keeps=("gram", "alpha", "weight"),

@@ -13,4 +13,12 @@ from .prefix import prefix_ridge, prefix_ridge_backward
 from .rows import apply_rows, gram_backward
 from .sums import gram, ridge_update
 
-__all__ = ["apply_rows", "gram", "gram_backward", "prefix_ridge", "prefix_ridge_backward", "ridge_update", "unsupported"]
+__all__ = [
+    "apply_rows",
+    "gram",
+    "gram_backward",
+    "prefix_ridge",
+    "prefix_ridge_backward",
+    "ridge_update",
+    "unsupported",
+]

@@ -16,7 +16,8 @@ MOST_PROGRAMS = 256
 
 
 def gram_products(dtype: torch.dtype, exact: bool, weighted: bool) -> Products:
-    """float32, and half precision with weights, is multiplied in tf32 if torch allows it, else as six bfloat16 products, as accurate."""
+    """float32, and half precision with weights, is multiplied in tf32 if torch allows it, else as six bfloat16
+    products, as accurate."""
     if exact or dtype == torch.float64:
         return Products(torch.float64, "ieee")
     if dtype == torch.float32 or weighted:
@@ -33,7 +34,8 @@ class Cut(NamedTuple):
 
 @lru_cache(1024)
 def cut_keys(keys: int, width: int, programs: int) -> Cut:
-    """How to cut the keys if a run takes `programs`. The sums of a full run take at most a quarter of its keys and values in float32."""
+    """How to cut the keys if a run takes `programs`. The sums of a full run take at most a quarter of its keys and
+    values in float32."""
     length = int(run_length.fn(keys, max(MOST_PROGRAMS // programs, 1), grain=1024 * max(width // 64, 1)))
     return Cut(max(-(-keys // length), 1), length)
 
@@ -54,8 +56,8 @@ class GramTiles(NamedTuple):
     num_stages: int
 
 
-# By precision and widest tile: what fits in registers and shared memory, which tests/intention/test_cubin.py checks. Tuned sizes
-# (cmab_kernels/runtime/tiles.json) precede them.
+# By precision and widest tile: what fits in registers and shared memory, which tests/intention/test_cubin.py checks.
+# Tuned sizes (cmab_kernels/runtime/tiles.json) precede them.
 _GRAM = {
     "half": {16: (128, 16, 2, 3), 32: (64, 16, 4, 3), 64: (64, 16, 4, 4)},
     "tf32": {16: (64, 16, 2, 3), 32: (32, 16, 4, 3), 64: (64, 16, 8, 3)},
@@ -65,7 +67,8 @@ _GRAM = {
 
 
 def _has_wgmma(device: torch.device) -> bool:
-    """Whether the GPU has Hopper's matrix instructions: their operands stay in shared memory, which makes tiles of 64 columns pay."""
+    """Whether the GPU has Hopper's matrix instructions: their operands stay in shared memory, which makes tiles of 64
+    columns pay."""
     return capability_of(device)[0] == HOPPER[0]
 
 
@@ -86,7 +89,8 @@ ROWS = 512
 
 
 def row_products(dtype: torch.dtype, exact: bool) -> Products:
-    """Half-precision rows times a float32 matrix are multiplied in tf32, which holds the rows exactly and 11 bits of the matrix."""
+    """Half-precision rows times a float32 matrix are multiplied in tf32, which holds the rows exactly and 11 bits of
+    the matrix."""
     if exact or dtype == torch.float64:
         return Products(torch.float64, "ieee")
     return Products(torch.float32, "tf32" if dtype != torch.float32 or allows_tf32() else "bf16x6")
@@ -116,7 +120,11 @@ _APPLY = {
 
 
 def _row_tiles(
-    kernel: str, table: dict[str, dict[int, tuple[int, int, int, int]]], products: Products, device: torch.device, *widths: int
+    kernel: str,
+    table: dict[str, dict[int, tuple[int, int, int, int]]],
+    products: Products,
+    device: torch.device,
+    *widths: int,
 ) -> RowTiles:
     chosen = tuned(kernel, device, products.kind, max(widths))
     most, *rest = chosen or next(row for widest, row in table[products.kind].items() if max(widths) <= widest)

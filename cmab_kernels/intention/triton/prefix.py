@@ -38,14 +38,23 @@ ROWS = 16
 def _place(runs, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """Return (head of a batch element, run, row and column of a tile) of a program."""
     tile = tl.program_id(0) % (DOWN * ACROSS)
-    return tl.program_id(0) // (DOWN * ACROSS) // runs, tl.program_id(0) // (DOWN * ACROSS) % runs, tile // ACROSS, tile % ACROSS
+    return (
+        tl.program_id(0) // (DOWN * ACROSS) // runs,
+        tl.program_id(0) // (DOWN * ACROSS) % runs,
+        tile // ACROSS,
+        tile % ACROSS,
+    )
 
 
 @triton.jit
-def _tile_of(matrices, number, row, column, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile_of(
+    matrices, number, row, column, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Return (pointers to, elements inside) a tile of each of some numbered contiguous (D, E) matrices."""
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    offsets = number.to(tl.int64)[:, None, None] * (D * E) + (rows.to(tl.int64)[:, None] * E + columns[None, :])[None, :, :]
+    offsets = (
+        number.to(tl.int64)[:, None, None] * (D * E) + (rows.to(tl.int64)[:, None] * E + columns[None, :])[None, :, :]
+    )
     return matrices + offsets, ((rows < D)[:, None] & (columns < E)[None, :])[None, :, :]
 
 
@@ -64,7 +73,9 @@ def _kept(mask, strides, batch, at, last):
     """Whether each key takes part; keys from `last` on do not."""
     keep = at < last
     if mask is not None:
-        keep &= tl.load(mask + (batch.to(tl.int64) * strides[0] + at.to(tl.int64) * strides[1]), mask=keep, other=1) == 0
+        keep &= (
+            tl.load(mask + (batch.to(tl.int64) * strides[0] + at.to(tl.int64) * strides[1]), mask=keep, other=1) == 0
+        )
     return keep
 
 
@@ -73,7 +84,9 @@ def _rows(rows, strides, batch, head, at, keep, column, WIDTH: tl.constexpr, TIL
     """The rows of these keys in float64, from a column on."""
     start = rows + (batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1])
     columns = (column + tl.arange(0, TILE)).to(tl.int64) * strides[3]
-    return load_tile(start + (at.to(tl.int64)[:, None] * strides[2] + columns[None, :]), keep, WIDTH, column).to(tl.float64)
+    return load_tile(start + (at.to(tl.int64)[:, None] * strides[2] + columns[None, :]), keep, WIDTH, column).to(
+        tl.float64
+    )
 
 
 @kernel("key", "other", "weights", "mask", "base")
@@ -112,7 +125,9 @@ def _prefix_sums(
         right = _rows(other, other_strides, batch, head, at, keep, column, E, TILE_E)
         terms = left[:, :, None] * right[:, None, :]  # unweighted, so that the sum of keys is symmetric to the last bit
         if weights is not None:
-            weight = tl.load(tile_at(weights, weight_strides, batch, head, start, STEPS, 1, 0), mask=keep[:, None], other=0.0)
+            weight = tl.load(
+                tile_at(weights, weight_strides, batch, head, start, STEPS, 1, 0), mask=keep[:, None], other=0.0
+            )
             terms = terms * weight.to(tl.float64)[:, :, None]
         ends = ((at % every == every - 1) | (at == keys - 1)) & (at < last)
         pointers, inside = _tile_of(sums, slot.to(tl.int64) * prefixes + at // every, row, column, D, E, TILE_D, TILE_E)
@@ -159,7 +174,9 @@ def _send_sums_back(
     for back in range(0, last - first, STEPS):
         at = first + ((last - first - 1) // STEPS * STEPS - back + STEPS - 1 - tl.arange(0, STEPS))
         ends = ((at % every == every - 1) | (at == keys - 1)) & (at < last)
-        pointers, inside = _tile_of(dsums, slot.to(tl.int64) * prefixes + at // every, row, column, D, E, TILE_D, TILE_E)
+        pointers, inside = _tile_of(
+            dsums, slot.to(tl.int64) * prefixes + at // every, row, column, D, E, TILE_D, TILE_E
+        )
         tile = tl.load(pointers, mask=inside & ends[:, None, None], other=0.0)
         slopes = total[None, :, :] + tl.cumsum(tile, 0)
         total += tl.sum(tile, 0)
@@ -212,13 +229,19 @@ def _add_planes(
     at = slot.to(tl.int64) * keys + start
     for plane in tl.static_range(PLANES):
         if plane == WEIGHED and dweights is not None:
-            tile = load_tile(tile_at(rows, row_strides, batch, head, start, ROWS, D_PAD, ALIGN[0]), keep, D).to(tl.float64)
+            tile = load_tile(tile_at(rows, row_strides, batch, head, start, ROWS, D_PAD, ALIGN[0]), keep, D).to(
+                tl.float64
+            )
             slopes = tl.where(keep, tl.sum(tile * total, 1), 0.0)
             tl.store(dweights + (at + tl.arange(0, ROWS)), slopes.to(dweights.dtype.element_ty), mask=inside)
-        total += load_tile(rows_from(planes, (slot.to(tl.int64) * PLANES + plane) * keys + start, ROWS, D, D_PAD), inside, D)
+        total += load_tile(
+            rows_from(planes, (slot.to(tl.int64) * PLANES + plane) * keys + start, ROWS, D, D_PAD), inside, D
+        )
     if drows is not None:
         if weights is not None:
-            weight = tl.load(tile_at(weights, weight_strides, batch, head, start, ROWS, 1, 0), mask=keep[:, None], other=0.0)
+            weight = tl.load(
+                tile_at(weights, weight_strides, batch, head, start, ROWS, 1, 0), mask=keep[:, None], other=0.0
+            )
             total = total * weight.to(tl.float64)
         total = tl.where(keep[:, None], total, 0.0)
         to = rows_from(drows, at, ROWS, D, D_PAD)
@@ -237,7 +260,13 @@ def _cut(prefixes: int, every: int, D: int, E: int) -> Cut:
 
 
 def _programs(key: Tensor, cut: Cut, tiles: dict[str, int]) -> int:
-    return key.shape[0] * key.shape[1] * cut.runs * triton.cdiv(tiles["D"], tiles["TILE_D"]) * triton.cdiv(tiles["E"], tiles["TILE_E"])
+    return (
+        key.shape[0]
+        * key.shape[1]
+        * cut.runs
+        * triton.cdiv(tiles["D"], tiles["TILE_D"])
+        * triton.cdiv(tiles["E"], tiles["TILE_E"])
+    )
 
 
 def prefix_ridge(inputs: PrefixRidge) -> tuple[Tensor, Tensor]:
@@ -256,7 +285,9 @@ def prefix_ridge(inputs: PrefixRidge) -> tuple[Tensor, Tensor]:
         cut = _cut(prefixes, every, D, E)
         bases = states
         if cut.runs > 1:
-            bases = [sums_before(total, state, False) for total, state in zip(sums_of_runs(*rows, cut), states, strict=True)]
+            bases = [
+                sums_before(total, state, False) for total, state in zip(sums_of_runs(*rows, cut), states, strict=True)
+            ]
         return _prefixes(rows, key, bases[0], every, cut), _prefixes(rows, value, bases[1], every, cut)
 
 
@@ -318,7 +349,9 @@ def _back_by_chunks(
         grad.reshape(B, H, whole, *grad.shape[3:])[:, :, :N].contiguous() if need else grad
         for grad, need in zip(grads, needs, strict=False)
     )
-    return *rows, *(part[:, :, 0].contiguous() if need else part.new_empty(0) for part, need in zip(slopes, needs[3:], strict=True))
+    return *rows, *(
+        part[:, :, 0].contiguous() if need else part.new_empty(0) for part, need in zip(slopes, needs[3:], strict=True)
+    )
 
 
 def _back_by_tiles(
@@ -335,12 +368,15 @@ def _back_by_tiles(
         bases = [sums_before(totals_of_runs(part, runs), None, True) for part in dsums]
     of_gram, of_moment = _tiles(D, D), _tiles(D, E)
     down, across, values_across = (
-        triton.cdiv(width, tiles[name]) for width, tiles, name in ((D, of_gram, "TILE_D"), (D, of_gram, "TILE_E"), (E, of_moment, "TILE_E"))
+        triton.cdiv(width, tiles[name])
+        for width, tiles, name in ((D, of_gram, "TILE_D"), (D, of_gram, "TILE_E"), (E, of_moment, "TILE_E"))
     )
     weighed = across + values_across
     to_key = key.new_empty(B, H, weighed + down, N, D, dtype=torch.float64) if needs_key or needs_weights else None
     to_value = key.new_empty(B, H, down, N, E, dtype=torch.float64) if needs_value else None
-    dstates = [part.new_empty(B, H, *part.shape[3:]) if need else None for part, need in zip(dsums, needs_state, strict=True)]
+    dstates = [
+        part.new_empty(B, H, *part.shape[3:]) if need else None for part, need in zip(dsums, needs_state, strict=True)
+    ]
     for dsum, other, base, to_other, dstate, tiles, planes in (
         (dsums[0], key, bases[0], to_key, dstates[0], of_gram, (weighed + down, 0, weighed + down, weighed)),
         (dsums[1], value, bases[1], to_value, dstates[1], of_moment, (weighed + down, across, down, 0)),
@@ -367,11 +403,22 @@ def _back_by_tiles(
         )
     dkey, dweights = _added(to_key, weighed, key, weights, mask, needs_key, needs_weights)
     dvalue, _ = _added(to_value, 0, value, weights, mask, needs_value, False)
-    return dkey, dvalue, dweights, *(key.new_empty(0, dtype=torch.float64) if part is None else part for part in dstates)
+    return (
+        dkey,
+        dvalue,
+        dweights,
+        *(key.new_empty(0, dtype=torch.float64) if part is None else part for part in dstates),
+    )
 
 
 def _added(
-    planes: Tensor | None, weighed: int, rows: Tensor, weights: Tensor | None, mask: Tensor | None, needs_rows: bool, needs_weights: bool
+    planes: Tensor | None,
+    weighed: int,
+    rows: Tensor,
+    weights: Tensor | None,
+    mask: Tensor | None,
+    needs_rows: bool,
+    needs_weights: bool,
 ) -> tuple[Tensor, Tensor]:
     """(The gradient of rows, the gradient of their weights) from the planes of all tiles; empty if not needed."""
     B, H, N, D = rows.shape

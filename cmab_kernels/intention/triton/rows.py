@@ -22,7 +22,9 @@ from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
 
 
 @triton.jit
-def _matrix(matrix, slot, row, column, SHAPE: tl.constexpr, TILE: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr):
+def _matrix(
+    matrix, slot, row, column, SHAPE: tl.constexpr, TILE: tl.constexpr, TURNED: tl.constexpr, OPERAND: tl.constexpr
+):
     """Load a tile, as OPERAND, of matrix `slot` of contiguous matrices of this SHAPE, which are stored TURNED."""
     if TURNED:
         tile = tl.trans(_matrix(matrix, slot, column, row, (SHAPE[1], SHAPE[0]), (TILE[1], TILE[0]), False, OPERAND))
@@ -78,7 +80,9 @@ def _store(out, tile, row, inside, column, WIDTH: tl.constexpr):
     """Store a tile of a contiguous (rows, WIDTH) tensor."""
     columns = column + tl.arange(0, tile.shape[1])
     tl.store(
-        rows_at(out, row, WIDTH, tile.shape[1], column), tile.to(out.dtype.element_ty), mask=inside[:, None] & (columns < WIDTH)[None, :]
+        rows_at(out, row, WIDTH, tile.shape[1], column),
+        tile.to(out.dtype.element_ty),
+        mask=inside[:, None] & (columns < WIDTH)[None, :],
     )
 
 
@@ -122,7 +126,9 @@ def _gram_backward(
         row = slot.to(tl.int64) * keys + start + tl.arange(0, BLOCK_N)
         weight = tl.full([BLOCK_N, 1], 1.0, DTYPE)
         if weights is not None:
-            weight = tl.load(tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0), mask=keep[:, None], other=0.0).to(DTYPE)
+            weight = tl.load(
+                tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0), mask=keep[:, None], other=0.0
+            ).to(DTYPE)
         if dvalue is not None:
             for column in range(0, E, TILE_E):
                 y = _times(
@@ -186,7 +192,12 @@ def _gram_backward(
                 if dkey is not None:
                     _store(dkey, tl.where(keep[:, None], (a + b) * weight, 0.0), row, inside, column, D)
                 if dweights is not None:
-                    tile = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, TILE_D, ALIGN[0], column), keep, D, column)
+                    tile = load_tile(
+                        tile_at(key, key_strides, batch, head, start, BLOCK_N, TILE_D, ALIGN[0], column),
+                        keep,
+                        D,
+                        column,
+                    )
                     slopes += tl.sum(tile.to(DTYPE) * (a / 2 + b), 1)
             if dweights is not None:
                 tl.store(dweights + row, tl.where(keep, slopes, 0.0), mask=inside)
@@ -248,7 +259,10 @@ def gram_backward(inputs: GramBackward) -> tuple[Tensor, Tensor, Tensor]:
     products = row_products(key.dtype, exact)
     dtypes = key.dtype, value.dtype, torch.promote_types(key.dtype, torch.float32)
     shapes = key.shape, value.shape, key.shape[:-1]
-    grads = [key.new_empty(shape if need else (0,), dtype=dtype) for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)]
+    grads = [
+        key.new_empty(shape if need else (0,), dtype=dtype)
+        for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
+    ]
     with on_device(key):
         slope = dgram + dgram.mT
         _gram_backward(

@@ -74,7 +74,9 @@ def _scan_matrices(
         step = tl.where(order > 0, first + ahead, last - 1 - ahead)
         taken = tl.where(order > 0, step - passed, step + passed)
         there = ((taken >= first) & (taken < last))[:, None] & inside[None, :]
-        tile = tl.load(matrices + ((slot * steps + taken)[:, None] * elements + element[None, :]), mask=there, other=0.0)
+        tile = tl.load(
+            matrices + ((slot * steps + taken)[:, None] * elements + element[None, :]), mask=there, other=0.0
+        )
         if not TOTAL:
             here = ((step >= first) & (step < last))[:, None] & inside[None, :]
             to = sums + ((slot * steps + step)[:, None] * elements + element[None, :])
@@ -85,7 +87,13 @@ def _scan_matrices(
 
 
 def _scan(
-    matrices: Tensor, before: Tensor | None, sums: Tensor, runs: Runs, reverse: bool = False, passed: bool = False, total: bool = False
+    matrices: Tensor,
+    before: Tensor | None,
+    sums: Tensor,
+    runs: Runs,
+    reverse: bool = False,
+    passed: bool = False,
+    total: bool = False,
 ) -> Tensor:
     """Fill `sums` with sums along contiguous matrices (B, H, T, D, E), plus those `before` their runs if not None."""
     B, H, T, D, E = matrices.shape

@@ -12,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ...runtime.tiles import chosen_once
-from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, natural_alignment, on_device, triton_dtype
+from ...runtime.triton_launch import (
+    Kernel,
+    allows_tf32,
+    is_aligned,
+    kernel,
+    mask_bytes,
+    natural_alignment,
+    on_device,
+    triton_dtype,
+)
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from ..contract import Gram, RidgeUpdate
@@ -54,14 +63,23 @@ def _add_keys(
     left = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[0], ALIGN[0], row), keep, D, row)
     right = left
     if GRAM and gram.shape[0] < D:
-        right = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[1], ALIGN[0], column), keep, D, column)
+        right = load_tile(
+            tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[1], ALIGN[0], column), keep, D, column
+        )
     if weights is not None:
-        weight = tl.load(tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0), mask=keep[:, None], other=0.0)
+        weight = tl.load(
+            tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0), mask=keep[:, None], other=0.0
+        )
         left = left.to(OPERAND) * weight.to(OPERAND)
     if GRAM:
         gram += product(tl.trans(left), right, OPERAND, PRECISION)
     if MOMENT:
-        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, moment.shape[1], ALIGN[1], column), keep, E, column)
+        values = load_tile(
+            tile_at(value, value_strides, batch, head, start, BLOCK_N, moment.shape[1], ALIGN[1], column),
+            keep,
+            E,
+            column,
+        )
         moment += product(tl.trans(left), values, OPERAND, PRECISION)
     return gram, moment
 
@@ -139,7 +157,23 @@ def _gram(
         sums = (tl.zeros([TILE_D, TILE_D], tl.float32), tl.zeros([TILE_D, TILE_E], tl.float32))
         for start in range(first, last, BLOCK_N):
             sums = _add_keys(
-                sums, key, value, weights, mask, strides, place, start, last, D, E, GRAM, MOMENT, BLOCK_N, ALIGN, OPERAND, PRECISION
+                sums,
+                key,
+                value,
+                weights,
+                mask,
+                strides,
+                place,
+                start,
+                last,
+                D,
+                E,
+                GRAM,
+                MOMENT,
+                BLOCK_N,
+                ALIGN,
+                OPERAND,
+                PRECISION,
             )
             if (start - first) % IN_FLOAT32 == IN_FLOAT32 - BLOCK_N:
                 totals = (totals[0] + sums[0].to(tl.float64), totals[1] + sums[1].to(tl.float64))
@@ -150,7 +184,23 @@ def _gram(
         exact = tl.where(sound, first, last)
     for start in range(first, exact, EXACT_N):
         totals = _add_keys(
-            totals, key, value, weights, mask, strides, place, start, last, D, E, GRAM, MOMENT, EXACT_N, ALIGN, tl.float64, "ieee"
+            totals,
+            key,
+            value,
+            weights,
+            mask,
+            strides,
+            place,
+            start,
+            last,
+            D,
+            E,
+            GRAM,
+            MOMENT,
+            EXACT_N,
+            ALIGN,
+            tl.float64,
+            "ieee",
         )
 
     rows = row + tl.arange(0, TILE_D)
@@ -247,12 +297,22 @@ def _sums(
         if _both_at_once(tiles, shape):
             return _in_one_pass(launch, tiles, inputs, shape, parts, before, count)
         gram_before, moment_before, count_before = before
-        gram = _in_one_pass(launch, tiles, inputs, shape, (True, False), (gram_before, None, count_before), count)[0] if parts[0] else None
-        moment = _in_one_pass(launch, tiles, inputs, shape, (False, True), (None, moment_before, None), None)[1] if parts[1] else None
+        gram = (
+            _in_one_pass(launch, tiles, inputs, shape, (True, False), (gram_before, None, count_before), count)[0]
+            if parts[0]
+            else None
+        )
+        moment = (
+            _in_one_pass(launch, tiles, inputs, shape, (False, True), (None, moment_before, None), None)[1]
+            if parts[1]
+            else None
+        )
     return gram, moment
 
 
-def sums_of_runs(key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, cut: Cut) -> tuple[Tensor, Tensor]:
+def sums_of_runs(
+    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, cut: Cut
+) -> tuple[Tensor, Tensor]:
     """K'WK and K'WV of each run of keys, formed in float64: (B, H, runs, D, *)."""
     launch, tiles, inputs, shape = _prepared(key, value, weights, key_padding_mask, True)
     with on_device(key):
@@ -265,11 +325,15 @@ def sums_of_runs(key: Tensor, value: Tensor, weights: Tensor | None, key_padding
     return gram.view(B, H, cut.runs, D, D), moment.view(B, H, cut.runs, D, E)
 
 
-def _prepared(key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool) -> tuple[Any, ...]:
+def _prepared(
+    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool
+) -> tuple[Any, ...]:
     """The kernel for these inputs, its tiles, the inputs in its form, and their extents B, H, N, D, E."""
     *_, D = key.shape
     E = value.shape[-1]
-    launch, tiles = _chosen(key.dtype, key.device, D, E, exact, weights is not None, is_aligned(key, value), allows_tf32())
+    launch, tiles = _chosen(
+        key.dtype, key.device, D, E, exact, weights is not None, is_aligned(key, value), allows_tf32()
+    )
     return launch, tiles, (key, value, weights, mask_bytes(key_padding_mask)), (*key.shape, E)
 
 
@@ -304,7 +368,14 @@ def _programs(tiles: GramTiles, shape: Any, parts: tuple[int, int]) -> int:
 
 
 def _of_runs(
-    launch: Kernel, tiles: GramTiles, inputs: Any, shape: Any, parts: tuple[int, int], cut: Cut, before: Any, count: Tensor | None
+    launch: Kernel,
+    tiles: GramTiles,
+    inputs: Any,
+    shape: Any,
+    parts: tuple[int, int],
+    cut: Cut,
+    before: Any,
+    count: Tensor | None,
 ) -> Sums:
     """The `parts` of the sums of each run: (B, H, runs, D, *), or (B, H, D, *) if there is a single run."""
     key, value, weights, mask = inputs

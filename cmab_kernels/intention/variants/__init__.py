@@ -9,7 +9,8 @@
 | `features` | kernel and Nyström features, which turn all of these into kernel machines |
 | `constrained` | least squares under equalities and inequalities |
 
-Classifiers depend on the rows only through `ClassMoments`, which can be streamed: `class_moments`, `merge_moments`, then `solve_...`.
+Classifiers depend on the rows only through `ClassMoments`, which can be streamed: `class_moments`, `merge_moments`,
+then `solve_...`.
 """
 
 from .constrained import ConstrainedRegression, constrained

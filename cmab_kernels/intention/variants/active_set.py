@@ -22,7 +22,8 @@ SOUND, INFEASIBLE, UNFINISHED = 0, 3, 4
 
 
 class _Systems(NamedTuple):
-    """The systems of S programmes with R constraints each, scaled so that `products` (S, R, R) has 1 on its diagonal."""
+    """The systems of S programmes with R constraints each, scaled so that `products` (S, R, R) has 1 on its
+    diagonal."""
 
     products: Tensor
     excess: Tensor
@@ -90,7 +91,8 @@ def active_set(products: Tensor, excess: Tensor, size: Tensor, equalities: int, 
 
 
 def solve_active(products: Tensor, rhs: Tensor, active: Tensor, impl: str) -> RidgeSolution:
-    """Solve products (..., R, R), restricted to the rows and columns in the active set (..., R), for rhs (..., R, E); 0 elsewhere.
+    """Solve products (..., R, R), restricted to the rows and columns in the active set (..., R), for rhs (..., R, E); 0
+    elsewhere.
 
     The active rows and columns are gathered first, because there are at most as many active constraints as variables.
     """
@@ -117,7 +119,8 @@ def _entering(systems: _Systems, here: _Progress, equality: Tensor) -> Tensor:
 
 
 def _step(systems: _Systems, here: _Progress, entering: Tensor, equality: Tensor, impl: str) -> _Progress:
-    """Raise the entering multiplier until its constraint holds or another constraint leaves; return the new progress."""
+    """Raise the entering multiplier until its constraint holds or another constraint leaves; return the new
+    progress."""
     row = torch.arange(entering.numel(), device=entering.device)
     active, column = here.active, systems.products[row, :, entering]
     own = here.multipliers[row, entering]

@@ -16,7 +16,8 @@ from .inputs import check_query, check_rows, expand_to, solver_of
 Constraints = tuple[Tensor, Tensor]
 
 ATTAINED = 1e-8
-"""A solution is flagged if it violates an optimality condition by more than this, relative to the terms of the condition."""
+"""A solution is flagged if it violates an optimality condition by more than this, relative to the terms of the
+condition."""
 
 
 class ConstrainedRegression(NamedTuple):
@@ -58,7 +59,8 @@ def constrained(
     Args:
         key: (B, H, N, D). float64, float32, bfloat16 or float16; sums and solution are float64.
         value: (B, H, N, E): E problems with the same keys.
-        alpha: >= 0: a number, or a tensor that broadcasts to (B, H). Keys of rank below D need alpha > 0 (`info` 1 or 2).
+        alpha: >= 0: a number, or a tensor that broadcasts to (B, H). Keys of rank below D need alpha > 0 (`info` 1 or
+            2).
         equal: (C, c). C broadcasts to (B, H, D, P), with one column per constraint; c broadcasts to (B, H, P, E), with
             one row per constraint.
         at_most: (A, b), likewise with Q constraints; an infinite bound is no constraint.
@@ -100,7 +102,9 @@ def constrained(
     info = info.masked_fill(missed & (info == 0), 2).masked_fill(weight.isnan().any(-2), 1)
     info = torch.where((info != 1) & (problem != SOUND), problem, info)
     unsolved = ((info != 0) & (info != 2)).unsqueeze(-2)
-    return ConstrainedRegression(weight.masked_fill(unsolved, torch.nan), multipliers.masked_fill(unsolved, torch.nan), active, info)
+    return ConstrainedRegression(
+        weight.masked_fill(unsolved, torch.nan), multipliers.masked_fill(unsolved, torch.nan), active, info
+    )
 
 
 def _stacked(equal: Constraints | None, at_most: Constraints | None, moment: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -142,7 +146,9 @@ def _search(products: Tensor, excess: Tensor, size: Tensor, equalities: int, imp
     return active.view(batch, heads, columns, rows).mT, info
 
 
-def _held(free: Tensor, turned: Tensor, normals: Tensor, bounds: Tensor, active: Tensor, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+def _held(
+    free: Tensor, turned: Tensor, normals: Tensor, bounds: Tensor, active: Tensor, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """The minimum (B, H, D, E) with the active constraints as equalities, its multipliers (B, H, R, E), and `info`.
 
     `info` (B, H, E) belongs to the systems for the multipliers. One step of iterative refinement makes the constraints

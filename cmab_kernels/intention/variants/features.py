@@ -8,17 +8,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.checks import check_count, check_floats, check_mask, check_number, check_operands, mismatch, nan_if_refused, refuse_negative
+from ...runtime.checks import (
+    check_count,
+    check_floats,
+    check_mask,
+    check_number,
+    check_operands,
+    mismatch,
+    nan_if_refused,
+    refuse_negative,
+)
 from ...runtime.operator import Call, Gradients, Operator
 from .inputs import check_query, check_rows, expand_to
 from .inverse_root import inverse_root
 
 
-def kernel_features(query: Tensor, key: Tensor, gamma: float | Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
+def kernel_features(
+    query: Tensor, key: Tensor, gamma: float | Tensor, *, key_padding_mask: Tensor | None = None
+) -> Tensor:
     """phi_K(Q) = k(Q, K) k(K, K)^-1/2 with the Gaussian kernel k(x, y) = exp(-gamma |x - y|^2).
 
-    phi_K(Q) phi_K(K)' = k(Q, K): a linear estimator on these features is a kernel machine. `ridge(phi_K(K), value, alpha,
-    intercept=False)` evaluated at phi_K(Q) is kernel ridge regression.
+    phi_K(Q) phi_K(K)' = k(Q, K): a linear estimator on these features is a kernel machine. `ridge(phi_K(K), value,
+    alpha, intercept=False)` evaluated at phi_K(Q) is kernel ridge regression.
 
     Args:
         query: (B, H, M, D). float64, float32, bfloat16 or float16; the computation is in float64.
@@ -132,7 +143,8 @@ class SquaredDistances(NamedTuple):
 
 
 def _kernel(inputs: SquaredDistances) -> Tensor:
-    """Sums of squared differences. |x|^2 + |y|^2 - 2 x.y would lose all digits of near points if one point is far away."""
+    """Sums of squared differences. |x|^2 + |y|^2 - 2 x.y would lose all digits of near points if one point is far
+    away."""
     return torch.cdist(*inputs, compute_mode="donot_use_mm_for_euclid_dist").square()
 
 
@@ -160,7 +172,9 @@ def _pulls_at_once(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
     This is the gradient of distances, with 1 given as their values, so that nothing is divided by them.
     """
-    return torch.ops.aten._cdist_backward(weights.contiguous(), rows.contiguous(), columns.contiguous(), 2.0, torch.ones_like(weights))
+    return torch.ops.aten._cdist_backward(
+        weights.contiguous(), rows.contiguous(), columns.contiguous(), 2.0, torch.ones_like(weights)
+    )
 
 
 _squared_distances_op = Operator(

@@ -44,7 +44,9 @@ def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | N
         raise TypeError(mismatch("labels", labels.dtype, "a torch.Tensor of int64"))
     batch, heads, length, _ = key.shape
     if not has_shape(labels, (batch, length), (batch, heads, length)):
-        allowed = f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)}, as key has shape {tuple(key.shape)}"
+        allowed = (
+            f"(B, N) = {(batch, length)} or (B, H, N) = {(batch, heads, length)}, as key has shape {tuple(key.shape)}"
+        )
         raise ValueError(mismatch("labels", f"shape {tuple(labels.shape)}", allowed))
     if labels.device != key.device:
         raise ValueError(mismatch("labels", f"device {labels.device}", f"{key.device}, the device of key"))
@@ -119,7 +121,9 @@ def check_query(query: Tensor, batch: int, heads: int, width: int) -> Tensor:
     """`query` in float64; raise unless it is (B, H, M, D)."""
     check_operands(query=query)
     if query.dim() != 4 or (*query.shape[:2], query.shape[-1]) != (batch, heads, width):
-        raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", f"(B, H, M, D) = ({batch}, {heads}, M, {width})"))
+        raise ValueError(
+            mismatch("query", f"shape {tuple(query.shape)}", f"(B, H, M, D) = ({batch}, {heads}, M, {width})")
+        )
     return query.double()
 
 

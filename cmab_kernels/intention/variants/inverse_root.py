@@ -23,7 +23,11 @@ def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     An eigenvalue counts as zero if it is 0 up to rounding.
     """
     values, vectors = torch.linalg.eigh(matrix)
-    cutoff = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values.detach().abs().amax(-1, keepdim=True) if values.numel() else 0.0
+    cutoff = (
+        matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values.detach().abs().amax(-1, keepdim=True)
+        if values.numel()
+        else 0.0
+    )
     kept = values > cutoff
     return torch.where(kept, values, 1.0), vectors, kept
 
@@ -39,7 +43,8 @@ def _operations(inputs: Any) -> int:
 
 
 def _backward(call: Call[InverseRoot], dout: Tensor) -> Gradients:
-    """U (F * U' dout U) U' with the divided differences F_ij = (f_i - f_j) / (l_i - l_j) of f = l^-1/2 (Daletskii and Krein).
+    """U (F * U' dout U) U' with the divided differences F_ij = (f_i - f_j) / (l_i - l_j) of f = l^-1/2 (Daletskii and
+    Krein).
 
     For two nonzero eigenvalues F_ij is -1 / (s_i s_j (s_i + s_j)) with s = l^1/2, which has no difference in the
     denominator. For a nonzero and a zero eigenvalue F_ij is f_i / l_i; for two zero eigenvalues it is 0.
@@ -65,6 +70,7 @@ _inverse_root_op = Operator(
 
 
 def inverse_root(matrix: Tensor) -> Tensor:
-    """A^-1/2 (B, H, N, N) of symmetric positive semi-definite A; 0 along eigenvectors whose eigenvalue is 0 up to rounding."""
+    """A^-1/2 (B, H, N, N) of symmetric positive semi-definite A; 0 along eigenvectors whose eigenvalue is 0 up to
+    rounding."""
     root: Tensor = _inverse_root_op(InverseRoot(matrix))
     return root

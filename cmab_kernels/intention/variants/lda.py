@@ -28,7 +28,8 @@ def lda(
 
     Args:
         key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
-        shrinkage: s from 0 to 1, a number or a tensor that broadcasts to (B, H): Sigma becomes (1 - s) Sigma + s (trace Sigma / D) I.
+        shrinkage: s from 0 to 1, a number or a tensor that broadcasts to (B, H): Sigma becomes (1 - s) Sigma + s (trace
+            Sigma / D) I.
         priors: probabilities of the classes, (C,) or a shape that broadcasts to (B, H, C), normalised to sum to 1.
             None: the shares of the classes in the rows.
 
@@ -51,12 +52,18 @@ def lda(
     >>> model.predict(torch.tensor([[[[1.0, 0.0], [4.0, 5.0]]]])).tolist()
     [[[0, 1]]]
     """
-    moments = class_moments(key, labels, num_classes, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
+    moments = class_moments(
+        key, labels, num_classes, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl
+    )
     return solve_lda(moments, shrinkage=shrinkage, priors=priors, impl=impl)
 
 
 def solve_lda(
-    moments: ClassMoments, *, shrinkage: float | Tensor = 0.0, priors: Tensor | Sequence[float] | None = None, impl: str = "auto"
+    moments: ClassMoments,
+    *,
+    shrinkage: float | Tensor = 0.0,
+    priors: Tensor | Sequence[float] | None = None,
+    impl: str = "auto",
 ) -> LinearClassifier:
     """`lda` of the rows that these moments summarise.
 
@@ -108,11 +115,15 @@ def pooled_class_scatter(
     >>> f"{torch.cosine_similarity(ours, fisher, dim=-2).min().item():.6f}"
     '1.000000'
     """
-    moments = class_moments(key, labels, num_classes, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
+    moments = class_moments(
+        key, labels, num_classes, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl
+    )
     return solve_pooled_class_scatter(moments, alpha, impl=impl)
 
 
-def solve_pooled_class_scatter(moments: ClassMoments, alpha: float | Tensor = 0.0, *, impl: str = "auto") -> LinearClassifier:
+def solve_pooled_class_scatter(
+    moments: ClassMoments, alpha: float | Tensor = 0.0, *, impl: str = "auto"
+) -> LinearClassifier:
     """`pooled_class_scatter` of the rows that these moments summarise.
 
     >>> moments = cmab_kernels.intention.variants.class_moments(torch.randn(1, 1, 9, 2), torch.arange(9)[None] % 3, 3)

@@ -20,7 +20,8 @@ def lssvm(
     key_padding_mask: Tensor | None = None,
     impl: str = "auto",
 ) -> LinearClassifier:
-    """For each class c the minimum of sum_i w_i (y_ic - x_i' w_c - b_c)^2 + alpha |w_c|^2, where y_ic is 1 in the class and -1 outside.
+    """For each class c the minimum of sum_i w_i (y_ic - x_i' w_c - b_c)^2 + alpha |w_c|^2, where y_ic is 1 in the class
+    and -1 outside.
 
     Args:
         key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`.
@@ -35,14 +36,17 @@ def lssvm(
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
 
-    Source: Suykens and Vandewalle, Least squares support vector machine classifiers; as a form of Intention, Garnelo and Czarnecki.
+    Source: Suykens and Vandewalle, Least squares support vector machine classifiers; as a form of Intention, Garnelo
+    and Czarnecki.
 
     >>> key = torch.tensor([[-2.0, 0.0], [-1.0, 0.5], [1.0, -0.5], [2.0, 0.0]])[None, None]
     >>> machine = cmab_kernels.intention.variants.lssvm(key, torch.tensor([[0, 0, 1, 1]]), 2, alpha=0.1)
     >>> machine.predict(torch.tensor([[[[-3.0, 1.0], [0.5, 0.0]]]])).tolist()
     [[[0, 1]]]
     """
-    moments = class_moments(key, labels, num_classes, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
+    moments = class_moments(
+        key, labels, num_classes, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl
+    )
     return solve_lssvm(moments, alpha, impl=impl)
 
 

@@ -76,7 +76,8 @@ class LinearClassifier(NamedTuple):
 
 
 class QuadraticClassifier(NamedTuple):
-    """One Gaussian per class: mean, precision (inverse covariance), and offset = log(prior) - log(det covariance) / 2."""
+    """One Gaussian per class: mean, precision (inverse covariance), and offset = log(prior) - log(det covariance) /
+    2."""
 
     mean: Tensor
     """(B, H, C, D)."""
@@ -123,7 +124,10 @@ def most_likely(scores: Tensor) -> Tensor:
 def warn_of_none(info: Tensor, of: str) -> None:
     """Warn of systems without a solution, if the values of `info` may be read."""
     if is_read(info) and bool((info == INFO_NOT_POSITIVE_DEFINITE).any()):
-        allowed = "these are never chosen; give it more rows, leave out constant features, or use shrinkage, regularisation or alpha"
+        allowed = (
+            "these are never chosen; give it more rows, leave out constant features, or use shrinkage, "
+            "regularisation or alpha"
+        )
         warnings.warn(f"info: some {of} have 1, as they have no model; {allowed}", RuntimeWarning, stacklevel=3)
 
 

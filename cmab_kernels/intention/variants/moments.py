@@ -5,8 +5,8 @@ and b merge by
 
     n = n_a + n_b    m = m_a + (n_b / n) delta    S = S_a + S_b + (n_a n_b / n) delta delta'    with delta = m_b - m_a
 
-(Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances). Means are subtracted before
-products are formed, so that rows far from the origin lose accuracy only by their own rounding.
+(Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances). Means are
+subtracted before products are formed, so that rows far from the origin lose accuracy only by their own rounding.
 
 A class of weight 0 has no mean, and its scatter has no gradient in its weights: both depend on how the weights leave 0.
 Let the fixed point b be the unweighted mean of its rows. Its sums around b are smooth: M = sum w_i (x_i - b) and
@@ -123,7 +123,8 @@ def check_moments(
     device: torch.device | None = None,
     name: str = "moments",
 ) -> None:
-    """Raise unless `state` is a `ClassMoments` whose mean has `shape` (B, H, C, D) and `scatters` scatters; None accepts any."""
+    """Raise unless `state` is a `ClassMoments` whose mean has `shape` (B, H, C, D) and `scatters` scatters; None
+    accepts any."""
     if not isinstance(state, ClassMoments):
         raise TypeError(not_a_state(name, state, ClassMoments))
     for part, tensor in state._asdict().items():
@@ -135,7 +136,11 @@ def check_moments(
     batch, heads, classes, width = state.mean.shape if shape is None else shape
     if scatters is None:
         scatters = 1 if state.scatter.shape[2:3] == (1,) else classes
-    wanted = {"weight": (batch, heads, classes), "mean": (batch, heads, classes, width), "scatter": (batch, heads, scatters, width, width)}
+    wanted = {
+        "weight": (batch, heads, classes),
+        "mean": (batch, heads, classes, width),
+        "scatter": (batch, heads, scatters, width, width),
+    }
     for part, extents in wanted.items():
         tensor = getattr(state, part)
         if tensor.shape != extents:
@@ -144,7 +149,11 @@ def check_moments(
             raise TypeError(mismatch(f"{name}.{part}", tensor.dtype, "torch.float64"))
         if tensor.device != (device or state.mean.device):
             raise ValueError(
-                mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device or state.mean.device}, the device of the other arguments")
+                mismatch(
+                    f"{name}.{part}",
+                    f"device {tensor.device}",
+                    f"{device or state.mean.device}, the device of the other arguments",
+                )
             )
 
 
@@ -178,7 +187,9 @@ def _block_moments(
         base = torch.where(absent, fixed, mean)
         mean = torch.where(absent, fixed + (sums.moment - weight.unsqueeze(-1) * fixed), mean)
     centred = rows - base.gather(2, labels.unsqueeze(-1).expand(rows.shape))
-    return ClassMoments(weight, mean, _pooled(centred, given, impl) if pooled else _scatters(centred, member, given, impl))
+    return ClassMoments(
+        weight, mean, _pooled(centred, given, impl) if pooled else _scatters(centred, member, given, impl)
+    )
 
 
 def _unweighted_mean(rows: Tensor, member: Tensor, mask: Tensor, impl: str) -> Tensor:

@@ -26,8 +26,10 @@ def qda(
     """Quadratic discriminant analysis: one Gaussian per class, each with its own covariance Sigma_c = S_c / n_c.
 
     Args:
-        key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`. Each class costs a Gram matrix.
-        regularisation: r from 0 to 1, a number or a tensor that broadcasts to (B, H): Sigma_c becomes (1 - r) Sigma_c + r I.
+        key, labels, num_classes, weights, key_padding_mask, impl: as in `class_moments`. Each class costs a Gram
+            matrix.
+        regularisation: r from 0 to 1, a number or a tensor that broadcasts to (B, H): Sigma_c becomes (1 - r) Sigma_c +
+            r I.
         priors: as in `lda`.
 
     Returns:
@@ -52,7 +54,11 @@ def qda(
 
 
 def solve_qda(
-    moments: ClassMoments, *, regularisation: float | Tensor = 0.0, priors: Tensor | Sequence[float] | None = None, impl: str = "auto"
+    moments: ClassMoments,
+    *,
+    regularisation: float | Tensor = 0.0,
+    priors: Tensor | Sequence[float] | None = None,
+    impl: str = "auto",
 ) -> QuadraticClassifier:
     """`qda` of the rows that these moments summarise. The moments must not be pooled (`ValueError`).
 

@@ -57,7 +57,14 @@ def ridge(
     width = key.shape[-1]
     one_class = torch.zeros(key.shape[:3], dtype=torch.int64, device=key.device)
     rows = torch.cat([key, value], -1)
-    moments = class_moments(rows, one_class, 1, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
-    scatter, mean = moments.scatter.squeeze(2), moments.mean.masked_fill((moments.weight == 0).unsqueeze(-1), 0.0).squeeze(2)
-    weight, info = regularised_solve(scatter[..., :width, :width], scatter[..., :width, width:], alpha, impl=solver_of(impl))
+    moments = class_moments(
+        rows, one_class, 1, pooled=True, weights=weights, key_padding_mask=key_padding_mask, impl=impl
+    )
+    scatter, mean = (
+        moments.scatter.squeeze(2),
+        moments.mean.masked_fill((moments.weight == 0).unsqueeze(-1), 0.0).squeeze(2),
+    )
+    weight, info = regularised_solve(
+        scatter[..., :width, :width], scatter[..., :width, width:], alpha, impl=solver_of(impl)
+    )
     return LinearRegression(weight, mean[..., :width], mean[..., width:], info)

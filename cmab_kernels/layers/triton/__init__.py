@@ -15,4 +15,10 @@ from .attention import attention_layer, attention_layer_backward
 from .feed_forward import feed_forward_layer, feed_forward_layer_backward
 from .launch import unsupported
 
-__all__ = ["attention_layer", "attention_layer_backward", "feed_forward_layer", "feed_forward_layer_backward", "unsupported"]
+__all__ = [
+    "attention_layer",
+    "attention_layer_backward",
+    "feed_forward_layer",
+    "feed_forward_layer_backward",
+    "unsupported",
+]

@@ -35,7 +35,9 @@ def _rows(inputs: AttentionLayer | AttentionLayerBackward) -> tuple[Rows, Rows |
     x, context, mask, norm = inputs.x, inputs.context, inputs.key_padding_mask, (inputs.norm_weight, inputs.norm_bias)
     own = normed_rows(x, None, norm, inputs.eps)
     if context is not None:
-        return own, normed_rows(context, mask, (inputs.context_norm_weight, inputs.context_norm_bias), inputs.context_eps)
+        return own, normed_rows(
+            context, mask, (inputs.context_norm_weight, inputs.context_norm_bias), inputs.context_eps
+        )
     return own, None if mask is None else normed_rows(x, mask, norm, inputs.eps)
 
 
@@ -51,7 +53,9 @@ def attention_layer(inputs: AttentionLayer) -> tuple[Tensor, ...]:
         else:
             query, key, value = *project(own, (of_query,)), *project(other, (of_key, of_value))
         mask = inputs.key_padding_mask
-        out, lse = attention_forward(Attention(_split(query, heads), _split(key, heads), _split(value, heads), mask, scale=inputs.scale))
+        out, lse = attention_forward(
+            Attention(_split(query, heads), _split(key, heads), _split(value, heads), mask, scale=inputs.scale)
+        )
         y = join(out, inputs.output_weight, inputs.output_bias, own, inputs.residual)
     kept = query, key, value, out, lse
     return y, *(kept if inputs.keep else (x.new_empty(0, dtype=t.dtype) for t in kept))
@@ -71,7 +75,9 @@ def attention_layer_backward(inputs: AttentionLayerBackward) -> tuple[Tensor, ..
             query, key, value = (_split(t, heads) for t in (inputs.query, inputs.key, inputs.value))
             kept = inputs.out.contiguous(), inputs.lse.contiguous()
             dheads = attention_backward(
-                AttentionBackward(dout, None, query, key, value, inputs.key_padding_mask, None, *kept, inputs.scale, wanted)
+                AttentionBackward(
+                    dout, None, query, key, value, inputs.key_padding_mask, None, *kept, inputs.scale, wanted
+                )
             )
         of_matrices = [
             *matrix_gradient(dheads[0], own, needs_part(need, "query")),
@@ -84,7 +90,9 @@ def attention_layer_backward(inputs: AttentionLayerBackward) -> tuple[Tensor, ..
         return gradients([dx, dcontext], [*norms, *of_matrices], x)
 
 
-def _of_rows(inputs: AttentionLayerBackward, dy: Tensor, own: Rows, other: Rows | None, made: Sequence[Any]) -> list[Any]:
+def _of_rows(
+    inputs: AttentionLayerBackward, dy: Tensor, own: Rows, other: Rows | None, made: Sequence[Any]
+) -> list[Any]:
     """The gradients of x and the context, and shares of those of their norms."""
     need, (needs_own, needs_other) = needed(inputs), needs_rows(inputs)
     of_own = "x" in need, *needs_part(need, "norm")
@@ -96,5 +104,7 @@ def _of_rows(inputs: AttentionLayerBackward, dy: Tensor, own: Rows, other: Rows 
         dx, *dnorm = project_back(other, made[1:], dx, of_own)
         norms[:2] = [None if a is None or b is None else torch.cat((a, b)) for a, b in zip(norms, dnorm, strict=False)]
     elif other is not None and needs_other:
-        dcontext, *norms[2:] = project_back(other, made[1:], None, ("context" in need, *needs_part(need, "context_norm")))
+        dcontext, *norms[2:] = project_back(
+            other, made[1:], None, ("context" in need, *needs_part(need, "context_norm"))
+        )
     return [dx, dcontext, *norms]

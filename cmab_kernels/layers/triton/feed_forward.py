@@ -118,17 +118,23 @@ def _feed_forward_back(
         features = project_rows(*given, 0, start, C, F, TILE, PIECE, OPERAND, PRECISION) if GATED else gates
         dact = back_to_columns(dy, contract_weight, row, inside, start, C, F, TILE, PIECE, DTYPE, OPERAND, PRECISION)
         dfeatures, dgates = slopes(dact, features, gates, GATED, RELU)
-        dnormed += product(dgates, load_tile(rows_from(expand_weight, GATES + start, TILE, C, C_PAD), keep, C), OPERAND, PRECISION)
+        gate_weight = load_tile(rows_from(expand_weight, GATES + start, TILE, C, C_PAD), keep, C)
+        dnormed += product(dgates, gate_weight, OPERAND, PRECISION)
         if GATED:
-            dnormed += product(dfeatures, load_tile(rows_from(expand_weight, start, TILE, C, C_PAD), keep, C), OPERAND, PRECISION)
+            feature_weight = load_tile(rows_from(expand_weight, start, TILE, C, C_PAD), keep, C)
+            dnormed += product(dfeatures, feature_weight, OPERAND, PRECISION)
         there = inside[:, None] & keep[None, :]
         if acts is not None:
             act = activated(features, gates, GATED, RELU)
             tl.store(rows_at(acts, row, F, TILE, start), act.to(acts.dtype.element_ty), mask=there)
         if dhidden is not None:
-            tl.store(rows_at(dhidden, row, F + GATES, TILE, GATES + start), dgates.to(dhidden.dtype.element_ty), mask=there)
+            tl.store(
+                rows_at(dhidden, row, F + GATES, TILE, GATES + start), dgates.to(dhidden.dtype.element_ty), mask=there
+            )
             if GATED:
-                tl.store(rows_at(dhidden, row, F + GATES, TILE, start), dfeatures.to(dhidden.dtype.element_ty), mask=there)
+                tl.store(
+                    rows_at(dhidden, row, F + GATES, TILE, start), dfeatures.to(dhidden.dtype.element_ty), mask=there
+                )
     store_row_gradients(
         dnormed,
         x,
@@ -180,7 +186,9 @@ def feed_forward_layer_backward(inputs: FeedForwardLayerBackward) -> tuple[Tenso
         return gradients([dx], [*norms, *of_matrices[0], *of_matrices[1]], x)
 
 
-def _back(dy: Tensor, x: Tensor, parameters: Sequence[Any], eps: float, kind: dict[str, bool], need: set[str]) -> tuple[Tensor | None, ...]:
+def _back(
+    dy: Tensor, x: Tensor, parameters: Sequence[Any], eps: float, kind: dict[str, bool], need: set[str]
+) -> tuple[Tensor | None, ...]:
     """Return (dx, shares of dnorm_weight and dnorm_bias, acts, dhidden); None for each that is not needed."""
     _, _, expand_weight, _, contract_weight = parameters
     (R, C), F = x.shape, contract_weight.shape[1]

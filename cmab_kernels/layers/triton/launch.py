@@ -11,7 +11,8 @@ from ...runtime.triton_launch import MOST_ROWS, WIDEST, device_problem
 def unsupported(x: Tensor, *others: Tensor) -> str | None:
     """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can.
 
-    The `others`, of an attention layer alone, are its context, and the matrices of queries and of values by heads (H, D, C).
+    The `others`, of an attention layer alone, are its context, and the matrices of queries and of values by heads (H,
+    D, C).
     """
     for rows in (x, *others[:1]):
         if rows.shape[-1] > WIDEST_ROW:

@@ -86,7 +86,9 @@ def _part(
     for start in range(0, JOINED, TILE):
         douts = back_to_columns(dy, weight, row, inside, start, C, JOINED, TILE, PIECE, DTYPE, OPERAND, PRECISION)
         there = inside[:, None] & (start + tl.arange(0, TILE) < JOINED)[None, :]
-        tl.store(rows_of_heads(dheads, row, length, HEADS, WIDTH, TILE, start), douts.to(dheads.dtype.element_ty), mask=there)
+        tl.store(
+            rows_of_heads(dheads, row, length, HEADS, WIDTH, TILE, start), douts.to(dheads.dtype.element_ty), mask=there
+        )
 
 
 @triton.jit
@@ -107,7 +109,9 @@ def _back_through(
     """`dnormed` plus the gradient of heads times the matrix (HEADS WIDTH, C) that made them."""
     for start in range(0, HEADS * WIDTH, TILE):
         slopes = load_tile(rows_of_heads(dheads, row, length, HEADS, WIDTH, TILE, start), inside, HEADS * WIDTH, start)
-        tile = load_tile(rows_from(weight, start, TILE, C, dnormed.shape[1]), start + tl.arange(0, TILE) < HEADS * WIDTH, C)
+        tile = load_tile(
+            rows_from(weight, start, TILE, C, dnormed.shape[1]), start + tl.arange(0, TILE) < HEADS * WIDTH, C
+        )
         dnormed += product(slopes, tile, OPERAND, PRECISION)
     return dnormed
 
@@ -149,11 +153,17 @@ def _project_back(
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = kept_rows(mask, row, rows)
     dnormed = tl.zeros([BLOCK_R, C_PAD], DTYPE)
-    dnormed = _back_through(dnormed, first, first_weight, row, inside, length, C, HEADS, FIRST, TILE, OPERAND, PRECISION)
+    dnormed = _back_through(
+        dnormed, first, first_weight, row, inside, length, C, HEADS, FIRST, TILE, OPERAND, PRECISION
+    )
     if second is not None:
-        dnormed = _back_through(dnormed, second, second_weight, row, inside, length, C, HEADS, SECOND, TILE, OPERAND, PRECISION)
+        dnormed = _back_through(
+            dnormed, second, second_weight, row, inside, length, C, HEADS, SECOND, TILE, OPERAND, PRECISION
+        )
     if third is not None:
-        dnormed = _back_through(dnormed, third, third_weight, row, inside, length, C, HEADS, THIRD, TILE, OPERAND, PRECISION)
+        dnormed = _back_through(
+            dnormed, third, third_weight, row, inside, length, C, HEADS, THIRD, TILE, OPERAND, PRECISION
+        )
     mean, factor = row_norms(x, row, inside, eps, C, PIECE, norm_weight is not None, DTYPE)
     store_row_gradients(
         dnormed,
@@ -206,7 +216,11 @@ def part(dy: Tensor, weight: Tensor, heads: int) -> Tensor:
 
 
 def project_back(
-    rows: Rows, projections: Sequence[tuple[Tensor, Tensor]], dy: Tensor | None, needs: Sequence[bool], residual: str = "input"
+    rows: Rows,
+    projections: Sequence[tuple[Tensor, Tensor]],
+    dy: Tensor | None,
+    needs: Sequence[bool],
+    residual: str = "input",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradient of x, and shares of the gradients of its norm's weight and bias.
 
@@ -217,11 +231,35 @@ def project_back(
     heads, given = projections[0][1].shape[1], [t for weight, dheads in projections for t in (*aligned(weight), dheads)]
     FIRST, SECOND, THIRD = *sizes, *[0] * (3 - len(sizes))
     normed = is_normed(residual, norm_weight)
-    run, tiles = back(_project_back, x, x.shape[2], heads * max(sizes), HEADS=heads, FIRST=FIRST, SECOND=SECOND, THIRD=THIRD, NORMED=normed)
+    run, tiles = back(
+        _project_back,
+        x,
+        x.shape[2],
+        heads * max(sizes),
+        HEADS=heads,
+        FIRST=FIRST,
+        SECOND=SECOND,
+        THIRD=THIRD,
+        NORMED=normed,
+    )
     programs = -(-rows.number // tiles.BLOCK_R)
     dx = torch.empty_like(x) if needs[0] else None
     dnorm_weight, dnorm_bias = (shares_of(x, programs, x.shape[2]) if need else None for need in needs[1:])
     absent = [None] * (2 * (3 - len(projections)))
     lengths = rows.number, max(x.shape[1], 1)
-    run(programs, x, mask, norm_weight, norm_bias, *given, *absent, dy, dx, dnorm_weight, dnorm_bias, *lengths, eps or 0.0)
+    run(
+        programs,
+        x,
+        mask,
+        norm_weight,
+        norm_bias,
+        *given,
+        *absent,
+        dy,
+        dx,
+        dnorm_weight,
+        dnorm_bias,
+        *lengths,
+        eps or 0.0,
+    )
     return dx, dnorm_weight, dnorm_bias

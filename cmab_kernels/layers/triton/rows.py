@@ -10,7 +10,9 @@ from ...runtime.triton_rows import load_tile, rows_at, rows_from
 
 
 @triton.jit
-def residual_rows(x, norm_weight, norm_bias, row, inside, mean, factor, C: tl.constexpr, C_PAD: tl.constexpr, NORMED: tl.constexpr):
+def residual_rows(
+    x, norm_weight, norm_bias, row, inside, mean, factor, C: tl.constexpr, C_PAD: tl.constexpr, NORMED: tl.constexpr
+):
     """The residual of a layer: whole rows of x, or of norm(x) if NORMED."""
     if NORMED:
         rows = normed_piece(x, norm_weight, norm_bias, row, inside, 0, mean, factor, C, C_PAD)
@@ -61,7 +63,11 @@ def store_row_gradients(
         dnormed = tl.where(inside[:, None], dnormed, 0.0)
         if dy is not None and not NORMED:
             dnormed += load_tile(rows_at(dy, row, C, C_PAD), row < rows, C).to(DTYPE)
-        tl.store(rows_at(dx, row, C, C_PAD), dnormed.to(dx.dtype.element_ty), mask=(row < rows)[:, None] & (column < C)[None, :])
+        tl.store(
+            rows_at(dx, row, C, C_PAD),
+            dnormed.to(dx.dtype.element_ty),
+            mask=(row < rows)[:, None] & (column < C)[None, :],
+        )
 
 
 @triton.jit

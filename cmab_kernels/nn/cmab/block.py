@@ -132,7 +132,9 @@ class CMAB(StreamingBlocks):
         if result is not None:
             return result
         if calls_compress(self):
-            return self.retrieve(over_batch(latents, inputs), self.compress(for_part(self.latents), inputs, key_padding_mask))
+            return self.retrieve(
+                over_batch(latents, inputs), self.compress(for_part(self.latents), inputs, key_padding_mask)
+            )
         return self._retrieve(latents, self._read(inputs, None, key_padding_mask))
 
     @property
@@ -161,7 +163,10 @@ def calls_compress(block: CMAB) -> bool:
     Streams call the parts of `compress` instead.
     """
     compress = block.compress
-    return plain_parameters(compress, LatentLayer) is None or plain_parameters(compress.cross_attention, CrossAttention) is None
+    return (
+        plain_parameters(compress, LatentLayer) is None
+        or plain_parameters(compress.cross_attention, CrossAttention) is None
+    )
 
 
 def over_batch(latents: Tensor, batched: Tensor) -> Tensor:

@@ -43,7 +43,11 @@ def callers_modes(device: torch.device) -> Callable[[], AbstractContextManager]:
     """
     impl = current_impl()
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    casts = {kind: torch.get_autocast_dtype(kind) for kind in {"cpu", device.type} - {"meta"} if torch.is_autocast_enabled(kind)}
+    casts = {
+        kind: torch.get_autocast_dtype(kind)
+        for kind in {"cpu", device.type} - {"meta"}
+        if torch.is_autocast_enabled(kind)
+    }
 
     def entered() -> ExitStack:
         stack = ExitStack()
@@ -57,7 +61,9 @@ def callers_modes(device: torch.device) -> Callable[[], AbstractContextManager]:
     return entered
 
 
-def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContextManager], batch: int | None) -> Iterator[Tensor]:
+def read_chunks(
+    source: Any, weight: Tensor, modes: Callable[[], AbstractContextManager], batch: int | None
+) -> Iterator[Tensor]:
     """Yield the chunks of `source` as tensors (B, n, dim) on the device of `weight`. A thread fetches the next chunk.
 
     The thread runs the code of the source, such as a generator's, in `modes`.
@@ -73,14 +79,18 @@ def read_chunks(source: Any, weight: Tensor, modes: Callable[[], AbstractContext
         check_features(name, chunk, "(n, dim) or (B, n, dim)", (2, 3), weight.shape[-1], weight)
         chunk = chunk if chunk.dim() == 3 else chunk.unsqueeze(0)
         if batch not in (None, chunk.shape[0]):
-            raise ValueError(mismatch(name, f"batch {chunk.shape[0]}", f"batch {batch}, that of the state or the chunks before"))
+            raise ValueError(
+                mismatch(name, f"batch {chunk.shape[0]}", f"batch {batch}, that of the state or the chunks before")
+            )
         batch = chunk.shape[0]
         yield chunk
 
 
 def _is_array(source: Any) -> bool:
     """Return whether the source is a tensor or a NumPy array (also memory-mapped). A file of arrays is neither."""
-    return isinstance(source, Tensor) or (type(source).__module__.partition(".")[0] == "numpy" and hasattr(source, "dtype"))
+    return isinstance(source, Tensor) or (
+        type(source).__module__.partition(".")[0] == "numpy" and hasattr(source, "dtype")
+    )
 
 
 def _check_array(name: str, array: Any) -> None:
@@ -91,7 +101,9 @@ def _check_array(name: str, array: Any) -> None:
     elif array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
         raise TypeError(mismatch(name, f"an array of {array.dtype}", _NUMBERS))
     elif hasattr(array, "mask") and array.mask.any():
-        raise ValueError(mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows"))
+        raise ValueError(
+            mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows")
+        )
 
 
 def _is_table(source: Any) -> bool:
@@ -132,11 +144,14 @@ def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
     elif _is_array(chunk):
         _check_array(name, chunk)
         if not isinstance(chunk, Tensor):
-            # torch reads neither other byte orders nor negative strides; NumPy keeps the stride of a single reversed row
+            # torch reads neither other byte orders nor negative strides; NumPy keeps the stride of a single reversed
+            # row
             chunk = chunk.astype(chunk.dtype.newbyteorder("="), order="C", copy=min(chunk.strides, default=0) < 0)
             chunk = torch.tensor(chunk, dtype=weight.dtype)
         elif chunk.is_meta and not weight.is_meta:
-            raise ValueError(mismatch(name, "device meta", f"a tensor with values, as the module is on {weight.device}"))
+            raise ValueError(
+                mismatch(name, "device meta", f"a tensor with values, as the module is on {weight.device}")
+            )
     return chunk.to(weight.device, non_blocking=not refilled, copy=refilled) if isinstance(chunk, Tensor) else chunk
 
 
@@ -144,7 +159,9 @@ def _columns(name: str, table: Any) -> Iterator[Any]:
     """Yield the columns of an Arrow table, or of a batch of a table, as arrays of numbers."""
     for title, column in zip(table.column_names, table.columns, strict=True):
         if column.null_count:
-            raise ValueError(mismatch(name, f"nulls in the column {title!r}", "numbers; fill them in, or leave out their rows"))
+            raise ValueError(
+                mismatch(name, f"nulls in the column {title!r}", "numbers; fill them in, or leave out their rows")
+            )
         values = column.to_numpy(zero_copy_only=False)
         if values.dtype.kind not in "biuf":
             raise TypeError(mismatch(name, f"a column {title!r} of {column.type}", _NUMBERS))

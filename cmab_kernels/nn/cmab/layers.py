@@ -37,7 +37,8 @@ class _Residual(nn.Module):
 
 
 class FeedForward(_Residual):
-    """Feed-forward layer: x + contract(a * gelu(gate)) with (a, gate) = expand(norm(x)), and gelu by the error function.
+    """Feed-forward layer: x + contract(a * gelu(gate)) with (a, gate) = expand(norm(x)), and gelu by the error
+    function.
 
     Args:
         dim: columns of x (..., L, dim).
@@ -52,7 +53,9 @@ class FeedForward(_Residual):
     """
 
     @naming_options
-    def __init__(self, dim: int, ff_dim: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(
+        self, dim: int, ff_dim: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None
+    ) -> None:
         super().__init__(residual)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, ff_dim = check_count("dim", dim), check_count("ff_dim", ff_dim)
@@ -64,7 +67,11 @@ class FeedForward(_Residual):
         check_floating(self, latents=latents)
         parts: dict[str, Any] = self._modules
         norm, expand, contract = parts["norm"], parts["expand"], parts["contract"]
-        n, e, c = plain_parameters(norm, nn.LayerNorm), plain_parameters(expand, nn.Linear), plain_parameters(contract, nn.Linear)
+        n, e, c = (
+            plain_parameters(norm, nn.LayerNorm),
+            plain_parameters(expand, nn.Linear),
+            plain_parameters(contract, nn.Linear),
+        )
         impl = layer_impl(latents)
         if impl is None or n is None or e is None or c is None or not of_one_dtype(n, e, c):
             normed = norm(latents)
@@ -87,7 +94,9 @@ class _Attention(_Residual):
     """
 
     @naming_options
-    def __init__(self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None
+    ) -> None:
         super().__init__(residual)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         dim, self.num_heads = check_heads("dim", dim, num_heads)
@@ -115,7 +124,10 @@ class _Attention(_Residual):
         """Return the layer's result (B, L, C) from one operator; None if the modules must be called one by one."""
         parts: dict[str, Any] = self._modules
         impl, norm = layer_impl(latents), parts["norm"]
-        n, other = plain_parameters(norm, nn.LayerNorm), {} if context_norm is None else plain_parameters(context_norm, nn.LayerNorm)
+        n, other = (
+            plain_parameters(norm, nn.LayerNorm),
+            {} if context_norm is None else plain_parameters(context_norm, nn.LayerNorm),
+        )
         q, k, v, o = (plain_parameters(parts[name], nn.Linear) for name in ("query", "key", "value", "output"))
         if impl is None or n is None or other is None or q is None or k is None or v is None or o is None:
             return None
@@ -128,10 +140,14 @@ class _Attention(_Residual):
             check_features("context", context, "(B, N, dim)", (3,), weight.shape[0], weight)
             check_mask(mask, context, context.shape[:2])
             if context.shape[0] != latents.shape[0]:
-                raise ValueError(mismatch("context", f"batch {context.shape[0]}", f"batch {latents.shape[0]}, that of latents"))
+                raise ValueError(
+                    mismatch("context", f"batch {context.shape[0]}", f"batch {latents.shape[0]}, that of latents")
+                )
         norms = n["weight"], n["bias"], other.get("weight"), other.get("bias")
         projections = q["weight"], q["bias"], k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]
-        scale = (cast("Tensor", q["weight"]).shape[0] // self.num_heads) ** -0.5  # the width of the heads that remain after pruning
+        scale = (
+            cast("Tensor", q["weight"]).shape[0] // self.num_heads
+        ) ** -0.5  # the width of the heads that remain after pruning
         context_eps = 0.0 if context_norm is None else context_norm.eps
         numbers = self.num_heads, scale, norm.eps, context_eps
         given: list[Any] = [latents, context, mask, *norms, *projections, *numbers, self.residual, False, impl]
@@ -159,11 +175,14 @@ class SelfAttention(_Attention):
         if found is not None:
             return found
         normed = self.norm(latents)
-        return self.add(latents, latent_attention(*(self.heads(part, normed) for part in (self.query, self.key, self.value))))
+        return self.add(
+            latents, latent_attention(*(self.heads(part, normed) for part in (self.query, self.key, self.value)))
+        )
 
 
 class CrossAttention(_Attention):
-    """Cross-attention: x + output(attention of norm(x) over context_norm(context)), for x (B, L, dim) and a context (B, N, dim).
+    """Cross-attention: x + output(attention of norm(x) over context_norm(context)), for x (B, L, dim) and a context (B,
+    N, dim).
 
     `read` returns the `AttentionState` of a context. A later `read` can add more context to a state. `add` turns the
     `out` of a state into the layer's result.
@@ -183,7 +202,9 @@ class CrossAttention(_Attention):
     """
 
     @naming_options
-    def __init__(self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None
+    ) -> None:
         super().__init__(dim, num_heads, residual, device=device, dtype=dtype)
         self.context_norm = nn.LayerNorm(self.norm.normalized_shape, device=device, dtype=dtype)
 
@@ -197,7 +218,11 @@ class CrossAttention(_Attention):
         return self.add(latents, self.read(latents, context, None, key_padding_mask).out) if found is None else found
 
     def read(
-        self, latents: Tensor, context: Tensor, state: AttentionState | None = None, key_padding_mask: Tensor | None = None
+        self,
+        latents: Tensor,
+        context: Tensor,
+        state: AttentionState | None = None,
+        key_padding_mask: Tensor | None = None,
     ) -> AttentionState:
         """Return `state` updated with the context (B, N, C). A `state` of None stands for no rows.
 
@@ -208,7 +233,9 @@ class CrossAttention(_Attention):
         if projections is None or not projects_inside(query, context, *projections[:2]):
             return self._read_in_parts(query, context, state, key_padding_mask)
         *weights, norm = projections
-        return projected_attention_state(query, context, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask)
+        return projected_attention_state(
+            query, context, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask
+        )
 
     def projections(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, float]] | None:
         """Return the weights of keys and values and the context norm, as `projected_attention_state` takes them.
@@ -218,11 +245,22 @@ class CrossAttention(_Attention):
         parts: dict[str, Any] = self._modules
         norm: Any = plain_parameters(parts["context_norm"], nn.LayerNorm)
         key, value = (plain_parameters(parts[name], nn.Linear) for name in ("key", "value"))
-        if norm is None or norm["bias"] is None or key is None or value is None or key["bias"] is not None or value["bias"] is not None:
+        if (
+            norm is None
+            or norm["bias"] is None
+            or key is None
+            or value is None
+            or key["bias"] is not None
+            or value["bias"] is not None
+        ):
             return None
         if not of_one_dtype(norm, key, value):
             return None
-        return cast("Tensor", key["weight"]), cast("Tensor", value["weight"]), (norm["weight"], norm["bias"], parts["context_norm"].eps)
+        return (
+            cast("Tensor", key["weight"]),
+            cast("Tensor", value["weight"]),
+            (norm["weight"], norm["bias"], parts["context_norm"].eps),
+        )
 
     def _read_in_parts(
         self, query: Tensor, context: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None
@@ -236,12 +274,16 @@ class CrossAttention(_Attention):
         """
         at_once = torch.is_grad_enabled() or torch.compiler.is_compiling()
         context = for_part(context)
-        chunks, masks = (None if t is None else [t] if at_once else t.split(CHUNK, dim=1) for t in (context, key_padding_mask))
+        chunks, masks = (
+            None if t is None else [t] if at_once else t.split(CHUNK, dim=1) for t in (context, key_padding_mask)
+        )
         assert chunks is not None
         masks = masks or [None] * len(chunks)
         for chunk, mask in zip(chunks, masks, strict=True):
             normed = self.context_norm(hide_padding(chunk, mask))
-            state = attention_state(query, self.heads(self.key, normed), self.heads(self.value, normed), state=state, key_padding_mask=mask)
+            state = attention_state(
+                query, self.heads(self.key, normed), self.heads(self.value, normed), state=state, key_padding_mask=mask
+            )
         assert state is not None  # a split has at least one chunk
         return state
 
@@ -266,7 +308,14 @@ class LatentLayer(nn.Module):
 
     @naming_options
     def __init__(
-        self, dim: int, num_heads: int, ff_dim: int, residual: str = "input", *, device: Device = None, dtype: Dtype = None
+        self,
+        dim: int,
+        num_heads: int,
+        ff_dim: int,
+        residual: str = "input",
+        *,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -51,10 +51,14 @@ def check_weights(state_dict: Any) -> None:
         raise TypeError(mismatch("state_dict", kind_of(state_dict), "a dict of names and tensors"))
     others = [name for name, tensor in state_dict.items() if not isinstance(tensor, Tensor)]
     if others:
-        raise ValueError(mismatch("state_dict", f"no tensor at {listed(others)}", "only tensors, as the authors' module saves them"))
+        raise ValueError(
+            mismatch("state_dict", f"no tensor at {listed(others)}", "only tensors, as the authors' module saves them")
+        )
 
 
-def load(module: nn.Module, state_dict: Mapping[str, Tensor], name: Callable[[str], str], unused: Collection[str] = ()) -> None:
+def load(
+    module: nn.Module, state_dict: Mapping[str, Tensor], name: Callable[[str], str], unused: Collection[str] = ()
+) -> None:
     """Fill the parameters of the module.
 
     `name` maps a parameter's name to the authors' name. `unused` are the authors' names that the module does not use. A

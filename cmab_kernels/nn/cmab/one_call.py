@@ -61,7 +61,11 @@ def update(
 
 
 def read(
-    blocks: Sequence[Block], inputs: Tensor, state: AttentionState | None, mask: Tensor | None, lead: tuple[int, ...] = ()
+    blocks: Sequence[Block],
+    inputs: Tensor,
+    state: AttentionState | None,
+    mask: Tensor | None,
+    lead: tuple[int, ...] = (),
 ) -> AttentionState | None:
     """Return only the state that `update` returns, or None where `update` returns None."""
     found = _callable(blocks, blocks[0].latents, inputs, mask, _readings)
@@ -86,7 +90,9 @@ def _before(
     return shape, (state.out.flatten(0, 1), state.lse.flatten(0, 1)) if lead else state
 
 
-def forward(blocks: Sequence[Block], inputs: Tensor, latents: Tensor, mask: Tensor | None, *, all_blocks: bool = False) -> Tensor | None:
+def forward(
+    blocks: Sequence[Block], inputs: Tensor, latents: Tensor, mask: Tensor | None, *, all_blocks: bool = False
+) -> Tensor | None:
     """Return the latents after all blocks, or with `all_blocks` (K, B, L, C), the latents after each block.
 
     Return None if the modules must be called one by one.
@@ -210,7 +216,9 @@ def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers, p
 
 def _of_one_size(tensors: list[Tensor], blocks: int, places: Mapping[int, str]) -> bool:
     """Return whether all blocks have the same sizes. A block may have been replaced, or have lost heads or columns."""
-    first, *others = ([tensors[at + place].shape for place in places] for at in range(0, len(tensors), len(tensors) // blocks))
+    first, *others = (
+        [tensors[at + place].shape for place in places] for at in range(0, len(tensors), len(tensors) // blocks)
+    )
     width = tensors[0].shape[1]
     sizes = {**dict(zip(places.values(), first, strict=True)), "square": (width, width)}
     return [sizes[name] for name in places.values()] == first and all(other == first for other in others)

@@ -10,7 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...attention import NO_CHUNK, AttentionState, Removal, attention_state_of_chunks, projected_attention_state, subtract_state
+from ...attention import (
+    NO_CHUNK,
+    AttentionState,
+    Removal,
+    attention_state_of_chunks,
+    projected_attention_state,
+    subtract_state,
+)
 from ...runtime.checks import as_flag, check_count, kind_of, mismatch
 from ..constructors import naming_options
 from ..parts import computed, own_parameters, plain_parameters, projects_inside
@@ -72,11 +79,17 @@ class CMABStack(StreamingBlocks):
     ) -> None:
         super().__init__()
         depth = check_count("depth", depth)
-        self.blocks = nn.ModuleList(CMAB(dim, num_latents, num_heads, ff_dim, device, dtype, residual=residual) for _ in range(depth))
-        self.stream = own_stream(window, num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            CMAB(dim, num_latents, num_heads, ff_dim, device, dtype, residual=residual) for _ in range(depth)
+        )
+        self.stream = own_stream(
+            window, num_heads, num_latents, dim // num_heads, blocks=depth, device=device, dtype=dtype
+        )
         self._streamed = _readers(self.blocks)
 
-    def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None, all_blocks: bool = False) -> Tensor:
+    def forward(
+        self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None, all_blocks: bool = False
+    ) -> Tensor:
         """Return the latents (B, L_I, dim) after the last block; with `all_blocks`, (K, B, L_I, dim) after each block.
 
         `forward` reads and writes no state. It calls blocks one after the other if a block has hooks or a wrapper.
@@ -97,7 +110,9 @@ class CMABStack(StreamingBlocks):
                 return self._retrieve(latents, state, all_blocks)
         return _one_by_one(blocks, inputs, latents, key_padding_mask, all_blocks)
 
-    def read(self, new_inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None) -> AttentionState:
+    def read(
+        self, new_inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> AttentionState:
         """Return the state of the new inputs and the inputs of `state`, in time O(new inputs).
 
         `retrieve` computes latents from the returned state. With `state` None there are no earlier inputs. The module's
@@ -180,7 +195,9 @@ class CMABStack(StreamingBlocks):
         weight = self._blocks[0].latents
         if not isinstance(progress, bool) and not callable(progress):
             raise TypeError(mismatch("progress", kind_of(progress), "True, False or a function"))
-        check_source(chunks, torch.is_grad_enabled() and (state is not None or any(p.requires_grad for p in self.parameters())))
+        check_source(
+            chunks, torch.is_grad_enabled() and (state is not None or any(p.requires_grad for p in self.parameters()))
+        )
         if state is not None:
             self.stream._check(state)
         stacked = self._stacked()
@@ -196,7 +213,9 @@ class CMABStack(StreamingBlocks):
             query, weights, norm = stacked
             return attention_state_of_chunks(query, read, *weights, context_norm=norm, state=state, after=after)
 
-    def _read_each(self, chunks: Iterator[Tensor], state: AttentionState | None, after: Callable[..., Any]) -> AttentionState:
+    def _read_each(
+        self, chunks: Iterator[Tensor], state: AttentionState | None, after: Callable[..., Any]
+    ) -> AttentionState:
         """Return what `encode` returns, but call the submodules of the blocks one by one."""
         for count, chunk in enumerate(chunks, 1):
             state = self._read(chunk, state, None)
@@ -265,14 +284,24 @@ class CMABStack(StreamingBlocks):
         found = self._read_at_once(inputs, state, key_padding_mask)
         if found is not None:
             return found
-        before = [None] * len(self._blocks) if state is None else [AttentionState(*part) for part in zip(*state, strict=True)]
+        before = (
+            [None] * len(self._blocks)
+            if state is None
+            else [AttentionState(*part) for part in zip(*state, strict=True)]
+        )
         states = [block._read(inputs, one, key_padding_mask) for block, one in zip(self._blocks, before, strict=True)]
         if len({each.out.shape for each in states}) > 1:
             given = f"states of shapes {', '.join(str(tuple(each.out.shape)) for each in states)}"
-            raise ValueError(mismatch("blocks", given, "one shape for the one state of all; let each block keep its own, by its `update`"))
+            raise ValueError(
+                mismatch(
+                    "blocks", given, "one shape for the one state of all; let each block keep its own, by its `update`"
+                )
+            )
         return AttentionState(*(torch.stack(parts) for parts in zip(*states, strict=True)))
 
-    def _read_at_once(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState | None:
+    def _read_at_once(
+        self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None
+    ) -> AttentionState | None:
         """Return what `_read` returns, by one pass over the inputs; None if each block must read the inputs itself."""
         found = one_call.read(self._blocks, inputs, state, key_padding_mask, self.stream.lead)
         if found is not None:
@@ -283,7 +312,9 @@ class CMABStack(StreamingBlocks):
         if stacked is None or not projects_inside(stacked[0], inputs, *stacked[1]):
             return None
         query, weights, norm = stacked
-        return projected_attention_state(query, inputs, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask)
+        return projected_attention_state(
+            query, inputs, *weights, context_norm=norm, state=state, key_padding_mask=key_padding_mask
+        )
 
     def _retrieve(self, latents: Tensor, state: AttentionState, all_blocks: bool = False) -> Tensor:
         """Apply to the latents all layers that follow the first cross-attention in each block."""
@@ -297,8 +328,11 @@ class CMABStack(StreamingBlocks):
         return torch.stack(after) if all_blocks else latents
 
 
-def _one_by_one(blocks: Iterable[nn.Module], inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, all_blocks: bool) -> Tensor:
-    """Call the blocks one after the other; return the last latents, or with `all_blocks` the latents after each block."""
+def _one_by_one(
+    blocks: Iterable[nn.Module], inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, all_blocks: bool
+) -> Tensor:
+    """Call the blocks one after the other; return the last latents, or with `all_blocks` the latents after each
+    block."""
     after = []
     for block in blocks:
         latents = block(inputs, latents, key_padding_mask=key_padding_mask)

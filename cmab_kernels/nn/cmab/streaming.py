@@ -93,18 +93,27 @@ class StreamingBlocks(nn.Module):
         return CMABUpdate(*found)
 
     def _slide(
-        self, stream: WindowStream, new_inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, decay: float | Tensor | None
+        self,
+        stream: WindowStream,
+        new_inputs: Tensor,
+        latents: Tensor,
+        key_padding_mask: Tensor | None,
+        decay: float | Tensor | None,
     ) -> CMABUpdate:
         """`update` of the module's own stream, which holds a window."""
         if decay is not None:
-            raise ValueError(mismatch("decay", kind_of(decay), "None, as inputs leave the module's own window instead of fading"))
+            raise ValueError(
+                mismatch("decay", kind_of(decay), "None, as inputs leave the module's own window instead of fading")
+            )
         window = stream.pushed(self._read(new_inputs, None, key_padding_mask))
         state = window.state
         result = CMABUpdate(self._retrieve(latents, state), state)
         stream.hold(window)
         return result
 
-    def _decayed(self, state: AttentionState | None, decay: float | Tensor, new_inputs: Tensor) -> AttentionState | None:
+    def _decayed(
+        self, state: AttentionState | None, decay: float | Tensor, new_inputs: Tensor
+    ) -> AttentionState | None:
         """Return the state with the weight of its inputs multiplied by `decay`; None stays None."""
         shape = (*self.stream.lead, new_inputs.shape[0], *self.stream.shape)
         decay = as_decay(decay, shape[:-1], new_inputs.device)
@@ -114,7 +123,12 @@ class StreamingBlocks(nn.Module):
         return decayed(state, decay)
 
     def remove(
-        self, old_inputs: Tensor, latents: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
+        self,
+        old_inputs: Tensor,
+        latents: Tensor,
+        state: AttentionState | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
     ) -> CMABRemoval:
         """Return the result without `old_inputs`, in time O(old inputs).
 
@@ -126,7 +140,9 @@ class StreamingBlocks(nn.Module):
         if state is None:
             refuse_to_record("remove", "remove(..., state)")
             if isinstance(self.stream, WindowStream):
-                raise ValueError(mismatch("state", None, "a state, as inputs leave the module's own window by themselves"))
+                raise ValueError(
+                    mismatch("state", None, "a state, as inputs leave the module's own window by themselves")
+                )
         self = self._computed()
         self._check_streamed()
         before = self.stream.started(state)
@@ -163,7 +179,8 @@ class StreamingBlocks(nn.Module):
         """Return the latents after all layers that follow CA(L_B, X), given the state of CA(L_B, X)."""
 
     def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
-        """Raise unless the arguments fit; blocks in wrappers that hide their latents check them when they are called."""
+        """Raise unless the arguments fit; blocks in wrappers that hide their latents check them when they are
+        called."""
         weight = next((found for block in self._blocks if (found := getattr(block, "latents", None)) is not None), None)
         if weight is not None:
             check_inputs(inputs, latents, key_padding_mask, weight)
@@ -172,11 +189,16 @@ class StreamingBlocks(nn.Module):
         """Raise if a block has no state, as some wrappers have none."""
         for i, block in enumerate(self._blocks):
             if not hasattr(block, "_read"):
-                raise TypeError(mismatch(f"blocks[{i}]", kind_of(block), "a CMAB, as only these have states; `forward` calls any block"))
+                raise TypeError(
+                    mismatch(
+                        f"blocks[{i}]", kind_of(block), "a CMAB, as only these have states; `forward` calls any block"
+                    )
+                )
 
 
 def check_inputs(inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, weight: Tensor) -> None:
-    """Raise unless the arguments of a block or a stack fit each other and the module's parameter `weight` (..., dim)."""
+    """Raise unless the arguments of a block or a stack fit each other and the module's parameter `weight` (...,
+    dim)."""
     check_features("inputs", inputs, "(B, N, dim)", (3,), weight.shape[-1], weight)
     check_latents(latents, inputs.shape[0], "inputs", weight)
     check_mask(key_padding_mask, inputs, inputs.shape[:2])

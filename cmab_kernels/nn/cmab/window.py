@@ -49,7 +49,8 @@ class WindowStream(AttentionStream):
         self.window = window
 
     def pushed(self, state: AttentionState) -> Any:
-        """Return the window that holds the state of a further chunk, for `hold`. The window held now does not change."""
+        """Return the window that holds the state of a further chunk, for `hold`. The window held now does not
+        change."""
         self._check(state)
         self._refuse_graph(state)
         if self.held is None:

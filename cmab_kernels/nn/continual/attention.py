@@ -1,4 +1,5 @@
-"""Attention over the newest tokens of a stream, one step at a time, with the weights of `torch.nn.MultiheadAttention`."""
+"""Attention over the newest tokens of a stream, one step at a time, with the weights of
+`torch.nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -76,11 +77,17 @@ class Continual(MultiheadProjections):
         value = query if value is None else value
         self._check(None, query=query)  # before it is sliced
         query = self._asking(query)
-        return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        return super().forward(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
 
-    def why_torch(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *args: Any, **kwargs: Any) -> str | None:
+    def why_torch(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> str | None:
         """Return why torch's own implementation runs for such a call of `forward`, or None if the operator runs."""
-        return super().why_torch(query, query if key is None else key, query if value is None else value, *args, **kwargs)
+        return super().why_torch(
+            query, query if key is None else key, query if value is None else value, *args, **kwargs
+        )
 
     def forward_step(
         self,
@@ -190,7 +197,8 @@ class Continual(MultiheadProjections):
 
     @abstractmethod
     def _step(self, state: Any, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None = None) -> StepResult:
-        """Call the operator with a state and t new tokens, given as heads (B, H, t, *), which the rows `absent` (B,) lack."""
+        """Call the operator with a state and t new tokens, given as heads (B, H, t, *), which the rows `absent` (B,)
+        lack."""
 
     __copy__ = with_own_streams
 
@@ -217,7 +225,9 @@ class Continual(MultiheadProjections):
         attended = self._advance(self._heads_of_one(query, key, value), update_state, absent)
         if attended is None:
             return None
-        return self._joined(attended.flatten(1) if self.output == "single" else attended.squeeze(2), batched=query.dim() == 2)
+        return self._joined(
+            attended.flatten(1) if self.output == "single" else attended.squeeze(2), batched=query.dim() == 2
+        )
 
     def _advance(self, heads: tuple[Tensor, ...], update_state: bool, absent: Tensor | None = None) -> Tensor | None:
         """Take tokens as heads (B, H, T, D), and return outputs (B, H, T', E), or (B, H, T', n, E) if retroactive.
@@ -229,7 +239,10 @@ class Continual(MultiheadProjections):
         stream: Any = self._modules["stream"]  # read directly, for speed: torch's attribute lookup is slow Python code
         held = stream.held
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
-            given, advice = "query: it, or a weight, requires a gradient, and a stream holds no graph", "train with forward_stream"
+            given, advice = (
+                "query: it, or a weight, requires a gradient, and a stream holds no graph",
+                "train with forward_stream",
+            )
             raise RuntimeError(f"{given}; use torch.no_grad(), or {advice}, which takes a stream as a whole")
         apart = absent is not None or type(held) is StaggeredWindow
         self._check_heads(heads, held, absent)
@@ -256,7 +269,9 @@ class Continual(MultiheadProjections):
         alike = (key is None or key is query) and (value is None or value is query)
         if not alike or weight is None or "in_proj_bias" not in own:
             along = -2 if self.batch_first else 0
-            return self._heads(query.unsqueeze(along), *(None if token is None else token.unsqueeze(along) for token in (key, value)))
+            return self._heads(
+                query.unsqueeze(along), *(None if token is None else token.unsqueeze(along) for token in (key, value))
+            )
         packed = F.linear(query, weight, own["in_proj_bias"])
         batch = packed.shape[0] if packed.dim() == 2 else 1
         return self._in_dtype(packed.view(batch, 3, self.num_heads, 1, self.head_dim).unbind(1))
@@ -274,7 +289,9 @@ class Continual(MultiheadProjections):
             heads = tuple(self._project(part, features) for part, features in enumerate((query, key, value)))
         return self._in_dtype(heads)
 
-    def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _project_pair(
+        self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values of a window. If their inputs are the same tensor, one matrix product computes both."""
         weight, bias, first = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if key is not value or key_padding_mask is not None or weight is None or not is_own(weight):
@@ -319,10 +336,14 @@ class Continual(MultiheadProjections):
                 given, wanted = ((each[0], each[2]) for each in (head.shape, shape))
                 raise ValueError(mismatch(name, f"batch and tokens {given}", f"{wanted}, those of query"))
             if batch is not None and shape[0] != batch:
-                raise ValueError(mismatch(name, f"batch {shape[0]}", f"batch {batch}, that of the stream; clean_state() ends it"))
+                raise ValueError(
+                    mismatch(name, f"batch {shape[0]}", f"batch {batch}, that of the stream; clean_state() ends it")
+                )
             # Once the window is full, the operators make this check. On a GPU there is none: it would synchronise.
             if fills and head.device.type == "cpu" and has_values(head) and not _finite(head, absent):
-                raise ValueError(mismatch(name, "tokens with a NaN or an infinity, or that lead to one", "finite tokens"))
+                raise ValueError(
+                    mismatch(name, "tokens with a NaN or an infinity, or that lead to one", "finite tokens")
+                )
 
     def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:
         """Return the state after T >= 1 tokens, and the list of the outputs (B, H, *, E) of each operator call."""
@@ -330,7 +351,9 @@ class Continual(MultiheadProjections):
         if state is None or type(state) is FillingWindow:
             before = 0 if state is None else state.queries.shape[2]
             firsts = [head[:, :, : self.sequence_len - before] for head in heads]
-            state = FillingWindow(*(torch.cat(parts, 2) for parts in zip(*([state] if state else []), firsts, strict=True)))
+            state = FillingWindow(
+                *(torch.cat(parts, 2) for parts in zip(*([state] if state else []), firsts, strict=True))
+            )
             if state.queries.shape[2] < self.sequence_len:
                 return state, outs
             outs.append(self._whole(*state))
@@ -435,13 +458,17 @@ class ContinualAttention(Continual, MultiheadAttention):
     def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualAttentionState:
         return continual_attention_init(query, key, value)
 
-    def _step(self, state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None = None) -> StepResult:
+    def _step(
+        self, state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None = None
+    ) -> StepResult:
         return continual_attention_step(state, query, key, value, output=self.output, key_padding_mask=absent)
 
     def _start(self, like: Tensor) -> None:
         n = self.sequence_len
         width, counts = self.head_dim, {"window": n}
-        self.stream = ContinualStream(ContinualAttentionState, self.num_heads, width, (0, n), counts, device=like.device, dtype=like.dtype)
+        self.stream = ContinualStream(
+            ContinualAttentionState, self.num_heads, width, (0, n), counts, device=like.device, dtype=like.dtype
+        )
         self.register_load_state_dict_post_hook(follow_weights)
 
 
@@ -469,7 +496,8 @@ class ContinualNystromAttention(Continual, NystromAttention):
 
     Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.).
 
-    >>> attention = cmab_kernels.nn.ContinualNystromAttention(16, 2, batch_first=True, sequence_len=64, num_landmarks=8).eval()
+    >>> options = {"batch_first": True, "sequence_len": 64, "num_landmarks": 8}
+    >>> attention = cmab_kernels.nn.ContinualNystromAttention(16, 2, **options).eval()
     >>> tokens = torch.randn(1, 128, 16)
     >>> with torch.no_grad():
     ...     for token in tokens.unbind(1):
@@ -483,12 +511,20 @@ class ContinualNystromAttention(Continual, NystromAttention):
     _recordable = "cmab_kernels.continual_nystrom_step"
 
     @extending(NystromAttention)
-    def __init__(self, *args: Any, sequence_len: int, output: str = "single", landmarks: str = "continual", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, sequence_len: int, output: str = "single", landmarks: str = "continual", **kwargs: Any
+    ) -> None:
         super().__init__(*args, landmarks=landmarks, **kwargs)
         if self.conv is not None:
-            raise ValueError(mismatch("conv_kernel_size", self.conv.kernel_size[0], "None in a stream; NystromAttention has a convolution"))
+            raise ValueError(
+                mismatch(
+                    "conv_kernel_size", self.conv.kernel_size[0], "None in a stream; NystromAttention has a convolution"
+                )
+            )
         if self.pinv == "shared":
-            raise ValueError(mismatch("pinv", repr(self.pinv), "'iterative' or 'exact' in a stream; NystromAttention has 'shared'"))
+            raise ValueError(
+                mismatch("pinv", repr(self.pinv), "'iterative' or 'exact' in a stream; NystromAttention has 'shared'")
+            )
         self._stream_over(sequence_len, output)
         if self.num_landmarks > sequence_len:
             raise ValueError(mismatch("num_landmarks", self.num_landmarks, f"at most sequence_len = {sequence_len}"))
@@ -511,12 +547,16 @@ class ContinualNystromAttention(Continual, NystromAttention):
     def _over_stream(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         landmarks = self._options().get("landmarks", self.num_landmarks)
         iterations = self.pinv_iterations if self.pinv == "iterative" else 0
-        return nystrom_over_stream(query, key, value, self.sequence_len, self.output == "retroactive", landmarks, iterations)
+        return nystrom_over_stream(
+            query, key, value, self.sequence_len, self.output == "retroactive", landmarks, iterations
+        )
 
     def _init(self, query: Tensor, key: Tensor, value: Tensor) -> ContinualNystromState:
         return continual_nystrom_init(query, key, value, **self._options())
 
-    def _step(self, state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None = None) -> StepResult:
+    def _step(
+        self, state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None = None
+    ) -> StepResult:
         return continual_nystrom_step(state, query, key, value, output=self.output, key_padding_mask=absent)
 
     def _start(self, like: Tensor) -> None:
@@ -526,5 +566,7 @@ class ContinualNystromAttention(Continual, NystromAttention):
             "fixed": int(self.landmarks == "fixed"),
         }
         width, rows = self.head_dim, (self.num_landmarks,)
-        self.stream = ContinualStream(ContinualNystromState, self.num_heads, width, rows, counts, device=like.device, dtype=like.dtype)
+        self.stream = ContinualStream(
+            ContinualNystromState, self.num_heads, width, rows, counts, device=like.device, dtype=like.dtype
+        )
         self.register_load_state_dict_post_hook(follow_weights)

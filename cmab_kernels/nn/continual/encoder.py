@@ -28,7 +28,8 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     Each token attends to the n newest tokens, including itself. Later tokens do not change its output.
 
     Args:
-        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as torch's.
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
+        dtype: as torch's.
         sequence_len: n.
         num_landmarks: None for exact attention by `ContinualAttention`; else m for `ContinualNystromAttention`. Nyström
             attention has no attention weights to drop, so its `dropout` acts on features only.
@@ -43,7 +44,8 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the
     single-output layer. `RetroactiveEncoderLayer` is the paper's other layer.
 
-    >>> layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8, num_landmarks=4).eval()
+    >>> options = {"batch_first": True, "sequence_len": 8, "num_landmarks": 4}
+    >>> layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 32, **options).eval()
     >>> tokens = torch.randn(1, 20, 16)
     >>> trained = layer(tokens)
     >>> with torch.no_grad():
@@ -72,7 +74,12 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         if num_landmarks is None:
             self.self_attn = ContinualAttention.sharing(made, **options)
         else:
-            options |= {"num_landmarks": num_landmarks, "landmarks": landmarks, "pinv": pinv, "pinv_iterations": pinv_iterations}
+            options |= {
+                "num_landmarks": num_landmarks,
+                "landmarks": landmarks,
+                "pinv": pinv,
+                "pinv_iterations": pinv_iterations,
+            }
             self.self_attn = ContinualNystromAttention.sharing(made, dropout=0.0, **options)
 
     __copy__ = with_own_streams
@@ -89,7 +96,9 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         """
         return self._added(src, self._attended(src))
 
-    def forward_step(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
+    def forward_step(
+        self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
+    ) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before the window is full."""
         self._refuse_to_drop()
         parts: Any = self._modules
@@ -101,11 +110,15 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         attended = attention._stepped(query, None, None, update_state, key_padding_mask)
         return None if attended is None else self._fed(src, attended)
 
-    def forward_steps(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
+    def forward_steps(
+        self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
+    ) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of tokens with a full window, or None."""
         self._refuse_to_drop()
         self.self_attn._check(None, src=src)
-        attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state, key_padding_mask=key_padding_mask)
+        attended = self.self_attn.forward_steps(
+            self._asking(src), update_state=update_state, key_padding_mask=key_padding_mask
+        )
         return None if attended is None else self._added(src, attended)
 
     def clean_state(self, rows: Rows | None = None) -> None:
@@ -133,7 +146,9 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         self.self_attn._check(None, src=src)  # before a norm reads it
         attended = self.self_attn.forward_stream(self._asking(src))
         if attended is None:
-            raise ValueError(mismatch("src", f"shape {tuple(src.shape)}", f"at least a window of {self.sequence_len} tokens"))
+            raise ValueError(
+                mismatch("src", f"shape {tuple(src.shape)}", f"at least a window of {self.sequence_len} tokens")
+            )
         return attended
 
     def _asking(self, src: Tensor) -> Tensor:
@@ -207,7 +222,9 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         attended = self._attended(src)
         return self._fed(self._windows(self.self_attn._batch_first(src), attended), attended)
 
-    def forward_step(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
+    def forward_step(
+        self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
+    ) -> Tensor | None:
         """Take one more token (B, C), and return the outputs of the window, or None before the window is full.
 
         The outputs are (B, n, C) with `batch_first`, else (n, B, C).
@@ -217,7 +234,9 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         outs = self._stepped(src.unsqueeze(-2 if self.self_attn.batch_first else 0), update_state, absent)
         return None if outs is None else outs.squeeze(1 if self.self_attn.batch_first and src.dim() == 2 else 0)
 
-    def forward_steps(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
+    def forward_steps(
+        self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
+    ) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of the windows ending at them, or None."""
         self.self_attn._check(None, src=src)
         return self._stepped(src, update_state, absent_of(key_padding_mask, src, self.self_attn.batch_first))
@@ -231,16 +250,22 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         windows = None if absent is None or not absent.shape[1] else windows_without(recent, absent)
         newest = recent[:, -self.sequence_len :] if windows is None else windows[:, -1]
         try:  # store the tokens first, so that after an error the attention's state shows whether it took them
-            if update_state and recent.shape[1] > self.sequence_len:  # the attention has no state before its first token
+            if (
+                update_state and recent.shape[1] > self.sequence_len
+            ):  # the attention has no state before its first token
                 self.stream.hold(RecentTokens(newest.clone()))
-            attended = self.self_attn.forward_steps(self._asking(src), update_state=update_state, key_padding_mask=absent)
+            attended = self.self_attn.forward_steps(
+                self._asking(src), update_state=update_state, key_padding_mask=absent
+            )
         except BaseException:
             if attention.held is attended_before:
                 self.stream.hold(before)
             raise
         if attended is None:
             return None
-        return self._fed(self._windows(recent, attended) if windows is None else self._laid_out(windows, attended), attended)
+        return self._fed(
+            self._windows(recent, attended) if windows is None else self._laid_out(windows, attended), attended
+        )
 
     def clean_state(self, rows: Rows | None = None) -> None:
         super().clean_state(rows)
@@ -293,7 +318,9 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
             return torch.cat([tokens.new_zeros(batch, *self.stream.shape), tokens], 1)
         held = self.stream.held
         if held is None:
-            raise ValueError(mismatch("stream", "a state of attention without the window of tokens", "both; clean_state() ends it"))
+            raise ValueError(
+                mismatch("stream", "a state of attention without the window of tokens", "both; clean_state() ends it")
+            )
         if held.tokens.shape[0] != batch:
             wanted = f"batch {held.tokens.shape[0]}, as the stream's window of tokens has; clean_state() ends it"
             raise ValueError(mismatch("src", f"batch {batch}", wanted))
@@ -302,7 +329,9 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
     def _windows(self, tokens: Tensor, attended: Tensor) -> Tensor:
         """Return the newest windows of tokens (B, T, C), one for each attention output, in the layout of `attended`."""
         batched, batch_first = attended.dim() == 4, self.self_attn.batch_first
-        return self._laid_out(tokens.unfold(1, self.sequence_len, 1).mT[:, -attended.shape[int(batched and batch_first)] :], attended)
+        return self._laid_out(
+            tokens.unfold(1, self.sequence_len, 1).mT[:, -attended.shape[int(batched and batch_first)] :], attended
+        )
 
     def _laid_out(self, windows: Tensor, attended: Tensor) -> Tensor:
         """Return windows (B, T, n, C) in the layout of `attended`."""
@@ -383,7 +412,11 @@ class ContinualEncoder(nn.Module):
         self.retroactive = isinstance(layer, RetroactiveEncoderLayer)
         if self.retroactive and num_layers < 2:
             raise ValueError(
-                mismatch("num_layers", num_layers, "at least 2, as the first layer is retroactive, and the last reads what it gives")
+                mismatch(
+                    "num_layers",
+                    num_layers,
+                    "at least 2, as the first layer is retroactive, and the last reads what it gives",
+                )
             )
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
         self.norm = norm
@@ -406,7 +439,9 @@ class ContinualEncoder(nn.Module):
             src = layer(src)
         return self._normed(src)
 
-    def forward_step(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
+    def forward_step(
+        self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
+    ) -> Tensor | None:
         """Take one more token (B, C), and return its output (B, C), or None before all windows are full."""
         layers = self._each()
         if key_padding_mask is not None or _are_apart(layers):
@@ -417,7 +452,9 @@ class ContinualEncoder(nn.Module):
             return None if out is None else out.squeeze(-2 if first.batch_first else 0)
         return self._through(layers, "forward_step", src, update_state, batched=2)
 
-    def forward_steps(self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor | None:
+    def forward_steps(
+        self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
+    ) -> Tensor | None:
         """Take T tokens in the layout of `forward`, and return the outputs of the tokens with full windows, or None.
 
         The windows of all layers must be full. Retroactive layers hold T windows during the call.
@@ -436,7 +473,8 @@ class ContinualEncoder(nn.Module):
 
     @property
     def ready(self) -> Tensor | None:
-        """Which rows of the batch have full windows in all layers, (B,) bool, or None before all layers have a token."""
+        """Which rows of the batch have full windows in all layers, (B,) bool, or None before all layers have a
+        token."""
         each = [layer.ready for layer in (self._each()[:1] if self.retroactive else self._each())]
         known = [ready for ready in each if ready is not None]
         return torch.stack(known).all(0) if len(known) == len(each) else None
@@ -471,7 +509,8 @@ class ContinualEncoder(nn.Module):
             stream.hold(state)
 
     def _through_apart(self, src: Tensor, update_state: bool, absent: Tensor | None) -> Tensor | None:
-        """Pass tokens through the layers, where rows of the batch lack some, `absent` (B, T), or differ in their number.
+        """Pass tokens through the layers, where rows of the batch lack some, `absent` (B, T), or differ in their
+        number.
 
         A layer has no token in a row where the layer before has no result.
         """
@@ -482,7 +521,9 @@ class ContinualEncoder(nn.Module):
             batch = src.shape[0 if first.batch_first else 1] if src.dim() == 3 else 1
             absent = torch.zeros(batch, src.shape[along], dtype=torch.bool, device=src.device)
         pairs = list(zip(src.unbind(along), absent.unbind(1), strict=True))
-        before = None if update_state and len(pairs) == 1 else self._held()  # of several tokens, a later one may be refused
+        before = (
+            None if update_state and len(pairs) == 1 else self._held()
+        )  # of several tokens, a later one may be refused
         outs = self._guarded(_stream(layers[0]), lambda: [self._one_apart(layers, *pair) for pair in pairs], before)
         if before is not None and not update_state:
             self._put_back(before)
@@ -500,8 +541,11 @@ class ContinualEncoder(nn.Module):
             token = read.masked_fill(absent[:, None] if batched else absent, math.nan)
         return self._normed(token)
 
-    def _guarded(self, first: Stream, run: Callable[[], Result], before: list[tuple[Stream, Any]] | None = None) -> Result:
-        """Run a step of all layers. After an error no layer is ahead of another, and the streams are what they were `before`, if given."""
+    def _guarded(
+        self, first: Stream, run: Callable[[], Result], before: list[tuple[Stream, Any]] | None = None
+    ) -> Result:
+        """Run a step of all layers. After an error no layer is ahead of another, and the streams are what they were
+        `before`, if given."""
         # A step copies the windows while another reference to the states exists. That is accepted in grad mode, where
         # a step may raise.
         before = self._held() if before is None and torch.is_grad_enabled() else before
@@ -532,7 +576,9 @@ class ContinualEncoder(nn.Module):
         """Apply the layers after the first to its windows ([T',] n, [B,] C), or (B, [T',] n, C) with `batch_first`."""
         batch_first = self._each()[0].self_attn.batch_first
         windows = windows.movedim(-2, 0) if batched and not batch_first else windows
-        tokens = windows.flatten(0, -3) if windows.dim() > 2 else windows.unsqueeze(0)  # a reshape to -1 fails for a batch of 0
+        tokens = (
+            windows.flatten(0, -3) if windows.dim() > 2 else windows.unsqueeze(0)
+        )  # a reshape to -1 fails for a batch of 0
         tokens = tokens if batch_first else tokens.transpose(0, 1)
         for layer in self._each()[1:]:
             tokens = layer._read(tokens)

@@ -103,7 +103,9 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
             self._move(place, 1, absent, token.shape[0] if token.dim() == 2 else 1)
         return out
 
-    def forward_steps(self, tokens: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward_steps(
+        self, tokens: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
+    ) -> Tensor:
         """Return any number of tokens with their encodings added, in the layout of `forward`.
 
         `key_padding_mask` (B, N) is True where a row has no token.
@@ -149,7 +151,9 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
             if state.dtype != torch.int64 or state.dim() != 1 or not ((state >= 0) & (state < self.period)).all():
                 raise ValueError(mismatch("state", repr(state), f"an int64 tensor (B,) from 0 to {self.period - 1}"))
             state = state.clone()
-        elif state is not None and (isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)):
+        elif state is not None and (
+            isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)
+        ):
             raise ValueError(mismatch("state", repr(state), f"an int from 0 to {self.period - 1}"))
         self.hold(state)
 
@@ -165,7 +169,9 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
             self.encodings.copy_(_waves(*self.encodings.shape))
         return self
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if not self._learned and self.encodings.is_meta and local_metadata.get("assign_to_params_buffers"):
             self.encodings = _waves(*self.encodings.shape).to(torch.empty(0, dtype=self.encodings.dtype))
@@ -199,11 +205,17 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
     def _fitting(self, place: int | Tensor, batch: int) -> int | Tensor:
         """Return a place; raise if it is that of another batch."""
         if isinstance(place, Tensor) and len(place) != batch:
-            raise ValueError(mismatch("tokens", f"batch {batch}", f"batch {len(place)}, that of the stream; clean_state() ends it"))
+            raise ValueError(
+                mismatch("tokens", f"batch {batch}", f"batch {len(place)}, that of the stream; clean_state() ends it")
+            )
         return place
 
     def _of_rows(self, place: int | Tensor, batch: int) -> Tensor:
-        return place if isinstance(place, Tensor) else torch.full((batch,), place, dtype=torch.int64, device=self.encodings.device)
+        return (
+            place
+            if isinstance(place, Tensor)
+            else torch.full((batch,), place, dtype=torch.int64, device=self.encodings.device)
+        )
 
     def _added(self, tokens: Tensor, encodings: Tensor, start: int | Tensor, absent: Tensor | None = None) -> Tensor:
         if isinstance(start, Tensor) and start.dim():
@@ -216,7 +228,9 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         return tokens + (added if self.batch_first or tokens.dim() == 2 else added.unsqueeze(1))
 
     def _move(self, place: int | Tensor, tokens: int, absent: Tensor | None, batch: int) -> None:
-        self.__dict__["_rows"] = batch  # for `clean_state`: a place that all rows share does not tell how many there are
+        self.__dict__["_rows"] = (
+            batch  # for `clean_state`: a place that all rows share does not tell how many there are
+        )
         self.hold((place + (tokens if absent is None else (~absent).sum(1))) % self.period)
 
     def _entries(self, value: int | Tensor) -> dict[str, Tensor]:

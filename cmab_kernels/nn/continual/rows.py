@@ -1,4 +1,5 @@
-"""A batch of streams that begin and end by themselves: each row has tokens of its own, and steps with or without one."""
+"""A batch of streams that begin and end by themselves: each row has tokens of its own, and steps with or without
+one."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ def rows_of(rows: Any, batch: int, device: torch.device) -> Tensor:
             return rows.to(device)
         if rows.dtype != torch.int64 or rows.dim() > 1:
             raise ValueError(mismatch("rows", f"{rows.dtype} {tuple(rows.shape)}", allowed))
-    given = rows.flatten().tolist() if isinstance(rows, Tensor) else rows if isinstance(rows, list | tuple | range) else [rows]
+    given = (
+        rows.flatten().tolist()
+        if isinstance(rows, Tensor)
+        else rows
+        if isinstance(rows, list | tuple | range)
+        else [rows]
+    )
     for row in given:
         if not isinstance(row, int) or isinstance(row, bool):
             raise TypeError(mismatch("rows", kind_of(row), allowed))
@@ -41,7 +48,8 @@ def rows_of(rows: Any, batch: int, device: torch.device) -> Tensor:
 
 
 def absent_of(mask: Any, tokens: Tensor, batch_first: bool, one: bool = False) -> Tensor | None:
-    """Return a `key_padding_mask` as (B, T), for tokens in the layout of a module, or for `one` token; None for None."""
+    """Return a `key_padding_mask` as (B, T), for tokens in the layout of a module, or for `one` token; None for
+    None."""
     if mask is None:
         return None
     batched = tokens.dim() == (2 if one else 3)
@@ -57,7 +65,9 @@ def absent_of(mask: Any, tokens: Tensor, batch_first: bool, one: bool = False) -
         allowed = f"(B, {'1) or (B,' if one else 'T'}) = ({batch}, {count}), for these tokens"
         raise ValueError(mismatch("key_padding_mask", f"shape {tuple(mask.shape)}", allowed))
     if mask.device != tokens.device:
-        raise ValueError(mismatch("key_padding_mask", f"device {mask.device}", f"{tokens.device}, the device of the tokens"))
+        raise ValueError(
+            mismatch("key_padding_mask", f"device {mask.device}", f"{tokens.device}, the device of the tokens")
+        )
     return mask.reshape(batch, count)
 
 
@@ -88,7 +98,8 @@ def cleaned(module: Any, state: WindowState, rows: Any) -> WindowState:
 
 
 def ready_rows(state: WindowState | None, window: int) -> Tensor | None:
-    """Return (B,) bool: which rows have a full window of tokens. None before the first token, when no batch is known."""
+    """Return (B,) bool: which rows have a full window of tokens. None before the first token, when no batch is
+    known."""
     if state is None:
         return None
     if type(state) is StaggeredWindow:
@@ -111,7 +122,9 @@ def windows_without(recent: Tensor, absent: Tensor) -> Tensor:
     return torch.stack(windows, 1)
 
 
-def walked(module: Any, state: WindowState | None, heads: tuple[Tensor, ...], absent: Tensor | None) -> tuple[WindowState, list[Tensor]]:
+def walked(
+    module: Any, state: WindowState | None, heads: tuple[Tensor, ...], absent: Tensor | None
+) -> tuple[WindowState, list[Tensor]]:
     """Return the state after T >= 1 tokens (B, H, T, *), and the outputs (B, H, *, E) after each.
 
     `absent` (B, T) is True where a row has no token; None means that all rows have all tokens. Outputs of a row without
@@ -162,7 +175,8 @@ def _writing(tensor: Tensor) -> AbstractContextManager[Any]:
 def _with_first_windows(
     window: ContinualNystromState | ContinualAttentionState, rows: Tensor, first: Any
 ) -> ContinualNystromState | ContinualAttentionState:
-    """Return the state of a batch with the states of some rows after their first full windows, which its rings hold already."""
+    """Return the state of a batch with the states of some rows after their first full windows, which its rings hold
+    already."""
     if window.sums.shape[2]:
         with _writing(window.sums):
             window.sums[rows] = with_sums(first).sums

@@ -10,7 +10,9 @@ from ...nystrom import iterative_pinv, segment_ends
 from ...runtime.dtypes import state_dtype
 
 
-def attention_over_stream(query: Tensor, key: Tensor, value: Tensor, window: int, retroactive: bool, dropout: float = 0.0) -> Tensor:
+def attention_over_stream(
+    query: Tensor, key: Tensor, value: Tensor, window: int, retroactive: bool, dropout: float = 0.0
+) -> Tensor:
     """Return the outputs of exact attention after each of the tokens n, n + 1, ..., T of a stream (B, H, T, *).
 
     n is `window`. The shape is (B, H, T - n + 1, 1, E), for the newest query of each window. Retroactive outputs are
@@ -41,7 +43,9 @@ def nystrom_over_stream(
     if isinstance(landmarks, int):
         ends = _segment_ends(key.shape[2], window, landmarks)
         near, far = (_sets_of_means(t, ends, landmarks) for t in (queries, keys))
-        full = torch.tensor([sum(end <= last for end in ends) for last in range(window, window + steps)], device=key.device)
+        full = torch.tensor(
+            [sum(end <= last for end in ends) for last in range(window, window + steps)], device=key.device
+        )
         held = full - landmarks
     else:
         near, far = (t.to(dtype).expand(key.shape[0], -1, -1, -1).unsqueeze(2) for t in landmarks)

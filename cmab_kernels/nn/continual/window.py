@@ -63,8 +63,12 @@ class RecentTokens(NamedTuple):
     """(B, n, C), oldest first. Rows before the first token are 0."""
 
 
-_OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in (FillingWindow, RecentTokens)]  # their place in 0.1.0
-torch.serialization.add_safe_globals([FillingWindow, StaggeredWindow, RecentTokens, *_OLDER])  # also done for the states in cmab_kernels
+_OLDER = [
+    (kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in (FillingWindow, RecentTokens)
+]  # their place in 0.1.0
+torch.serialization.add_safe_globals(
+    [FillingWindow, StaggeredWindow, RecentTokens, *_OLDER]
+)  # also done for the states in cmab_kernels
 
 
 class ContinualStream(Stream[WindowState]):
@@ -76,8 +80,8 @@ class ContinualStream(Stream[WindowState]):
     differ and one has fewer than n tokens, `tokens` (B,) is one more entry; such a stream has its tokens first, and
     zeros. See `Stream` for the rules of loading. A window that is assigned to `state` is checked and copied.
 
-    The window moves with the module between devices, with the same bits. A cast of the module casts the tokens, and the next step
-    recomputes the sums over them.
+    The window moves with the module between devices, with the same bits. A cast of the module casts the tokens, and the
+    next step recomputes the sums over them.
 
     Args:
         kind: the type of the state of the operator that makes the steps.
@@ -123,7 +127,9 @@ class ContinualStream(Stream[WindowState]):
             _check_tensors(tokens=count)
             if count.dtype != torch.int64 or count.shape != keys.shape[:1] or count.device != keys.device:
                 given = f"{count.dtype} {tuple(count.shape)} on {count.device}"
-                raise ValueError(mismatch("state.tokens", given, f"torch.int64 (B,) = ({keys.shape[0]},) on {keys.device}"))
+                raise ValueError(
+                    mismatch("state.tokens", given, f"torch.int64 (B,) = ({keys.shape[0]},) on {keys.device}")
+                )
         elif isinstance(state, FillingWindow):
             _check_tensors(**state._asdict())
         else:
@@ -173,7 +179,11 @@ class ContinualStream(Stream[WindowState]):
         if "sums" in entries:
             return self._unlikely_sums(prefix, entries)
         tokens = entries["queries"].shape[2]
-        return "" if 0 < tokens < self.window else mismatch(f"{prefix}queries", f"{tokens} tokens", f"1 to {self.window - 1}")
+        return (
+            ""
+            if 0 < tokens < self.window
+            else mismatch(f"{prefix}queries", f"{tokens} tokens", f"1 to {self.window - 1}")
+        )
 
     def _unlikely_sums(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
         """Return why these entries of a full window cannot come from a stream of this module, or "" if they can."""
@@ -182,14 +192,20 @@ class ContinualStream(Stream[WindowState]):
                 return mismatch(prefix + name, int(entries[name]), f"{count}, as in this module")
         for extreme in map(int, entries["position"].aminmax() if entries["position"].numel() else ()):
             if not self.window <= extreme <= LAST_POSITION:
-                return mismatch(prefix + "position", extreme, f"a position from {self.window}, the window, to {LAST_POSITION}")
+                return mismatch(
+                    prefix + "position", extreme, f"a position from {self.window}, the window, to {LAST_POSITION}"
+                )
         if "tokens" in entries:
             held = entries["tokens"]
             for extreme in map(int, held.aminmax() if held.numel() else ()):
                 if not 0 <= extreme <= self.window:
                     return mismatch(f"{prefix}tokens", extreme, f"0 to {self.window}, the window")
             if (entries["position"][held < self.window] != self.window).any():
-                return mismatch(f"{prefix}position", "another number", f"{self.window} where a stream has fewer tokens than the window")
+                return mismatch(
+                    f"{prefix}position",
+                    "another number",
+                    f"{self.window} where a stream has fewer tokens than the window",
+                )
         if entries["scale"] != self.width**-0.5:
             return mismatch(prefix + "scale", float(entries["scale"]), f"{self.width**-0.5}, as in this module")
         return unlikely_totals(prefix + "sums", entries["sums"])
@@ -197,9 +213,15 @@ class ContinualStream(Stream[WindowState]):
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> WindowState:
         if "sums" not in entries:
             return FillingWindow(**copied(entries, device))
-        moved = {name: entry.to(device) if entry.dim() else entry for name, entry in entries.items() if name != "tokens"}
+        moved = {
+            name: entry.to(device) if entry.dim() else entry for name, entry in entries.items() if name != "tokens"
+        }
         state: Any = state_from_tensors(self.kind, moved)
-        return StaggeredWindow(**copied({"tokens": entries["tokens"]}, device), window=state) if "tokens" in entries else state
+        return (
+            StaggeredWindow(**copied({"tokens": entries["tokens"]}, device), window=state)
+            if "tokens" in entries
+            else state
+        )
 
     def _entries(self, value: WindowState) -> dict[str, Tensor]:
         if isinstance(value, FillingWindow):
@@ -241,7 +263,9 @@ class RecentStream(Stream[RecentTokens]):
     fields = RecentTokens._fields
 
     @naming_options
-    def __init__(self, window: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, window: int, width: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(device=device, dtype=dtype)
         self.shape = (window, width)
 

@@ -1,4 +1,5 @@
-"""`torch.nn.MultiheadAttention` on the operators: the same constructor, weights and forward for three kinds of attention."""
+"""`torch.nn.MultiheadAttention` on the operators: the same constructor, weights and forward for three kinds of
+attention."""
 
 from .attention import Attended, MultiheadAttention
 from .intention import MultiheadIntention, MultiheadSigmaIntention

@@ -74,14 +74,23 @@ class MultiheadAttention(MultiheadProjections):
         """
         self = computed(self)
         check_floating(self, query=query, key=key, value=value)
-        need_weights, average_attn_weights = as_flag("need_weights", need_weights), as_flag("average_attn_weights", average_attn_weights)
+        need_weights, average_attn_weights = (
+            as_flag("need_weights", need_weights),
+            as_flag("average_attn_weights", average_attn_weights),
+        )
         is_causal = as_flag("is_causal", is_causal)
         if is_causal and attn_mask is None:
             raise ValueError(
-                mismatch("is_causal", "True without an attn_mask", "False, as it is only a hint about the mask; or pass the mask as well")
+                mismatch(
+                    "is_causal",
+                    "True without an attn_mask",
+                    "False, as it is only a hint about the mask; or pass the mask as well",
+                )
             )
         if self.why_torch(query, key, value, key_padding_mask, need_weights, attn_mask) is not None:
-            theirs = partial(MultiheadProjections.forward if torchs_attention.is_as_made(self) else torchs_attention.forward, self)
+            theirs = partial(
+                MultiheadProjections.forward if torchs_attention.is_as_made(self) else torchs_attention.forward, self
+            )
             return theirs(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         ignore, read = bool_mask(key_padding_mask, key)
         self._check(ignore, query=query, key=read, value=value)
@@ -141,7 +150,11 @@ class MultiheadAttention(MultiheadProjections):
         self = computed(self)
         if self.kdim != self.vdim:
             raise ValueError(
-                mismatch("inputs", f"keys and values in one with kdim = {self.kdim} and vdim = {self.vdim}", "a module with kdim = vdim")
+                mismatch(
+                    "inputs",
+                    f"keys and values in one with kdim = {self.kdim} and vdim = {self.vdim}",
+                    "a module with kdim = vdim",
+                )
             )
         self._refuse_to_drop()
         self._check(key_padding_mask, query=query, inputs=inputs)

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...intention import RidgeState, check_ridge, intention, regularised_solve, remove_ridge, ridge_state, sigma_intention, solve_ridge
+from ...intention import (
+    RidgeState,
+    check_ridge,
+    intention,
+    regularised_solve,
+    remove_ridge,
+    ridge_state,
+    sigma_intention,
+    solve_ridge,
+)
 from ...runtime.checks import as_float, mismatch
 from ...runtime.dtypes import state_dtype
 from ..constructors import extending
@@ -22,10 +31,14 @@ from .projections import no_extra_keys
 
 
 class LearnedRidge(MatrixFreeAttention):
-    """Base class of both modules of Intention: it adds the penalty `alpha`, learned or fixed, and the factor `scale`."""
+    """Base class of both modules of Intention: it adds the penalty `alpha`, learned or fixed, and the factor
+    `scale`."""
 
     lacks = NO_DROPOUT | no_extra_keys("extra keys are for attention that finds nothing to attend to")
-    why_no_masks = "all queries are answered from one regression on all keys; with keys of its own each would need its own regression"
+    why_no_masks = (
+        "all queries are answered from one regression on all keys; with keys of its own each would need "
+        "its own regression"
+    )
     fixed_alpha: float | None
     scale: float
     log_alpha: torch.nn.Parameter
@@ -88,7 +101,9 @@ class LearnedRidge(MatrixFreeAttention):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         name = prefix + "log_alpha"
         if name in missing_keys and not self.log_alpha.is_meta:
             missing_keys.remove(name)  # torch's module has no log_alpha, so ours stays unchanged
@@ -178,7 +193,12 @@ class MultiheadIntention(LearnedRidge):
         return updated
 
     def remove(
-        self, key: Tensor, value: Tensor | None = None, *, state: RidgeState | None = None, key_padding_mask: Tensor | None = None
+        self,
+        key: Tensor,
+        value: Tensor | None = None,
+        *,
+        state: RidgeState | None = None,
+        key_padding_mask: Tensor | None = None,
     ) -> RidgeState:
         """Return the state without these keys and values, in time O(removed keys). The state must contain them.
 
@@ -220,7 +240,9 @@ class MultiheadIntention(LearnedRidge):
         value = key if value is None else value
         key_padding_mask, key = bool_mask(key_padding_mask, key)
         self._check(key_padding_mask, key=key, value=value)
-        return dict(zip(("key", "value", "key_padding_mask"), self._project_pair(key, value, key_padding_mask), strict=True))
+        return dict(
+            zip(("key", "value", "key_padding_mask"), self._project_pair(key, value, key_padding_mask), strict=True)
+        )
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         alpha = self.alpha

@@ -28,7 +28,8 @@ class MatrixFreeAttention(MultiheadProjections):
     @extending(MultiheadProjections)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # torch.nn.TransformerEncoderLayer reads this attribute to decide whether to run fused attention in place of `forward`.
+        # torch.nn.TransformerEncoderLayer reads this attribute to decide whether to run fused attention in place of
+        # `forward`.
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -49,7 +50,10 @@ class MatrixFreeAttention(MultiheadProjections):
         read, and other numbers make every result NaN.
         """
         self = computed(self)
-        need_weights, average_attn_weights = as_flag("need_weights", need_weights), as_flag("average_attn_weights", average_attn_weights)
+        need_weights, average_attn_weights = (
+            as_flag("need_weights", need_weights),
+            as_flag("average_attn_weights", average_attn_weights),
+        )
         self._refuse_masks("attn_mask", attn_mask, is_causal)
         key_padding_mask, key = bool_mask(key_padding_mask, key)
         self._check(key_padding_mask, query=query, key=key, value=value)

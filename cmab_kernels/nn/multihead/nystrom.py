@@ -63,8 +63,9 @@ class NystromAttention(MatrixFreeAttention):
     may be negative, and they sum to 1 only as far as the pseudo-inverse has converged. A wrong shape, dtype or device
     raises a `ValueError` or `TypeError` that names the argument.
 
-    L and N may differ, except with a convolution, and a `key_padding_mask` and landmarks "segments", where the mask marks queries as well
-    as keys. Ignored queries are read as 0, even if they are NaN, and their results have no meaning.
+    L and N may differ, except with a convolution, and a `key_padding_mask` and landmarks "segments", where the mask
+    marks queries as well as keys. Ignored queries are read as 0, even if they are NaN, and their results have no
+    meaning.
 
     Source: Nyströmformer (Xiong et al., AAAI 2021). Fixed landmarks are from Continual Low-Rank Scaled Dot-product
     Attention (Carreto Picon et al.).
@@ -100,7 +101,11 @@ class NystromAttention(MatrixFreeAttention):
             raise ValueError(mismatch("landmarks", repr(landmarks), f"one of {', '.join(self.schemes)}"))
         check_pinv(pinv, pinv_iterations)
         if conv_kernel_size is not None and check_count("conv_kernel_size", conv_kernel_size) % 2 == 0:
-            raise ValueError(mismatch("conv_kernel_size", conv_kernel_size, "an odd number, as each token is the middle of its kernel"))
+            raise ValueError(
+                mismatch(
+                    "conv_kernel_size", conv_kernel_size, "an odd number, as each token is the middle of its kernel"
+                )
+            )
         super().__init__(*args, **kwargs)
         self.conv = None if conv_kernel_size is None else self._convolution(int(conv_kernel_size))
         self.num_landmarks = num_landmarks
@@ -113,11 +118,19 @@ class NystromAttention(MatrixFreeAttention):
 
     def _convolution(self, size: int) -> torch.nn.Conv2d:
         heads, like = self.num_heads, self._like
-        options: dict[str, Any] = {"padding": (size // 2, 0), "bias": False, "groups": heads, "device": like.device, "dtype": like.dtype}
+        options: dict[str, Any] = {
+            "padding": (size // 2, 0),
+            "bias": False,
+            "groups": heads,
+            "device": like.device,
+            "dtype": like.dtype,
+        }
         return torch.nn.Conv2d(heads, heads, (size, 1), **options)
 
     @classmethod
-    def from_official(cls, state_dict: Mapping[str, Tensor], *, num_heads: int, num_landmarks: int, pinv_iterations: int = 6) -> Self:
+    def from_official(
+        cls, state_dict: Mapping[str, Tensor], *, num_heads: int, num_landmarks: int, pinv_iterations: int = 6
+    ) -> Self:
         """Return the module (`batch_first`, `pinv="shared"`) with weights that published code saved.
 
         `state_dict` is that of a `NystromformerAttention` or `NystromformerSelfAttention` of the package transformers,
@@ -179,7 +192,10 @@ class NystromAttention(MatrixFreeAttention):
         if keys is None and self.kdim != self.embed_dim:
             raise ValueError(
                 mismatch(
-                    "keys", None, f"a torch.Tensor, as queries cannot be keys with kdim = {self.kdim} and embed_dim = {self.embed_dim}"
+                    "keys",
+                    None,
+                    f"a torch.Tensor, as queries cannot be keys with kdim = {self.kdim} and embed_dim = "
+                    f"{self.embed_dim}",
                 )
             )
         if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**32:
@@ -216,7 +232,11 @@ class NystromAttention(MatrixFreeAttention):
     def _convolved(self, query: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Return the convolution (B, H, N, E) of the values over tokens."""
         if query.shape[2] != value.shape[2]:
-            raise ValueError(mismatch("value", f"{value.shape[2]} tokens", f"{query.shape[2]}, as many as query has, for the convolution"))
+            raise ValueError(
+                mismatch(
+                    "value", f"{value.shape[2]} tokens", f"{query.shape[2]}, as many as query has, for the convolution"
+                )
+            )
         if mask is not None:
             value = value.masked_fill(mask[:, None, :, None], 0.0)
         assert self.conv is not None
@@ -228,10 +248,14 @@ class NystromAttention(MatrixFreeAttention):
         query, key = as_autocast(query, key)
         with as_they_are(key.device):
             landmarks = choose_landmarks(query, key, options.get("num_landmarks"), options.get("landmarks"), mask)
-            weights = _linear_map(query, key, landmarks, mask, check_pinv(self.pinv, self.pinv_iterations), self.pinv == "shared")
+            weights = _linear_map(
+                query, key, landmarks, mask, check_pinv(self.pinv, self.pinv_iterations), self.pinv == "shared"
+            )
             if self.conv is None:
                 return weights
-            unit = torch.eye(key.shape[2], dtype=weights.dtype, device=weights.device).expand(key.shape[0], self.num_heads, -1, -1)
+            unit = torch.eye(key.shape[2], dtype=weights.dtype, device=weights.device).expand(
+                key.shape[0], self.num_heads, -1, -1
+            )
             return weights + self._convolved(query, unit, mask)
 
     def _options(self) -> dict[str, Any]:
@@ -240,7 +264,10 @@ class NystromAttention(MatrixFreeAttention):
         if self.landmarks != "fixed":
             return {"num_landmarks": self.num_landmarks, **options}
         if self.landmark_queries is None or self.landmark_keys is None:
-            raise RuntimeError("landmarks: they are fixed and not made yet; call fit_landmarks(tokens), or load a state_dict that has them")
+            raise RuntimeError(
+                "landmarks: they are fixed and not made yet; call fit_landmarks(tokens), or load a state_dict that "
+                "has them"
+            )
         return {"landmarks": (self.landmark_queries, self.landmark_keys), **options}
 
     def _load_from_state_dict(
@@ -263,7 +290,9 @@ class NystromAttention(MatrixFreeAttention):
         like, errors = self._like, len(error_msgs)
         for name in made:
             setattr(self, name, torch.nn.Parameter(like.new_empty(self.num_heads, self.num_landmarks, self.head_dim)))
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         if not saved:
             missing_keys[:] = [key for key in missing_keys if key not in {prefix + name for name in names}]
         elif len(saved) < len(names):
@@ -273,7 +302,9 @@ class NystromAttention(MatrixFreeAttention):
                 setattr(self, name, None)
 
 
-def _linear_map(query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, iterations: int, shared: bool) -> Tensor:
+def _linear_map(
+    query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, iterations: int, shared: bool
+) -> Tensor:
     """Return the matrix (B, H, L, N) of the formula. It is a product of three matrices with inner dimension m."""
     scale, dtype = key.shape[-1] ** -0.5, landmarks.keys.dtype
     near, far, absent, ignored = landmarks.queries, landmarks.keys, None, None
@@ -305,7 +336,9 @@ def _centres(name: str, rows: Tensor, number: int, seed: int) -> Tensor:
     try:
         from sklearn.cluster import MiniBatchKMeans
     except ImportError as error:
-        raise ImportError("fit_landmarks clusters tokens with scikit-learn, which is not installed: pip install scikit-learn") from error
+        raise ImportError(
+            "fit_landmarks clusters tokens with scikit-learn, which is not installed: pip install scikit-learn"
+        ) from error
     if rows.shape[0] < number:
         raise ValueError(mismatch(name, f"{rows.shape[0]} tokens", f"at least {number}, one for each landmark"))
     if not rows.isfinite().all():

@@ -1,4 +1,5 @@
-"""The names under which published code of Nyström attention saves weights: the packages transformers and nystrom-attention."""
+"""The names under which published code of Nyström attention saves weights: the packages transformers and
+nystrom-attention."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def nystrom_weights(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         expected = f"those of a module of transformers ({', '.join(sorted(_TRANSFORMERS))}) or nystrom-attention"
         raise ValueError(mismatch("state_dict", names, f"{expected} ({', '.join(sorted(_NYSTROM_ATTENTION))})"))
     if given:
-        raise ValueError(mismatch("state_dict", f"also {', '.join(sorted(given))}", "the weights of one attention alone"))
+        raise ValueError(
+            mismatch("state_dict", f"also {', '.join(sorted(given))}", "the weights of one attention alone")
+        )
     _check_shapes(found)
     return found
 
@@ -54,7 +57,9 @@ def _of_nystrom_attention(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return _named(weight, weight.new_zeros(weight.shape[0]), out, bias, given.pop("res_conv.weight", None))
 
 
-def _named(weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, conv: Tensor | None) -> dict[str, Tensor]:
+def _named(
+    weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor, conv: Tensor | None
+) -> dict[str, Tensor]:
     found = {"in_proj_weight": weight, "in_proj_bias": bias, "out_proj.weight": out_weight, "out_proj.bias": out_bias}
     return found if conv is None else found | {"conv.weight": conv}
 

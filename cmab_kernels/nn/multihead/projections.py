@@ -1,4 +1,5 @@
-"""The base class of modules with the constructor and the weights of `torch.nn.MultiheadAttention`: everything except the attention."""
+"""The base class of modules with the constructor and the weights of `torch.nn.MultiheadAttention`: everything except
+the attention."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def no_extra_keys(why: str) -> dict[str, str]:
 
 
 class MultiheadProjections(torch.nn.MultiheadAttention):
-    """Base class: torch's constructor, checks of the inputs, the projections to heads and back, and the sharing of weights."""
+    """Base class: torch's constructor, checks of the inputs, the projections to heads and back, and the sharing of
+    weights."""
 
     lacks: ClassVar[Mapping[str, str]] = {}
     """The arguments of torch's constructor that must be 0 or False here, with this value and the reason."""
@@ -48,8 +50,12 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
             if given and name in self.lacks:
                 raise ValueError(mismatch(name, given, self.lacks[name]))
         embed_dim, num_heads = check_heads("embed_dim", embed_dim, num_heads)
-        kdim, vdim = (None if given is None else check_count(name, given) for name, given in (("kdim", kdim), ("vdim", vdim)))
-        super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
+        kdim, vdim = (
+            None if given is None else check_count(name, given) for name, given in (("kdim", kdim), ("vdim", vdim))
+        )
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
 
     @classmethod
     def sharing(cls, module: torch.nn.MultiheadAttention, **options: Any) -> Self:
@@ -57,9 +63,23 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
         An option that the parameters determine raises a `ValueError`.
         """
-        for name in ("embed_dim", "num_heads", "bias", "add_bias_kv", "kdim", "vdim", "device", "dtype", "conv_kernel_size"):
+        for name in (
+            "embed_dim",
+            "num_heads",
+            "bias",
+            "add_bias_kv",
+            "kdim",
+            "vdim",
+            "device",
+            "dtype",
+            "conv_kernel_size",
+        ):
             if name in options:
-                raise ValueError(mismatch(name, repr(options[name]), "no such option, as it is that of the parameters, which are shared"))
+                raise ValueError(
+                    mismatch(
+                        name, repr(options[name]), "no such option, as it is that of the parameters, which are shared"
+                    )
+                )
         configuration: dict[str, Any] = {
             "dropout": module.dropout,
             "bias": module.in_proj_bias is not None,
@@ -79,12 +99,18 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
         `module` must have the same configuration.
         """
-        assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}  # tensors in place of parameters
-        for name, weight in (module._parameters | assigned).items():  # `named_parameters` skips the second name of a tied parameter
+        assigned = {
+            name: module.__dict__[name] for name in self._parameters if name in module.__dict__
+        }  # tensors in place of parameters
+        for name, weight in (
+            module._parameters | assigned
+        ).items():  # `named_parameters` skips the second name of a tied parameter
             if weight is not None and not isinstance(weight, torch.nn.Parameter):
                 del self._parameters[name]
             setattr(self, name, weight)
-        self.__dict__.update({name: each for name, each in module.__dict__.items() if name not in self.__dict__ | assigned})
+        self.__dict__.update(
+            {name: each for name, each in module.__dict__.items() if name not in self.__dict__ | assigned}
+        )
         self.out_proj = module.out_proj
         self.training = module.training  # set directly, because train() would also change the shared out_proj
 
@@ -114,7 +140,9 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
             projected = F.linear(features, weight, None if bias is None else bias.chunk(3)[part])
         return split_heads(self._batch_first(projected), self.num_heads)
 
-    def _project_pair(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _project_pair(
+        self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the heads of keys and values (B, H, N, D), and the mask (B, N). Masked inputs affect no gradient."""
         if key_padding_mask is not None:
             batched = key.dim() == 3
@@ -131,7 +159,9 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
     def _refuse_to_drop(self) -> None:
         """Raise if dropout would apply, because a stream keeps no attention weights to drop."""
         if self._drops:
-            raise RuntimeError(f"dropout: it is {self.dropout} in training, and a stream has none; use eval() or dropout=0")
+            raise RuntimeError(
+                f"dropout: it is {self.dropout} in training, and a stream has none; use eval() or dropout=0"
+            )
 
     @staticmethod
     def _shown(weights: Tensor, query: Tensor, average: bool) -> Tensor:
@@ -163,7 +193,13 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         The mask belongs to the last argument.
         """
         layout = "(B, N, C)" if self.batch_first else "(N, B, C)"
-        widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "inputs": self.kdim, "value": self.vdim}
+        widths = {
+            "query": self.embed_dim,
+            "src": self.embed_dim,
+            "key": self.kdim,
+            "inputs": self.kdim,
+            "value": self.vdim,
+        }
         dims: tuple[int, ...] = (2, 3)
         for name, features in arguments.items():
             check_features(name, features, f"{layout}, or (N, C) for all", dims, widths[name], self._like)

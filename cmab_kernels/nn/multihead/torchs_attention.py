@@ -22,7 +22,9 @@ def is_as_made(attention: nn.MultiheadAttention) -> bool:
     That is so if the output projection was not replaced or hooked, and no weight is of a subclass of Tensor.
     """
     project = own_parameters(attention.out_proj, NonDynamicallyQuantizableLinear)
-    return project is not None and all(is_own(each) for part in (project, attention._parameters) for each in part.values())
+    return project is not None and all(
+        is_own(each) for part in (project, attention._parameters) for each in part.values()
+    )
 
 
 def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -42,8 +44,8 @@ def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 _CALLING: dict[type, type[nn.MultiheadAttention]] = {}
-"""Kind of attention -> its subclass that calls `out_proj`: the last `MOST_KINDS` kinds, because an entry keeps its class
-alive, and `parametrize` makes a class for each module."""
+"""Kind of attention -> its subclass that calls `out_proj`: the last `MOST_KINDS` kinds, because an entry keeps its
+class alive, and `parametrize` makes a class for each module."""
 
 MOST_KINDS = 64
 
@@ -79,7 +81,11 @@ def forward(
     attention = computed(attention)
     if query.is_nested:
         raise RuntimeError(
-            mismatch("query", "a nested tensor", "a dense tensor, as out_proj is more than a torch.nn.Linear; pad it, and pass a mask")
+            mismatch(
+                "query",
+                "a nested tensor",
+                "a dense tensor, as out_proj is more than a torch.nn.Linear; pad it, and pass a mask",
+            )
         )
     swap = attention.batch_first and query.dim() == 3
     # Equal inputs must stay the same object: torch then projects them in one product.

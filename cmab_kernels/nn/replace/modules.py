@@ -91,7 +91,9 @@ def replace_modules(
         raise TypeError(mismatch("model", repr(model), "a torch.nn.Module"))
     verbose = as_flag("verbose", verbose)
     if not isinstance(mapping, Mapping):
-        allowed = "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}"
+        allowed = (
+            "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}"
+        )
         raise TypeError(mismatch("mapping", repr(mapping), allowed))
     for old, made in mapping.items():
         new, options = _class_of(made)
@@ -152,7 +154,9 @@ def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
         if added := [*module._parameters, *module._buffers]:
             raise ValueError(_lost(path, f"{', '.join(added)} added", "remove them, replace, add them again"))
     for name, each in lost.items():
-        added = [*each._buffers, *each._modules.keys() - {"out_proj"}] if isinstance(each, nn.MultiheadAttention) else []
+        added = (
+            [*each._buffers, *each._modules.keys() - {"out_proj"}] if isinstance(each, nn.MultiheadAttention) else []
+        )
         if added:
             raise ValueError(_lost(name, f"{', '.join(added)} added", "remove them, replace, add them again"))
         if "forward" in each.__dict__:
@@ -181,7 +185,11 @@ def _check_options(new: Any, options: Mapping[str, Any]) -> None:
     if not issubclass(new, MultiheadProjections):
         for option in options:
             raise TypeError(
-                mismatch(option, f"an option of {new.__name__}", "none, as it takes all that it has from the layer it replaces")
+                mismatch(
+                    option,
+                    f"an option of {new.__name__}",
+                    "none, as it takes all that it has from the layer it replaces",
+                )
             )
         return
     signature = inspect.signature(new.__init__)

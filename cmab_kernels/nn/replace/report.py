@@ -18,9 +18,9 @@ A model with attention of its own can call cmab_kernels.integrations.scaled_dot_
 _UNMASKED = "need_weights=False, no mask"
 _CONDITIONS = {"MultiheadAttention": _UNMASKED, "ContinualAttention": _UNMASKED, "TransformerEncoderLayer": "no mask"}
 _CONDITIONS["TransformerDecoderLayer"] = "no mask"
-_CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask (a causal one too),
-a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. Before the first call nobody knows:
-cmab_kernels.explain(model, *inputs) makes one, and says it of each module."""
+_CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask
+(a causal one too), a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. Before
+the first call nobody knows: cmab_kernels.explain(model, *inputs) makes one, and says it of each module."""
 
 
 class Replacement(NamedTuple):
@@ -72,7 +72,10 @@ class Replacements(int):
         if not self.modules:
             return _NONE
         rows = [_HEADING]
-        rows += [(at, kind, _verdict(kind, training), _verdict(kind, evaluation)) for at, kind, training, evaluation in self.modules]
+        rows += [
+            (at, kind, _verdict(kind, training), _verdict(kind, evaluation))
+            for at, kind, training, evaluation in self.modules
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"{int(self)} {'module' if self == 1 else 'modules'} replaced", *lines, _CALLS])

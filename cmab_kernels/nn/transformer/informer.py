@@ -25,8 +25,9 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     another model, which computes attention for a sample of the queries.
 
     Args:
-        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype: as torch's.
-            `dropout` acts after Intention and in the feed-forward layer; there are no attention weights to drop.
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
+            dtype: as torch's. `dropout` acts after Intention and in the feed-forward layer; there are no attention
+                weights to drop.
         kind: "intention" for `MultiheadIntention`, "sigma" for `MultiheadSigmaIntention`.
         alpha, scale: as in `MultiheadIntention`.
 
@@ -50,7 +51,9 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     self_attn: LearnedRidge
 
     @extending(torch.nn.TransformerEncoderLayer)
-    def __init__(self, *args: Any, kind: str = "intention", alpha: float | None = None, scale: float = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, kind: str = "intention", alpha: float | None = None, scale: float = 1.0, **kwargs: Any
+    ) -> None:
         check_choice("kind", kind, KINDS)
         super().__init__(*args, **kwargs)
         self.self_attn = KINDS[kind].sharing(self.self_attn, dropout=0.0, alpha=alpha, scale=scale)
@@ -65,7 +68,11 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         if isinstance(attention, LearnedRidge):
             given = f"a {type(attention).__name__}, whose penalty and scale a new layer would not have"
             raise ValueError(
-                mismatch("self_attn", given, "torch's attention; replace the layer before its attention, or make an InformerEncoderLayer")
+                mismatch(
+                    "self_attn",
+                    given,
+                    "torch's attention; replace the layer before its attention, or make an InformerEncoderLayer",
+                )
             )
         shared = cls(
             attention.embed_dim,
@@ -84,7 +91,11 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         return shared
 
     def forward(
-        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         """Return the encoded `src`, in its shape.
 
@@ -93,7 +104,9 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
         mask, src = bool_mask(src_key_padding_mask, src)
         self.self_attn._check(mask, src=src)
-        if mask is not None:  # a NaN in padding would reach the weight gradients of the norms and of the feed-forward layer
+        if (
+            mask is not None
+        ):  # a NaN in padding would reach the weight gradients of the norms and of the feed-forward layer
             ignore = mask if self.self_attn.batch_first or src.dim() == 2 else mask.T
             src = src.masked_fill(ignore.unsqueeze(-1), 0.0)
         if self.norm_first:

@@ -58,7 +58,9 @@ class _FusedLayer(nn.Module):
     def sharing(cls, layer: nn.Module) -> Self:
         """Make a layer with the configuration and the modules of torch's `layer`."""
         shared = cls.__new__(cls)
-        shared.__dict__.update({name: copy.copy(value) if isinstance(value, dict) else value for name, value in layer.__dict__.items()})
+        shared.__dict__.update(
+            {name: copy.copy(value) if isinstance(value, dict) else value for name, value in layer.__dict__.items()}
+        )
         return shared
 
     def _why_no_operator(self, x: Tensor) -> str | None:
@@ -68,7 +70,10 @@ class _FusedLayer(nn.Module):
         if any(part.training and part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
             return DROPOUT
         dropouts = (part for name, part in self.named_children() if name.startswith("dropout"))
-        if any(plain_parameters(part, nn.Identity if type(part) is nn.Identity else nn.Dropout) is None for part in dropouts):
+        if any(
+            plain_parameters(part, nn.Identity if type(part) is nn.Identity else nn.Dropout) is None
+            for part in dropouts
+        ):
             return "a dropout does more than its kind, or has hooks"
         if not self._has_their_blocks():
             return "a subclass has a block of its own"
@@ -78,9 +83,13 @@ class _FusedLayer(nn.Module):
 
     def _has_their_blocks(self) -> bool:
         ours = TransformerEncoderLayer if self.theirs is nn.TransformerEncoderLayer else TransformerDecoderLayer
-        return all(getattr(getattr(self, name, None), "__func__", None) is getattr(ours, name, None) for name in _BLOCKS)
+        return all(
+            getattr(getattr(self, name, None), "__func__", None) is getattr(ours, name, None) for name in _BLOCKS
+        )
 
-    def _sa_block(self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False) -> Tensor:
+    def _sa_block(
+        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
+    ) -> Tensor:
         """Return what torch's method returns. Changed parts of the attention are called."""
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
         attended: Tensor = torchs_attention.call(self.self_attn, x, x, x, **masks, need_weights=False)[0]
@@ -92,7 +101,13 @@ class _FusedLayer(nn.Module):
         return result
 
     def _why_no_attention(
-        self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.Module, attn_mask: Tensor | None, is_causal: bool, mask: Tensor | None
+        self,
+        x: Tensor,
+        attention: nn.MultiheadAttention,
+        norm: nn.Module,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        mask: Tensor | None,
     ) -> str | None:
         """Return why torch's own code must run an attention and its norm, or None if the operator may run."""
         if attn_mask is not None or is_causal:
@@ -110,7 +125,10 @@ class _FusedLayer(nn.Module):
         )
         if None in parts or attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             return more
-        inside = *parts[: 1 + self.norm_first], {"weight": attention.in_proj_weight}  # a norm after the operator runs in torch
+        inside = (
+            *parts[: 1 + self.norm_first],
+            {"weight": attention.in_proj_weight},
+        )  # a norm after the operator runs in torch
         return self._why_no_operator(x) if of_one_dtype(*inside) else _SEVERAL_DTYPES
 
     def _why_no_feed_forward(self, x: Tensor, norm: nn.Module) -> str | None:
@@ -127,14 +145,18 @@ class _FusedLayer(nn.Module):
             return "a part of the feed-forward network does more than its kind, or has hooks"
         return self._why_no_operator(x) if of_one_dtype(*parts[: 2 + self.norm_first]) else _SEVERAL_DTYPES
 
-    def _around(self, operator: Callable[..., Tensor], norm: nn.LayerNorm, x: Tensor, *weights: Tensor, **options: Any) -> Tensor:
+    def _around(
+        self, operator: Callable[..., Tensor], norm: nn.LayerNorm, x: Tensor, *weights: Tensor, **options: Any
+    ) -> Tensor:
         """Return the operator's result, with `norm` applied first inside the operator (`norm_first`), or after it."""
         if self.norm_first:
             return operator(x, *weights, norm=(norm.weight, norm.bias, norm.eps), **options)
         normed: Tensor = norm(operator(x, *weights, **options))
         return normed
 
-    def _attend(self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.LayerNorm, context: Tensor | None, mask: Any) -> Tensor:
+    def _attend(
+        self, x: Tensor, attention: nn.MultiheadAttention, norm: nn.LayerNorm, context: Tensor | None, mask: Any
+    ) -> Tensor:
         """Return x after an attention over `context`, or over x if that is None, computed by the operator."""
         single = x.dim() == 2
         if context is None:
@@ -182,7 +204,9 @@ class _FusedLayer(nn.Module):
                 if each.shape[sets] != batch:
                     raise ValueError(mismatch(name, f"shape {tuple(each.shape)}", f"{layout} with B = {batch}"))
 
-    def _check_padding(self, name: str, mask: Tensor | None, features: Tensor, attention: nn.MultiheadAttention) -> None:
+    def _check_padding(
+        self, name: str, mask: Tensor | None, features: Tensor, attention: nn.MultiheadAttention
+    ) -> None:
         """Raise unless the mask fits `features`, the keys of the operator that replaces `attention`."""
         shape = features.shape[:-1] if features.dim() == 2 or attention.batch_first else features.shape[1::-1]
         if mask is None:
@@ -229,7 +253,11 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         super().__init__(*args, **kwargs)
 
     def forward(
-        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         """Return the encoded `src`, in its shape.
 
@@ -256,19 +284,30 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
 
         torch's fused layer, which runs in eval mode, reads the weights of the parts and calls none of them.
         """
-        kinds = {nn.MultiheadAttention: ("self_attn",), nn.Linear: ("linear1", "linear2"), nn.LayerNorm: ("norm1", "norm2")}
+        kinds = {
+            nn.MultiheadAttention: ("self_attn",),
+            nn.Linear: ("linear1", "linear2"),
+            nn.LayerNorm: ("norm1", "norm2"),
+        }
         kinds[nn.Dropout] = ("dropout", "dropout1", "dropout2")
         if any(plain_parameters(getattr(self, name), kind) is None for kind, names in kinds.items() for name in names):
             return False
         made: Any = self.activation
         if isinstance(made, nn.Module) and own_parameters(made, type(made)) is None:
             return False
-        if self.activation_relu_or_gelu not in (0, _THEIR_ACTIVATIONS.get(_activation(self))):  # the activation was replaced
+        if self.activation_relu_or_gelu not in (
+            0,
+            _THEIR_ACTIVATIONS.get(_activation(self)),
+        ):  # the activation was replaced
             return False
         return torchs_attention.is_as_made(self.self_attn) and self._has_their_blocks()
 
     def why_torch(
-        self, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> str | None:
         """Return why torch's own code runs for such a call, or None if the operators run."""
         attention = self._why_no_attention(src, self.self_attn, self.norm1, src_mask, is_causal, src_key_padding_mask)
@@ -325,10 +364,20 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         The shape is (B, L, d_model) with `batch_first`, else (L, B, d_model), or (L, d_model) without a batch.
         """
         check_floating(self, tgt=tgt, memory=memory)
-        tgt_is_causal, memory_is_causal = as_flag("tgt_is_causal", tgt_is_causal), as_flag("memory_is_causal", memory_is_causal)
-        own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
+        tgt_is_causal, memory_is_causal = (
+            as_flag("tgt_is_causal", tgt_is_causal),
+            as_flag("memory_is_causal", memory_is_causal),
+        )
+        own, cross = (
+            (tgt_mask, tgt_is_causal, tgt_key_padding_mask),
+            (memory_mask, memory_is_causal, memory_key_padding_mask),
+        )
         why_own, why_cross, why_feed = self._why_parts(tgt, own, cross).values()
-        if isinstance(self.self_attn, nn.MultiheadAttention) and isinstance(self.linear1, nn.Linear) and self._why_no_operator(tgt) is None:
+        if (
+            isinstance(self.self_attn, nn.MultiheadAttention)
+            and isinstance(self.linear1, nn.Linear)
+            and self._why_no_operator(tgt) is None
+        ):
             self._check(tgt=tgt, memory=memory)
         x = tgt
         if why_own is None:
@@ -338,11 +387,17 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         if why_own is None:
             x = self._attend(x, self.self_attn, self.norm1, None, tgt_key_padding_mask)
         else:
-            x = self._as_torch(lambda x: self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), self.norm1, x)
+            x = self._as_torch(
+                lambda x: self._sa_block(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal), self.norm1, x
+            )
         if why_cross is None:
             x = self._attend(x, self.multihead_attn, self.norm2, memory, memory_key_padding_mask)
         else:
-            x = self._as_torch(lambda x: self._mha_block(x, memory, memory_mask, memory_key_padding_mask, memory_is_causal), self.norm2, x)
+            x = self._as_torch(
+                lambda x: self._mha_block(x, memory, memory_mask, memory_key_padding_mask, memory_is_causal),
+                self.norm2,
+                x,
+            )
         if why_feed is None:
             return self._feed(x, self.norm3)
         return self._as_torch(self._ff_block, self.norm3, x)
@@ -359,7 +414,10 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> str | None:
         """Return which parts run torch's own code for such a call, and why, or None if all parts run the operators."""
-        own, cross = (tgt_mask, tgt_is_causal, tgt_key_padding_mask), (memory_mask, memory_is_causal, memory_key_padding_mask)
+        own, cross = (
+            (tgt_mask, tgt_is_causal, tgt_key_padding_mask),
+            (memory_mask, memory_is_causal, memory_key_padding_mask),
+        )
         parts = self._why_parts(tgt, own, cross)
         reasons = {reason for reason in parts.values() if reason is not None}
         if len(reasons) == 1 and None not in parts.values():

@@ -1,6 +1,12 @@
 """Continual attention: a window that slides over a stream, one step at a time."""
 
-from .api import OUTPUTS, continual_attention_init, continual_attention_step, continual_nystrom_init, continual_nystrom_step
+from .api import (
+    OUTPUTS,
+    continual_attention_init,
+    continual_attention_step,
+    continual_nystrom_init,
+    continual_nystrom_step,
+)
 from .state import (
     EXTRA_SUMS,
     LAST_POSITION,

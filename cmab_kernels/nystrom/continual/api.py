@@ -77,7 +77,11 @@ def continual_nystrom_init(
     query, key, value = _window(query, key, value)
     iterations = check_pinv(pinv, pinv_iterations)
     if pinv == "shared":
-        raise ValueError(mismatch("pinv", repr(pinv), "'iterative' or 'exact', as the streams of a batch do not depend on each other"))
+        raise ValueError(
+            mismatch(
+                "pinv", repr(pinv), "'iterative' or 'exact', as the streams of a batch do not depend on each other"
+            )
+        )
     with as_they_are(key.device):
         chosen = choose_landmarks(query, key, num_landmarks, landmarks, None)
         if landmarks is not None:
@@ -89,10 +93,14 @@ def continual_nystrom_init(
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
         inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)
         sums = row_sums(chosen.queries, key, value, factor)
-        own = (t.clone(memory_format=torch.contiguous_format) for t in (chosen.queries, chosen.keys))  # the caller's may change
+        own = (
+            t.clone(memory_format=torch.contiguous_format) for t in (chosen.queries, chosen.keys)
+        )  # the caller's may change
         given: Any = (*own, inverse.contiguous())
         counts = (*_counts(factor, key), iterations, int(num_landmarks is None))
-        return remembered(ContinualNystromState._make([*_rings(query, key, value), sums, torch.empty_like(sums), *given, *counts]))
+        return remembered(
+            ContinualNystromState._make([*_rings(query, key, value), sums, torch.empty_like(sums), *given, *counts])
+        )
 
 
 def continual_nystrom_step(
@@ -133,9 +141,9 @@ def continual_nystrom_step(
         segment means.
 
     Raises:
-        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it, and the state is unchanged.
-            Tokens must be finite. On a GPU this is not checked, because a check would synchronise. There, outputs are
-            NaN while the window holds a token that is not finite.
+        ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it, and the
+            state is unchanged. Tokens must be finite. On a GPU this is not checked, because a check would synchronise.
+            There, outputs are NaN while the window holds a token that is not finite.
         RuntimeError: `impl` cannot run here.
 
     While a CUDA graph is captured, a step updates the state in place and returns it. Each replay then takes the next
@@ -154,7 +162,9 @@ def continual_nystrom_step(
     return _step(nystrom_step_op, ContinualNystromState, state, query, key, value, output, impl)
 
 
-def continual_attention_init(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> ContinualAttentionState:
+def continual_attention_init(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None
+) -> ContinualAttentionState:
     """Return the state of exact continual attention after its first full window of n tokens.
 
     Exact attention is the baseline for continual Nyström attention.
@@ -189,7 +199,8 @@ def continual_attention_step(
     rows, O(n^2 (D + E)), if it is the first or follows single steps. Further retroactive steps update the sums, and
     recompute rows as `continual_nystrom_step` does.
 
-    Source: Continual Transformers (Hedegaard et al.), eqs. 2 to 6 of Carreto Picon et al., with a log-scale for each row.
+    Source: Continual Transformers (Hedegaard et al.), eqs. 2 to 6 of Carreto Picon et al., with a log-scale for each
+    row.
 
     >>> tokens = torch.randn(1, 4, 65, 16)
     >>> first, token = tokens.split([64, 1], dim=2)
@@ -200,11 +211,15 @@ def continual_attention_step(
     True
     """
     if key_padding_mask is not None:
-        return _masked(attention_step_op, ContinualAttentionState, state, query, key, value, key_padding_mask, output, impl)
+        return _masked(
+            attention_step_op, ContinualAttentionState, state, query, key, value, key_padding_mask, output, impl
+        )
     return _step(attention_step_op, ContinualAttentionState, state, query, key, value, output, impl)
 
 
-def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str) -> StepResult:
+def _step(
+    step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str
+) -> StepResult:
     """Take a fast path if there is one: native code, which checks its arguments, or a kernel that has run a step of
     this form.
 
@@ -230,7 +245,15 @@ def _step(step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor
 
 
 def _masked(
-    step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, absent: Any, output: str, impl: str
+    step: StepOperator,
+    kind: type,
+    state: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    absent: Any,
+    output: str,
+    impl: str,
 ) -> StepResult:
     """Do what `_step` does, where the rows of the batch that are `absent` have no token."""
     retroactive = output == "retroactive"
@@ -301,10 +324,16 @@ def _check_step(kind: type, state: Any, query: Tensor, key: Tensor, value: Tenso
             raise ValueError(mismatch(name, f"shape {tuple(tensor.shape)}", allowed))
         if tensor.device != state.keys.device:
             raise ValueError(
-                mismatch(name, f"device {tensor.device}", f"{state.keys.device}, the device of the state; `move_state` moves it")
+                mismatch(
+                    name,
+                    f"device {tensor.device}",
+                    f"{state.keys.device}, the device of the state; `move_state` moves it",
+                )
             )
         if tensor.dtype != state.keys.dtype and not autocasts(tensor.device):
-            raise TypeError(mismatch(name, tensor.dtype, f"{state.keys.dtype} as the state's window has; cast them alike"))
+            raise TypeError(
+                mismatch(name, tensor.dtype, f"{state.keys.dtype} as the state's window has; cast them alike")
+            )
 
 
 def _check_absent(absent: Any, state: Any, key: Tensor) -> None:
@@ -313,13 +342,19 @@ def _check_absent(absent: Any, state: Any, key: Tensor) -> None:
     check_dense("key_padding_mask", absent)
     if absent.dtype != torch.bool or absent.shape != key.shape[:1]:
         given = f"{absent.dtype} {tuple(absent.shape)}"
-        raise ValueError(mismatch("key_padding_mask", given, f"torch.bool (B,) = ({key.shape[0]},), True where a row has no token"))
+        raise ValueError(
+            mismatch("key_padding_mask", given, f"torch.bool (B,) = ({key.shape[0]},), True where a row has no token")
+        )
     if absent.device != key.device:
         raise ValueError(mismatch("key_padding_mask", f"device {absent.device}", f"{key.device}, the device of key"))
     if key.shape[2] > state.window:
-        raise ValueError(mismatch("key", f"{key.shape[2]} tokens with a key_padding_mask", f"at most {state.window}, the window"))
+        raise ValueError(
+            mismatch("key", f"{key.shape[2]} tokens with a key_padding_mask", f"at most {state.window}, the window")
+        )
     if key.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(mismatch("key_padding_mask", "a mask", "None while a CUDA graph is captured, where a step writes in place"))
+        raise RuntimeError(
+            mismatch("key_padding_mask", "a mask", "None while a CUDA graph is captured, where a step writes in place")
+        )
 
 
 # ---- parts of a new state

@@ -10,7 +10,8 @@ from ...runtime.operator import Extent
 
 
 class NystromStep(NamedTuple):
-    """The arguments of `cmab::continual_nystrom_step`: the fields of a state without `spare`, then those of the step."""
+    """The arguments of `cmab::continual_nystrom_step`: the fields of a state without `spare`, then those of the
+    step."""
 
     queries: Tensor
     keys: Tensor

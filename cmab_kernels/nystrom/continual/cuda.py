@@ -50,10 +50,22 @@ def continual_attention_step(
     return _step(CUDA.attention_step, state, query, key, value, retroactive)
 
 
-def _step(kernel: Callable[..., None], state: State, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> tuple[Tensor, State]:
+def _step(
+    kernel: Callable[..., None], state: State, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+) -> tuple[Tensor, State]:
     """Return (out, state); a captured step writes in place."""
     tokens = key.shape[2]
     after = state if torch.cuda.is_current_stream_capturing() else next_state(state, tokens, retroactive)
     out = query.new_empty(*query.shape[:2], state.window if retroactive else tokens, value.shape[-1])
-    launch(kernel, key.device, state=state, after=after, query=query, key=key, value=value, retroactive=retroactive, out=out)
+    launch(
+        kernel,
+        key.device,
+        state=state,
+        after=after,
+        query=query,
+        key=key,
+        value=value,
+        retroactive=retroactive,
+        out=out,
+    )
     return out, after

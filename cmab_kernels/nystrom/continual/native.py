@@ -17,10 +17,14 @@ from .state import ContinualAttentionState, ContinualNystromState, State, StepRe
 
 _C = load()
 
-continual_nystrom_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor, bool], StepResult | None] = _C.continual_nystrom_step
+continual_nystrom_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor, bool], StepResult | None] = (
+    _C.continual_nystrom_step
+)
 is_sole_owner: Callable[[ContinualNystromState | ContinualAttentionState], bool] = _C.is_sole_owner
 remember: Callable[[ContinualNystromState | ContinualAttentionState], None] = _C.remember
-continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Tensor, bool], StepResult | None] = _C.continual_attention_step
+continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Tensor, bool], StepResult | None] = (
+    _C.continual_attention_step
+)
 
 Masked = Callable[[State, Tensor, Tensor, Tensor, bool, Tensor], StepResult | None]
 continual_nystrom_masked_step: Masked[ContinualNystromState] = _C.continual_nystrom_masked_step

@@ -67,7 +67,11 @@ def kept_where(absent: Tensor, before: State, out: Tensor, after: State) -> tupl
     """
     rows = absent[:, None, None, None]
     changed = [name for name in ("sums", "landmark_queries", "landmark_keys", "inverse") if hasattr(before, name)]
-    kept = {name: getattr(before, name).where(rows, getattr(after, name)) for name in changed if getattr(after, name).shape[2]}
+    kept = {
+        name: getattr(before, name).where(rows, getattr(after, name))
+        for name in changed
+        if getattr(after, name).shape[2]
+    }
     position = before.position.where(absent[:, None], after.position)
     return out.masked_fill(rows, math.nan), _with(after, position=position, **kept)
 
@@ -102,8 +106,14 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
 
 def _pushed(state: State, *tokens: Tensor) -> State:
     rows = (state.position % state.keys.shape[-2])[..., None, None]
-    rings = (state.queries, state.keys, state.values)  # no slice of the state: the compiler of torch 2.6 cannot trace it
-    queries, keys, values = (ring.scatter(-2, rows.expand_as(token), token) for ring, token in zip(rings, tokens, strict=True))
+    rings = (
+        state.queries,
+        state.keys,
+        state.values,
+    )  # no slice of the state: the compiler of torch 2.6 cannot trace it
+    queries, keys, values = (
+        ring.scatter(-2, rows.expand_as(token), token) for ring, token in zip(rings, tokens, strict=True)
+    )
     return _with(state, queries=queries, keys=keys, values=values, position=state.position + 1)
 
 

@@ -25,7 +25,9 @@ from .reference import attention_step_reference, kept_where, nystrom_step_refere
 from .state import ContinualAttentionState, ContinualNystromState, own_memory, remembered, with_sums
 
 
-def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, *mask: Tensor) -> Any:
+def run_step(
+    name: str, impl: str, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, *mask: Tensor
+) -> Any:
     """Run an implementation's kernel and return (out, state). Raise if the kernel returns None, as it does for tokens
     that are not finite."""
     if impl == "native":  # native code takes plain Tensors only
@@ -33,7 +35,9 @@ def run_step(name: str, impl: str, state: Any, query: Tensor, key: Tensor, value
     result = kernel("nystrom.continual", impl, name)(state, query, key, value, retroactive, *mask)
     if result is None:
         refuse_not_finite(query=query, key=key, value=value)
-        raise RuntimeError(f'{name}: {impl!r} refused a step that passes every check; report this as a bug, and take impl="reference"')
+        raise RuntimeError(
+            f'{name}: {impl!r} refused a step that passes every check; report this as a bug, and take impl="reference"'
+        )
     return result
 
 
@@ -57,15 +61,21 @@ def _copies(*tensors: Tensor) -> Iterator[Tensor]:
 def _nystrom_body(step: NystromStep) -> tuple[Tensor, ...]:
     landmarks = _copies(step.landmark_queries, step.landmark_keys, step.inverse)
     counts = (step.scale, *_copies(step.position), step.window, step.iterations, step.fixed)
-    state = ContinualNystromState._make([*_copies(*_rings(step)), step.sums.new_empty(step.sums.shape), *landmarks, *counts])
-    out, new = run_step("continual_nystrom_step", step.impl, remembered(state), step.query, step.key, step.value, step.retroactive)
+    state = ContinualNystromState._make(
+        [*_copies(*_rings(step)), step.sums.new_empty(step.sums.shape), *landmarks, *counts]
+    )
+    out, new = run_step(
+        "continual_nystrom_step", step.impl, remembered(state), step.query, step.key, step.value, step.retroactive
+    )
     return out, *_rings(new), new.landmark_queries, new.landmark_keys, new.inverse, new.position
 
 
 def _attention_body(step: AttentionStep) -> tuple[Tensor, ...]:
     counts = (step.scale, *_copies(step.position), step.window)
     state = ContinualAttentionState._make([*_copies(*_rings(step)), step.sums.new_empty(step.sums.shape), *counts])
-    out, new = run_step("continual_attention_step", step.impl, remembered(state), step.query, step.key, step.value, step.retroactive)
+    out, new = run_step(
+        "continual_attention_step", step.impl, remembered(state), step.query, step.key, step.value, step.retroactive
+    )
     return out, *_rings(new), new.position
 
 
@@ -77,7 +87,9 @@ def _grown_rings(step: NystromStep | AttentionStep) -> Iterator[Tensor]:
     window, tokens = step.window, step.query.shape[2]
     for ring in (step.queries, step.keys, step.values):
         batch, heads, capacity, width = ring.shape
-        yield ring.new_empty(batch, heads, capacity if capacity >= window + tokens else window + min(tokens, window), width)
+        yield ring.new_empty(
+            batch, heads, capacity if capacity >= window + tokens else window + min(tokens, window), width
+        )
 
 
 def _out(step: NystromStep | AttentionStep) -> Tensor:
@@ -104,7 +116,9 @@ def _nystrom_operations(step: Any) -> int:
     data."""
     batch, heads, _, width = step.keys
     landmarks, value_width, tokens = step.sums[2], step.values[-1], step.query[2]
-    one = mean_operations(step.window, landmarks, width, value_width, tokens, step.iterations, bool(step.fixed), step.retroactive)
+    one = mean_operations(
+        step.window, landmarks, width, value_width, tokens, step.iterations, bool(step.fixed), step.retroactive
+    )
     return round(batch * heads * one)
 
 
@@ -112,7 +126,11 @@ def _attention_operations(step: Any) -> int:
     """Count the operations. The first retroactive step computes the sums of all rows."""
     batch, heads, tokens, width = step.query
     first = step.retroactive and step.sums[2] == 0
-    return batch * heads * executed_attention_operations(step.window, width, step.value[-1], tokens, step.retroactive, first)
+    return (
+        batch
+        * heads
+        * executed_attention_operations(step.window, width, step.value[-1], tokens, step.retroactive, first)
+    )
 
 
 def _define(name: str, contract: type, results: str, body: Callable, shapes: Callable, operations: Callable) -> None:
@@ -125,8 +143,22 @@ def _define(name: str, contract: type, results: str, body: Callable, shapes: Cal
 
 _NEW = "out new_queries new_keys new_values new_sums"
 _LANDMARKS = "new_landmark_queries new_landmark_keys new_inverse"
-_define("continual_nystrom_step", NystromStep, f"{_NEW} {_LANDMARKS} new_position", _nystrom_body, _nystrom_shapes, _nystrom_operations)
-_define("continual_attention_step", AttentionStep, f"{_NEW} new_position", _attention_body, _attention_shapes, _attention_operations)
+_define(
+    "continual_nystrom_step",
+    NystromStep,
+    f"{_NEW} {_LANDMARKS} new_position",
+    _nystrom_body,
+    _nystrom_shapes,
+    _nystrom_operations,
+)
+_define(
+    "continual_attention_step",
+    AttentionStep,
+    f"{_NEW} new_position",
+    _attention_body,
+    _attention_shapes,
+    _attention_operations,
+)
 
 
 # ---- as the api calls them
@@ -162,11 +194,22 @@ def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | No
     fields = state[: _TENSORS[kind]]
     tensors = (*fields, *tokens)
     try:
-        if not all(map(Tensor.is_contiguous, fields)) or any(map(Tensor.is_neg, tensors)) or not all(map(has_memory, tokens)):
+        if (
+            not all(map(Tensor.is_contiguous, fields))
+            or any(map(Tensor.is_neg, tensors))
+            or not all(map(has_memory, tokens))
+        ):
             return None
         if autocasts(fields[0].device):
             return None
-        return (impl, retroactive, *state[_TENSORS[kind] :], *map(_shape, tensors), *map(_dtype, tensors), *map(_device, tensors))
+        return (
+            impl,
+            retroactive,
+            *state[_TENSORS[kind] :],
+            *map(_shape, tensors),
+            *map(_dtype, tensors),
+            *map(_device, tensors),
+        )
     except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
         return None
 
@@ -215,15 +258,21 @@ class StepOperator:
             return self._dispatched(state, query, key, value, retroactive, impl)
         return run_step(self.name, impl, own_memory(state), query, key, value, retroactive)
 
-    def masked(self, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str, absent: Tensor) -> Any:
+    def masked(
+        self, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str, absent: Tensor
+    ) -> Any:
         """Do what `__call__` does, where the rows of the batch that are `absent` (B,) have no token."""
         state = with_sums(state) if retroactive else state
-        query, key, value = (token.masked_fill(absent[:, None, None, None], 0.0) for token in (query, key, value))  # else perhaps NaN
+        query, key, value = (
+            token.masked_fill(absent[:, None, None, None], 0.0) for token in (query, key, value)
+        )  # else perhaps NaN
         if impl == "native" and _may_bypass_dispatcher(state, absent, query, key, value):
             mask, name = _plain(absent).contiguous(), self.name.replace("_step", "_masked_step")
             return run_step(name, impl, own_memory(state), query, key, value, retroactive, mask)
         outs = []
-        for one in zip(query.split(1, 2), key.split(1, 2), value.split(1, 2), strict=True):  # more could overwrite the window's oldest row
+        for one in zip(
+            query.split(1, 2), key.split(1, 2), value.split(1, 2), strict=True
+        ):  # more could overwrite the window's oldest row
             out, state = kept_where(absent, state, *self(state, *one, retroactive, impl))
             state = state if impl == "reference" else remembered(state)
             outs.append(out)
@@ -250,17 +299,28 @@ def _rings(state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _dispatched_nystrom(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
-    landmarks, counts = (state.landmark_queries, state.landmark_keys, state.inverse), (state.window, state.pinv_iterations, state.fixed)
-    step = NystromStep(*_rings(state), *landmarks, state.scale, state.position, *counts, query, key, value, retroactive, impl)
+    landmarks, counts = (
+        (state.landmark_queries, state.landmark_keys, state.inverse),
+        (state.window, state.pinv_iterations, state.fixed),
+    )
+    step = NystromStep(
+        *_rings(state), *landmarks, state.scale, state.position, *counts, query, key, value, retroactive, impl
+    )
     out, queries, keys, values, sums, near, far, inverse, position = torch.ops.cmab.continual_nystrom_step(*step)
     spare = torch.empty_like(sums)
-    return out, ContinualNystromState(queries, keys, values, sums, spare, near, far, inverse, state.scale, position, *counts)
+    return out, ContinualNystromState(
+        queries, keys, values, sums, spare, near, far, inverse, state.scale, position, *counts
+    )
 
 
 def _dispatched_attention(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str) -> Any:
-    step = AttentionStep(*_rings(state), state.scale, state.position, state.window, query, key, value, retroactive, impl)
+    step = AttentionStep(
+        *_rings(state), state.scale, state.position, state.window, query, key, value, retroactive, impl
+    )
     out, queries, keys, values, sums, position = torch.ops.cmab.continual_attention_step(*step)
-    return out, ContinualAttentionState(queries, keys, values, sums, torch.empty_like(sums), state.scale, position, state.window)
+    return out, ContinualAttentionState(
+        queries, keys, values, sums, torch.empty_like(sums), state.scale, position, state.window
+    )
 
 
 nystrom_step_op = StepOperator("continual_nystrom_step", nystrom_step_reference, _dispatched_nystrom)

@@ -17,19 +17,30 @@ import torch
 from torch import Tensor
 
 from ...runtime.backends import imported
-from ...runtime.checks import MOST_ITERATIONS, check_dense, check_floats, device_of, is_dense, is_read, kind_of, mismatch
+from ...runtime.checks import (
+    MOST_ITERATIONS,
+    check_dense,
+    check_floats,
+    device_of,
+    is_dense,
+    is_read,
+    kind_of,
+    mismatch,
+)
 from ...runtime.dtypes import state_dtype
 
 
 class ContinualNystromState(NamedTuple):
-    """The state of continual Nyström attention over a window of n tokens; `_asdict()` and `ContinualNystromState(**d)` convert it.
+    """The state of continual Nyström attention over a window of n tokens; `_asdict()` and `ContinualNystromState(**d)`
+    convert it.
 
-    Its size is constant: (n + 1)(2 D + E) + 2 m (E + 5) + 2 m D + m^2 elements a head. After a step of t > 1 tokens the rings have
-    n + min(t, n) rows in place of n + 1.
+    Its size is constant: (n + 1)(2 D + E) + 2 m (E + 5) + 2 m D + m^2 elements a head. After a step of t > 1 tokens the
+    rings have n + min(t, n) rows in place of n + 1.
     """
 
     queries: Tensor
-    """(B, H, C, D), a ring of C > n rows in the dtype of the tokens: token p = 0, 1, ... of the stream is in row p % C."""
+    """(B, H, C, D), a ring of C > n rows in the dtype of the tokens: token p = 0, 1, ... of the stream is in row p %
+    C."""
     keys: Tensor
     """(B, H, C, D), a ring like `queries`."""
     values: Tensor
@@ -66,7 +77,8 @@ class ContinualAttentionState(NamedTuple):
     It has (n + 1)(2 D + E) elements per head, and 2 n (E + 5) more after a retroactive step."""
 
     queries: Tensor
-    """(B, H, C, D), a ring of C > n rows in the dtype of the tokens: token p = 0, 1, ... of the stream is in row p % C."""
+    """(B, H, C, D), a ring of C > n rows in the dtype of the tokens: token p = 0, 1, ... of the stream is in row p %
+    C."""
     keys: Tensor
     """(B, H, C, D), a ring like `queries`."""
     values: Tensor
@@ -163,7 +175,9 @@ def move_state(state: State, device: torch.device | str) -> State:
     """
     _check_any(state)
     device = device_of(device)
-    tensors: Any = {name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name != "scale"}
+    tensors: Any = {
+        name: t.to(device) for name, t in state._asdict().items() if isinstance(t, Tensor) and name != "scale"
+    }
     return state._replace(**tensors)
 
 
@@ -219,9 +233,13 @@ def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: s
     if tensors.keys() != set(names):
         other = next(entry for entry in (*names, *tensors) if (entry in tensors) != (entry in names))
         given, wanted = ("a value", "no such entry") if other in tensors else ("nothing", "a tensor")
-        raise ValueError(mismatch(f"{name}[{other!r}]", given, f"{wanted}, as a {kind.__name__} has {', '.join(names)}"))
+        raise ValueError(
+            mismatch(f"{name}[{other!r}]", given, f"{wanted}, as a {kind.__name__} has {', '.join(names)}")
+        )
     counts = {entry: _loaded_count(f"{name}[{entry!r}]", tensors[entry]) for entry in names if entry in COUNTS}
-    fields: dict[str, Any] = {e: _loaded_numbers(f"{name}[{e!r}]", tensors[e]) for e in names if e not in (*COUNTS, "position")}
+    fields: dict[str, Any] = {
+        e: _loaded_numbers(f"{name}[{e!r}]", tensors[e]) for e in names if e not in (*COUNTS, "position")
+    }
     for entry in ("keys", "queries", "values"):
         _check_window(f"{name}[{entry!r}]", fields[entry], fields["keys"], counts["window"])
     fields["position"] = _loaded_position(f"{name}['position']", tensors["position"], fields["keys"])
@@ -243,7 +261,13 @@ def unlikely_totals(name: str, sums: Tensor) -> str:
 
 
 def _loaded_count(name: str, count: Tensor) -> int:
-    fits = isinstance(count, Tensor) and is_dense(count) and count.shape == () and count.dtype == torch.int64 and not count.is_meta
+    fits = (
+        isinstance(count, Tensor)
+        and is_dense(count)
+        and count.shape == ()
+        and count.dtype == torch.int64
+        and not count.is_meta
+    )
     if not fits or not 0 <= int(count) <= LAST_POSITION:
         raise ValueError(mismatch(name, repr(count), f"an int64 tensor () from 0 to {LAST_POSITION}"))
     return int(count)
@@ -343,7 +367,9 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
     window = state.window
     if not sole or capacity < window + tokens:
         capacity = window + min(tokens, window)
-        queries, keys, values = (ring.new_empty(batch, heads, capacity, ring.shape[3]) for ring in (queries, keys, values))
+        queries, keys, values = (
+            ring.new_empty(batch, heads, capacity, ring.shape[3]) for ring in (queries, keys, values)
+        )
     followed = isinstance(state, ContinualNystromState)
     before = sums.shape[2]
     rows = before if followed else window if retroactive else 0
@@ -351,9 +377,21 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
         sums, spare = spare, sums
     elif rows or before:
         sums, spare = (sums.new_empty(batch, heads, rows, sums.shape[3]) for _ in range(2))
-    landmarks: Any = fields[_WRITTEN:-5] if followed else ()  # always new: only the GPU may know whether a landmark is replaced
+    landmarks: Any = (
+        fields[_WRITTEN:-5] if followed else ()
+    )  # always new: only the GPU may know whether a landmark is replaced
     counts: Any = fields[-3 if followed else -1 :]
-    made = (queries, keys, values, sums, spare, *map(torch.empty_like, landmarks), state.scale, torch.empty_like(state.position), *counts)
+    made = (
+        queries,
+        keys,
+        values,
+        sums,
+        spare,
+        *map(torch.empty_like, landmarks),
+        state.scale,
+        torch.empty_like(state.position),
+        *counts,
+    )
     return remembered(type(state)._make(made))
 
 
@@ -383,7 +421,9 @@ def refuse_other_output(state: State, retroactive: bool) -> None:
     if isinstance(state, ContinualAttentionState) and known != retroactive:
         kinds = ("single", "retroactive")
         allowed = f"{kinds[known]!r} as in the steps before, as a captured step keeps the state's memory"
-        raise RuntimeError(mismatch("output", repr(kinds[retroactive]), f"{allowed}; take a step of this kind before the capture"))
+        raise RuntimeError(
+            mismatch("output", repr(kinds[retroactive]), f"{allowed}; take a step of this kind before the capture")
+        )
 
 
 _HOST = torch.device("cpu")
@@ -407,7 +447,9 @@ def check_state(state: State, kind: type[State], name: str = "state") -> None:
             raise TypeError(mismatch(f"{name}.{part}", tensor.dtype, dtype))
         device = _HOST if part == "scale" else home
         if tensor.device != device:
-            raise ValueError(mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}; `move_state` moves a state"))
+            raise ValueError(
+                mismatch(f"{name}.{part}", f"device {tensor.device}", f"{device}; `move_state` moves a state")
+            )
     _check_positions(state, name)
 
 
@@ -437,7 +479,10 @@ def _check_positions(state: ContinualState, name: str) -> None:
         return
     for extreme in map(int, state.position.aminmax()):
         if not state.window <= extreme <= LAST_POSITION:
-            allowed = f"a position from {state.window}, the window, to {LAST_POSITION}; continual_*_init takes the first window at once"
+            allowed = (
+                f"a position from {state.window}, the window, to {LAST_POSITION}; continual_*_init takes the "
+                "first window at once"
+            )
             raise ValueError(mismatch(f"{name}.position", extreme, allowed))
 
 
@@ -455,7 +500,9 @@ def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...],
     batch, heads, capacity, width = keys.shape
     value_width, dtype = values.shape[-1], state_dtype(given)
     if capacity <= state.window:
-        raise ValueError(mismatch(f"{name}.keys", f"a ring of {capacity} rows", f"more than {state.window}, the window"))
+        raise ValueError(
+            mismatch(f"{name}.keys", f"a ring of {capacity} rows", f"more than {state.window}, the window")
+        )
     rows = sums.shape[-2]
     if isinstance(state, ContinualAttentionState) and rows:
         rows = state.window

@@ -102,7 +102,13 @@ def iterate_in_blocks(scratch, m, ITERATIONS: tl.constexpr, OPERAND: tl.constexp
     `scratch` has memory for SQUARES m x m elements; the first m x m elements are A.
     """
     square = m.to(tl.int64) * m
-    x, q, r, z, new = scratch + square, scratch + 2 * square, scratch + 3 * square, scratch + 4 * square, scratch + 5 * square
+    x, q, r, z, new = (
+        scratch + square,
+        scratch + 2 * square,
+        scratch + 3 * square,
+        scratch + 4 * square,
+        scratch + 5 * square,
+    )
     row = _largest_row_sum(scratch, (m, 1), m, OPERAND)
     column = _largest_row_sum(scratch, (1, m), m, OPERAND)
     for i in range(0, m, BLOCK):
@@ -142,7 +148,9 @@ def _multiply(
     number = (tl.program_id(0) // blocks).to(tl.int64)
     i, j = tl.program_id(0) % blocks // across * BLOCK, tl.program_id(0) % across * BLOCK
     left, right, out = left + number * strides[0][0], right + number * strides[1][0], out + number * rows * columns
-    total = product_block(left, strides[0][1:], right, strides[1][1:], shift, i, j, rows, inner, columns, OPERAND, PRECISION)
+    total = product_block(
+        left, strides[0][1:], right, strides[1][1:], shift, i, j, rows, inner, columns, OPERAND, PRECISION
+    )
     total = tl.full([1, 1], factor, tl.float64).to(OPERAND) * total + identity_block(diagonal, i, j, OPERAND)
     if added is not None:
         total += load_block(added + number * strides[2][0], strides[2][1:], i, j, rows, columns)
@@ -150,7 +158,12 @@ def _multiply(
 
 
 def multiply(
-    left: Tensor, right: Tensor, factor: float = 1.0, diagonal: float = 0.0, shift: float = 0.0, added: Tensor | None = None
+    left: Tensor,
+    right: Tensor,
+    factor: float = 1.0,
+    diagonal: float = 0.0,
+    shift: float = 0.0,
+    added: Tensor | None = None,
 ) -> Tensor:
     """Return factor * left right + diagonal * I + added for batches of matrices, contiguous.
 

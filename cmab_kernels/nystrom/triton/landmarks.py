@@ -39,7 +39,9 @@ def _present(absent, strides, number, m, SIZE: tl.constexpr):
 @triton.jit
 def _rows(base, strides, number, present, column, WIDTH: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr):
     """Load TILE columns, from `column` on, of all rows of one matrix; rows that are not present are 0."""
-    return load_tile(tile_at(base, strides, number, 0, 0, present.shape[0], TILE, ALIGN, column), present, WIDTH, column)
+    return load_tile(
+        tile_at(base, strides, number, 0, 0, present.shape[0], TILE, ALIGN, column), present, WIDTH, column
+    )
 
 
 @triton.jit
@@ -164,7 +166,8 @@ def _common(query: Tensor, values: Tensor, iterations: int, kernel: str) -> dict
 
 
 def landmark_values(inputs: LandmarkValues) -> Tensor:
-    """Return pinv(softmax(scale q k')) v over the landmarks that are present, contiguous; rows of absent landmarks are 0."""
+    """Return pinv(softmax(scale q k')) v over the landmarks that are present, contiguous; rows of absent landmarks are
+    0."""
     landmark_query, landmark_key, values, absent, scale, iterations, _ = inputs
     if not in_one_program(landmark_query):
         return large.landmark_values(inputs)

@@ -20,7 +20,8 @@ MULTIPLY_FLOAT64 = ((8, 0), HOPPER)
 
 
 def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
-    """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can. `matrix` is (M, m, *), or a query or key."""
+    """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can. `matrix` is (M, m, *), or
+    a query or key."""
     if matrix.dim() == 3 and matrix.shape[-2] > MOST_LANDMARKS:
         return f"its matrices are at most {MOST_LANDMARKS} wide"
     return unsupported_rows(matrix, matrix, matrix)
@@ -29,25 +30,26 @@ def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
 def in_one_program(matrix: Tensor) -> bool:
     """Whether one program keeps all squares of a matrix (M, m, *) to itself.
 
-    In float64, those of 33 to 64 landmarks take 128 KiB of shared memory, and without matrix units four times the registers there are.
+    In float64, those of 33 to 64 landmarks take 128 KiB of shared memory, and without matrix units four times the
+    registers there are.
     """
     in_full = matrix.dtype == torch.float64 and capability_of(matrix.device) not in MULTIPLY_FLOAT64
     return matrix.shape[1] <= (WIDEST_IN_FULL if in_full else MOST_IN_REGISTERS)
 
 
 def products(dtype: torch.dtype, size: int, device: torch.device) -> Products:
-    """How matrices are multiplied. float32 uses its own arithmetic ("ieee"), or six products of bfloat16 parts ("bf16x6"), as accurate,
-    for matrices whose rows and columns would not fit in registers.
+    """How matrices are multiplied. float32 uses its own arithmetic ("ieee"), or six products of bfloat16 parts
+    ("bf16x6"), as accurate, for matrices whose rows and columns would not fit in registers.
 
-    Not on Blackwell, which keeps the parts in tensor memory, where they do not fit either. tf32 is never used, whatever torch allows,
-    because the iteration amplifies rounding errors a thousandfold.
+    Not on Blackwell, which keeps the parts in tensor memory, where they do not fit either. tf32 is never used, whatever
+    torch allows, because the iteration amplifies rounding errors a thousandfold.
     """
     in_parts = dtype == torch.float32 and size > WIDEST_IN_FULL and capability_of(device)[0] != BLACKWELL
     return Products(dtype, "bf16x6" if in_parts else "ieee")
 
 
-# Number of warps by kind of product: the choice with the fewest register spills (tests/nystrom/test_cubin.py). Values that were tuned on
-# a GPU take precedence (cmab_kernels/runtime/tiles.json).
+# Number of warps by kind of product: the choice with the fewest register spills (tests/nystrom/test_cubin.py). Values
+# that were tuned on a GPU take precedence (cmab_kernels/runtime/tiles.json).
 _WARPS = {
     "nystrom.forward": {"ieee": 4, "bf16x6": 4, "double": 8},
     "nystrom.backward": {"ieee": 4, "bf16x6": 4, "double": 8},
@@ -56,8 +58,9 @@ _WARPS = {
 
 
 def warps(kernel: str, products: Products, device: torch.device, size: int) -> int:
-    """The number of warps. Of products that follow one another each warp takes 16 rows: the second four of eight would do the work of
-    the first again, except on Hopper, where eight hold the forward pass in two groups, without spills."""
+    """The number of warps. Of products that follow one another each warp takes 16 rows: the second four of eight would
+    do the work of the first again, except on Hopper, where eight hold the forward pass in two groups, without
+    spills."""
     chosen = tuned(kernel, device, products.kind, size)
     if chosen:
         return chosen[0]
@@ -67,7 +70,8 @@ def warps(kernel: str, products: Products, device: torch.device, size: int) -> i
 
 
 def options(like: Tensor, kernel: str) -> dict[str, Any]:
-    """The launch options that all kernels share: the padded size, the precision of products, and the number of warps."""
+    """The launch options that all kernels share: the padded size, the precision of products, and the number of
+    warps."""
     size = max(triton.next_power_of_2(like.shape[-2]), 16)
     chosen = products(like.dtype, size, like.device)
     return {
@@ -92,5 +96,6 @@ def strides(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def scratch_squares(like: Tensor, iterations: int, size: int) -> Tensor:
-    """Uninitialised scratch memory (M, elements) in which the backward kernel keeps the intermediate squares of each matrix."""
+    """Uninitialised scratch memory (M, elements) in which the backward kernel keeps the intermediate squares of each
+    matrix."""
     return like.new_empty((like.shape[0], squares_in_scratch(iterations) * size * size))

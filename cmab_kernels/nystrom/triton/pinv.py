@@ -17,7 +17,9 @@ from .squares import differentiate, iterate, iterate_in_scratch
 def load_square(base, strides, number, m, SIZE: tl.constexpr, ALIGN: tl.constexpr):
     """Matrix `number` (m, m), with zeros around it."""
     there = tl.arange(0, SIZE) < m
-    return tl.load(tile_at(base, strides, number, 0, 0, SIZE, SIZE, ALIGN), mask=there[:, None] & there[None, :], other=0.0)
+    return tl.load(
+        tile_at(base, strides, number, 0, 0, SIZE, SIZE, ALIGN), mask=there[:, None] & there[None, :], other=0.0
+    )
 
 
 @triton.jit

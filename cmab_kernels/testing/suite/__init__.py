@@ -1,4 +1,5 @@
-"""The test suite for operators: a class that declares an operator's arguments, oracle and tolerances inherits the checks of P1 to P8."""
+"""The test suite for operators: a class that declares an operator's arguments, oracle and tolerances inherits the
+checks of P1 to P8."""
 
 from __future__ import annotations
 

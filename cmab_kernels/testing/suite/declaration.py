@@ -1,4 +1,5 @@
-"""The declaration of an operator for the test suite, and the inputs, calls and gradients that the checks build from it."""
+"""The declaration of an operator for the test suite, and the inputs, calls and gradients that the checks build from
+it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Measured(NamedTuple):
 
 
 def _along_the_first_column(sizes: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor of the shape and dtype of `like` (..., rows, D) with `sizes` in its first column and 0 in the others."""
+    """Return a tensor of the shape and dtype of `like` (..., rows, D) with `sizes` in its first column and 0 in the
+    others."""
     made = torch.zeros_like(like)
     made[..., 0] = sizes
     return made
@@ -196,7 +198,9 @@ class Declaration:
         """The device of all tensors of the checks. For Triton's interpreter it is the CPU."""
         return torch.device("cuda" if self.gpu and not INTERPRETING else "cpu")
 
-    def inputs(self, dtype: torch.dtype = torch.float64, law: str = "normal", extents: Mapping[str, int] | None = None) -> Inputs:
+    def inputs(
+        self, dtype: torch.dtype = torch.float64, law: str = "normal", extents: Mapping[str, int] | None = None
+    ) -> Inputs:
         """Return random arguments of the usual extents, changed by `extents`."""
         sizes = {**self.extents, **(extents or {})}
         shapes = {name: tuple(sizes[a] for a in axes) for name, axes in self.arguments.items()}
@@ -223,7 +227,9 @@ class Declaration:
         for i, name in enumerate(rights):
             rows = inputs[name].shape[-2]
             sizes = (
-                (2.0 ** torch.linspace(0, most, rows)).bfloat16().float() * 2.0**-i * torch.tensor([1.0, 1.0, -1.0])[torch.arange(rows) % 3]
+                (2.0 ** torch.linspace(0, most, rows)).bfloat16().float()
+                * 2.0**-i
+                * torch.tensor([1.0, 1.0, -1.0])[torch.arange(rows) % 3]
             )
             mixed = torch.rand(inputs[name].shape[:-1]).argsort(-1)
             places = {"rising": torch.arange(rows), "falling": torch.arange(rows).flip(0), "mixed": mixed}[order]
@@ -239,7 +245,9 @@ class Declaration:
         """Return the inputs, with differentiable ones replaced by leaf tensors that require gradients."""
         return {name: t.detach().requires_grad_() if name in self.graded else t for name, t in inputs.items()}
 
-    def function_of(self, impl: str, inputs: Inputs, names: Sequence[str] | None = None) -> tuple[Callable[..., Results], Results]:
+    def function_of(
+        self, impl: str, inputs: Inputs, names: Sequence[str] | None = None
+    ) -> tuple[Callable[..., Results], Results]:
         """Return the call as a function of the named arguments (None: all differentiable ones) by position, and the
         values of these arguments."""
         chosen = self.graded if names is None else tuple(names)
@@ -252,7 +260,8 @@ class Declaration:
     def results_and_gradients(
         self, function: Callable[..., Sequence[Tensor]], inputs: Mapping[str, Tensor], cotangents: Results | None = None
     ) -> tuple[Results, Inputs]:
-        """Return the results of `function(**inputs)`, and its gradients by name for incoming gradients `cotangents` (None: ones)."""
+        """Return the results of `function(**inputs)`, and its gradients by name for incoming gradients `cotangents`
+        (None: ones)."""
         leaves = self.leaves(inputs)
         results = tuple(function(**leaves))
         graded = [leaves[name] for name in self.graded]
@@ -299,13 +308,17 @@ class Declaration:
             "layout": list(LAYOUTS),
             "argument": list(self.graded),
             "expanded": [letter for letter in letters[:2] if self.arguments and letter in self.extents],
-            "emptied": ["".join(x for i, x in enumerate(outer) if bits >> i & 1) for bits in range(2 ** len(outer))] if outer else [],
+            "emptied": ["".join(x for i, x in enumerate(outer) if bits >> i & 1) for bits in range(2 ** len(outer))]
+            if outer
+            else [],
             "hidden": [(0, 64), (64, 128), (128, n), (0, n), (3, n - 3), (0, n - 1), (1, n)] if self.mask else [],
             "poison": [torch.nan, torch.inf] if self.batch else [],
             "bit_shape": range(max(len(self.bits), 1)) if self.batch else [],
             "bit_dtype": [d for d in self.dtypes if self.gpu or d in (torch.float32, torch.bfloat16)],
             "many_matrices": [True] if self.many else [],
-            "compiled": [(impl, c) for impl in self.impls for c in self.compilers[: 1 if impl == self.definition else None]],
+            "compiled": [
+                (impl, c) for impl in self.impls for c in self.compilers[: 1 if impl == self.definition else None]
+            ],
             "dynamic": [False, True],
             "order_of_logits": ["rising", "falling", "mixed"] if any(self.logits) else [],
             "mapped": ["all", *(["some"] if len(self.graded) > 1 else [])],
@@ -320,7 +333,9 @@ class Declaration:
 
     def _subsets(self) -> list[tuple[str, ...]]:
         names = self.graded
-        return [(name,) for name in names] + ([(names[0], names[-1])] if len(names) > 2 else []) if len(names) > 1 else []
+        return (
+            [(name,) for name in names] + ([(names[0], names[-1])] if len(names) > 2 else []) if len(names) > 1 else []
+        )
 
     def bad_arguments(self) -> list[str]:
         """Return the names of the error checks; `errors.Errors` overrides this."""

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from .declaration import Declaration, Inputs
 
-KINDS = ("that is a list", "of integers", "of complex numbers", "of another dtype", "on another device", "of a dimension too few")
+KINDS = (
+    "that is a list",
+    "of integers",
+    "of complex numbers",
+    "of another dtype",
+    "on another device",
+    "of a dimension too few",
+)
 
 
 def _changed(tensor: Tensor, kind: str) -> Any:
@@ -41,8 +48,14 @@ class Errors(Declaration):
         share a letter."""
         named = [f"{name} {kind}" for name, axes in self.arguments.items() for kind in KINDS if axes]
         shared = {a for a in self.extents if sum(a in axes for axes in self.arguments.values()) > 1}
-        named += [f"{name} longer in {a}" for name, axes in self.arguments.items() for a in dict.fromkeys(axes) if a in shared]
-        named += [f"{name} that is not square" for name, axes in self.arguments.items() if len(axes) > 1 and axes[-1] == axes[-2]]
+        named += [
+            f"{name} longer in {a}" for name, axes in self.arguments.items() for a in dict.fromkeys(axes) if a in shared
+        ]
+        named += [
+            f"{name} that is not square"
+            for name, axes in self.arguments.items()
+            if len(axes) > 1 and axes[-1] == axes[-2]
+        ]
         return [name for name in named if name not in self.accepted]
 
     def test_bad_arguments(self, impl: str, bad: str) -> None:

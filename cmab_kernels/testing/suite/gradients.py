@@ -16,13 +16,16 @@ TORCHS_OWN = ("aten", "prim", "prims", "profiler", "inductor", "quantized", "hig
 
 
 class _Recorder(TorchDispatchMode):
-    """A dispatch mode that records the first call of each operator that is not torch's own, with copies of its arguments."""
+    """A dispatch mode that records the first call of each operator that is not torch's own, with copies of its
+    arguments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func.namespace not in TORCHS_OWN and not any(func is seen for seen, _ in self.calls):
             self.calls.append((func, tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)))
         return func(*args, **kwargs or {})
@@ -54,7 +57,9 @@ class Gradients(Declaration):
     def test_only_the_gradients_that_are_asked_for(self, impl: str, subset: tuple[str, ...]) -> None:
         """If only some arguments require gradients, these gradients are right, to second order."""
         function, tensors = self.function_of(impl, self.small_inputs())
-        some = tuple(t.detach().requires_grad_() if name in subset else t for name, t in zip(self.graded, tensors, strict=True))
+        some = tuple(
+            t.detach().requires_grad_() if name in subset else t for name, t in zip(self.graded, tensors, strict=True)
+        )
         assert torch.autograd.gradcheck(function, some) and torch.autograd.gradgradcheck(function, some, fast_mode=True)
 
     def test_any_order(self, optimised: str, order: int) -> None:
@@ -71,7 +76,9 @@ class Gradients(Declaration):
             found.append(grads)
         size = max(float(right.detach().abs().max()) for right in found[1])
         for ours, right in zip(*found, strict=True):
-            torch.testing.assert_close(ours, right, rtol=self.gradient_tolerance, atol=1e-3 * self.gradient_tolerance * size)
+            torch.testing.assert_close(
+                ours, right, rtol=self.gradient_tolerance, atol=1e-3 * self.gradient_tolerance * size
+            )
 
     def test_forward_mode(self, optimised: str, forward_mode_of: str) -> None:
         """A forward-mode derivative equals that of reverse mode."""
@@ -113,13 +120,16 @@ class Gradients(Declaration):
     # ---- what torch does with an operator
 
     def test_opcheck(self, optimised: str) -> None:
-        """torch.library.opcheck accepts every operator that the call and its gradients reach, with the arguments of that call."""
+        """torch.library.opcheck accepts every operator that the call and its gradients reach, with the arguments of
+        that call."""
         function, tensors = self._graded_call(optimised)
         with _Recorder() as recorder:
             with torch.no_grad():
                 function(*tensors)
             torch.autograd.grad(_squares(function(*tensors)), tensors)
-        assert recorder.calls, f"{self.operator} with impl={optimised!r} calls no operator that is registered with torch"
+        assert recorder.calls, (
+            f"{self.operator} with impl={optimised!r} calls no operator that is registered with torch"
+        )
         for operator, args in recorder.calls:
             found = torch.library.opcheck(operator, args)
             assert set(found.values()) == {"SUCCESS"}, (operator, found)
@@ -135,7 +145,9 @@ class Gradients(Declaration):
             torch.testing.assert_close(a, b, rtol=self.gradient_tolerance, atol=self.gradient_tolerance)
         gradients = (torch.autograd.grad(_squares(results), tensors) for results in (ours, right))
         for a, b in zip(*gradients, strict=True):
-            torch.testing.assert_close(a, b, rtol=self.gradient_tolerance, atol=self.gradient_tolerance * (1 + float(b.abs().max())))
+            torch.testing.assert_close(
+                a, b, rtol=self.gradient_tolerance, atol=self.gradient_tolerance * (1 + float(b.abs().max()))
+            )
 
     def test_vmap(self, impl: str, mapped: str) -> None:
         """vmap of the call and of its gradient equals a loop: over all arguments, or over the first (dim -1) together
@@ -149,7 +161,10 @@ class Gradients(Declaration):
             t if dim is None else torch.stack([one[name] for one in several], dim)
             for name, t, dim in zip(self.graded, tensors, dims, strict=True)
         ]
-        each = [tuple(t if dim is None else one[name] for name, t, dim in zip(self.graded, tensors, dims, strict=True)) for one in several]
+        each = [
+            tuple(t if dim is None else one[name] for name, t, dim in zip(self.graded, tensors, dims, strict=True))
+            for one in several
+        ]
 
         def loss(*args: Tensor) -> Tensor:
             return sum(r.masked_fill(~r.isfinite(), 0.0).pow(2).sum() for r in function(*args))  # type: ignore[return-value]
@@ -159,7 +174,9 @@ class Gradients(Declaration):
             for a, b in zip(ours, function(*each[i]), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
         positions = tuple(range(len(tensors)))
-        for i, ours in enumerate(zip(*torch.vmap(torch.func.grad(loss, positions), in_dims=tuple(dims))(*stacked), strict=True)):
+        for i, ours in enumerate(
+            zip(*torch.vmap(torch.func.grad(loss, positions), in_dims=tuple(dims))(*stacked), strict=True)
+        ):
             for a, b in zip(ours, torch.func.grad(loss, positions)(*each[i]), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * (1 + float(b.abs().max())))
 

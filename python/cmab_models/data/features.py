@@ -55,8 +55,12 @@ def gtzan(path: str | Path) -> Tracks:
     parts = table["filename"].str.extract(r"^(?P<name>\w+\.\d+)\.(?P<piece>\d+)\.wav$") if "filename" in table else None
     if missing or parts is None or parts["name"].isna().any():
         reason = f"no column {missing[0]}" if missing else "another filename than such as blues.00000.0.wav"
-        raise ValueError(mismatch(str(path), reason, "the columns of features_3_sec.csv: filename, length, features, label"))
-    table = table.assign(name=parts["name"], piece=parts["piece"].astype(int)).sort_values(["name", "piece"], kind="stable")
+        raise ValueError(
+            mismatch(str(path), reason, "the columns of features_3_sec.csv: filename, length, features, label")
+        )
+    table = table.assign(name=parts["name"], piece=parts["piece"].astype(int)).sort_values(
+        ["name", "piece"], kind="stable"
+    )
     whole = [(name, rows) for name, rows in table.groupby("name") if rows["piece"].tolist() == list(range(PIECES))]
     if not whole:
         raise ValueError(mismatch(str(path), f"no track with all of {PIECES} pieces", "at least one"))
@@ -80,17 +84,26 @@ def thumos(
     root = Path(folder)
     sessions = json.loads(_existing(root / "data_info.json").read_text())
     if f"{part}_session_set" not in sessions.get("THUMOS", {}):
-        raise ValueError(mismatch(str(root / "data_info.json"), f"no {part}_session_set of THUMOS", "a JSON object with one"))
+        raise ValueError(
+            mismatch(str(root / "data_info.json"), f"no {part}_session_set of THUMOS", "a JSON object with one")
+        )
     return {name: _video(root, name, features) for name in sessions["THUMOS"][f"{part}_session_set"]}
 
 
 def _video(root: Path, name: str, features: tuple[str, ...]) -> Video:
     numpy = imported("numpy", "numpy")
-    arrays = {kind: numpy.load(_existing(root / kind / f"{name}.npy"), allow_pickle=False) for kind in (*features, "target_perframe")}
+    arrays = {
+        kind: numpy.load(_existing(root / kind / f"{name}.npy"), allow_pickle=False)
+        for kind in (*features, "target_perframe")
+    }
     lengths = {kind: len(array) for kind, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(
-            mismatch(name, f"arrays of lengths {', '.join(f'{kind} {length}' for kind, length in lengths.items())}", "one length for all")
+            mismatch(
+                name,
+                f"arrays of lengths {', '.join(f'{kind} {length}' for kind, length in lengths.items())}",
+                "one length for all",
+            )
         )
     labels = torch.tensor(arrays.pop("target_perframe"), dtype=torch.float32)
     return Video(torch.cat([torch.tensor(array, dtype=torch.float32) for array in arrays.values()], 1), labels)

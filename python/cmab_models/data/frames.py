@@ -43,13 +43,14 @@ def events_from_frame(
     """Return the rows of a table as sequences of events.
 
     Args:
-        frame: a `pandas.DataFrame`, or another table that has `to_pandas`, as those of polars. Rows may be in any order.
+        frame: a `pandas.DataFrame`, or another table that has `to_pandas`, as those of polars. Rows may be in any
+            order.
         time: the column of times: numbers, or timestamps, with or without a time zone.
         mark: the column of labels, of any type that sorts; None: all marks are 0.
         sequence: the column that tells sequences apart, such as a user; None: one sequence.
         unit: of the times that timestamps become: "D", "h", "m" or "s". Numbers keep their unit.
-        start, end: the observation of all sequences, as the column of times has it; a time without a time zone is one of
-            the column's. None: the first and the last time in the table. An event at the start has a gap of 0.
+        start, end: the observation of all sequences, as the column of times has it; a time without a time zone is one
+            of the column's. None: the first and the last time in the table. An event at the start has a gap of 0.
 
     `ValueError` for a column that is not there, for missing values, which it counts, for an empty table, and for a time
     before the start or after the end.
@@ -71,11 +72,17 @@ def events_from_frame(
     if not isinstance(table, pandas.DataFrame):
         raise TypeError(mismatch("frame", kind_of(frame), "a pandas.DataFrame, or a table that has to_pandas"))
     columns = {
-        name: _column(table, name, label) for name, label in (("time", time), ("mark", mark), ("sequence", sequence)) if label is not None
+        name: _column(table, name, label)
+        for name, label in (("time", time), ("mark", mark), ("sequence", sequence))
+        if label is not None
     }
     since_start, length, start = _clock(columns["time"], unit, start, end)
-    marks, labels = pandas.factorize(columns["mark"], sort=True) if mark is not None else (np.zeros(len(table), int), ())
-    groups, names = pandas.factorize(columns["sequence"], sort=True) if sequence is not None else (np.zeros(len(table), int), ())
+    marks, labels = (
+        pandas.factorize(columns["mark"], sort=True) if mark is not None else (np.zeros(len(table), int), ())
+    )
+    groups, names = (
+        pandas.factorize(columns["sequence"], sort=True) if sequence is not None else (np.zeros(len(table), int), ())
+    )
     order = np.lexsort((since_start, groups))
     lengths = np.bincount(groups).tolist()
     times, of_events = (torch.from_numpy(part[order]).split(lengths) for part in (since_start, marks))
@@ -93,7 +100,9 @@ def _column(table: Any, name: str, label: str) -> Any:
     if not len(column):
         raise ValueError(mismatch("frame", "no row", "at least one"))
     if column.isna().any():
-        raise ValueError(mismatch(name, f"{int(column.isna().sum())} missing values in {label!r}", "none; drop their rows"))
+        raise ValueError(
+            mismatch(name, f"{int(column.isna().sum())} missing values in {label!r}", "none; drop their rows")
+        )
     return column
 
 
@@ -103,7 +112,10 @@ def _clock(column: Any, unit: str, start: Any, end: Any) -> tuple[np.ndarray, fl
 
     one: Any
     if pandas.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind in "iuf":
-        one, bounds = 1, [None if each is None else _number(name, each) for name, each in (("start", start), ("end", end))]
+        one, bounds = (
+            1,
+            [None if each is None else _number(name, each) for name, each in (("start", start), ("end", end))],
+        )
     elif pandas.api.types.is_datetime64_any_dtype(column.dtype):
         one, bounds = (
             pandas.Timedelta(1, unit),
@@ -111,9 +123,15 @@ def _clock(column: Any, unit: str, start: Any, end: Any) -> tuple[np.ndarray, fl
         )
     else:
         raise TypeError(
-            mismatch("time", f"a column of {column.dtype}", "numbers or timestamps; pandas.to_datetime makes timestamps of text")
+            mismatch(
+                "time",
+                f"a column of {column.dtype}",
+                "numbers or timestamps; pandas.to_datetime makes timestamps of text",
+            )
         )
-    first, last = (given if given is not None else found for given, found in zip(bounds, (column.min(), column.max()), strict=True))
+    first, last = (
+        given if given is not None else found for given, found in zip(bounds, (column.min(), column.max()), strict=True)
+    )
     for name, given, beyond in (("start", first, column.min() < first), ("end", last, column.max() > last)):
         if beyond:
             raise ValueError(mismatch(name, given, f"times from {column.min()} to {column.max()} inside"))
@@ -136,5 +154,9 @@ def _time(name: str, given: Any, column: Any) -> Any:
     except (ValueError, TypeError) as error:
         raise ValueError(mismatch(name, f"{given!r} ({error})", "a time")) from None
     if time is pandas.NaT or (zone is None and time.tz is not None):
-        raise ValueError(mismatch(name, repr(given), "a time" if time is pandas.NaT else "a time without a time zone, as in the column"))
+        raise ValueError(
+            mismatch(
+                name, repr(given), "a time" if time is pandas.NaT else "a time without a time zone, as in the column"
+            )
+        )
     return time if zone is None else time.tz_localize(zone) if time.tz is None else time.tz_convert(zone)

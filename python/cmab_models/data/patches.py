@@ -1,8 +1,8 @@
 """Streams of patches of photographs: scikit-image's and scikit-learn's, cut into bands and read in raster order.
 
-In the public domain or CC0: astronaut, brick, camera, cell, chelsea, coffee, coins (no known restrictions), grass, gravel, hubble,
-immunohistochemistry, moon, retina, rocket, with sources in `skimage.data`. CC BY 2.0: china (by danielbuechele) and flower (by
-vultilion), both from flickr.
+In the public domain or CC0: astronaut, brick, camera, cell, chelsea, coffee, coins (no known restrictions), grass,
+gravel, hubble, immunohistochemistry, moon, retina, rocket, with sources in `skimage.data`. CC BY 2.0: china (by
+danielbuechele) and flower (by vultilion), both from flickr.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ NAMES = (*FROM_SKIMAGE, *FROM_SKLEARN)
 def photographs() -> list[Tensor]:
     """Return the photographs in the order of `NAMES`, in grey, (rows, columns) float32 of mean 0 and variance 1."""
     data, samples = imported("skimage.data", "scikit-image"), imported("sklearn.datasets", "scikit-learn")
-    loaded = [getattr(data, name)() for name in FROM_SKIMAGE] + [samples.load_sample_image(name) for name in FROM_SKLEARN]
+    loaded = [getattr(data, name)() for name in FROM_SKIMAGE] + [
+        samples.load_sample_image(name) for name in FROM_SKLEARN
+    ]
     return [_grey(torch.tensor(image, dtype=torch.float32)) for image in loaded]
 
 
@@ -60,7 +62,9 @@ def bands(side: int, columns: int, *, held_out: bool) -> tuple[list[Tensor], Ten
                 streams.append(rows.flatten(0, 1).flatten(1))
                 labels.append(label)
     if not streams:
-        raise ValueError(mismatch("side", side, f"a smaller one, as no photograph has bands of {columns} patches so large"))
+        raise ValueError(
+            mismatch("side", side, f"a smaller one, as no photograph has bands of {columns} patches so large")
+        )
     return streams, torch.tensor(labels)
 
 

@@ -22,7 +22,10 @@ from .windows import windows
 DAY = 86_400.0
 """Seconds in a day."""
 
-_HEADERS = {"user_id,item_id,timestamp,state_label": (",", (0, 1, 2)), "ACTIONID\tUSERID\tTARGETID\tTIMESTAMP": ("\t", (1, 2, 3))}
+_HEADERS = {
+    "user_id,item_id,timestamp,state_label": (",", (0, 1, 2)),
+    "ACTIONID\tUSERID\tTARGETID\tTIMESTAMP": ("\t", (1, 2, 3)),
+}
 """Start of a file's first line -> what separates columns, and the columns of user, item and time."""
 
 
@@ -39,7 +42,11 @@ def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -
     form = next((form for start, form in _HEADERS.items() if first.startswith(start)), None)
     if form is None:
         raise ValueError(
-            mismatch(str(path), f"the first line {first[:60]!r}", f"one that starts with one of {', '.join(map(repr, _HEADERS))}")
+            mismatch(
+                str(path),
+                f"the first line {first[:60]!r}",
+                f"one that starts with one of {', '.join(map(repr, _HEADERS))}",
+            )
         )
     separator, columns = form
     users, items, times = np.loadtxt(path, delimiter=separator, skiprows=1, usecols=columns, unpack=True, ndmin=2)
@@ -52,7 +59,8 @@ def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -
 
 
 def read_sequences(path: str | Path) -> Events:
-    """Return the sequences of a file of `torch.save`, in the format of Intensity-Free Learning of Temporal Point Processes (Shchur et al.).
+    """Return the sequences of a file of `torch.save`, in the format of Intensity-Free Learning of Temporal Point
+    Processes (Shchur et al.).
 
     The file holds {"sequences": [{"arrival_times": [...], "marks": [...], "t_start": 0.0, "t_end": 10.0}, ...]}, with
     lists, arrays or tensors. Without "marks" all marks are 0. Only data is read: a file that would execute code raises
@@ -68,7 +76,9 @@ def read_sequences(path: str | Path) -> Events:
         marks = [_marks(each, len(time)) for each, time in zip(sequences, times, strict=True)]
         ends = [float(each["t_end"]) - start for each, start in zip(sequences, starts, strict=True)]
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(mismatch(str(path), f"other contents ({error!r})", "sequences with arrival_times and t_end")) from error
+        raise ValueError(
+            mismatch(str(path), f"other contents ({error!r})", "sequences with arrival_times and t_end")
+        ) from error
     return Events.pad(times, marks, ends)
 
 

@@ -29,10 +29,16 @@ def emnist(folder: str, part: str, split: str = "balanced") -> tuple[Tensor, Ten
     The folder has emnist-{split}-{part}-images-idx3-ubyte and -labels-idx1-ubyte, unchanged or with the ending .gz. The
     files store the columns of an image as rows; the returned images are upright.
     """
-    images, labels = (idx(_found(folder, f"emnist-{split}-{part}-{kind}-ubyte")) for kind in ("images-idx3", "labels-idx1"))
+    images, labels = (
+        idx(_found(folder, f"emnist-{split}-{part}-{kind}-ubyte")) for kind in ("images-idx3", "labels-idx1")
+    )
     if len(images) != len(labels):
         raise ValueError(
-            mismatch(str(folder), f"{len(images)} images of emnist-{split}-{part} and {len(labels)} labels", "one label for each image")
+            mismatch(
+                str(folder),
+                f"{len(images)} images of emnist-{split}-{part} and {len(labels)} labels",
+                "one label for each image",
+            )
         )
     return images.mT.contiguous().unsqueeze(-1), labels.long()
 
@@ -43,13 +49,19 @@ def idx(path: Path) -> Tensor:
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise ValueError(
             mismatch(
-                str(path), f"a file that begins with {content[:4].hex(' ')}", "an IDX file of unsigned bytes, which begins with 00 00 08"
+                str(path),
+                f"a file that begins with {content[:4].hex(' ')}",
+                "an IDX file of unsigned bytes, which begins with 00 00 08",
             )
         )
     start = 4 + 4 * content[3]
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
     if len(content) != start + math.prod(shape):
-        raise ValueError(mismatch(str(path), f"{len(content) - start} bytes of data", f"{math.prod(shape)}, as its header says {shape}"))
+        raise ValueError(
+            mismatch(
+                str(path), f"{len(content) - start} bytes of data", f"{math.prod(shape)}, as its header says {shape}"
+            )
+        )
     return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(shape)
 
 
@@ -61,11 +73,17 @@ def celeba(folder: str, part: int, size: int) -> Tensor:
     Whole images are resized, as in the published code.
     """
     image = imported("PIL.Image", "pillow")
-    lines = [line.split() for line in _found(folder, "list_eval_partition.txt").read_text().splitlines() if line.strip()]
+    lines = [
+        line.split() for line in _found(folder, "list_eval_partition.txt").read_text().splitlines() if line.strip()
+    ]
     for line in lines:
         if len(line) != 2 or line[1] not in "012":
             raise ValueError(mismatch("list_eval_partition.txt", f"a line {' '.join(line)!r}", "a file and 0, 1 or 2"))
-    faces = [resized(image.open(_found(folder, f"img_align_celeba/{name}")), size) for name, which in lines if int(which) == part]
+    faces = [
+        resized(image.open(_found(folder, f"img_align_celeba/{name}")), size)
+        for name, which in lines
+        if int(which) == part
+    ]
     if not faces:
         raise ValueError(mismatch("list_eval_partition.txt", f"no file of part {part}", "at least one"))
     return torch.stack(faces)

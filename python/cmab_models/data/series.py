@@ -1,9 +1,11 @@
-"""Small classified series that come with sktime, of the archives of www.timeseriesclassification.com (free to use with attribution).
+"""Small classified series that come with sktime, of the archives of www.timeseriesclassification.com (free to use with
+attribution).
 
 - OSULeaf (A. Gandhi): outlines of leaves of 6 kinds, 427 values each.
 - ACSF1 (C. Gisler et al.): the power of devices of 10 kinds, 1,460 values each.
 - BasicMotions (J. Clements): a smart watch's 6 sensors during 4 activities, 100 values each.
-- JapaneseVowels (M. Kudo, J. Toyama, M. Shimbo): 12 cepstral coefficients of 9 speakers who say one vowel, 7 to 29 values each.
+- JapaneseVowels (M. Kudo, J. Toyama, M. Shimbo): 12 cepstral coefficients of 9 speakers who say one vowel, 7 to 29
+values each.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class NeuralProcess(Pretrained):
     in float32.
 
     >>> model = cmab_models.CMANP(dim_x=1, dim_y=2, dim=16, num_latents=8, num_heads=2, depth=2)
-    >>> x, y, target_x, target_y = torch.randn(3, 50, 1), torch.randn(3, 50, 2), torch.randn(3, 7, 1), torch.randn(3, 7, 2)
+    >>> x, y = torch.randn(3, 50, 1), torch.randn(3, 50, 2)
+    >>> target_x, target_y = torch.randn(3, 7, 1), torch.randn(3, 7, 2)
     >>> model.log_prob(x, y, target_x, target_y).shape, model.sample(x, y, target_x, block_size=1).shape
     (torch.Size([3]), torch.Size([3, 7, 2]))
     """
@@ -114,7 +115,9 @@ class NeuralProcess(Pretrained):
         """
         self._check(x, y)
         if x.shape[1] < 2:
-            known_x, known_y = (F.pad(part, (0, 0, 0, 1))[:, :1] for part in (x, y))  # some models need a point: one of zeros
+            known_x, known_y = (
+                F.pad(part, (0, 0, 0, 1))[:, :1] for part in (x, y)
+            )  # some models need a point: one of zeros
             return self.log_prob(known_x, known_y, x[:, :0], y[:, :0]).unsqueeze(1)[:, :0]
         state, found = None, []
         for i in range(1, x.shape[1]):
@@ -123,7 +126,9 @@ class NeuralProcess(Pretrained):
         return torch.stack(found, 1)
 
     @torch.no_grad()
-    def sample(self, context_x: Tensor, context_y: Tensor, target_x: Tensor, *, block_size: int | None = None) -> Tensor:
+    def sample(
+        self, context_x: Tensor, context_y: Tensor, target_x: Tensor, *, block_size: int | None = None
+    ) -> Tensor:
         """Return one draw (B, M, dim_y) of the values at the targets. Each block of targets is drawn given the blocks
         before it."""
         self._check(context_x, context_y, of="context_")
@@ -149,7 +154,9 @@ class NeuralProcess(Pretrained):
     def _known(self, state: Any) -> Any:
         """Return the state; raise `TypeError` if `condition` cannot have returned it."""
         if not isinstance(state, self.state_type):
-            raise TypeError(mismatch("state", kind_of(state), f"what `condition` returns, a {self.state_type.__name__}"))
+            raise TypeError(
+                mismatch("state", kind_of(state), f"what `condition` returns, a {self.state_type.__name__}")
+            )
         return state
 
     def _check(
@@ -177,7 +184,9 @@ class NeuralProcess(Pretrained):
         if mask is not None:
             _check_mask(mask, x)
         if batch not in (None, len(x)):
-            raise ValueError(mismatch(f"{of}x", f"shape {tuple(x.shape)}", f"batch {batch}, that of the points it goes with"))
+            raise ValueError(
+                mismatch(f"{of}x", f"shape {tuple(x.shape)}", f"batch {batch}, that of the points it goes with")
+            )
         if values:
             refuse_not_finite(**given)
 

@@ -97,7 +97,9 @@ class CMANP(NeuralProcess):
         """
         return official.load(cls, state_dict, num_heads=num_heads, bound_std=bound_std)
 
-    def condition(self, x: Tensor, y: Tensor, state: AttentionState | None = None, mask: Tensor | None = None) -> AttentionState:
+    def condition(
+        self, x: Tensor, y: Tensor, state: AttentionState | None = None, mask: Tensor | None = None
+    ) -> AttentionState:
         """Return the state of the points x, y together with those of `state`. A point is ignored where `mask` (B, N)
         bool is True.
 
@@ -126,7 +128,8 @@ class CMANP(NeuralProcess):
         if not left.reliable.all():
             lost = int((~left.reliable).sum())
             warnings.warn(
-                f"state: {lost} of its {left.reliable.numel()} rows lost half of their digits; condition anew on the points that are left",
+                f"state: {lost} of its {left.reliable.numel()} rows lost half of their digits; condition anew on the "
+                "points that are left",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -71,4 +71,6 @@ class CNP(NeuralProcess):
         features = in_single(self.embedding(torch.cat(without_masked(x, y, mask), -1)))
         if mask is None:
             return Total(features.sum(1), features.new_full((x.shape[0], 1), x.shape[1]))
-        return Total(features.masked_fill(mask.unsqueeze(-1), 0.0).sum(1), (~mask).sum(1, keepdim=True).to(features.dtype))
+        return Total(
+            features.masked_fill(mask.unsqueeze(-1), 0.0).sum(1), (~mask).sum(1, keepdim=True).to(features.dtype)
+        )

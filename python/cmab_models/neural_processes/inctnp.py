@@ -99,7 +99,9 @@ class IncTNP(NeuralProcess):
             ignored = torch.cat([state.ignored, ignored], 1)
         position = torch.arange(ignored.shape[1], device=x.device)
         causal = position <= position[before:, None]
-        itself = position == position[before:, None]  # an ignored point sees itself, so that no row of attention is empty
+        itself = (
+            position == position[before:, None]
+        )  # an ignored point sees itself, so that no row of attention is empty
         allowed = (causal & ~ignored[:, None, :] | itself).unsqueeze(1)
         features, keys, values = self.embedding(torch.cat(without_masked(x, y, mask), -1)), [], []
         for k, layer in enumerate(self._layers):
@@ -114,7 +116,8 @@ class IncTNP(NeuralProcess):
     def forget(self, state: Cache, x: Tensor, y: Tensor) -> Cache:
         """Raise `RuntimeError`, because later points have seen the earlier ones."""
         raise RuntimeError(
-            "state: points of an IncTNP cannot be forgotten, as later points have seen them; condition anew on those that are left"
+            "state: points of an IncTNP cannot be forgotten, as later points have seen them; condition anew on those "
+            "that are left"
         )
 
     def predict(self, state: Cache, target_x: Tensor) -> Distribution:

@@ -37,13 +37,20 @@ def load(kind: type[Model], state_dict: Mapping[str, Tensor], *, num_heads: int,
     check_weights(state_dict)
     low_rank = [name for name in state_dict if name.startswith("diag_net.")]
     if low_rank:
-        raise ValueError(mismatch("state_dict", f"{low_rank[0]!r}, of the low-rank form of a covariance", "the Cholesky form"))
+        raise ValueError(
+            mismatch("state_dict", f"{low_rank[0]!r}, of the low-rank form of a covariance", "the Cholesky form")
+        )
     try:
         sizes = _sizes(state_dict)
     except (KeyError, ValueError, IndexError) as error:
         raise ValueError(mismatch("state_dict", str(error), "what the authors' code saves")) from error
     known = inspect.signature(kind).parameters  # an LBANP has no block latents
-    made = kind(num_heads=num_heads, bound_std=bound_std, residual="normed", **{name: sizes[name] for name in sizes if name in known})
+    made = kind(
+        num_heads=num_heads,
+        bound_std=bound_std,
+        residual="normed",
+        **{name: sizes[name] for name in sizes if name in known},
+    )
     model = made.to(state_dict["latents"].dtype)
     # The authors' joint model saves a head that it does not use.
     unused = [name for name in state_dict if name.startswith("predictor.")] if "rank" in known else []
@@ -65,7 +72,13 @@ def _sizes(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
     num_latents, dim = shape("latents")
     dim_x = shape("query_embedder.0.weight")[1]
     dim_y = shape("embedder.0.weight")[1] - dim_x
-    sizes = {"dim_x": dim_x, "dim_y": dim_y, "dim": dim, "num_latents": num_latents, "depth": layers(r"encoder\.layers\.(\d+)\..+")}
+    sizes = {
+        "dim_x": dim_x,
+        "dim_y": dim_y,
+        "dim": dim,
+        "num_latents": num_latents,
+        "depth": layers(r"encoder\.layers\.(\d+)\..+"),
+    }
     sizes["ff_dim"] = shape("encoder.layers.0.cross_ff.fn.net.2.weight")[1]
     sizes["embedding_depth"] = layers(r"embedder\.(\d+)\.weight")
     if "encoder.layers.0.latents" in state_dict:

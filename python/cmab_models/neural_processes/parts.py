@@ -57,7 +57,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Passes targets through one layer per entry of the latents (K, B, L, dim), and a last norm."""
 
-    def __init__(self, dim_x: int, dim: int, num_heads: int, ff_dim: int, depth: int, embedding_depth: int, residual: str) -> None:
+    def __init__(
+        self, dim_x: int, dim: int, num_heads: int, ff_dim: int, depth: int, embedding_depth: int, residual: str
+    ) -> None:
         super().__init__()
         self.embedding = point_embedding(dim_x, dim, embedding_depth)
         self.layers = nn.ModuleList(DecoderLayer(dim, num_heads, ff_dim, residual) for _ in range(depth))
@@ -75,8 +77,8 @@ class Decoder(nn.Module):
 def encoded(encoder: nn.TransformerEncoder, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the encoder's output for tokens (B, N, dim), without those where `mask` (B, N) is True.
 
-    torch's attention may raise without tokens. The encoder then reads one token of zeros, so its weights have gradients,
-    of 0.
+    torch's attention may raise without tokens. The encoder then reads one token of zeros, so its weights have
+    gradients, of 0.
     """
     if tokens.numel():
         return encoder(tokens, src_key_padding_mask=mask)
@@ -86,7 +88,8 @@ def encoded(encoder: nn.TransformerEncoder, tokens: Tensor, mask: Tensor | None 
 class NormalHead(nn.Module):
     """Means and standard deviations from features (B, M, dim).
 
-    The deviation is exp(r), or 0.05 + 0.95 softplus(r) with `bound_std`, which keeps likelihoods of exact values finite.
+    The deviation is exp(r), or 0.05 + 0.95 softplus(r) with `bound_std`, which keeps likelihoods of exact values
+    finite.
     """
 
     def __init__(self, dim: int, hidden: int, dim_y: int, bound_std: bool) -> None:
@@ -106,7 +109,9 @@ class JointHead(nn.Module):
     other. With `bound_std`, the factor's diagonal d is replaced by 0.05 + 0.95 tanh(d).
     """
 
-    def __init__(self, dim: int, num_heads: int, hidden: int, dim_y: int, rank: int, depth: int, bound_std: bool) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, hidden: int, dim_y: int, rank: int, depth: int, bound_std: bool
+    ) -> None:
         super().__init__()
         self.mean = perceptron(dim, hidden, dim_y, 2)
         self.encoder = nn.TransformerEncoder(EncoderLayer(dim, num_heads, hidden), 2, enable_nested_tensor=False)

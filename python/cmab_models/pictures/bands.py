@@ -29,7 +29,9 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
     prior = gp.priors(task.kernel, 1, generator)
     x, y, *_ = gp.draw(prior, max(SHOWN), 0, generator)
     grid = torch.linspace(-2, 2, 200).view(1, -1, 1)
-    made, rows = plt.subplots(len(models), len(SHOWN), figsize=(3 * len(SHOWN), 2.4 * len(models)), sharey=True, squeeze=False)
+    made, rows = plt.subplots(
+        len(models), len(SHOWN), figsize=(3 * len(SHOWN), 2.4 * len(models)), sharey=True, squeeze=False
+    )
     for row, (name, model) in zip(rows, cast("Mapping[str, NeuralProcess]", models).items(), strict=True):
         state, device = None, next(model.parameters()).device
         with torch.no_grad():
@@ -42,7 +44,9 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
                     axes.plot(x[0, : i + 1, 0], y[0, : i + 1, 0], "k.", markersize=4)
                     axes.set(title=f"{i + 1} point{'s' if i else ''}", ylim=(-3, 3))
         row[0].legend(frameon=False, fontsize=7, loc="upper left")
-    made.suptitle("Points of a function arrive one by one: means, and bands of two standard deviations", x=0.01, ha="left")
+    made.suptitle(
+        "Points of a function arrive one by one: means, and bands of two standard deviations", x=0.01, ha="left"
+    )
     made.set_layout_engine("constrained")
     return made
 

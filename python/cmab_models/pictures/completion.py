@@ -24,7 +24,9 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
     deviations, and the image."""
     from matplotlib import pyplot as plt
 
-    sets = {name: crops(images, task.size, 1, seeded(5))[0] for name, images in task.images().items() if name != "train"}
+    sets = {
+        name: crops(images, task.size, 1, seeded(5))[0] for name, images in task.images().items() if name != "train"
+    }
     rows = [(name, image, share) for name, image in sets.items() for share in SHARES]
     titles = ["known", *(f"{name}: {what}" for name in models for what in ("mean", "deviation")), "truth"]
     made, grid = plt.subplots(len(rows), len(titles), figsize=(1.3 * len(titles), 1.35 * len(rows)), squeeze=False)

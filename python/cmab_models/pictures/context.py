@@ -62,7 +62,9 @@ def _cost(system: str, points: int) -> Cost:
 def _prepared(system: str, points: int) -> Any:
     """Return a call that predicts targets from this many points. The points and the model are made before the call."""
     generator = torch.Generator().manual_seed(0)
-    x, y, target_x = (torch.randn(1, count, width, generator=generator) for count, width in ((points, 2), (points, 3), (TARGETS, 2)))
+    x, y, target_x = (
+        torch.randn(1, count, width, generator=generator) for count, width in ((points, 2), (points, 3), (TARGETS, 2))
+    )
     model: Any = SYSTEMS[system](dim_x=2, dim_y=3).eval()
 
     def task() -> list[Tensor]:
@@ -77,7 +79,10 @@ def figure(costs: list[Cost]) -> Figure:
     from matplotlib import pyplot as plt
 
     made, (memory, time) = plt.subplots(1, 2, figsize=(9, 3.4))
-    for axes, unit, title in ((memory, "mebibytes", "Peak memory beyond the points (MiB)"), (time, "seconds", "Time, one thread (s)")):
+    for axes, unit, title in (
+        (memory, "mebibytes", "Peak memory beyond the points (MiB)"),
+        (time, "seconds", "Time, one thread (s)"),
+    ):
         for system in dict.fromkeys(cost.system for cost in costs):
             each = [cost for cost in costs if cost.system == system]
             values = [getattr(cost, unit) for cost in each]

@@ -30,7 +30,9 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
         scores, landmarks = task.evaluate(model), _landmarks(model, task.sequence_len)
         accuracy.plot(landmarks, scores["whole"], "o", mfc="none", color=colour(name))
         accuracy.plot(landmarks, scores["streamed"], "x", color=colour(name))
-        times.plot(landmarks, median(step["milliseconds"] for step in task.stream(model)), "o", color=colour(name), label=name)
+        times.plot(
+            landmarks, median(step["milliseconds"] for step in task.stream(model)), "o", color=colour(name), label=name
+        )
     accuracy.set(title="accuracy (o windows, x streamed)", xlabel="landmarks", xscale="log", ylim=(0, 1))
     times.set(title="time of a step, ms", xlabel="landmarks", xscale="log", ylim=(0, None))
     times.legend(frameon=False, fontsize=7)

@@ -27,7 +27,9 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
     for (name, model), marker in zip(models.items(), cycle("osv^"), strict=False):
         accuracies = [each.evaluate(model)["accuracy"] for each in tasks]
         axes.plot(shots, accuracies, marker + "-", color=OTHER if "attention" in name else OURS, label=name)
-    axes.plot(shots, [each.references()["nearest mean"] for each in tasks], ":", color=TRUTH, label="nearest mean of pixels")
+    axes.plot(
+        shots, [each.references()["nearest mean"] for each in tasks], ":", color=TRUTH, label="nearest mean of pixels"
+    )
     axes.set(title=f"accuracy, {task.ways} classes", xlabel="examples of a class", xticks=shots)
     axes.legend(frameon=False, fontsize=7)
     made.set_layout_engine("constrained")

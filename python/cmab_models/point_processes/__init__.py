@@ -7,4 +7,15 @@ from .mixture import LogNormalMixture
 from .parts import NextEvent
 from .thp import THP, THPState
 
-__all__ = ["CMHP", "THP", "CMHPState", "Continuation", "Events", "LogNormalMixture", "LogProb", "NextEvent", "PointProcess", "THPState"]
+__all__ = [
+    "CMHP",
+    "THP",
+    "CMHPState",
+    "Continuation",
+    "Events",
+    "LogNormalMixture",
+    "LogProb",
+    "NextEvent",
+    "PointProcess",
+    "THPState",
+]

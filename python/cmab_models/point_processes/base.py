@@ -82,8 +82,8 @@ class PointProcess(Pretrained):
 
     @classmethod
     def for_events(cls, events: Events, *, period: float | None = None, **options: Any) -> Self:
-        """Return a new model that suits training data: `num_marks`, `log_gap_mean`, `log_gap_std` and `period` are those
-        of the events.
+        """Return a new model that suits training data: `num_marks`, `log_gap_mean`, `log_gap_std` and `period` are
+        those of the events.
 
         With the defaults of the constructor, which suit gaps of about 1, a model of data in other units has a wrong
         scale of time and learns slowly, or not at all.
@@ -123,7 +123,9 @@ class PointProcess(Pretrained):
         mark (B,) int64."""
         self._check(time=time, mark=mark)
         if time.dim() != 1 or mark.shape != time.shape:
-            raise ValueError(mismatch("time, mark", f"shapes {tuple(time.shape)}, {tuple(mark.shape)}", "(batch,) for both"))
+            raise ValueError(
+                mismatch("time, mark", f"shapes {tuple(time.shape)}, {tuple(mark.shape)}", "(batch,) for both")
+            )
         if state is not None and self._known(state).time.shape != time.shape:
             raise ValueError(mismatch("time", f"batch {len(time)}", f"batch {len(state.time)}, that of the state"))
         time = time.to(torch.float64, copy=True)  # a copy, because a clock may change the caller's tensor in place
@@ -140,7 +142,8 @@ class PointProcess(Pretrained):
     def sample(
         self, state: Any, until: float | Tensor, generator: torch.Generator | None = None, *, max_events: int = 10_000
     ) -> Continuation:
-        """Return a random continuation of each history in `state`: all events after its last one, up to the time `until`.
+        """Return a random continuation of each history in `state`: all events after its last one, up to the time
+        `until`.
 
         The gap to the next event is drawn from the prediction after the events so far, its mark likewise, and the event
         is observed, until each sequence has passed `until`.
@@ -169,12 +172,16 @@ class PointProcess(Pretrained):
             last = last + predicted.time.draw(generator)
             mark = torch.multinomial(predicted.mark.probs, 1, generator=generator).squeeze(1)
             if last.isnan().any():
-                raise RuntimeError(mismatch("sample", "a NaN as the predicted time of an event", "a model with finite weights"))
+                raise RuntimeError(
+                    mismatch("sample", "a NaN as the predicted time of an event", "a model with finite weights")
+                )
             running = running & (last <= until)
             if not running.any():
                 break
             if len(times) > max_events:
-                raise RuntimeError(mismatch("until", f"a time before which more than {max_events} events come", "an earlier one"))
+                raise RuntimeError(
+                    mismatch("until", f"a time before which more than {max_events} events come", "an earlier one")
+                )
             last = last.where(running, until)  # a sequence that has ended waits for the others
             for column, part in zip((times, marks, there), (last, mark, running), strict=True):
                 column.append(part.unsqueeze(1))
@@ -182,7 +189,9 @@ class PointProcess(Pretrained):
         events = Continuation(*(torch.cat(column, 1) for column in (times, marks, there)))
         return Continuation(events.times.where(events.there, 0.0), events.marks.where(events.there, 0), events.there)
 
-    def log_prob(self, times: Tensor, marks: Tensor, lengths: Tensor | None = None, end: Tensor | None = None) -> LogProb:
+    def log_prob(
+        self, times: Tensor, marks: Tensor, lengths: Tensor | None = None, end: Tensor | None = None
+    ) -> LogProb:
         """Return the log-likelihood of every event of sequences, given the events before it, in one pass.
 
         Args:
@@ -224,7 +233,11 @@ class PointProcess(Pretrained):
         """Check sequences of events. Return them with zeros at padding, and the features (B, N + 1, features) of their
         first 0, 1, ..., N events."""
         if times.dim() != 2 or marks.shape != times.shape:
-            raise ValueError(mismatch("times, marks", f"shapes {tuple(times.shape)}, {tuple(marks.shape)}", "(batch, events) for both"))
+            raise ValueError(
+                mismatch(
+                    "times, marks", f"shapes {tuple(times.shape)}, {tuple(marks.shape)}", "(batch, events) for both"
+                )
+            )
         batch, longest = times.shape
         lengths = torch.full((batch,), longest, device=times.device) if lengths is None else lengths
         _check_lengths(lengths, batch, longest)
@@ -247,7 +260,9 @@ class PointProcess(Pretrained):
         self._check_marks("marks", marks)
         features = self._summaries(self.embedding(times.unsqueeze(0), gaps, marks.unsqueeze(0)), gaps > 0)
         before = torch.searchsorted(times, at)
-        result: Tensor = self.head(features[0, before]).time.intensity(_checked("at", at - starts[before]).to(state_dtype(features.dtype)))
+        result: Tensor = self.head(features[0, before]).time.intensity(
+            _checked("at", at - starts[before]).to(state_dtype(features.dtype))
+        )
         return result
 
     def _span(self, state: Any, until: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -259,7 +274,9 @@ class PointProcess(Pretrained):
         self._check(until=until)
         start = torch.zeros(until.shape, device=device) if state is None else self._known(state).time
         if until.dim() > 1 or (state is not None and until.dim() and until.shape != start.shape):
-            expected = "a number, or (batch,)" if state is None else f"a number, or ({len(start)},), the batch of the state"
+            expected = (
+                "a number, or (batch,)" if state is None else f"a number, or ({len(start)},), the batch of the state"
+            )
             raise ValueError(mismatch("until", f"shape {tuple(until.shape)}", expected))
         start, end = (part.reshape(-1) for part in torch.broadcast_tensors(start.double(), until.double()))
         _checked("until", end - start)
@@ -268,7 +285,9 @@ class PointProcess(Pretrained):
     def _known(self, state: Any) -> Any:
         """Return the state; raise `TypeError` if `observe` cannot have returned it."""
         if not isinstance(state, self.state_type):
-            raise TypeError(mismatch("state", kind_of(state), f"None, or what `observe` returns, a {self.state_type.__name__}"))
+            raise TypeError(
+                mismatch("state", kind_of(state), f"None, or what `observe` returns, a {self.state_type.__name__}")
+            )
         return state
 
     def _check(self, **given: Tensor) -> None:
@@ -281,7 +300,9 @@ class PointProcess(Pretrained):
             if each.is_complex() or each.dtype == torch.bool:
                 raise TypeError(mismatch(name, each.dtype, "a torch.Tensor of real numbers"))
             if each.device != device:
-                raise ValueError(mismatch(name, f"device {each.device}", f"{device}, the device of the model; move them together"))
+                raise ValueError(
+                    mismatch(name, f"device {each.device}", f"{device}, the device of the model; move them together")
+                )
 
     def _check_marks(self, name: str, marks: Tensor) -> None:
         inside = marks.dtype == torch.int64
@@ -294,7 +315,8 @@ class PointProcess(Pretrained):
 
 
 def arguments_for(events: Events, period: float | None = None) -> dict[str, Any]:
-    """Return the arguments of a model's constructor that follow from its training data: see `PointProcess.for_events`."""
+    """Return the arguments of a model's constructor that follow from its training data: see
+    `PointProcess.for_events`."""
     if not isinstance(events, Events):
         raise TypeError(mismatch("events", kind_of(events), "Events, as Events.pad returns them"))
     log_gaps, marks = LogGaps.of(events.gaps()[events.there]), events.marks[events.there]
@@ -329,7 +351,9 @@ def _check_lengths(lengths: Tensor, batch: int, longest: int) -> None:
     if not fits or (batch and has_values(lengths) and not 0 <= lengths.min() <= lengths.max() <= longest):
         values = f" from {lengths.min()} to {lengths.max()}" if fits else ""
         given = f"{lengths.dtype} {tuple(lengths.shape)}{values}"
-        raise ValueError(mismatch("lengths", given, f"torch.int64 ({batch},) from 0 to {longest}, the number of events"))
+        raise ValueError(
+            mismatch("lengths", given, f"torch.int64 ({batch},) from 0 to {longest}, the number of events")
+        )
 
 
 def _checked(name: str, gaps: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ class Events(NamedTuple):
             raise ValueError(mismatch("marks", f"{len(marks)} sequences", f"{len(times)}, as many as times has"))
         end = _as_tensor("end", end, torch.float64)
         if end.shape != (len(times),):
-            raise ValueError(mismatch("end", f"shape {tuple(end.shape)}", f"({len(times)},), a number for each sequence"))
+            raise ValueError(
+                mismatch("end", f"shape {tuple(end.shape)}", f"({len(times)},), a number for each sequence")
+            )
         if not end.isfinite().all():
             raise ValueError(mismatch("end", float(end[~end.isfinite()][0]), "finite numbers"))
         times = [_as_tensor(f"times[{i}]", each, torch.float64) for i, each in enumerate(times)]
@@ -51,7 +53,11 @@ class Events(NamedTuple):
         for i, (time, mark) in enumerate(zip(times, marks, strict=True)):
             if time.dim() != 1 or mark.shape != time.shape:
                 raise ValueError(
-                    mismatch(f"times[{i}], marks[{i}]", f"shapes {tuple(time.shape)}, {tuple(mark.shape)}", "(events,) for both")
+                    mismatch(
+                        f"times[{i}], marks[{i}]",
+                        f"shapes {tuple(time.shape)}, {tuple(mark.shape)}",
+                        "(events,) for both",
+                    )
                 )
             if not time.isfinite().all():
                 raise ValueError(mismatch(f"times[{i}]", "a NaN or an infinity", "finite numbers"))
@@ -63,7 +69,9 @@ class Events(NamedTuple):
         sound = (events.gaps() >= 0).all(1) & (events.times <= events.end.unsqueeze(1)).all(1)
         if not sound.all():
             given = "a time before the one before it, before 0 or after the end"
-            raise ValueError(mismatch(f"times[{int(sound.long().argmin())}]", given, "times from 0 to the end in order"))
+            raise ValueError(
+                mismatch(f"times[{int(sound.long().argmin())}]", given, "times from 0 to the end in order")
+            )
         return events
 
     def take(self, rows: Tensor) -> Events:
@@ -73,7 +81,11 @@ class Events(NamedTuple):
         with suppress(IndexError, TypeError):
             lengths = self.lengths[rows]
         if lengths is None or lengths.dim() != 1:
-            raise ValueError(mismatch("rows", shorten(repr(rows), 60), f"(R,) int64 below {len(self.lengths)}, the number of sequences"))
+            raise ValueError(
+                mismatch(
+                    "rows", shorten(repr(rows), 60), f"(R,) int64 below {len(self.lengths)}, the number of sequences"
+                )
+            )
         longest = int(lengths.max()) if len(lengths) else 0
         return Events(self.times[rows, :longest], self.marks[rows, :longest], lengths, self.end[rows])
 

@@ -25,8 +25,8 @@ _HALVINGS = 64
 class LogNormalMixture(MixtureSameFamily):
     """A mixture of K log-normal distributions, with the survival function and the intensity that a point process needs.
 
-    Its mean is sum_k w_k exp(mu_k + s_k^2 / 2), in closed form. Source: Intensity-Free Learning of Temporal Point Processes (Shchur et
-    al., ICLR 2020), section 3.
+    Its mean is sum_k w_k exp(mu_k + s_k^2 / 2), in closed form. Source: Intensity-Free Learning of Temporal Point
+    Processes (Shchur et al., ICLR 2020), section 3.
 
     Args:
         logits: (..., K), the logarithms of the weights, up to a constant.
@@ -38,7 +38,11 @@ class LogNormalMixture(MixtureSameFamily):
 
     def __init__(self, logits: Tensor, loc: Tensor, scale: Tensor) -> None:
         logits, loc, scale = in_single(logits), in_single(loc), in_single(scale)
-        super().__init__(Categorical(logits=logits, validate_args=False), LogNormal(loc, scale, validate_args=False), validate_args=False)
+        super().__init__(
+            Categorical(logits=logits, validate_args=False),
+            LogNormal(loc, scale, validate_args=False),
+            validate_args=False,
+        )
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-density of a gap `value`, in at least float32."""
@@ -62,11 +66,15 @@ class LogNormalMixture(MixtureSameFamily):
         if not isinstance(value, Tensor):
             raise TypeError(not_a_tensor("value", value))
         if has_values(value) and not ((value >= 0) & (value <= 1)).all():
-            raise ValueError(mismatch("value", f"from {float(value.min())} to {float(value.max())}", "probabilities from 0 to 1"))
+            raise ValueError(
+                mismatch("value", f"from {float(value.min())} to {float(value.max())}", "probabilities from 0 to 1")
+            )
         components = cast("LogNormal", self.component_distribution)
         value = value.double().expand(torch.broadcast_shapes(value.shape, self.batch_shape))
         inside = value.clamp(_LEAST, _MOST)
-        of_components = (components.loc.double() + components.scale.double() * torch.special.ndtri(inside).unsqueeze(-1)).detach()
+        of_components = (
+            components.loc.double() + components.scale.double() * torch.special.ndtri(inside).unsqueeze(-1)
+        ).detach()
         low, high = of_components.amin(-1), of_components.amax(-1)
         for _ in range(_HALVINGS):
             middle = low + (high - low) / 2
@@ -103,7 +111,9 @@ class LogNormalMixture(MixtureSameFamily):
         """Return one gap (...) float64 of each distribution. Unlike `sample`, it takes a generator."""
         components = cast("LogNormal", self.component_distribution)
         weights = self.mixture_distribution.probs
-        chosen = torch.multinomial(weights.reshape(-1, weights.shape[-1]), 1, generator=generator).view(*weights.shape[:-1], 1)
+        chosen = torch.multinomial(weights.reshape(-1, weights.shape[-1]), 1, generator=generator).view(
+            *weights.shape[:-1], 1
+        )
         loc, scale = (part.double().gather(-1, chosen).squeeze(-1) for part in (components.loc, components.scale))
         normal = torch.randn(loc.shape, dtype=loc.dtype, device=loc.device, generator=generator)
         return (loc + scale * normal).exp()
@@ -113,7 +123,9 @@ class LogNormalMixture(MixtureSameFamily):
         come yet."""
         weights, components = self.mixture_distribution, cast("LogNormal", self.component_distribution)
         parts = weights.logits, components.loc, components.scale
-        wide = LogNormalMixture(*(part.double() for part in parts))  # at large gaps both logarithms are large and nearly equal
+        wide = LogNormalMixture(
+            *(part.double() for part in parts)
+        )  # at large gaps both logarithms are large and nearly equal
         return (wide.log_prob(gap.double()) - wide.log_survival(gap.double())).exp().to(components.loc.dtype)
 
 

@@ -82,14 +82,18 @@ class MLP(Regressor):
     torch.Size([3, 5, 1])
     """
 
-    def __init__(self, dim_key: int, dim_value: int, dim_out: int, num_points: int, dim: int = 128, depth: int = 4) -> None:
+    def __init__(
+        self, dim_key: int, dim_value: int, dim_out: int, num_points: int, dim: int = 128, depth: int = 4
+    ) -> None:
         super().__init__()
         self.dim_key, self.dim_value, self.num_points = dim_key, dim_value, num_points
         self.layers = perceptron(dim_key + num_points * (dim_key + dim_value), dim, dim_out, depth)
 
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.shape[1] != self.num_points:
-            raise ValueError(mismatch("key", f"{key.shape[1]} keys", f"{self.num_points}, the num_points of this model"))
+            raise ValueError(
+                mismatch("key", f"{key.shape[1]} keys", f"{self.num_points}, the num_points of this model")
+            )
         points = torch.cat([key, value], -1).flatten(1).unsqueeze(1).expand(-1, query.shape[1], -1)
         answer: Tensor = self.layers(torch.cat([query, points], -1))
         return answer

@@ -19,7 +19,14 @@ class Stack(Regressor):
     points' keys."""
 
     def __init__(
-        self, dim_key: int, dim_value: int, dim_out: int, dim: int = 64, num_heads: int = 4, depth: int = 2, ff_dim: int | None = None
+        self,
+        dim_key: int,
+        dim_value: int,
+        dim_out: int,
+        dim: int = 64,
+        num_heads: int = 4,
+        depth: int = 2,
+        ff_dim: int | None = None,
     ) -> None:
         super().__init__()
         ff_dim = 2 * dim if ff_dim is None else ff_dim
@@ -86,7 +93,9 @@ class SigmaInformer(Stack):
     """
 
     def _layer(self, dim: int, num_heads: int, ff_dim: int) -> nn.TransformerEncoderLayer:
-        return InformerEncoderLayer(dim, num_heads, ff_dim, dropout=0.0, batch_first=True, norm_first=True, kind="sigma")
+        return InformerEncoderLayer(
+            dim, num_heads, ff_dim, dropout=0.0, batch_first=True, norm_first=True, kind="sigma"
+        )
 
     def _cross(self, dim: int, num_heads: int) -> nn.Module:
         return MultiheadSigmaIntention(dim, num_heads, batch_first=True)

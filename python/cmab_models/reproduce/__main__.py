@@ -23,14 +23,29 @@ NAMES = [each.name for each in EXPERIMENTS]
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cmab_models.reproduce", description=__doc__)
-    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"which to run (default: all): {'; '.join(NAMES)}")
-    parser.add_argument("--folder", type=Path, default=Path("runs/reproduce"), help="where runs are kept; finished ones are not run again")
-    parser.add_argument("--workers", type=int, default=2, help="processes side by side, of one thread each (default: 2)")
-    parser.add_argument("--share", type=float, default=1.0, help="take this share of all steps, to try the command (default: 1)")
     parser.add_argument(
-        "--output", type=Path, help="the page to write (default: RESULTS.md of the package; in FOLDER with --share or EXPERIMENT)"
+        "experiments", nargs="*", metavar="EXPERIMENT", help=f"which to run (default: all): {'; '.join(NAMES)}"
     )
-    parser.add_argument("--confirm", action="store_true", help="train nothing: let results stand for changed code that begins as before")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/reproduce"),
+        help="where runs are kept; finished ones are not run again",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes side by side, of one thread each (default: 2)"
+    )
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="take this share of all steps, to try the command (default: 1)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the page to write (default: RESULTS.md of the package; in FOLDER with --share or EXPERIMENT)",
+    )
+    parser.add_argument(
+        "--confirm", action="store_true", help="train nothing: let results stand for changed code that begins as before"
+    )
     asked = parser.parse_args()
     if asked.confirm:
         sys.exit("\n".join(openings.confirm(PAGE.with_suffix(".json"), print)) or 0)
@@ -56,7 +71,11 @@ def main() -> None:
 def _shortened(run: Run, share: float) -> Run:
     if share == 1.0:
         return run
-    return replace(run, task=run.task.changed({"steps": max(1, round(share * run.task.steps))}), folder=run.folder / f"share-{share:g}")
+    return replace(
+        run,
+        task=run.task.changed({"steps": max(1, round(share * run.task.steps))}),
+        folder=run.folder / f"share-{share:g}",
+    )
 
 
 def _run(runs: Sequence[Run], workers: int) -> list[Run]:

@@ -12,7 +12,12 @@ def _better(text: str, source: str, ours: Side, theirs: Side, published: tuple[f
 
 
 def _near(
-    text: str, source: str, ours: Side, theirs: Side, published: tuple[float, float] | None = None, equal_seconds: bool = False
+    text: str,
+    source: str,
+    ours: Side,
+    theirs: Side,
+    published: tuple[float, float] | None = None,
+    equal_seconds: bool = False,
 ) -> Claim:
     """Return the claim that one side is no further below another than in the paper."""
     allowed = _behind(ours, published)
@@ -36,7 +41,10 @@ def _constant_memory(results: Results) -> Verdict:
     """Judge that from 10,000 points on, CMANP keeps less than one number per further point. The claim is
     not judged if LBANP does so, too."""
     grown = {system: _bytes_a_point(results, system) for system in ("cmanp", "lbanp")}
-    told = ", ".join(f"{system} {each:.1f}" for system, each in grown.items()) + " bytes for each more point; a number has 4"
+    told = (
+        ", ".join(f"{system} {each:.1f}" for system, each in grown.items())
+        + " bytes for each more point; a number has 4"
+    )
     if grown["lbanp"] < 4:
         return Verdict(None, told, HARDER_TASK)
     return Verdict(grown["cmanp"] < 4, told)
@@ -71,7 +79,10 @@ kernel."""
 WHEEL = {"0.7": (0.93, 1.11), "0.9": (1.56, 1.75), "0.95": (1.87, 1.65), "0.99": (9.04, 6.13), "0.995": (13.02, 8.76)}
 """The paper's regrets of CMANP and LBANP, in percent of those of a uniform policy."""
 
-TRAINED_ON_ALL = "no figures at hand; trained on all targets as one block, as in the public code: its joint head has never seen one alone"
+TRAINED_ON_ALL = (
+    "no figures at hand; trained on all targets as one block, as in the public code: its joint head has "
+    "never seen one alone"
+)
 
 
 def _functions(experiment: str, ours: str, theirs: str, near: bool = False) -> Claim:
@@ -80,7 +91,9 @@ def _functions(experiment: str, ours: str, theirs: str, near: bool = False) -> C
     relation = f"is as near to {theirs.upper()} as published" if near else f"is above {theirs.upper()}"
     published = (FUNCTIONS[experiment][ours], FUNCTIONS[experiment][theirs])
     sides = _sides(experiment, "log_likelihood", ours, theirs)
-    return (_near if near else _better)(f"Functions ({kernel}): {ours.upper()} {relation}.", CMANP_PAPER, *sides, published)
+    return (_near if near else _better)(
+        f"Functions ({kernel}): {ours.upper()} {relation}.", CMANP_PAPER, *sides, published
+    )
 
 
 def _blocks(text: str, smaller: str, larger: str) -> Claim:
@@ -100,7 +113,10 @@ def _events(paper: bool) -> tuple[Claim, ...]:
     what = "CMHP" if paper else "CMHP with the newest event in its queries, which is not the paper's,"
     return tuple(
         _near(
-            f"{what} predicts {told} as well as THP.", WORKSHOP, Side(experiment + variant, "cmhp", score), Side(experiment, "thp", score)
+            f"{what} predicts {told} as well as THP.",
+            WORKSHOP,
+            Side(experiment + variant, "cmhp", score),
+            Side(experiment, "thp", score),
         )
         for experiment, score, told in (("hawkes", "time", "times"), ("departures", "mark", "real marks"))
     )
@@ -159,9 +175,13 @@ CLAIMS: tuple[Claim, ...] = (
         INTENTION,
         *_sides("kabsch", "mse", "intention", "attention"),
     ),
-    _better("Intention regresses sines better than attention.", INTENTION, *_sides("sine", "mse", "intention", "attention")),
     _better(
-        "Intention finds a target from distances better than attention.", INTENTION, *_sides("target", "mse", "intention", "attention")
+        "Intention regresses sines better than attention.", INTENTION, *_sides("sine", "mse", "intention", "attention")
+    ),
+    _better(
+        "Intention finds a target from distances better than attention.",
+        INTENTION,
+        *_sides("target", "mse", "intention", "attention"),
     ),
     _better(
         "Intention finds a target from distances better than a Transformer.",
@@ -190,6 +210,9 @@ CLAIMS: tuple[Claim, ...] = (
             (published, 0.953),
             equal_seconds=True,
         )
-        for name, system, published in (("An Informer", "informer", 0.951), ("A sigma-Informer", "sigma-informer", 0.955))
+        for name, system, published in (
+            ("An Informer", "informer", 0.951),
+            ("A sigma-Informer", "sigma-informer", 0.955),
+        )
     ),
 )

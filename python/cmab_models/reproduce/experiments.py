@@ -17,7 +17,9 @@ _BEFORE = {"model.residual": "input"}
 
 EXPERIMENTS = (
     # The slowest come first, so that at the end none of them runs alone.
-    Experiment("functions", "gp-rbf", ("cmanp", "cmanp-and", "lbanp", "tnp-d", "cnp"), settings={"autoregressive": True}),
+    Experiment(
+        "functions", "gp-rbf", ("cmanp", "cmanp-and", "lbanp", "tnp-d", "cnp"), settings={"autoregressive": True}
+    ),
     Experiment("functions, residual of the input", "gp-rbf", ("cmanp",), settings={"autoregressive": True} | _BEFORE),
     Experiment("functions, Matérn", "gp-matern", ("cmanp", "lbanp", "cnp")),
     Experiment("departures", "departures", ("cmhp", "thp")),
@@ -37,5 +39,8 @@ EXPERIMENTS = (
         Experiment(f"few shots, {estimator}", "few-shot", ("few-shot",), settings=_LETTERS | {"estimator": estimator})
         for estimator in ("scatter", "kernel", "attention")
     ),
-    *(Experiment(f"least squares, width {dim}", "least-squares", ("intention", "attention"), (0,), {"dim": dim}) for dim in (4, 8, 16, 64)),
+    *(
+        Experiment(f"least squares, width {dim}", "least-squares", ("intention", "attention"), (0,), {"dim": dim})
+        for dim in (4, 8, 16, 64)
+    ),
 )

@@ -47,7 +47,9 @@ def judged(claim: Claim, results: Results) -> Verdict:
         return Verdict(None, str(missing.args[0]), RUNS)
 
 
-def compared(results: Results, ours: Side, theirs: Side, allowed: float | None = 0.0, equal_seconds: bool = False) -> Verdict:
+def compared(
+    results: Results, ours: Side, theirs: Side, allowed: float | None = 0.0, equal_seconds: bool = False
+) -> Verdict:
     """Judge that one side is better than another, or at most `allowed` worse. None means that the paper does not tell
     how much worse is allowed.
 
@@ -61,7 +63,10 @@ def compared(results: Results, ours: Side, theirs: Side, allowed: float | None =
     told = f"{_named(ours, theirs)} {mine}, {_named(theirs, ours)} {other}"
     if equal_seconds:
         seconds = [results.seconds(side.experiment, side.system) for side in (ours, theirs)]
-        told += f"; steps {results.steps(ours):,} and {results.steps(theirs):,}, CPU seconds {seconds[0]:.0f} and {seconds[1]:.0f}"
+        told += (
+            f"; steps {results.steps(ours):,} and {results.steps(theirs):,}, CPU seconds {seconds[0]:.0f} and "
+            f"{seconds[1]:.0f}"
+        )
         if max(seconds) > EQUAL * min(seconds):
             return Verdict(None, f"{told}: not equal", EQUAL_SECONDS)
     for name, baseline in results.baselines(ours, theirs).items():

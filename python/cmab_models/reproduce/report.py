@@ -17,18 +17,28 @@ from .results import Results, table
 WORDS = {True: "held", False: "refuted", None: "not judged"}
 
 RULE = (
-    "A claim held, or was refuted, if the difference is away from what the claim asks by more than two of its standard errors, over three "
-    "seeds or more; else it is not judged. Nor is it if a baseline that should fail passes, too, or nearly. How much worse a system may be "
+    "A claim held, or was refuted, if the difference is away from what the claim asks by more than two of its "
+    "standard errors, over three "
+    "seeds or more; else it is not judged. Nor is it if a baseline that should fail passes, too, or nearly. How much "
+    "worse a system may be "
     "that is said to be near another is what the paper's own figures differ by."
 )
 
 
-def write(path: Path, results: Results, pictures: Sequence[tuple[str, Path]], failed: Sequence[Run], share: float) -> None:
+def write(
+    path: Path, results: Results, pictures: Sequence[tuple[str, Path]], failed: Sequence[Run], share: float
+) -> None:
     """Write tables, verdicts and pictures as Markdown. Next to it, write as JSON the digests of the code behind the
     results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     verdicts = {claim: judged(claim, results) for claim in CLAIMS}
-    parts = [*_head(results, verdicts, share), _claims(verdicts), *_tables(results), *_pictures(pictures, path), *_failures(failed)]
+    parts = [
+        *_head(results, verdicts, share),
+        _claims(verdicts),
+        *_tables(results),
+        *_pictures(pictures, path),
+        *_failures(failed),
+    ]
     path.write_text("\n\n".join(parts) + "\n")
     path.with_suffix(".json").write_text(json.dumps({"code": codes(results)}, indent=1) + "\n")
 
@@ -36,7 +46,10 @@ def write(path: Path, results: Results, pictures: Sequence[tuple[str, Path]], fa
 def codes(results: Results) -> dict[str, dict[str, str]]:
     """Return the digest of the code of the runs, by experiment and system; several digests are joined with commas."""
     return {
-        name: {system: ", ".join(sorted({str(record.get("code")) for record in records})) for system, records in systems.items()}
+        name: {
+            system: ", ".join(sorted({str(record.get("code")) for record in records}))
+            for system, records in systems.items()
+        }
         for name, systems in results.records.items()
     }
 
@@ -47,22 +60,31 @@ def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float) -> 
     told = [
         "# Results",
         _summed_up(verdicts),
-        "Written by `make reproduce`: every system and its closest baseline on the same data, one thread each, two side by side. Small "
-        "models and few steps, for one to two hours of two cores; the papers' sizes are the models' defaults. A score with ± is a "
+        "Written by `make reproduce`: every system and its closest baseline on the same data, one thread each, two "
+        "side by side. Small "
+        "models and few steps, for one to two hours of two cores; the papers' sizes are the models' defaults. A score "
+        "with ± is a "
         "mean over seeds and the standard deviation between them; seconds are those of the training of one seed.",
-        "Code that has changed since a result was trained is confirmed by `python -m cmab_models.reproduce --confirm`: the losses of the "
-        "first 10 steps and the scores after them, of one seed, must be as before to 0.001. RESULTS.json has the digests of both.",
+        "Code that has changed since a result was trained is confirmed by `python -m cmab_models.reproduce "
+        "--confirm`: the losses of the "
+        "first 10 steps and the scores after them, of one seed, must be as before to 0.001. RESULTS.json has the "
+        "digests of both.",
         f"{versions}, {where['machine']}, {where['time']}. {_spent(results.every())}",
         *_warnings(results.every()),
     ]
     if share != 1.0:
-        told.append(f"**Only {100 * share:g}% of all steps were taken: these numbers show that the command works, nothing else.**")
+        told.append(
+            f"**Only {100 * share:g}% of all steps were taken: these numbers show that the command works, nothing "
+            "else.**"
+        )
     return told
 
 
 def _summed_up(verdicts: Mapping[Claim, Verdict]) -> str:
     """Say in three sentences what was confirmed, what was not, and what is missing."""
-    held, refuted, unknown = ([claim for claim, verdict in verdicts.items() if verdict.held is held] for held in (True, False, None))
+    held, refuted, unknown = (
+        [claim for claim, verdict in verdicts.items() if verdict.held is held] for held in (True, False, None)
+    )
     missing = [verdicts[claim].missing for claim in unknown]
     needs = "; ".join(f"{missing.count(need)} for want of {need}" for need in dict.fromkeys(missing))
     return "\n".join(
@@ -86,7 +108,10 @@ def _listed(claims: Iterable[Claim]) -> str:
 def _spent(records: Sequence[Mapping[str, Any]]) -> str:
     """Say how long the training of all runs took."""
     cpu, wall = (sum(record[kind] for record in records) / 60 for kind in ("cpu_seconds", "wall_seconds"))
-    took = f"The training of {len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one after the other"
+    took = (
+        f"The training of {len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one "
+        "after the other"
+    )
     return f"{took}; their evaluation and the pictures are not in it."
 
 
@@ -96,21 +121,37 @@ def _warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
     commits = list(dict.fromkeys(str(record["commit"])[:7] for record in records))
     told = f"Commit{'s' if len(commits) > 1 else ''}: {', '.join(f'`{commit}`' for commit in commits)}"
     wrong = ["runs of several commits are mixed"] if len(commits) > 1 else []
-    wrong += ["there were changes that are in no commit"] if any(record.get("dirty", True) for record in records) else []
+    wrong += (
+        ["there were changes that are in no commit"] if any(record.get("dirty", True) for record in records) else []
+    )
     return [f"**{told}: {', and '.join(wrong)}.**" if wrong else f"{told}, with nothing changed."]
 
 
 def _claims(verdicts: Mapping[Claim, Verdict]) -> str:
-    lines = ["## Published claims", "", RULE, "", "| claim | source | published | here | because |", "|---|---|---|---|---|"]
+    lines = [
+        "## Published claims",
+        "",
+        RULE,
+        "",
+        "| claim | source | published | here | because |",
+        "|---|---|---|---|---|",
+    ]
     for claim, verdict in verdicts.items():
-        lines.append(f"| {claim.text} | {claim.source} | {claim.published} | **{WORDS[verdict.held]}** | {verdict.reason} |")
+        lines.append(
+            f"| {claim.text} | {claim.source} | {claim.published} | **{WORDS[verdict.held]}** | {verdict.reason} |"
+        )
     return "\n".join(lines)
 
 
 def _tables(results: Results) -> list[str]:
     return [
         "\n\n".join(
-            [f"## {name}", f"{_summary(results.tasks[name])}{_settings(results, name)}", table(results, name), *_differing(results, name)]
+            [
+                f"## {name}",
+                f"{_summary(results.tasks[name])}{_settings(results, name)}",
+                table(results, name),
+                *_differing(results, name),
+            ]
         )
         for name in results.records
     ]
@@ -127,7 +168,9 @@ def _settings(results: Results, experiment: str) -> str:
     records = [record for each in results.records[experiment].values() for record in each]
     own = {each.name: each.default for each in fields(results.tasks[experiment]) if each.name != "steps"}
     own |= {name: None for name in records[0] if name.startswith("model.")}
-    changed = [name for name, value in own.items() if all(record.get(name) == records[0][name] != value for record in records)]
+    changed = [
+        name for name, value in own.items() if all(record.get(name) == records[0][name] != value for record in records)
+    ]
     return f" Here `{'`, `'.join(f'{name}={records[0][name]}' for name in changed)}`." if changed else ""
 
 
@@ -145,7 +188,9 @@ def _differing(results: Results, experiment: str) -> list[str]:
     for name in dict.fromkeys(name for settings in of.values() for name in settings):
         values = {system: settings[name] for system, settings in of.items() if name in settings}
         if len(values) < len(of) or len(set(map(str, values.values()))) > 1:
-            told.append(f"`{name.removeprefix('model.')}` {', '.join(f'{system} {value}' for system, value in values.items())}")
+            told.append(
+                f"`{name.removeprefix('model.')}` {', '.join(f'{system} {value}' for system, value in values.items())}"
+            )
     return [f"Settings that differ: {'; '.join(told)}."] if told else []
 
 

@@ -106,7 +106,11 @@ class Results:
         }
         scores = next(iter(systems.values()))[0]["scores"]
         of_score = {name: value for name, value in known.items() if theirs.score in _nearest(name, scores)}
-        return found | {name.replace("_", " "): Spread(value, 0.0, 1) for name, value in of_score.items() if not name.startswith(CEILINGS)}
+        return found | {
+            name.replace("_", " "): Spread(value, 0.0, 1)
+            for name, value in of_score.items()
+            if not name.startswith(CEILINGS)
+        }
 
 
 def _nearest(reference: str, scores: Iterable[str]) -> list[str]:
@@ -140,7 +144,9 @@ def table(results: Results, experiment: str) -> str:
     lines = ["| | " + " | ".join(score.replace("_", " ") for score in scores) + " | seeds | steps | CPU s | wall s |"]
     lines.append("|---|" + "---:|" * (len(scores) + 4))
     for system, records in systems.items():
-        cells = [str(results.spread(experiment, system, score)) if score in records[0]["scores"] else "" for score in scores]
+        cells = [
+            str(results.spread(experiment, system, score)) if score in records[0]["scores"] else "" for score in scores
+        ]
         seconds = (results.seconds(experiment, system, kind) for kind in ("cpu_seconds", "wall_seconds"))
         cells += [str(len(records)), f"{records[0]['steps']:,}", *(f"{each:.0f}" for each in seconds)]
         lines.append(f"| {system} | " + " | ".join(cells) + " |")

@@ -116,7 +116,11 @@ class StreamClassifier(Pretrained):
         self._check("token", token, "(batch, dim_in)", 2)
         if self._batch not in (None, token.shape[0]):
             raise ValueError(
-                mismatch("token", f"batch {token.shape[0]}", f"batch {self._batch}, the number of streams; clean_state() ends them")
+                mismatch(
+                    "token",
+                    f"batch {token.shape[0]}",
+                    f"batch {self._batch}, the number of streams; clean_state() ends them",
+                )
             )
         embedded = self.positions.forward_step(self.embedding(token), update_state=False).unsqueeze(1)
         if embedded.device.type == "cpu" and not embedded.isfinite().all():
@@ -147,7 +151,9 @@ class StreamClassifier(Pretrained):
         if state is not None and not isinstance(state, StreamState):
             raise TypeError(mismatch("state", kind_of(state), "None, or what `get_state` returns, a StreamState"))
         place, window, last, _ = (None,) * 4 if state is None else state
-        misfit = self._misfit({"state.window": window, "state.last": getattr(last, "queries", None)}, "state.window", "state.last")
+        misfit = self._misfit(
+            {"state.window": window, "state.last": getattr(last, "queries", None)}, "state.window", "state.last"
+        )
         if misfit:
             raise ValueError(misfit)
         before = self.stream.held, self.positions.held
@@ -185,7 +191,11 @@ class StreamClassifier(Pretrained):
         begun = batch if tokens == self.sequence_len else 0
         if not self._is_continual or (streams == begun if self._over_window else batch == 0):
             return ""
-        return mismatch(window, f"{tokens} tokens of {batch} streams and a last layer of {streams}", "parts of one state of this model")
+        return mismatch(
+            window,
+            f"{tokens} tokens of {batch} streams and a last layer of {streams}",
+            "parts of one state of this model",
+        )
 
     @property
     def _batch(self) -> int | None:
@@ -207,7 +217,9 @@ class StreamClassifier(Pretrained):
     def _window_with(self, newest: Tensor) -> RecentTokens:
         """Return the window (B, at most n, dim) with the newest token (B, 1, dim)."""
         held = self.stream.held
-        return RecentTokens(newest if held is None else torch.cat([held.tokens, newest], 1)[:, -self.sequence_len :].contiguous())
+        return RecentTokens(
+            newest if held is None else torch.cat([held.tokens, newest], 1)[:, -self.sequence_len :].contiguous()
+        )
 
     def _read(self, window: RecentTokens) -> Tensor | None:
         """Return the output of the layers over the window: for all tokens (B, n, dim) when it is first full, later for

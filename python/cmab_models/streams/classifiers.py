@@ -83,7 +83,9 @@ class ContinualNystromformer(StreamClassifier):
         if not self.fixed:
             raise ValueError(mismatch("landmarks", "'continual'", "'fixed', as only these are fitted"))
         if layer is not None and not 0 <= layer < len(self.layers):
-            raise ValueError(mismatch("layer", layer, f"an int from 0 to {len(self.layers) - 1}, the layers of the model"))
+            raise ValueError(
+                mismatch("layer", layer, f"an int from 0 to {len(self.layers) - 1}, the layers of the model")
+            )
         self.clean_state()
         features = self.positions(self.embedding(tokens))
         for index, each in enumerate(self.layers):
@@ -95,8 +97,9 @@ class ContinualNystromformer(StreamClassifier):
 class ContinualTransformer(StreamClassifier):
     """A `ContinualNystromformer` with exact attention instead: a token takes O(n) time in the last layer.
 
-    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023). The arguments are those of
-    `ContinualNystromformer`. With `depth` 1, every step equals `forward` of the window to rounding.
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023). The
+    arguments are those of `ContinualNystromformer`. With `depth` 1, every step equals `forward` of the window to
+    rounding.
 
     >>> model = cmab_models.ContinualTransformer(dim_in=6, num_classes=3, sequence_len=16)
     >>> model(torch.randn(2, 16, 6)).shape

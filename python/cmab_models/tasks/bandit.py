@@ -22,7 +22,8 @@ DELTAS = (0.7, 0.9, 0.95, 0.99, 0.995)
 
 @dataclass(frozen=True)
 class WheelBandit(Task):
-    """Wheels of radius delta ~ U(0, 1): learned from 512 contexts of which half of the rewards are hidden, and 50 targets.
+    """Wheels of radius delta ~ U(0, 1): learned from 512 contexts of which half of the rewards are hidden, and 50
+    targets.
 
     An agent takes the arm with the highest mean plus standard deviation, and reads the reward into the state, for
     `plays` contexts. Scores are the agent's regrets in percent of those of a uniform policy, as means over `seeds`.
@@ -72,8 +73,15 @@ class WheelBandit(Task):
 
     def references(self) -> dict[str, float]:
         game = self._game(DELTAS, self.seeds)
-        policies = {"uniform": self.uniform_regrets(), "first_arm": self._by_delta(_best_paid(game) - game.rewards[..., 0])}
-        return {f"{name}_{score}": value for name, regrets in policies.items() for score, value in self._percent(regrets).items()}
+        policies = {
+            "uniform": self.uniform_regrets(),
+            "first_arm": self._by_delta(_best_paid(game) - game.rewards[..., 0]),
+        }
+        return {
+            f"{name}_{score}": value
+            for name, regrets in policies.items()
+            for score, value in self._percent(regrets).items()
+        }
 
     def regrets(self, model: nn.Module) -> Tensor:
         """Return the regret (deltas, seeds, plays) of every play, for the radii in `DELTAS`."""
@@ -91,7 +99,12 @@ class WheelBandit(Task):
         total = 0.0
         for i, play in enumerate(_played(model, self._game((0.95,), 1), self.memory)):
             total += play.regret.item()
-            yield {"plays": i + 1.0, "regret": play.regret.item(), "cumulative_regret": total, "update_ms": play.update_ms}
+            yield {
+                "plays": i + 1.0,
+                "regret": play.regret.item(),
+                "cumulative_regret": total,
+                "update_ms": play.update_ms,
+            }
 
     def _game(self, deltas: tuple[float, ...], seeds: int) -> wheel.Wheel:
         """Return the contexts of `seeds` wheels of each radius, one radius after the other."""
@@ -109,7 +122,9 @@ class WheelBandit(Task):
         uniform = self.uniform_regrets()
         for name, first in (("regret", 0), ("simple", self.plays - max(self.plays // 4, 1))):
             ours, theirs = (part[..., first:].mean((1, 2)) for part in (regrets, uniform))
-            scores |= {f"{name}_{delta}": 100 * value for delta, value in zip(DELTAS, (ours / theirs).tolist(), strict=True)}
+            scores |= {
+                f"{name}_{delta}": 100 * value for delta, value in zip(DELTAS, (ours / theirs).tolist(), strict=True)
+            }
         return scores
 
 

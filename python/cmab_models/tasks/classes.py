@@ -46,7 +46,9 @@ class ImageTask(Task):
         return self.drawn(generator, self.batch_size, held_out=False)
 
     def loss(self, model: nn.Module, batch: Question) -> Tensor:
-        return F.cross_entropy(self.scores(model, batch).flatten(0, 1), batch.answer.flatten(), reduction=reduction(batch.answer))
+        return F.cross_entropy(
+            self.scores(model, batch).flatten(0, 1), batch.answer.flatten(), reduction=reduction(batch.answer)
+        )
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -126,13 +128,19 @@ class FewShotTask(ImageTask):
     def drawn(self, generator: torch.Generator, count: int, held_out: bool) -> Question:
         """Return questions with one query of each class. Each question has a random order of classes."""
         if self.shots > self.most_shots():
-            raise ValueError(mismatch("shots", self.shots, f"at most {self.most_shots()}, the examples of a class beside the query"))
+            raise ValueError(
+                mismatch("shots", self.shots, f"at most {self.most_shots()}, the examples of a class beside the query")
+            )
         images, labels = self._classes(held_out)
         classes = labels.unique()
         if self.ways > len(classes):
             raise ValueError(mismatch("ways", self.ways, f"at most {len(classes)}, the number of classes"))
-        chosen = torch.stack([classes[torch.randperm(len(classes), generator=generator)[: self.ways]] for _ in range(count)])
-        examples = [torch.stack([_some(labels == label, self.shots + 1, generator) for label in row]) for row in chosen.tolist()]
+        chosen = torch.stack(
+            [classes[torch.randperm(len(classes), generator=generator)[: self.ways]] for _ in range(count)]
+        )
+        examples = [
+            torch.stack([_some(labels == label, self.shots + 1, generator) for label in row]) for row in chosen.tolist()
+        ]
         sets = images[torch.stack(examples)]
         if self.turn:
             sets = turned(sets, self.turn, generator)
@@ -147,7 +155,10 @@ class FewShotTask(ImageTask):
         """Return the accuracy of the nearest mean of the pixels, and of a random choice."""
         question = self._held_out()
         means = question.key.unflatten(1, (self.ways, self.shots)).mean(2)
-        return {"nearest mean": _share(largest(-torch.cdist(question.query, means)), question.answer), "chance": 1 / self.ways}
+        return {
+            "nearest mean": _share(largest(-torch.cdist(question.query, means)), question.answer),
+            "chance": 1 / self.ways,
+        }
 
     def most_shots(self) -> int:
         """Return how many examples of every held-out class a question can have, besides the query."""

@@ -56,7 +56,14 @@ class EventTask(Task):
         sizes = arguments_for(self.events("train"), period=self.period) | {"num_marks": self.num_marks, "dim": 32}
         if system == "thp":
             return sizes | {"depth": 2}
-        return sizes | {"num_latents": 8, "output_latents": 4, "num_heads": 1, "ff_dim": 32, "depth": 1, "queries": self.queries}
+        return sizes | {
+            "num_latents": 8,
+            "output_latents": 4,
+            "num_heads": 1,
+            "ff_dim": 32,
+            "depth": 1,
+            "queries": self.queries,
+        }
 
     def batch(self, generator: torch.Generator) -> Events:
         train = self.events("train")

@@ -18,7 +18,8 @@ from .functions import FunctionTask, sizes_of_sets, streamed
 
 @dataclass(frozen=True)
 class _GP(FunctionTask):
-    """Functions of x in (-2, 2) from points with noise 0.02; N ~ U[3, most_points - 3) points and M ~ U[3, most_points - N) targets.
+    """Functions of x in (-2, 2) from points with noise 0.02; N ~ U[3, most_points - 3) points and M ~ U[3, most_points
+    - N) targets.
 
     References: `exact`, the Gaussian process of each function with its own scales, which has the highest score of all
     predictions with independent targets; `exact_joint`, the highest score of any prediction; `prior`, the normal
@@ -48,7 +49,12 @@ class _GP(FunctionTask):
         for prior, batch in self._held_out():
             spread = prior.covariance(batch.target_x).diagonal(dim1=1, dim2=2).sqrt()
             scores.append(
-                torch.stack([*gp.exact_log_prob(prior, batch), Normal(0.0, spread).log_prob(batch.target_y.squeeze(-1)).mean(-1)])
+                torch.stack(
+                    [
+                        *gp.exact_log_prob(prior, batch),
+                        Normal(0.0, spread).log_prob(batch.target_y.squeeze(-1)).mean(-1),
+                    ]
+                )
             )
         means = torch.stack(scores).mean((0, 2)).tolist()
         return dict(zip(("exact", "exact_joint", "prior"), means, strict=True))

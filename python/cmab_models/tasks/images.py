@@ -28,7 +28,8 @@ Images: TypeAlias = "Mapping[str, Pictures]"
 
 @dataclass(frozen=True)
 class _Completion(FunctionTask):
-    """Squares of images of `size` pixels; N ~ U[3, most_points - 3) pixels are known and M ~ U[3, most_points - N) others are asked for.
+    """Squares of images of `size` pixels; N ~ U[3, most_points - 3) pixels are known and M ~ U[3, most_points - N)
+    others are asked for.
 
     The name of a score ends in the set of images that it is for, such as `log_likelihood_seen`. References:
     `pixel_mean_...`, a normal distribution at each pixel with the mean and standard deviation of the training images
@@ -66,7 +67,9 @@ class _Completion(FunctionTask):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         scores: dict[str, float] = {}
         for name in self._held_out():
-            scores |= {f"{way}_{name}": score for way, score in self.log_likelihoods(model, self._batches(name)).items()}
+            scores |= {
+                f"{way}_{name}": score for way, score in self.log_likelihoods(model, self._batches(name)).items()
+            }
         return scores
 
     def references(self) -> dict[str, float]:
@@ -118,7 +121,8 @@ class Digits(_Completion):
 
 @dataclass(frozen=True)
 class Faces(_Completion):
-    """Faces of Labeled Faces in the Wild, 80 for training; held out are 20 others, `seen`, and images that are none, `unseen`."""
+    """Faces of Labeled Faces in the Wild, 80 for training; held out are 20 others, `seen`, and images that are none,
+    `unseen`."""
 
     name: ClassVar[str] = "faces"
     size: int = 25
@@ -130,7 +134,8 @@ class Faces(_Completion):
 
 @dataclass(frozen=True)
 class Photographs(_Completion):
-    """Squares of colour photographs, of any size up to 300; held out are a cat and a retina, which is streamed whole: 1411 x 1411."""
+    """Squares of colour photographs, of any size up to 300; held out are a cat and a retina, which is streamed whole:
+    1411 x 1411."""
 
     name: ClassVar[str] = "photographs"
     dim_y: ClassVar[int] = 3
@@ -145,7 +150,8 @@ class Photographs(_Completion):
 
 @dataclass(frozen=True)
 class Emoji(_Completion):
-    """Noto's colour emoji, for sizes up to 128; held out, `unseen`, is a fifth of the base characters with all their variants."""
+    """Noto's colour emoji, for sizes up to 128; held out, `unseen`, is a fifth of the base characters with all their
+    variants."""
 
     name: ClassVar[str] = "emoji"
     dim_y: ClassVar[int] = 3
@@ -157,7 +163,8 @@ class Emoji(_Completion):
 
 @dataclass(frozen=True)
 class EMNIST(_Completion):
-    """EMNIST's digits for training, and held out, from its test part, digits, `seen`, and letters, `unseen`, as in the paper."""
+    """EMNIST's digits for training, and held out, from its test part, digits, `seen`, and letters, `unseen`, as in the
+    paper."""
 
     name: ClassVar[str] = "emnist"
     folder: str = ""
@@ -169,7 +176,8 @@ class EMNIST(_Completion):
 
 @dataclass(frozen=True)
 class CelebA(_Completion):
-    """CelebA's faces, with those of its test part held out, `unseen`; deviations have no bound, as in the published code."""
+    """CelebA's faces, with those of its test part held out, `unseen`; deviations have no bound, as in the published
+    code."""
 
     name: ClassVar[str] = "celeba"
     dim_y: ClassVar[int] = 3
@@ -203,7 +211,9 @@ def complete(model: nn.Module, image: Tensor, share: float, seed: int = 0) -> Co
     places = torch.randperm(len(x), generator=seeded(seed))[: round(share * len(x))]
     state = model.condition(x[places][None], y[places][None])
     predicted = [model.predict(state, part[None]) for part in x.split(1024)]
-    mean, std = (torch.cat([getattr(each, what).view(-1, y.shape[-1]) for each in predicted]) for what in ("mean", "stddev"))
+    mean, std = (
+        torch.cat([getattr(each, what).view(-1, y.shape[-1]) for each in predicted]) for what in ("mean", "stddev")
+    )
     known = torch.zeros(len(x), dtype=torch.bool).index_fill(0, places, True).view(image.shape[:2])
     return Completed(known, (mean + 0.5).view(image.shape).cpu(), std.view(image.shape).cpu())
 
@@ -215,7 +225,9 @@ def _background(images: Pictures, size: int) -> tuple[Tensor, Tensor]:
         pixels = data.values(images)
     else:
         pixels = torch.cat([data.values(image) for image in images]).unsqueeze(1)
-    std, mean = (part.expand(size * size, -1).unflatten(0, (size, size)) for part in torch.std_mean(pixels, 0, correction=0))
+    std, mean = (
+        part.expand(size * size, -1).unflatten(0, (size, size)) for part in torch.std_mean(pixels, 0, correction=0)
+    )
     return mean, std.clamp(min=0.05)
 
 

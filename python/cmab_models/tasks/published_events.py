@@ -48,7 +48,9 @@ class PublishedEvents(EventTask):
             some = test.take(rows)
             predicted = cast("PointProcess", model).next_events(*(part.to(device) for part in some[:3])).time
             gaps = some.gaps()[some.there]
-            errors += torch.stack([((guess.cpu().double() - gaps) ** 2).sum() for guess in (predicted.mean, predicted.median)])
+            errors += torch.stack(
+                [((guess.cpu().double() - gaps) ** 2).sum() for guess in (predicted.mean, predicted.median)]
+            )
         rmse, of_median = (errors / test.lengths.sum()).sqrt().tolist()
         return super().evaluate(model) | {"rmse": rmse, "rmse_median": of_median}
 
@@ -70,11 +72,19 @@ class Reddit(PublishedEvents):
 @cache
 def _read(name: str, folder: str) -> Events:
     """Return the sequences of the one of these files that the folder has."""
-    readers = {f"{name}.pkl": read_sequences, f"{name}.csv": read_interactions, f"{name}_actions.tsv": read_interactions}
+    readers = {
+        f"{name}.pkl": read_sequences,
+        f"{name}.csv": read_interactions,
+        f"{name}_actions.tsv": read_interactions,
+    }
     found = next((file for file in readers if (Path(folder) / file).is_file()), None)
     if found is None:
         raise ValueError(
-            mismatch("folder", repr(folder), f"a folder with one of {', '.join(readers)}; see cmab_models.data.published_events")
+            mismatch(
+                "folder",
+                repr(folder),
+                f"a folder with one of {', '.join(readers)}; see cmab_models.data.published_events",
+            )
         )
     return readers[found](Path(folder) / found)
 

@@ -20,7 +20,8 @@ from .streaming import EVERY, Streams, StreamTask
 
 @dataclass(frozen=True)
 class GTZAN(StreamTask):
-    """Tell the genre of a track of music from its ten pieces of three seconds; every fifth track of a genre is held out.
+    """Tell the genre of a track of music from its ten pieces of three seconds; every fifth track of a genre is held
+    out.
 
     A genre with only one track is left out. The other genres are the classes, in alphabetical order.
     """
@@ -63,7 +64,9 @@ class THUMOS(StreamTask):
 @cache
 def _tracks(folder: str) -> Streams:
     tracks = gtzan(Path(folder) / "features_3_sec.csv")
-    several = tracks.labels.bincount()[tracks.labels] > 1  # a genre's only track would be held out, so no model could learn it
+    several = (
+        tracks.labels.bincount()[tracks.labels] > 1
+    )  # a genre's only track would be held out, so no model could learn it
     if not several.any():
         raise ValueError(
             mismatch(
@@ -85,7 +88,11 @@ def _actions(folder: str, window: int) -> Streams:
     train, test = (list(_runs(thumos(folder, part))) for part in ("train", "test"))
     seen = [(tokens, action) for tokens, action in train if len(tokens) >= window]
     if not seen:
-        raise ValueError(mismatch("folder", f"{folder!r}, whose training part has no run of {window} frames of one action", "at least one"))
+        raise ValueError(
+            mismatch(
+                "folder", f"{folder!r}, whose training part has no run of {window} frames of one action", "at least one"
+            )
+        )
     actions = sorted({action for _, action in seen})
     pieces = [
         (piece, actions.index(action))
@@ -95,7 +102,11 @@ def _actions(folder: str, window: int) -> Streams:
     ]
     if not pieces:
         raise ValueError(
-            mismatch("folder", f"{folder!r}, whose test part has no run of {window + EVERY} frames of one of these actions", "at least one")
+            mismatch(
+                "folder",
+                f"{folder!r}, whose test part has no run of {window + EVERY} frames of one of these actions",
+                "at least one",
+            )
         )
     held_out, labels = zip(*pieces, strict=True)
     return Streams(

@@ -34,5 +34,7 @@ class Series(StreamTask):
 def _data(dataset: str) -> Streams:
     train, train_labels, test, test_labels = series(dataset)
     values = TOKENS[dataset][0]
-    train, test = (each[:, : each.shape[1] // values * values].unflatten(1, (-1, values)).flatten(2) for each in (train, test))
+    train, test = (
+        each[:, : each.shape[1] // values * values].unflatten(1, (-1, values)).flatten(2) for each in (train, test)
+    )
     return Streams(list(train), train_labels, test, test_labels)

@@ -122,7 +122,8 @@ class Kabsch(SetTask):
 
 @dataclass(frozen=True)
 class LeastSquares(SetTask):
-    """Predict a linear function of `variables` variables from twice as many points; `dim` is the latent width that may be too small."""
+    """Predict a linear function of `variables` variables from twice as many points; `dim` is the latent width that may
+    be too small."""
 
     name = "least-squares"
 
@@ -132,7 +133,9 @@ class LeastSquares(SetTask):
     def drawn(self, generator: torch.Generator, count: int) -> Question:
         x = torch.randn(count, 3 * self.variables, self.variables, generator=generator)
         weight = torch.randn(count, self.variables, 1, generator=generator) / self.variables**0.5
-        (key, query), (value, answer) = (each.split([2 * self.variables, self.variables], 1) for each in (x, x @ weight))
+        (key, query), (value, answer) = (
+            each.split([2 * self.variables, self.variables], 1) for each in (x, x @ weight)
+        )
         return Question(query, key, value, answer)
 
     def exact(self, question: Question) -> Tensor:
@@ -151,12 +154,16 @@ class Target(SetTask):
         return super().sizes(system) | ({"num_heads": 4} if system in ("intention", "attention") else {})
 
     def drawn(self, generator: torch.Generator, count: int) -> Question:
-        target, observers = torch.randn(count, 1, 2, generator=generator), torch.randn(count, 5, 2, generator=generator) / 2
+        target, observers = (
+            torch.randn(count, 1, 2, generator=generator),
+            torch.randn(count, 5, 2, generator=generator) / 2,
+        )
         squared = (observers - target).square().sum(-1, keepdim=True)
         return Question(torch.zeros(count, 1, 2), observers, squared, target)
 
     def exact(self, question: Question) -> Tensor:
-        """Return the solution t of the linear equations 2 p t - |t|^2 = |p|^2 - d^2 for observers p and squared distances d^2."""
+        """Return the solution t of the linear equations 2 p t - |t|^2 = |p|^2 - d^2 for observers p and squared
+        distances d^2."""
         _, key, squared, _ = question
         equations = torch.cat([2 * key, -torch.ones_like(squared)], -1)
         return torch.linalg.lstsq(equations, key.square().sum(-1, keepdim=True) - squared).solution[:, None, :2, 0]

@@ -72,7 +72,11 @@ class StreamTask(Task):
 
     def sizes(self, system: str) -> dict[str, Any]:
         data = self.data()
-        sizes = {"dim_in": data.held_out.shape[-1], "num_classes": int(data.train_labels.max()) + 1, "sequence_len": self.sequence_len}
+        sizes = {
+            "dim_in": data.held_out.shape[-1],
+            "num_classes": int(data.train_labels.max()) + 1,
+            "sequence_len": self.sequence_len,
+        }
         sizes |= {"dim": self.dim, "depth": self.depth}
         sizes |= {} if system == "continual-transformer" else {"num_landmarks": self.num_landmarks}
         return sizes | ({"landmarks": self.landmarks} if system == "continual-nystromformer" else {})
@@ -112,7 +116,9 @@ class StreamTask(Task):
         if isinstance(model, Nystromformer):
             return F.cross_entropy(model(pieces[:, -self.sequence_len :]), labels, reduction=reduction(labels))
         scores = model.forward_stream(pieces)
-        return F.cross_entropy(scores.flatten(0, 1), labels.repeat_interleave(scores.shape[1]), reduction=reduction(labels))
+        return F.cross_entropy(
+            scores.flatten(0, 1), labels.repeat_interleave(scores.shape[1]), reduction=reduction(labels)
+        )
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Fit fixed landmarks: those of all layers at the start, then layer by layer, each followed by an equal part of

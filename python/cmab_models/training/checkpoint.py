@@ -53,7 +53,11 @@ def load(path: Path) -> Checkpoint:
         entries = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # if bytes are not a pickle, the unpickler can raise anything, also without a message
         raise BadCheckpoint(mismatch(str(path), _unreadable(path), NEEDED)) from error
-    if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT or entries.keys() != set(Checkpoint._fields):
+    if (
+        not isinstance(entries, dict)
+        or entries.pop("format", None) != FORMAT
+        or entries.keys() != set(Checkpoint._fields)
+    ):
         raise BadCheckpoint(mismatch(str(path), f"a file that is no {FORMAT}", NEEDED))
     checkpoint = Checkpoint(**entries)
     for name in ("run", "model", "optimizer"):
@@ -66,7 +70,9 @@ def load(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def differences(run: Mapping[str, Any], other: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    run: Mapping[str, Any], other: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name and both values of each setting of a run in which a record differs.
 
     A setting of a model that the record leaves out has the value of `defaults`. A record may have further entries.
@@ -139,7 +145,13 @@ def _check_state(name: str, state: Any, optimizer: torch.optim.Optimizer) -> Non
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     for number, moments in state.items():
         if number not in parameters:
-            raise BadCheckpoint(mismatch(f"{name}, {number}", "a state", f"none, as the model has {len(parameters)} parameters"))
+            raise BadCheckpoint(
+                mismatch(f"{name}, {number}", "a state", f"none, as the model has {len(parameters)} parameters")
+            )
         _check_dict(f"{name}, {number}", moments)
-        for moment, like in (("step", torch.zeros(())), ("exp_avg", parameters[number]), ("exp_avg_sq", parameters[number])):
+        for moment, like in (
+            ("step", torch.zeros(())),
+            ("exp_avg", parameters[number]),
+            ("exp_avg_sq", parameters[number]),
+        ):
             _check_tensor(f"{name}, {number}, {moment}", moments.get(moment), like)

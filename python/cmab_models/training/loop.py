@@ -61,7 +61,9 @@ class Run:
     def recorded(self) -> dict[str, Any]:
         """Return the entries of `described`, and `code`, a digest of the code of the system, the task and the
         training."""
-        return self.described() | {"code": digest(SYSTEMS[self.system].__module__, type(self.task).__module__, __name__)}
+        return self.described() | {
+            "code": digest(SYSTEMS[self.system].__module__, type(self.task).__module__, __name__)
+        }
 
     def model(self) -> nn.Module:
         """Return the untrained model; it follows from the seed."""
@@ -69,7 +71,9 @@ class Run:
         return self.task.model(self.system, **self.model_settings).to(self.device)
 
 
-def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None] | None = None) -> tuple[nn.Module, dict[str, float]]:
+def train(
+    run: Run, *, resume: bool = False, report: Callable[[int, float], None] | None = None
+) -> tuple[nn.Module, dict[str, float]]:
     """Train; return the model and the seconds of the training, `cpu_seconds` and `wall_seconds`, including those before
     a resumption.
 
@@ -91,7 +95,14 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
 
     def save() -> None:
         spent = seconds()
-        state = (run.recorded(), done, spent["cpu_seconds"], spent["wall_seconds"], model.state_dict(), optimizer.state_dict())
+        state = (
+            run.recorded(),
+            done,
+            spent["cpu_seconds"],
+            spent["wall_seconds"],
+            model.state_dict(),
+            optimizer.state_dict(),
+        )
         checkpoint.save(run.checkpoint, checkpoint.Checkpoint(*state))
 
     model.train()
@@ -108,7 +119,9 @@ def train(run: Run, *, resume: bool = False, report: Callable[[int, float], None
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt), _uninterrupted():
             save()
-        raise Interrupted(f"training: it stopped after {done} of {task.steps} steps; go on with --resume from {run.checkpoint}") from None
+        raise Interrupted(
+            f"training: it stopped after {done} of {task.steps} steps; go on with --resume from {run.checkpoint}"
+        ) from None
     model.eval()
     return model, seconds()
 
@@ -151,7 +164,9 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: in
     norm = nn.utils.clip_grad_norm_(group["params"], task.clip)
     value = float(loss.detach())
     if not math.isfinite(value) or not math.isfinite(float(norm)):
-        hint = "try a smaller learning_rate" if done else "the model has not learned yet: check its options and the data"
+        hint = (
+            "try a smaller learning_rate" if done else "the model has not learned yet: check its options and the data"
+        )
         given = f"{value} in step {done + 1}, with a gradient of norm {float(norm)}"
         raise Diverged(mismatch("loss", given, f"finite numbers; {hint}"))
     optimizer.step()
@@ -171,7 +186,9 @@ def _check_last(model: nn.Module, run: Run) -> None:
     if not math.isfinite(loss) or not math.isfinite(largest):
         raise Diverged(
             mismatch(
-                "loss", f"{loss} after the last step, with a largest weight of {largest}", "finite numbers; try a smaller learning_rate"
+                "loss",
+                f"{loss} after the last step, with a largest weight of {largest}",
+                "finite numbers; try a smaller learning_rate",
             )
         )
 
@@ -185,5 +202,7 @@ def _generator(run: Run, done: int) -> torch.Generator:
 
 def _loss(model: nn.Module, run: Run, generator: torch.Generator) -> torch.Tensor:
     """Return the loss of a batch drawn from the generator."""
-    batch = tree_map(lambda entry: entry.to(run.device) if isinstance(entry, torch.Tensor) else entry, run.task.batch(generator))
+    batch = tree_map(
+        lambda entry: entry.to(run.device) if isinstance(entry, torch.Tensor) else entry, run.task.batch(generator)
+    )
     return run.task.loss(model, batch)

@@ -31,7 +31,16 @@ def provenance() -> dict[str, Any]:
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":/", *(f":(top,exclude)*{each}*" for each in RESULTS))),
+        "dirty": bool(
+            _git(
+                "status",
+                "--porcelain",
+                "--untracked-files=no",
+                "--",
+                ":/",
+                *(f":(top,exclude)*{each}*" for each in RESULTS),
+            )
+        ),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -29,7 +29,11 @@ pytestmark = pytest.mark.thorough
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WITH_PRODUCTS = ("_windows", "_prefix_keys", "_prefix_queries")
 ORDINARY = [("fp32", 16, 90), ("bf16", 64, 90), ("fp16", 16, 80)]
-NIGHTLY = [case for case in itertools.product(DTYPES, (16, 32, 64, 128, 256), (80, 86, 89, 90, 100, 120)) if case not in ORDINARY]
+NIGHTLY = [
+    case
+    for case in itertools.product(DTYPES, (16, 32, 64, 128, 256), (80, 86, 89, 90, 100, 120))
+    if case not in ORDINARY
+]
 SPILLING = {
     ("bf16", 16, 120): {"_prefix_keys": 0.01},
     **{("fp16", 32, capability): {"_prefix_queries": 0.015} for capability in (86, 89)},
@@ -47,7 +51,10 @@ SPILLING = {
     **{("fp64", 32, capability): {"_send_back": 0.015} for capability in (86, 89)},
     **{("fp64", 32, capability): {"_send_back": 0.01} for capability in (90, 100, 120)},
     **{("fp64", 64, capability): {"_send_back": 0.015} for capability in (80, 90)},
-    **{("fp64", 64, capability): {"_windows": 0.05, "_send_back": 0.02, "_prefix_queries": 0.19} for capability in (86, 89)},
+    **{
+        ("fp64", 64, capability): {"_windows": 0.05, "_send_back": 0.02, "_prefix_queries": 0.19}
+        for capability in (86, 89)
+    },
     ("fp64", 64, 100): {"_windows": 0.06, "_send_back": 0.01, "_prefix_queries": 0.2},
     ("fp64", 64, 120): {"_windows": 0.025, "_send_back": 0.01, "_prefix_queries": 0.16},
     ("fp64", 128, 80): {"_windows": 0.04},
@@ -72,12 +79,17 @@ def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mas
     """Record the launches of a forward and a backward pass over several runs, with an incoming state."""
     q, k, v = (torch.empty(2, 4, n, width, dtype=dtype, device="meta") for n in (latents, 3000, 3000))
     sums = torch.promote_types(dtype, torch.float32)
-    state = tuple(torch.empty(2, 4, latents, *last, dtype=kind, device="meta") for last, kind in (((width,), sums), ((), torch.float64)))
+    state = tuple(
+        torch.empty(2, 4, latents, *last, dtype=kind, device="meta")
+        for last, kind in (((width,), sums), ((), torch.float64))
+    )
     ignore = torch.zeros(2, 3000, dtype=torch.bool, device="meta") if mask else None
 
     def call() -> tuple[Tensor, ...]:
         out, lse = kernels.prefix_forward(PrefixAttention(q, k, v, ignore, *state, every, 1.0))
-        return kernels.prefix_backward(PrefixAttentionBackward(out, lse, q, k, v, ignore, *state, out, lse, every, 1.0, (True,) * 5))
+        return kernels.prefix_backward(
+            PrefixAttentionBackward(out, lse, q, k, v, ignore, *state, out, lse, every, 1.0, (True,) * 5)
+        )
 
     return record(call)
 
@@ -88,9 +100,21 @@ def _check(name: str, width: int, capability: int, folder: Path) -> None:
         found = [launch for every in (1, 5, 100) for launch in _launches(DTYPES[name], width, every)]
     names = {launch.kernel.__name__ for launch in found}
     assert names == {"_windows", "_scan", "_send_back", "_prefix_keys", "_prefix_queries", "_sum_runs"}
-    once = {str((launch.kernel.__name__, launch.options.get("GROUP"), [t is None for t in launch.args])): launch for launch in found}
+    once = {
+        str((launch.kernel.__name__, launch.options.get("GROUP"), [t is None for t in launch.args])): launch
+        for launch in found
+    }
     compiled = [launch for launch in once.values() if launch.kernel.__name__ != "_sum_runs"]
-    assert wrong(compiled, capability, folder, partial(by_matrix_units, WITH_PRODUCTS), SPILLING.get((name, width, capability))) == []
+    assert (
+        wrong(
+            compiled,
+            capability,
+            folder,
+            partial(by_matrix_units, WITH_PRODUCTS),
+            SPILLING.get((name, width, capability)),
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("name, width, capability", ORDINARY)
@@ -108,7 +132,11 @@ def test_compiled_everywhere(name: str, width: int, capability: int, tmp_path: P
 def test_gradients_with_tf32_fit(capability: int, tmp_path: Path) -> None:
     """In tf32, float32 heads of 256 columns fill most of shared memory."""
     with mock.patch.object(launches, "allows_tf32", lambda: True), as_if_on(capability):
-        found = [launch for launch in _launches(torch.float32, 256, 100) if launch.kernel.__name__ in ("_prefix_keys", "_prefix_queries")]
+        found = [
+            launch
+            for launch in _launches(torch.float32, 256, 100)
+            if launch.kernel.__name__ in ("_prefix_keys", "_prefix_queries")
+        ]
     assert wrong(found, capability, tmp_path, partial(by_matrix_units, WITH_PRODUCTS)) == []
 
 

@@ -56,7 +56,9 @@ def _check(
     torch.testing.assert_close(out.double(), right[0], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, right[1], rtol=tolerance, atol=tolerance)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    grads = kernels.prefix_backward(PrefixAttentionBackward(dout, dlse, *inputs, mask, *before, out, lse, every, scale, needs))
+    grads = kernels.prefix_backward(
+        PrefixAttentionBackward(dout, dlse, *inputs, mask, *before, out, lse, every, scale, needs)
+    )
     wanted = prefix_attention_backward_reference(dout.double(), dlse, *wide, mask, *wide_state, *right, every, scale)
     like = (*inputs, *(before if state else ()))
     for ours, theirs, given, need in zip(grads, wanted, like, needs, strict=False):
@@ -66,8 +68,12 @@ def _check(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("latents, keys, width, value_width, every", [(5, 37, 8, 8, 1), (3, 40, 9, 33, 20), (33, 17, 16, 16, 16)])
-def test_states_and_gradients(latents: int, keys: int, width: int, value_width: int, every: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "latents, keys, width, value_width, every", [(5, 37, 8, 8, 1), (3, 40, 9, 33, 20), (33, 17, 16, 16, 16)]
+)
+def test_states_and_gradients(
+    latents: int, keys: int, width: int, value_width: int, every: int, dtype: torch.dtype
+) -> None:
     _check(latents, keys, width, value_width, every, dtype)
 
 
@@ -104,14 +110,29 @@ def test_a_mask_that_hides_all() -> None:
     mask = torch.ones(2, 20, dtype=torch.bool)
     out, lse = kernels.prefix_forward(PrefixAttention(rows[:, :, :3], rows, rows, mask, None, None, 6, 0.5))
     assert out.eq(0).all() and lse.eq(-torch.inf).all()
-    given = torch.full_like(out, torch.nan), torch.ones_like(lse), rows[:, :, :3], rows, rows, mask, None, None, out, lse, 6, 0.5
+    given = (
+        torch.full_like(out, torch.nan),
+        torch.ones_like(lse),
+        rows[:, :, :3],
+        rows,
+        rows,
+        mask,
+        None,
+        None,
+        out,
+        lse,
+        6,
+        0.5,
+    )
     grads = kernels.prefix_backward(PrefixAttentionBackward(*given, EVERYTHING))
     assert all(grad.eq(0).all() for grad in grads)
 
 
 def test_the_public_function_takes_them() -> None:
     rows = torch.randn(2, 2, 20, 4)
-    states = (ck.prefix_attention_states(rows[:, :, :3], rows, rows, every=6, impl=impl) for impl in ("triton", "reference"))
+    states = (
+        ck.prefix_attention_states(rows[:, :, :3], rows, rows, every=6, impl=impl) for impl in ("triton", "reference")
+    )
     for ours, right in zip(*states, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
 
@@ -128,7 +149,9 @@ def test_huge_logits_in_any_order(order: str, dtype: torch.dtype) -> None:
     right = prefix_attention_reference(*wide, None, None, None, 2, 0.25)
     dout, dlse = torch.randn_like(out), torch.zeros_like(lse)
     needs = (True, True, True, False, False)
-    grads = kernels.prefix_backward(PrefixAttentionBackward(dout, dlse, *inputs, None, None, None, out, lse, 2, 0.25, needs))
+    grads = kernels.prefix_backward(
+        PrefixAttentionBackward(dout, dlse, *inputs, None, None, None, out, lse, 2, 0.25, needs)
+    )
     wanted = prefix_attention_backward_reference(dout.double(), dlse, *wide, None, None, None, *right, 2, 0.25)
     tolerance = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), right[0], rtol=tolerance, atol=tolerance)
@@ -148,7 +171,9 @@ def test_a_state_that_is_not_clean(lse: float, every: int) -> None:
     bad_out, bad_log = out.clone(), log.clone()
     bad_out[row], bad_log[row] = torch.nan if lse == -torch.inf else 1.0, lse
     states = ((bad_out, bad_log), (out, log))
-    (ours, ours_log), (right, right_log) = (kernels.prefix_forward(PrefixAttention(q, k, v, None, *s, every, 0.5)) for s in states)
+    (ours, ours_log), (right, right_log) = (
+        kernels.prefix_forward(PrefixAttention(q, k, v, None, *s, every, 0.5)) for s in states
+    )
     spoilt = torch.zeros_like(right_log, dtype=torch.bool)
     spoilt[0, 1, :, 2] = lse != -torch.inf
     assert torch.equal(ours.isnan().all(-1), spoilt) and torch.equal(ours_log.isnan(), spoilt)

@@ -17,7 +17,9 @@ from cmab_kernels.testing import Measured, OperatorSuite, oracles
 Results = tuple[Tensor, ...]
 
 
-def _states(query: Tensor, key: Tensor, value: Tensor, every: int, mask: Tensor | None = None) -> list[ck.AttentionState]:
+def _states(
+    query: Tensor, key: Tensor, value: Tensor, every: int, mask: Tensor | None = None
+) -> list[ck.AttentionState]:
     """Return the states as a loop would: each by the definition of attention, over all keys that it has seen."""
     stops = [min(stop + every, key.shape[2]) for stop in range(0, key.shape[2], every)]
     parts = ((key[:, :, :stop], value[:, :, :stop], None if mask is None else mask[:, :stop]) for stop in stops)
@@ -41,13 +43,19 @@ class TestPrefixStates(OperatorSuite):
     logits = (("query",), ("key",))
     extents = {"B": 2, "H": 3, "L": 5, "N": 133, "D": 16, "E": 7}
     small = {"H": 2, "L": 3, "N": 5, "D": 4, "E": 3}
-    shapes = ({"H": 2, "N": 400, "E": 16}, {"L": 33, "N": 197, "D": 8, "E": 24}, {"H": 1, "L": 128, "N": 130, "D": 64, "E": 64})
+    shapes = (
+        {"H": 2, "N": 400, "E": 16},
+        {"L": 33, "N": 197, "D": 8, "E": 24},
+        {"H": 1, "L": 128, "N": 130, "D": 64, "E": 64},
+    )
     impls = ("reference", "native")
     repeatable = ("native",)
     repeats = 100
     empty = "BHLN"
     mask = "key_padding_mask"
-    bits = tuple({"B": 3, "H": 2, "L": latents, "N": keys, "E": 16} for latents, keys in ((128, 500), (5, 2000), (300, 100)))
+    bits = tuple(
+        {"B": 3, "H": 2, "L": latents, "N": keys, "E": 16} for latents, keys in ((128, 500), (5, 2000), (300, 100))
+    )
     many = {"B": 66_000, "H": 1, "L": 1, "N": 3, "D": 2, "E": 2}
     autocast = ("query", "key", "value")
     accepted = ("query of a dimension too few",)
@@ -67,7 +75,9 @@ class TestPrefixStates(OperatorSuite):
         out = out.unflatten(0, (-1, prefixes)).transpose(1, 2)
         return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
 
-    def huge_inputs(self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None) -> dict[str, Tensor]:
+    def huge_inputs(
+        self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None
+    ) -> dict[str, Tensor]:
         """Return logits that are far apart even among the smallest, which have weights in the first prefixes.
 
         float16 has few digits for those.
@@ -96,7 +106,13 @@ class TestPrefixStates(OperatorSuite):
         total = torch.zeros_like(found.right)
         for dout, stop in zip(found.cotangents[0].double().unbind(2), stops, strict=True):
             given = (query, key[:, :, :stop], value[:, :, :stop])
-            terms = dict(zip(("query", "key", "value"), oracles.attention_terms(dout, *given, *oracles.attention(*given)), strict=True))
+            terms = dict(
+                zip(
+                    ("query", "key", "value"),
+                    oracles.attention_terms(dout, *given, *oracles.attention(*given)),
+                    strict=True,
+                )
+            )
             total[:, :, : terms[found.name].shape[2]] += terms[found.name]
         term = total.norm(dim=-1)
         return torch.maximum(size, 0.05 * term).clamp(min=1e-30 * float(term.max()))
@@ -161,13 +177,18 @@ class TestIncomingState(Variant):
     autocast = ()
     every = 7
 
-    def call(self, impl: str, query: Tensor, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor) -> Results:
+    def call(
+        self, impl: str, query: Tensor, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor
+    ) -> Results:
         state = ck.attention_state(query, other_key, other_value, impl=impl)
         return tuple(ck.prefix_attention_states(query, key, value, every=self.every, state=state, impl=impl))
 
     def oracle(self, query: Tensor, key: Tensor, value: Tensor, other_key: Tensor, other_value: Tensor) -> Results:
         stops = [min(stop + self.every, key.shape[2]) for stop in range(0, key.shape[2], self.every)]
-        parts = ((torch.cat([other_key, key[:, :, :stop]], 2), torch.cat([other_value, value[:, :, :stop]], 2)) for stop in stops)
+        parts = (
+            (torch.cat([other_key, key[:, :, :stop]], 2), torch.cat([other_value, value[:, :, :stop]], 2))
+            for stop in stops
+        )
         return _stacked(query, [ck.AttentionState(*oracles.attention(query, *part)) for part in parts], value.shape[-1])
 
     def in_torch(self, **inputs: Tensor) -> Results:
@@ -203,7 +224,9 @@ def test_flops() -> None:
     assert backward.get_total_flops() == 2 * (2 * 2 * 3 * 5) * (3 * 4 + 2 * 3) + 2 * (2 * 2 * 3 * 3) * 2 * 3
 
 
-@pytest.mark.parametrize("given, error", [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError), ("4", TypeError)])
+@pytest.mark.parametrize(
+    "given, error", [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError), ("4", TypeError)]
+)
 def test_every_that_is_no_number_of_keys(given: Any, error: type[Exception]) -> None:
     rows = torch.randn(1, 2, 9, 4)
     with pytest.raises(error, match=r"^every: got .*, expected an int >= 1"):
@@ -215,7 +238,10 @@ def test_every_that_is_no_number_of_keys(given: Any, error: type[Exception]) -> 
 def test_prefixes_longer_than_all_keys_are_one(every: int, impl: str) -> None:
     rows = torch.randn(1, 2, 9, 4)
     states = ck.prefix_attention_states(rows, rows, rows, every=every, impl=impl)
-    assert torch.equal(states.lse, ck.prefix_attention_states(rows, rows, rows, every=9, impl=impl).lse) and states.lse.shape[2] == 1
+    assert (
+        torch.equal(states.lse, ck.prefix_attention_states(rows, rows, rows, every=9, impl=impl).lse)
+        and states.lse.shape[2] == 1
+    )
 
 
 def test_a_learned_scale_is_refused() -> None:

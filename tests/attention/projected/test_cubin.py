@@ -28,9 +28,16 @@ pytestmark = pytest.mark.thorough
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 KERNELS = ("_project", "_project_rows_back", "_matrix_gradient")
 WITH_WIDE_KEYS = ("_forward", "_backward", "_backward_keys")
-"""The kernels of attention, which take keys wider than values for bfloat16 alone; tests/attention/test_cubin.py has the rest."""
+"""The kernels of attention, which take keys wider than values for bfloat16 alone; tests/attention/test_cubin.py has the
+rest."""
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
-ORDINARY = [("fp32", 16, 64, 90), ("fp32", 16, 64, 80), ("bf16", 64, 64, 100), ("bf16", 16, 64, 90), ("fp64", 16, 64, 90)]
+ORDINARY = [
+    ("fp32", 16, 64, 90),
+    ("fp32", 16, 64, 80),
+    ("bf16", 64, 64, 100),
+    ("bf16", 16, 64, 90),
+    ("fp64", 16, 64, 90),
+]
 EVERY = [
     *itertools.product(DTYPES, (16, 64), (20, 64, 512), CAPABILITIES),
     *itertools.product(("bf16",), (32, 128, 256), (64,), CAPABILITIES),
@@ -45,7 +52,9 @@ SPILLING: dict[tuple[str, int, int, int], dict[str, float]] = {
 `EVERY`."""
 
 
-def _launches(dtype: torch.dtype, width: int, columns: int, latents: int = 128, mask: bool = False) -> dict[str, Launch]:
+def _launches(
+    dtype: torch.dtype, width: int, columns: int, latents: int = 128, mask: bool = False
+) -> dict[str, Launch]:
     """Record a forward and a backward pass over several runs of rows,
     with an incoming state and, on request, a mask."""
     sums = torch.promote_types(dtype, torch.float32)
@@ -67,7 +76,9 @@ def _by_matrix_units(launch: Launch, capability: int) -> bool:
     return launch.options["OPERAND"] != launches.triton_dtype(torch.float64) or capability in (80, 90)
 
 
-def _faults(found: dict[str, Launch], capability: int, folder: Path, spilling: dict[str, float] | None = None) -> list[str]:
+def _faults(
+    found: dict[str, Launch], capability: int, folder: Path, spilling: dict[str, float] | None = None
+) -> list[str]:
     wide = found["_project"].options["FIRST_OPERAND"] != found["_project"].options["OPERAND"]
     names = [name for name in (*KERNELS, *(WITH_WIDE_KEYS if wide else ())) if name in found]
     return wrong((found[name] for name in names), capability, folder, _by_matrix_units, spilling)
@@ -98,7 +109,8 @@ def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None
 
 
 def test_keys_are_not_rounded(tmp_path: Path) -> None:
-    """For bfloat16 the products with keys are three: those of tf32 parts for the projection, and of bfloat16 parts for scores.
+    """For bfloat16 the products with keys are three: those of tf32 parts for the projection, and of bfloat16 parts for
+    scores.
 
     Values take one product. Both loops of attention have them.
     """
@@ -119,7 +131,8 @@ def test_compiled_with_a_mask(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows, wanted", [(1024, ["_project", "_forward"]), (5003, ["_project", "_forward", "_merge"])])
 def test_launches(rows: int, wanted: list[str]) -> None:
-    """K blocks over a run of rows take two launches, of which the second merges the incoming state; several runs take one more."""
+    """K blocks over a run of rows take two launches, of which the second merges the incoming state; several runs take
+    one more."""
     query, inputs = torch.empty(2, 2, 4, 8, 16), torch.empty(2, rows, 64)
     weight, out, lse = torch.empty(2, 128, 64), torch.empty(2, 2, 4, 8, 16), torch.empty(2, 2, 4, 8).double()
     given = ProjectedAttention(query, inputs, weight, weight[..., 0], None, None, out, lse, 0.25, 1e-5)

@@ -67,7 +67,11 @@ class Case:
         self.bias = torch.randn(self.weight.shape[:2], dtype=sums)
         self.mask = torch.rand(stored, rows) < 0.3 if mask else None
         self.offsets = None if offsets is None else torch.tensor(offsets)
-        self.state = ck.AttentionState(torch.randn(*shape, value_width, dtype=sums), torch.randn(shape).double()) if state else None
+        self.state = (
+            ck.AttentionState(torch.randn(*shape, value_width, dtype=sums), torch.randn(shape).double())
+            if state
+            else None
+        )
         self.eps, self.scale, self.needs = eps, width**-0.5, needs
         self.tensors = (self.query, self.inputs, self.weight, self.bias)
         given = (*self.tensors, self.mask, self.offsets)
@@ -133,7 +137,9 @@ def test_wide_heads(shape: dict[str, Any]) -> None:
     Case(heads=1, batch=1, rows=17, **shape).check()
 
 
-@pytest.mark.parametrize("shape", [{"mask": True, "blocks": 2}, {"width": 68, "value_width": 70, "heads": 1}], ids=["narrow", "wide"])
+@pytest.mark.parametrize(
+    "shape", [{"mask": True, "blocks": 2}, {"width": 68, "value_width": 70, "heads": 1}], ids=["narrow", "wide"]
+)
 def test_half_products(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of bfloat16, which the interpreter does not know, in float16:
     keys are float32 in memory and in products, all else is rounded."""
@@ -187,7 +193,9 @@ def test_chunks(shape: dict[str, Any]) -> None:
     """Sets that are cut into chunks, and chunks of several small sets."""
     case = Case(**shape)
     case.check()
-    call = ProjectedAttention(*case.tensors, case.mask, case.offsets, *(case.state or (None, None)), case.scale, case.eps)
+    call = ProjectedAttention(
+        *case.tensors, case.mask, case.offsets, *(case.state or (None, None)), case.scale, case.eps
+    )
     assert len([rows for _, group in chunks.cut(call, 1) for rows in group]) > 1
 
 
@@ -197,7 +205,9 @@ def test_chunks_are_bounded() -> None:
     for rows, packed in ((10**6, False), (10**8, False), (10**6, True)):
         offsets = torch.empty(1001, device="meta", dtype=torch.int32) if packed else None
         latents = query.expand(-1, 1000, -1, -1, -1) if packed else query
-        call = ProjectedAttention(latents, torch.empty(1, rows, 64, device="meta"), weight, weight[..., 0], None, offsets)
+        call = ProjectedAttention(
+            latents, torch.empty(1, rows, 64, device="meta"), weight, weight[..., 0], None, offsets
+        )
         with mock.patch.object(chunks, "_chunks", lambda offsets, N, most: most):
             ((_, most),) = chunks.cut(call, 2)
         allowed = latents.numel() * 4 if packed else chunks.CHUNK_BYTES
@@ -260,7 +270,9 @@ def test_same_bits_again_and_alone() -> None:
         given = (case.query[:, one], case.inputs[one], case.weight, case.bias, case.mask[one], None)
         out, lse = kernels.projected_attention_forward(ProjectedAttention(*given, scale=case.scale, eps=case.eps))
         assert torch.equal(out, case.out[:, one]) and torch.equal(lse, case.lse[:, one])
-        slopes = ProjectedAttentionBackward(case.dout[:, one], case.dlse[:, one], *given, out, lse, case.scale, case.eps, EVERYTHING)
+        slopes = ProjectedAttentionBackward(
+            case.dout[:, one], case.dlse[:, one], *given, out, lse, case.scale, case.eps, EVERYTHING
+        )
         dquery, dinputs, *_ = kernels.projected_attention_backward(slopes)
         assert torch.equal(dquery, case.grads[0][:, one]) and torch.equal(dinputs, case.grads[1][one])
 
@@ -278,7 +290,9 @@ def test_layouts(layout: str) -> None:
     out, lse = kernels.projected_attention_forward(ProjectedAttention(*tensors, scale=plain.scale, eps=plain.eps))
     torch.testing.assert_close(out, plain.out)
     grads = kernels.projected_attention_backward(
-        ProjectedAttentionBackward(moved(plain.dout), plain.dlse, *tensors, None, None, out, lse, plain.scale, plain.eps, EVERYTHING)
+        ProjectedAttentionBackward(
+            moved(plain.dout), plain.dlse, *tensors, None, None, out, lse, plain.scale, plain.eps, EVERYTHING
+        )
     )
     for ours, right in zip(grads, plain.grads, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)

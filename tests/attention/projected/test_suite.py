@@ -82,10 +82,15 @@ class TestProjectedAttention(OperatorSuite):
         return LAWS[law](*shape) / (shape[-1] ** 0.5 if name.endswith("weight") and len(shape) > 2 else 1)
 
     def call(self, impl: str, norm_weight: Any, norm_bias: Any, **inputs: Any) -> Results:
-        flat = {n: joined(t, self.stacked) if n.startswith(("key_", "value_")) and n != self.mask else t for n, t in inputs.items()}
+        flat = {
+            n: joined(t, self.stacked) if n.startswith(("key_", "value_")) and n != self.mask else t
+            for n, t in inputs.items()
+        }
         return tuple(ck.projected_attention_state(**flat, context_norm=(norm_weight, norm_bias, EPS), impl=impl))
 
-    def oracle(self, query: Tensor, inputs: Tensor, key_padding_mask: Tensor | None = None, **weights: Tensor) -> Results:
+    def oracle(
+        self, query: Tensor, inputs: Tensor, key_padding_mask: Tensor | None = None, **weights: Tensor
+    ) -> Results:
         return oracles.attention(query, *self.key_and_value(inputs, **weights), key_padding_mask)
 
     def key_and_value(self, inputs: Tensor, **weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +125,9 @@ class TestProjectedAttention(OperatorSuite):
         weights = {name: t for name, t in found.inputs.items() if name not in ("query", "inputs")}
         given = found.inputs["query"], *self.key_and_value(found.inputs["inputs"], **weights)
         dquery, dkey, dvalue = oracles.attention_terms(found.cotangents[0].double(), *given, *oracles.attention(*given))
-        rows = F.layer_norm(found.inputs["inputs"], found.inputs["inputs"].shape[-1:], weights["norm_weight"], weights["norm_bias"], EPS)
+        rows = F.layer_norm(
+            found.inputs["inputs"], found.inputs["inputs"].shape[-1:], weights["norm_weight"], weights["norm_bias"], EPS
+        )
         if found.name in ("query", "key_weight"):
             term = dquery if found.name == "query" else torch.einsum("bhnd,bnc->hdc", dkey, rows.abs())
             return torch.maximum(size, 0.05 * term.norm(dim=-1)).clamp(min=1e-30 * float(term.max()))
@@ -183,21 +190,32 @@ class TestStackedBlocks(TestProjectedAttention):
     def call(self, impl: str, **inputs: Any) -> Results:
         return tuple(part.movedim(0, 1) for part in super().call(impl, **inputs))
 
-    def _each(self, function: Callable, query: Tensor, inputs: Tensor, weights: dict[str, Tensor], **options: Any) -> Results:
+    def _each(
+        self, function: Callable, query: Tensor, inputs: Tensor, weights: dict[str, Tensor], **options: Any
+    ) -> Results:
         found = [
-            function(query[i].expand(inputs.shape[0], -1, -1, -1), inputs, **options, **{name: t[i] for name, t in weights.items()})
+            function(
+                query[i].expand(inputs.shape[0], -1, -1, -1),
+                inputs,
+                **options,
+                **{name: t[i] for name, t in weights.items()},
+            )
             for i in range(len(query))
         ]
         return tuple(torch.stack(parts, 1) for parts in zip(*found, strict=True))
 
-    def oracle(self, query: Tensor, inputs: Tensor, key_padding_mask: Tensor | None = None, **weights: Tensor) -> Results:
+    def oracle(
+        self, query: Tensor, inputs: Tensor, key_padding_mask: Tensor | None = None, **weights: Tensor
+    ) -> Results:
         return self._each(super().oracle, query, inputs, weights, key_padding_mask=key_padding_mask)
 
     def in_torch(self, query: Tensor, inputs: Tensor, **weights: Tensor) -> Results:
         return self._each(super().in_torch, query, inputs, weights)
 
     def score(self, inputs: dict[str, Tensor]) -> float:
-        each = [{name: t if name == "inputs" else t[i] for name, t in inputs.items()} for i in range(len(inputs["query"]))]
+        each = [
+            {name: t if name == "inputs" else t[i] for name, t in inputs.items()} for i in range(len(inputs["query"]))
+        ]
         return max(super(TestStackedBlocks, self).score({**one, "query": one["query"][None]}) for one in each)
 
 

@@ -26,7 +26,9 @@ NIGHTLY = [case for case in itertools.product(DTYPES, (16, 32, 64, 128, 256), SH
 
 def _launch(dtype: torch.dtype, order: int, columns: int = 7, systems: int = 3, transposed: bool = False) -> Launch:
     gram, rhs = (torch.empty(systems, order, n, dtype=dtype, device="meta") for n in (order, columns))
-    (one,) = record(lambda: kernels.regularised_solve(RegularisedSolve(gram.mT if transposed else gram, rhs, gram[:, 0, 0])))
+    (one,) = record(
+        lambda: kernels.regularised_solve(RegularisedSolve(gram.mT if transposed else gram, rhs, gram[:, 0, 0]))
+    )
     return one
 
 
@@ -34,7 +36,9 @@ def _check(launched: Launch, capability: int, folder: Path) -> list[str]:
     figures = compiled(launched, capability, folder)
     print(figures)
     found = faults(figures, matrix=False)
-    if figures.shared > launched.options["COLUMNS"] * launched.args[0].element_size():  # a line of a tile, which threads do exchange
+    if (
+        figures.shared > launched.options["COLUMNS"] * launched.args[0].element_size()
+    ):  # a line of a tile, which threads do exchange
         found.append(f"{figures.shared} bytes of shared memory: tiles are exchanged between threads")
     return found
 
@@ -68,7 +72,11 @@ def test_one_program_for_all_shapes_of_a_size() -> None:
         source, options = launched.kernel.source(*launched.args, **launched.options)
         return source.hash(), str(sorted(options.items(), key=str))
 
-    many = [_launch(torch.float32, order, *rest) for order in (33, 48, 64) for rest in ((1, 1), (16, 4), (1000, 70_000, True))]
+    many = [
+        _launch(torch.float32, order, *rest)
+        for order in (33, 48, 64)
+        for rest in ((1, 1), (16, 4), (1000, 70_000, True))
+    ]
     assert len({compiled_as(one) for one in many}) == 1
     assert compiled_as(_launch(torch.float32, 65)) != compiled_as(many[0]) != compiled_as(_launch(torch.float64, 64))
 

@@ -49,15 +49,27 @@ Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
 
 
 def _inputs(
-    batch: int, heads: int, keys: int, width: int, value_width: int, dtype: torch.dtype, weighted: bool = False, masked: bool = False
+    batch: int,
+    heads: int,
+    keys: int,
+    width: int,
+    value_width: int,
+    dtype: torch.dtype,
+    weighted: bool = False,
+    masked: bool = False,
 ) -> Inputs:
-    key, value = torch.randn(batch, heads, keys, width).to(dtype), torch.randn(batch, heads, keys, value_width).to(dtype)
+    key, value = (
+        torch.randn(batch, heads, keys, width).to(dtype),
+        torch.randn(batch, heads, keys, value_width).to(dtype),
+    )
     weights = torch.rand(batch, heads, keys, dtype=state_dtype(dtype)) if weighted else None
     mask = torch.rand(batch, keys) < 0.3 if masked else None
     return key, value, weights, mask, torch.rand(batch, heads, dtype=torch.float64) + 0.1
 
 
-def _sums(key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, alpha: Tensor) -> tuple[Tensor, Tensor]:
+def _sums(
+    key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, alpha: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return K'WK and K'WV in float64."""
     absent = torch.zeros(key.shape[0], 1, key.shape[2], 1).bool() if mask is None else mask[:, None, :, None]
     k, v = (t.double().masked_fill(absent, 0.0) for t in (key, value))
@@ -83,7 +95,9 @@ def _check(inputs: Inputs) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weighted, masked", [(False, False), (True, True)])
-@pytest.mark.parametrize("width, value_width", [(1, 1), (3, 17), (16, 16), (17, 65), (32, 40), (64, 64), (65, 3), (96, 0), (128, 130)])
+@pytest.mark.parametrize(
+    "width, value_width", [(1, 1), (3, 17), (16, 16), (17, 65), (32, 40), (64, 64), (65, 3), (96, 0), (128, 130)]
+)
 def test_sums_and_solution(dtype: torch.dtype, weighted: bool, masked: bool, width: int, value_width: int) -> None:
     _check(_inputs(2, 1, 150, width, value_width, dtype, weighted, masked))
 
@@ -117,9 +131,15 @@ def test_same_bits_in_any_order_and_alone(cut: str, played: Emulated, monkeypatc
     key, value, weights, mask, alpha = _inputs(batch + 1, heads, *rest, torch.float32, weighted=True, masked=True)
     whole = cuda.ridge_solve(RidgeSolve(key, value, weights, mask, alpha))
     for played.seed in range(1, 5):
-        assert all(torch.equal(a, b) for a, b in zip(cuda.ridge_solve(RidgeSolve(key, value, weights, mask, alpha)), whole, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(cuda.ridge_solve(RidgeSolve(key, value, weights, mask, alpha)), whole, strict=True)
+        )
     monkeypatch.setattr(cuda, "MOST_WORKSPACE", 1)
-    assert all(torch.equal(a, b) for a, b in zip(cuda.ridge_solve(RidgeSolve(key, value, weights, mask, alpha)), whole, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(cuda.ridge_solve(RidgeSolve(key, value, weights, mask, alpha)), whole, strict=True)
+    )
     assert weights is not None and mask is not None
     for b in range(batch + 1):
         one = slice(b, b + 1)
@@ -147,7 +167,10 @@ def test_layouts(layout: str, dtype: torch.dtype, width: int) -> None:
     assert weights is not None and mask is not None
     strange = (lay(key), lay(value), lay(weights[..., None])[..., 0], mask.T.contiguous().T, alpha[:, :1].expand(2, 2))
     plain = [t.contiguous() for t in strange]
-    assert all(torch.equal(a, b) for a, b in zip(cuda.ridge_solve(RidgeSolve(*strange)), cuda.ridge_solve(RidgeSolve(*plain)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(cuda.ridge_solve(RidgeSolve(*strange)), cuda.ridge_solve(RidgeSolve(*plain)), strict=True)
+    )
     _check(strange)
 
 
@@ -177,9 +200,13 @@ def test_nothing_of_an_absent_key_is_seen() -> None:
         key, value, weights, mask, alpha = _inputs(2, 2, 530, 9, 5, torch.float32, weighted, masked=True)
         assert mask is not None
         hidden = mask[:, None, :, None]
-        clean = cuda.ridge_solve(RidgeSolve(key.masked_fill(hidden, 0), value.masked_fill(hidden, 0), weights, None, alpha))
+        clean = cuda.ridge_solve(
+            RidgeSolve(key.masked_fill(hidden, 0), value.masked_fill(hidden, 0), weights, None, alpha)
+        )
         poisoned = None if weights is None else weights.masked_fill(mask[:, None], math.nan)
-        dirty = cuda.ridge_solve(RidgeSolve(key.masked_fill(hidden, math.nan), value.masked_fill(hidden, math.inf), poisoned, mask, alpha))
+        dirty = cuda.ridge_solve(
+            RidgeSolve(key.masked_fill(hidden, math.nan), value.masked_fill(hidden, math.inf), poisoned, mask, alpha)
+        )
         assert all(torch.equal(a, b) for a, b in zip(dirty, clean, strict=True))
         everything = torch.ones_like(mask)
         weight, gram, info = cuda.ridge_solve(RidgeSolve(key, value, weights, everything, alpha))
@@ -197,7 +224,9 @@ def test_a_bad_matrix_leaves_its_neighbours_alone() -> None:
     bad = torch.tensor([[False, True], [False, False], [True, False]])
     assert torch.equal(info, bad.int()) and weight[bad].isnan().all()
     assert torch.equal(weight[~bad], clean[0][~bad]) and torch.equal(gram[~bad], clean[1][~bad])
-    weight, gram, info = cuda.ridge_solve(RidgeSolve(key[:, :, :0], value[:, :, :0], None, None, torch.zeros(3, 2).double()))
+    weight, gram, info = cuda.ridge_solve(
+        RidgeSolve(key[:, :, :0], value[:, :, :0], None, None, torch.zeros(3, 2).double())
+    )
     assert info.eq(1).all() and weight.isnan().all() and not gram.any()
 
 
@@ -217,14 +246,18 @@ def test_a_negative_penalty_is_told_by_info() -> None:
         weight, gram, info = cuda.ridge_solve(RidgeSolve(key, value, None, None, given))
         assert torch.equal(info, bad.int()) and weight[bad].isnan().all()
         assert torch.equal(weight[~bad], clean[0][~bad]) and torch.equal(gram, clean[1])
-    alone, info = cuda_solve.regularised_solve(RegularisedSolve(gram.flatten(0, 1), weight.flatten(0, 1).nan_to_num(), alpha.flatten()))
+    alone, info = cuda_solve.regularised_solve(
+        RegularisedSolve(gram.flatten(0, 1), weight.flatten(0, 1).nan_to_num(), alpha.flatten())
+    )
     assert torch.equal(info, bad.flatten().int()) and torch.equal(alone.isnan().all(-1).all(-1), bad.flatten())
 
 
 # ---- the solve by itself
 
 
-def _systems(matrices: int, order: int, columns: int, dtype: torch.dtype, condition: float = 10.0) -> tuple[Tensor, Tensor]:
+def _systems(
+    matrices: int, order: int, columns: int, dtype: torch.dtype, condition: float = 10.0
+) -> tuple[Tensor, Tensor]:
     basis = torch.linalg.qr(torch.randn(matrices, order, order).double()).Q
     spectrum = torch.logspace(0, -math.log10(condition), order, dtype=torch.float64)
     return (basis * spectrum @ basis.mT).to(dtype), torch.randn(matrices, order, columns, dtype=dtype)
@@ -257,10 +290,17 @@ def test_solve_reads_the_lower_triangle_of_any_strides(dtype: torch.dtype, playe
         assert torch.equal(cuda_solve.regularised_solve(RegularisedSolve(*strange, alpha))[0], weight)
     for i in range(4):
         one = slice(i, i + 1)
-        assert torch.equal(cuda_solve.regularised_solve(RegularisedSolve(gram[one], rhs[one], alpha[one]))[0], weight[one])
-    columns = [cuda_solve.regularised_solve(RegularisedSolve(gram, rhs[..., e : e + 1], alpha))[0] for e in range(0, 70, 23)]
+        assert torch.equal(
+            cuda_solve.regularised_solve(RegularisedSolve(gram[one], rhs[one], alpha[one]))[0], weight[one]
+        )
+    columns = [
+        cuda_solve.regularised_solve(RegularisedSolve(gram, rhs[..., e : e + 1], alpha))[0] for e in range(0, 70, 23)
+    ]
     assert torch.equal(torch.cat(columns, -1), weight[..., ::23]), "each column by itself"
-    assert cuda_solve.regularised_solve(RegularisedSolve(gram[:0], rhs[:0], alpha[:0]))[0].shape == (0, 21, 70) and not info.any()
+    assert (
+        cuda_solve.regularised_solve(RegularisedSolve(gram[:0], rhs[:0], alpha[:0]))[0].shape == (0, 21, 70)
+        and not info.any()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -287,7 +327,9 @@ def test_the_estimate_is_close() -> None:
         alpha = torch.logspace(-17, -9, 200).double() * gram.abs().sum(0).max()
         systems = gram + alpha[:, None, None] * torch.eye(len(gram)).double()
         condition = torch.linalg.cond(systems, 1) * torch.finfo(torch.float64).eps
-        _, info = cuda_solve.regularised_solve(RegularisedSolve(gram.expand_as(systems), torch.ones(200, len(gram), 1).double(), alpha))
+        _, info = cuda_solve.regularised_solve(
+            RegularisedSolve(gram.expand_as(systems), torch.ones(200, len(gram), 1).double(), alpha)
+        )
         assert not info[condition < 0.99e-2].any() and info[condition > factor * 1e-2].ne(0).all()
         assert 0 < info.ne(0).sum() < 200
 

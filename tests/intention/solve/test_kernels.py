@@ -37,7 +37,9 @@ def margins() -> Iterator[None]:
         yield
 
 
-def _systems(matrices: int, order: int, columns: int, dtype: torch.dtype, condition: float = 1e3) -> tuple[Tensor, Tensor]:
+def _systems(
+    matrices: int, order: int, columns: int, dtype: torch.dtype, condition: float = 1e3
+) -> tuple[Tensor, Tensor]:
     basis = torch.linalg.qr(torch.randn(matrices, order, order).double()).Q
     spectrum = torch.logspace(0, -math.log10(condition), order, dtype=torch.float64)
     gram, rhs = (basis * spectrum @ basis.mT).to(dtype), torch.randn(matrices, order, columns).to(dtype)
@@ -63,7 +65,9 @@ def test_shapes(dtype: torch.dtype, order: int, columns: int) -> None:
 
 
 def test_no_systems() -> None:
-    weight, info = kernels.regularised_solve(RegularisedSolve(torch.empty(0, 3, 3), torch.empty(0, 3, 2), torch.empty(0)))
+    weight, info = kernels.regularised_solve(
+        RegularisedSolve(torch.empty(0, 3, 3), torch.empty(0, 3, 2), torch.empty(0))
+    )
     assert weight.shape == (0, 3, 2) and info.shape == (0,)
 
 
@@ -83,7 +87,9 @@ def test_the_condition_is_that_of_the_definition(dtype: torch.dtype, scale: floa
     seen = set()
     for share in (0.8, 1.25):
         gram, rhs = _systems(3, 5, 1, torch.float64, 10.0)
-        for one in gram:  # the smallest eigenvalue, so that the condition number in the 1-norm is this share of the limit
+        for (
+            one
+        ) in gram:  # the smallest eigenvalue, so that the condition number in the 1-norm is this share of the limit
             values, vectors = torch.linalg.eigh(one)
             for _ in range(20):
                 values[0] *= torch.linalg.cond(vectors * values @ vectors.mT, 1) / (share * limit)
@@ -104,12 +110,18 @@ def test_only_the_lower_triangle_is_read_with_any_strides() -> None:
     weight, _ = kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))
     upper = torch.ones(18, 18).triu(1).bool()
     strange = gram.masked_fill(upper, math.nan).mT.contiguous().mT, rhs.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    assert torch.equal(kernels.regularised_solve(RegularisedSolve(*strange, torch.stack([alpha, alpha], 1)[:, 0]))[0], weight)
+    assert torch.equal(
+        kernels.regularised_solve(RegularisedSolve(*strange, torch.stack([alpha, alpha], 1)[:, 0]))[0], weight
+    )
     one = slice(1, 2)
     assert torch.equal(kernels.regularised_solve(RegularisedSolve(gram[one], rhs[one], alpha[one]))[0], weight[one])
-    assert torch.equal(kernels.regularised_solve(RegularisedSolve(gram[one], rhs[one, :, 37:38], alpha[one]))[0], weight[one, :, 37:38])
+    assert torch.equal(
+        kernels.regularised_solve(RegularisedSolve(gram[one], rhs[one, :, 37:38], alpha[one]))[0], weight[one, :, 37:38]
+    )
     with mock.patch.object(launch, "MOST_SCRATCH", 1):
-        assert torch.equal(kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))[0], weight), "one program for all systems"
+        assert torch.equal(kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))[0], weight), (
+            "one program for all systems"
+        )
     spread = gram[one].expand(2, -1, -1), rhs[one, :, :1].expand(2, -1, 2), alpha[one].expand(2)
     assert torch.equal(kernels.regularised_solve(RegularisedSolve(*spread))[0], weight[one, :, :1].expand(2, -1, 2))
 
@@ -140,7 +152,9 @@ def test_a_bad_right_hand_side_stays_in_its_column(bad: float) -> None:
 
 
 def test_an_infinity_over_a_number() -> None:
-    weight, _ = kernels.regularised_solve(RegularisedSolve(torch.full((1, 1, 1), 4.0), torch.full((1, 1, 1), math.inf), torch.zeros(1)))
+    weight, _ = kernels.regularised_solve(
+        RegularisedSolve(torch.full((1, 1, 1), 4.0), torch.full((1, 1, 1), math.inf), torch.zeros(1))
+    )
     assert (weight == math.inf).all()
 
 
@@ -153,7 +167,9 @@ def test_the_public_functions() -> None:
     for impl in ("triton", "reference"):
         ran: list[int] = []
         solve = kernels.regularised_solve
-        with mock.patch.object(kernels, "regularised_solve", lambda *given, ran=ran, solve=solve: (ran.append(1), solve(*given))[1]):
+        with mock.patch.object(
+            kernels, "regularised_solve", lambda *given, ran=ran, solve=solve: (ran.append(1), solve(*given))[1]
+        ):
             found = [
                 ck.intention(*leaves[:3], 0.5, form="primal", impl=impl),
                 ck.regularised_solve(leaves[3], leaves[2][0, :, :6], leaves[4], impl=impl).weight,
@@ -170,7 +186,10 @@ def test_the_public_functions() -> None:
 def test_agrees_with_the_definition_in_info() -> None:
     gram, rhs = _systems(4, 6, 2, torch.float32, 1e7)
     alpha = torch.tensor([0.0, 1e-5, 1e-3, 1.0])
-    assert torch.equal(kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))[1], regularised_solve_reference(gram, rhs, alpha)[1])
+    assert torch.equal(
+        kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))[1],
+        regularised_solve_reference(gram, rhs, alpha)[1],
+    )
 
 
 def test_what_is_refused() -> None:

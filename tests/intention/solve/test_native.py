@@ -18,7 +18,9 @@ from torch import Tensor
 
 from cmab_kernels.intention.solve.contract import RegularisedSolve
 
-native = pytest.importorskip("cmab_kernels.intention.solve.native", reason="the extension was not built", exc_type=ImportError)
+native = pytest.importorskip(
+    "cmab_kernels.intention.solve.native", reason="the extension was not built", exc_type=ImportError
+)
 
 DTYPES = [torch.float64, torch.float32]
 USUAL = 5.0
@@ -59,7 +61,9 @@ def _ratio(gram: Tensor, rhs: Tensor, alpha: Tensor, weight: Tensor) -> float:
 
 def _same(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> bool:
     """Return whether two solutions have the same bits; the NaNs of failed matrices count as equal."""
-    return torch.equal(first[1], second[1]) and torch.equal(first[0].nan_to_num(nan=1e30), second[0].nan_to_num(nan=1e30))
+    return torch.equal(first[1], second[1]) and torch.equal(
+        first[0].nan_to_num(nan=1e30), second[0].nan_to_num(nan=1e30)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,7 +90,10 @@ def _reflection(width: int) -> Tensor:
 
 
 def _spectra(width: int, condition: float) -> dict[str, Tensor]:
-    one_small, one_large = torch.ones(width, dtype=torch.float64), torch.full((width,), 1 / condition, dtype=torch.float64)
+    one_small, one_large = (
+        torch.ones(width, dtype=torch.float64),
+        torch.full((width,), 1 / condition, dtype=torch.float64),
+    )
     one_small[-1], one_large[0] = 1 / condition, 1
     return {
         "geometric": torch.logspace(0, -math.log10(condition), width, dtype=torch.float64),
@@ -190,7 +197,9 @@ def test_condition_1e8_in_float32_has_no_digit(isa: str, width: int) -> None:
     for name, spectrum in _spectra(width, 1e8).items():
         gram = ((q * spectrum) @ q.mT)[None]
         for dtype, right in (torch.float32, (1, 2)), (torch.float64, (0,)):
-            info = native.regularised_solve(RegularisedSolve(gram.to(dtype), gram.to(dtype), gram.new_zeros(1, dtype=dtype)))[1]
+            info = native.regularised_solve(
+                RegularisedSolve(gram.to(dtype), gram.to(dtype), gram.new_zeros(1, dtype=dtype))
+            )[1]
             assert info.item() in right, name
 
 
@@ -200,7 +209,9 @@ def test_rank_deficient(isa: str, dtype: torch.dtype, width: int) -> None:
     few = torch.randn(width // 2, width, dtype=torch.float64).to(dtype)
     twice = torch.randn(2 * width, width, dtype=torch.float64).to(dtype)
     twice[:, -1] = twice[:, 0]
-    gram = torch.stack([few.mT @ few, twice.mT @ twice, torch.zeros(width, width, dtype=dtype), torch.ones(width, width, dtype=dtype)])
+    gram = torch.stack(
+        [few.mT @ few, twice.mT @ twice, torch.zeros(width, width, dtype=dtype), torch.ones(width, width, dtype=dtype)]
+    )
     rhs = torch.randn(len(gram), width, 3, dtype=dtype)
     info = native.regularised_solve(RegularisedSolve(gram, rhs, torch.zeros(len(gram), dtype=dtype)))[1]
     assert (info != 0).all()
@@ -271,7 +282,9 @@ def test_an_infinity_over_a_number(isa: str, width: int) -> None:
     for count, columns in itertools.product((1, 16), (1, 2)):
         rhs = torch.zeros(count, width, columns)
         rhs[:, -1] = math.inf
-        weight, _ = native.regularised_solve(RegularisedSolve((4 * torch.eye(width)).expand(count, -1, -1), rhs, torch.zeros(count)))
+        weight, _ = native.regularised_solve(
+            RegularisedSolve((4 * torch.eye(width)).expand(count, -1, -1), rhs, torch.zeros(count))
+        )
         assert (weight[:, -1] == math.inf).all()
 
 
@@ -285,7 +298,9 @@ def test_only_the_lower_triangle_is_read(isa: str, dtype: torch.dtype, width: in
         plain = gram.masked_fill(above, garbage)
         assert _same(native.regularised_solve(RegularisedSolve(plain, rhs, alpha)), right)
         assert _same(native.regularised_solve(RegularisedSolve(plain.mT.contiguous().mT, rhs, alpha)), right)
-    assert native.regularised_solve(RegularisedSolve(gram.mT.masked_fill(above, math.nan).mT, rhs, alpha))[0].isnan().all()
+    assert (
+        native.regularised_solve(RegularisedSolve(gram.mT.masked_fill(above, math.nan).mT, rhs, alpha))[0].isnan().all()
+    )
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -309,7 +324,10 @@ def test_layouts_change_no_bit(isa: str, layout: str, dtype: torch.dtype, column
         assert _same(native.regularised_solve(RegularisedSolve(move(gram), rhs, alpha)), right)
         assert _same(native.regularised_solve(RegularisedSolve(gram, move(rhs), alpha)), right)
         assert _same(
-            native.regularised_solve(RegularisedSolve(gram, rhs, torch.stack([alpha, torch.full_like(alpha, math.nan)], -1)[:, 0])), right
+            native.regularised_solve(
+                RegularisedSolve(gram, rhs, torch.stack([alpha, torch.full_like(alpha, math.nan)], -1)[:, 0])
+            ),
+            right,
         )
 
 
@@ -327,7 +345,10 @@ def test_expanded_operands(isa: str, width: int) -> None:
     ):
         weight, info = native.regularised_solve(RegularisedSolve(*spread))
         assert _same(
-            (weight, info), native.regularised_solve(RegularisedSolve(*(t.clone(memory_format=torch.contiguous_format) for t in spread)))
+            (weight, info),
+            native.regularised_solve(
+                RegularisedSolve(*(t.clone(memory_format=torch.contiguous_format) for t in spread))
+            ),
         )
         assert (weight == weight[:1]).all()
 
@@ -355,7 +376,9 @@ def test_same_bits_for_every_column(isa: str, columns: int) -> None:
         right, _ = native.regularised_solve(RegularisedSolve(gram, rhs, alpha))
         for column in range(columns):
             for part in slice(0, 1), slice(None):
-                alone, _ = native.regularised_solve(RegularisedSolve(gram[part], rhs[part, :, column : column + 1], alpha[part]))
+                alone, _ = native.regularised_solve(
+                    RegularisedSolve(gram[part], rhs[part, :, column : column + 1], alpha[part])
+                )
                 assert torch.equal(alone, right[part, :, column : column + 1]), (width, column)
 
 

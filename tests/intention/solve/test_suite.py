@@ -17,7 +17,10 @@ def _solution(gram: Tensor, rhs: Tensor, alpha: Tensor) -> Tensor:
     """Return (A + alpha I)^-1 B, where only the lower triangle of A is read."""
     full = gram.tril() + gram.tril(-1).mT
     return torch.cholesky_solve(
-        rhs, torch.linalg.cholesky(full + alpha[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device))
+        rhs,
+        torch.linalg.cholesky(
+            full + alpha[..., None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        ),
     )
 
 
@@ -62,7 +65,9 @@ class TestRegularisedSolve(SolveSuite):
     arguments = {"gram": "BDD", "rhs": "BDE", "alpha": "B"}
     differentiable = ("rhs", "alpha")
     shapes = tuple({"D": width} for width in (1, 16, 33, 70))
-    on_gpu = {"shapes": tuple({"B": 300, "D": width, "E": columns} for width in (1, 16, 33, 64, 128) for columns in (16, 5))}
+    on_gpu = {
+        "shapes": tuple({"B": 300, "D": width, "E": columns} for width in (1, 16, 33, 64, 128) for columns in (16, 5))
+    }
     many = {"B": 66_000, "D": 2, "E": 1}
 
     def call(self, impl: str, **inputs: Tensor) -> Results:
@@ -130,7 +135,11 @@ def _positive_definite(width: int) -> Tensor:
 def test_the_gradient_of_a_matrix_belongs_to_both_triangles(impl: str) -> None:
     """The gradient of A is -(Z X' + X Z') / 2 with Z = (A + alpha I)^-1 dX,
     though the upper triangle is not read and may be NaN."""
-    gram, rhs, slope = _positive_definite(5), torch.randn(2, 5, 3).double().requires_grad_(), torch.randn(2, 5, 3).double()
+    gram, rhs, slope = (
+        _positive_definite(5),
+        torch.randn(2, 5, 3).double().requires_grad_(),
+        torch.randn(2, 5, 3).double(),
+    )
     unread = gram.masked_fill(torch.ones(5, 5).triu(1).bool(), torch.nan).requires_grad_()
     solution = ck.regularised_solve(unread, rhs, 0.3, impl=impl).weight
     (found,) = torch.autograd.grad(solution, unread, slope)

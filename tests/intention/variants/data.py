@@ -11,9 +11,15 @@ from torch import Tensor
 from cmab_kernels.intention import variants
 
 
-def blobs(batch: int, heads: int, rows: int, width: int, classes: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def blobs(
+    batch: int, heads: int, rows: int, width: int, classes: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
     """Return rows of overlapping classes and their labels (B, N); each class is present if there are enough rows."""
-    labels = torch.stack([torch.randperm(rows) for _ in range(batch)]) % classes if batch else torch.zeros(0, rows, dtype=torch.int64)
+    labels = (
+        torch.stack([torch.randperm(rows) for _ in range(batch)]) % classes
+        if batch
+        else torch.zeros(0, rows, dtype=torch.int64)
+    )
     means = torch.randn(batch, heads, classes, width, dtype=torch.float64)
     index = labels[:, None, :, None].expand(batch, heads, rows, width)
     return (means.gather(2, index) + torch.randn(batch, heads, rows, width, dtype=torch.float64)).to(dtype), labels

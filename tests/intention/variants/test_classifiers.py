@@ -38,7 +38,9 @@ def test_pooled_scatter_is_the_formula(impl: str) -> None:
     key, labels = blobs(2, 3, 61, 5, 2)
     direction = variants.pooled_class_scatter(key, labels, 2, impl=impl).coefficients
     for other in (variants.lda(key, labels, 2, impl=impl), variants.lssvm(key, labels, 2, 0.0, impl=impl)):
-        torch.testing.assert_close(torch.cosine_similarity(direction, other.coefficients, dim=-2), torch.ones(2, 3, 2, dtype=torch.float64))
+        torch.testing.assert_close(
+            torch.cosine_similarity(direction, other.coefficients, dim=-2), torch.ones(2, 3, 2, dtype=torch.float64)
+        )
 
 
 def test_lssvm_is_ridge_on_signs(impl: str) -> None:
@@ -66,7 +68,9 @@ def test_weights_count_rows(impl: str, name: str) -> None:
     padded = torch.cat([key[:, :, index], padding], 2), torch.cat([labels[:, index], torch.full((2, 9), -100)], 1)
     if name == "ridge":
         padded = padded[0], padded[1].clamp(min=0)
-    masked = FITTED[name](*padded, 3, weights=torch.ones(2, len(index) + 9).masked_fill(mask, math.nan), key_padding_mask=mask, impl=impl)
+    masked = FITTED[name](
+        *padded, 3, weights=torch.ones(2, len(index) + 9).masked_fill(mask, math.nan), key_padding_mask=mask, impl=impl
+    )
     for model in (weighted, masked):
         torch.testing.assert_close(score(model, key), score(repeated, key))
 
@@ -103,8 +107,14 @@ def test_models_from_moments(impl: str) -> None:
     pairs = [
         (variants.lssvm(key, labels, 3, 0.3, impl=impl), variants.solve_lssvm(moments, 0.3, impl=impl)),
         (variants.lda(key, labels, 3, shrinkage=0.1, impl=impl), variants.solve_lda(moments, shrinkage=0.1, impl=impl)),
-        (variants.pooled_class_scatter(key, labels, 3, 0.3, impl=impl), variants.solve_pooled_class_scatter(moments, 0.3, impl=impl)),
-        (variants.qda(key, labels, 3, regularisation=0.1, impl=impl), variants.solve_qda(moments, regularisation=0.1, impl=impl)),
+        (
+            variants.pooled_class_scatter(key, labels, 3, 0.3, impl=impl),
+            variants.solve_pooled_class_scatter(moments, 0.3, impl=impl),
+        ),
+        (
+            variants.qda(key, labels, 3, regularisation=0.1, impl=impl),
+            variants.solve_qda(moments, regularisation=0.1, impl=impl),
+        ),
     ]
     for direct, streamed in pairs:
         torch.testing.assert_close(direct.decision(key), streamed.decision(key))
@@ -116,7 +126,9 @@ def test_each_head_by_itself(impl: str, name: str) -> None:
     model = FITTED[name](key, labels, 3, impl=impl)
     for b in range(3):
         alone = FITTED[name](key[b : b + 1, 1:], labels[b : b + 1, None], 3, impl=impl)
-        torch.testing.assert_close(score(alone, key[b : b + 1, 1:]), score(model, key)[b : b + 1, 1:], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            score(alone, key[b : b + 1, 1:]), score(model, key)[b : b + 1, 1:], rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,7 +155,9 @@ def test_far_from_the_origin(impl: str, name: str, shift: float) -> None:
     near.requires_grad_()
     model = FITTED[name](near.detach(), labels, 3, impl=impl)
     wanted = score(model, near)
-    slopes = [torch.autograd.grad(wanted[..., c].sum(), near, retain_graph=True)[0].abs().sum(-1).max() for c in range(3)]
+    slopes = [
+        torch.autograd.grad(wanted[..., c].sum(), near, retain_graph=True)[0].abs().sum(-1).max() for c in range(3)
+    ]
     ours = score(FITTED[name](far, labels, 3, impl=impl), far)
     of_means = 16 * 2.0**-52 * shift  # the last digits of the means and of their sums
     torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=of_means * float(max(slopes)) + 1e-12)
@@ -167,7 +181,9 @@ def test_classes_of_one_member_or_none(impl: str) -> None:
     for name, fit in CLASSIFIERS.items():
         model = fit(key, labels, 4, impl=impl)
         scores = model.decision(query)
-        assert not scores.isnan().any() and scores[..., [0, 1, 3]].isfinite().all() and model.predict(query).ne(2).all(), name
+        assert (
+            not scores.isnan().any() and scores[..., [0, 1, 3]].isfinite().all() and model.predict(query).ne(2).all()
+        ), name
         if name == "lssvm":
             torch.testing.assert_close(scores[..., 2], torch.full_like(scores[..., 2], -1.0))
         else:
@@ -194,7 +210,9 @@ def test_parameters_of_any_kind_count_in_float64(impl: str) -> None:
             exact = fit(key, labels, 2, priors=[0.1, 0.9], impl=impl).decision(key)
             ours = fit(key, labels, classes, priors=priors, impl=impl).decision(key)[..., :2]
             torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(variants.lda(key, labels, 2, priors=[0.1, 0.9], impl=impl).decision(key), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        variants.lda(key, labels, 2, priors=[0.1, 0.9], impl=impl).decision(key), wanted, rtol=1e-12, atol=1e-12
+    )
     tenth = torch.full((1, 3), 0.1)
     narrow, wide = (variants.lda(key, labels, 2, shrinkage=t, impl=impl).decision(key) for t in (tenth, tenth.double()))
     assert torch.equal(narrow, wide)
@@ -209,7 +227,9 @@ def test_rank_deficient_classes_are_reported(impl: str) -> None:
         model, quadratic = variants.lda(rows, labels, 2, impl=impl), variants.qda(rows, labels, 2, impl=impl)
         assert model.info.ne(0).eq(bad).all() and quadratic.info.ne(0).eq(bad[..., None]).all()
         for fit, plain in ((model, variants.lda), (quadratic, variants.qda)):
-            torch.testing.assert_close(fit.decision(key)[[0, 2]], plain(key[[0, 2]], labels[[0, 2]], 2, impl=impl).decision(key[[0, 2]]))
+            torch.testing.assert_close(
+                fit.decision(key)[[0, 2]], plain(key[[0, 2]], labels[[0, 2]], 2, impl=impl).decision(key[[0, 2]])
+            )
         assert variants.lda(rows, labels, 2, shrinkage=0.1, impl=impl).info.eq(0).all()
         assert variants.qda(rows, labels, 2, regularisation=0.1, impl=impl).info.eq(0).all()
     few = variants.lda(key[:, :, :3], labels[:, :3], 2, impl=impl)
@@ -246,14 +266,20 @@ def test_layouts(impl: str) -> None:
     """Transposed, strided and expanded rows give the same numbers."""
     key, labels = blobs(2, 3, 40, 4, 3)
     wide = key.repeat_interleave(2, -1).repeat_interleave(2, -2)[..., ::2, ::2]
-    strange = [(key.mT.contiguous().mT, labels), (wide, labels.repeat_interleave(2, 1)[:, ::2]), (key, labels.t().contiguous().t())]
+    strange = [
+        (key.mT.contiguous().mT, labels),
+        (wide, labels.repeat_interleave(2, 1)[:, ::2]),
+        (key, labels.t().contiguous().t()),
+    ]
     for name, fit in FITTED.items():
         wanted = score(fit(key, labels, 3, impl=impl), key)
         for rows, classes in strange:
             torch.testing.assert_close(score(fit(rows, classes, 3, impl=impl), rows), wanted, msg=name)
         once = key[:1, :1].expand(2, 3, 40, 4), labels[:1].expand(2, 40)
         shared = score(fit(*once, 3, impl=impl), once[0])
-        torch.testing.assert_close(shared, score(fit(key[:1, :1], labels[:1], 3, impl=impl), key[:1, :1]).expand(shared.shape), msg=name)
+        torch.testing.assert_close(
+            shared, score(fit(key[:1, :1], labels[:1], 3, impl=impl), key[:1, :1]).expand(shared.shape), msg=name
+        )
 
 
 @pytest.mark.parametrize("name", FITTED)
@@ -272,7 +298,10 @@ def test_gradient(impl: str, name: str) -> None:
 def test_gradient_of_parameters(impl: str) -> None:
     key, labels = blobs(1, 2, 12, 3, 3)
     query = torch.randn(1, 2, 3, 3, dtype=torch.float64)
-    one, priors = torch.rand(1, 2, dtype=torch.float64).requires_grad_(), torch.rand(3, dtype=torch.float64).requires_grad_()
+    one, priors = (
+        torch.rand(1, 2, dtype=torch.float64).requires_grad_(),
+        torch.rand(3, dtype=torch.float64).requires_grad_(),
+    )
 
     def run(a: Tensor, p: Tensor) -> tuple[Tensor, ...]:
         return (
@@ -305,9 +334,13 @@ def test_transforms(impl: str, name: str) -> None:
         return score(FITTED[name](rows, labels, 3, impl=impl), rows)
 
     several = torch.stack([key, key + 1, 2 * key])
-    torch.testing.assert_close(torch.vmap(run)(several), torch.stack([run(rows) for rows in several]), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        torch.vmap(run)(several), torch.stack([run(rows) for rows in several]), rtol=1e-10, atol=1e-10
+    )
     (grad,) = torch.autograd.grad(run(key.requires_grad_()).sin().sum(), key)
-    torch.testing.assert_close(torch.func.grad(lambda rows: run(rows).sin().sum())(key.detach()), grad, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(
+        torch.func.grad(lambda rows: run(rows).sin().sum())(key.detach()), grad, rtol=1e-9, atol=1e-10
+    )
     torch.compiler.reset()
     torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(key.detach()), run(key.detach()))
 
@@ -401,7 +434,9 @@ def test_the_slope_of_a_scatter_at_a_class_of_weight_zero(impl: str, pooled: boo
     merged = variants.merge_moments(whole, variants.class_moments(key + 1, LATE, 3, **later))
     for state in (merged, variants.class_moments(key + 1, LATE, 3, state=whole, **later)):
         torch.testing.assert_close(state.mean[:, :, 2], rows.mean(2))
-        torch.testing.assert_close(torch.autograd.grad(state.scatter[..., 0, 1].sum(), weights, retain_graph=True)[0], near)
+        torch.testing.assert_close(
+            torch.autograd.grad(state.scatter[..., 0, 1].sum(), weights, retain_graph=True)[0], near
+        )
 
 
 @pytest.mark.parametrize("name", ["lda shrunk", "pooled", "qda"])
@@ -431,7 +466,9 @@ def test_values_where_weights_are_zero(impl: str) -> None:
         assert whole.mean[:, :, 3].eq(0).all() and whole.weight[..., 2:].eq(0).all()
         padded = variants.class_moments(key, LATE, 4, pooled=pooled, weights=weights, key_padding_mask=mask, impl=impl)
         assert padded.mean[:, :, 2].eq(0).all()
-        less = variants.class_moments(key[:, :, kept], LATE[:, kept], 4, pooled=pooled, weights=weights[:, :, kept], impl=impl)
+        less = variants.class_moments(
+            key[:, :, kept], LATE[:, kept], 4, pooled=pooled, weights=weights[:, :, kept], impl=impl
+        )
         chunked = [_in_chunks(key, w, 2, pooled, impl) for w in (weights, weights.clone().requires_grad_())]
         for state in (whole, padded, *chunked):
             torch.testing.assert_close(state.mean[:, :, :2], less.mean[:, :, :2], rtol=1e-14, atol=0)

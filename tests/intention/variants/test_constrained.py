@@ -19,18 +19,24 @@ def _randn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
 
-def _conditions(key: Tensor, value: Tensor, normals: Tensor, bounds: Tensor, equalities: int, fit: ConstrainedRegression) -> Tensor:
+def _conditions(
+    key: Tensor, value: Tensor, normals: Tensor, bounds: Tensor, equalities: int, fit: ConstrainedRegression
+) -> Tensor:
     """Return the largest violation of the conditions of optimality for each problem,
     relative to the terms of each condition, (B, H, E)."""
     gram, moment = key.mT @ key + ALPHA * torch.eye(key.shape[-1], dtype=torch.float64), key.mT @ value
     w, multipliers = fit.weight, fit.multipliers
     slack = normals.mT @ w - bounds
     terms = normals.mT.abs() @ w.abs() + bounds.abs()
-    gradient = (gram @ w - moment + normals @ multipliers).abs() / (gram.abs() @ w.abs() + normals.abs() @ multipliers.abs() + 1)
+    gradient = (gram @ w - moment + normals @ multipliers).abs() / (
+        gram.abs() @ w.abs() + normals.abs() @ multipliers.abs() + 1
+    )
     feasible = torch.cat([slack[:, :, :equalities].abs(), slack[:, :, equalities:].clamp(min=0.0)], 2) / (terms + 1)
     inequality = multipliers[:, :, equalities:]
     signs = (-inequality).clamp(min=0.0)
-    complementary = (slack[:, :, equalities:] * inequality).abs() / ((terms[:, :, equalities:] + 1) * (inequality.abs() + 1))
+    complementary = (slack[:, :, equalities:] * inequality).abs() / (
+        (terms[:, :, equalities:] + 1) * (inequality.abs() + 1)
+    )
     return torch.cat([gradient, feasible, signs, complementary], 2).amax(2)
 
 
@@ -97,7 +103,9 @@ def test_one_shot_is_not_enough() -> None:
 
 def test_nonnegative(impl: str) -> None:
     key, value = _randn(4, 2, 30, 6), _randn(4, 2, 30, 2)
-    fit = constrained(key, value, at_most=(-torch.eye(6, dtype=torch.float64), torch.zeros(6, 1, dtype=torch.float64)), impl=impl)
+    fit = constrained(
+        key, value, at_most=(-torch.eye(6, dtype=torch.float64), torch.zeros(6, 1, dtype=torch.float64)), impl=impl
+    )
     for b, h, e in np.ndindex(4, 2, 2):
         wanted, _ = scipy.optimize.nnls(key[b, h].numpy(), value[b, h, :, e].numpy())
         np.testing.assert_allclose(fit.weight[b, h, :, e], wanted, atol=1e-10)
@@ -112,7 +120,9 @@ def test_box_with_open_sides(impl: str) -> None:
     assert fit.info.eq(0).all()
     for b in range(5):
         at_equal = np.where(lower == upper, 1e-13, 0.0)  # scipy wants room between the bounds
-        wanted = scipy.optimize.lsq_linear(key[b, 0], value[b, 0, :, 0], (lower - at_equal, upper + at_equal), tol=1e-14).x
+        wanted = scipy.optimize.lsq_linear(
+            key[b, 0], value[b, 0, :, 0], (lower - at_equal, upper + at_equal), tol=1e-14
+        ).x
         np.testing.assert_allclose(fit.weight[b, 0, :, 0], wanted, atol=1e-7)
 
 
@@ -120,15 +130,22 @@ def test_general_against_slsqp(impl: str) -> None:
     key, value, normals = _randn(6, 1, 20, 5), _randn(6, 1, 20, 1), _randn(6, 1, 5, 7)
     bounds = normals.mT @ _randn(6, 1, 5, 1)
     bounds[:, :, 2:] += torch.rand(6, 1, 5, 1, dtype=torch.float64)
-    fit = constrained(key, value, equal=(normals[..., :2], bounds[:, :, :2]), at_most=(normals[..., 2:], bounds[:, :, 2:]), impl=impl)
+    fit = constrained(
+        key, value, equal=(normals[..., :2], bounds[:, :, :2]), at_most=(normals[..., 2:], bounds[:, :, 2:]), impl=impl
+    )
     for b in range(6):
         x, y, n, c = (t[b, 0].numpy() for t in (key, value[..., 0], normals, bounds[..., 0]))
         constraints = [
             {"type": "eq", "fun": lambda w, n=n, c=c: c[:2] - n[:, :2].T @ w},
             {"type": "ineq", "fun": lambda w, n=n, c=c: c[2:] - n[:, 2:].T @ w},
         ]
-        objective = {"fun": lambda w, x=x, y=y: ((y - x @ w) ** 2).sum(), "jac": lambda w, x=x, y=y: -2 * x.T @ (y - x @ w)}
-        found = scipy.optimize.minimize(**objective, x0=np.zeros(5), constraints=constraints, options={"ftol": 1e-12, "maxiter": 500})
+        objective = {
+            "fun": lambda w, x=x, y=y: ((y - x @ w) ** 2).sum(),
+            "jac": lambda w, x=x, y=y: -2 * x.T @ (y - x @ w),
+        }
+        found = scipy.optimize.minimize(
+            **objective, x0=np.zeros(5), constraints=constraints, options={"ftol": 1e-12, "maxiter": 500}
+        )
         np.testing.assert_allclose(fit.weight[b, 0, :, 0], found.x, atol=1e-5)
 
 
@@ -136,10 +153,19 @@ def test_degenerate_problems(impl: str) -> None:
     """Each constraint is given three times, once as a multiple; one constrains nothing; equalities repeat."""
     key, value, normals = _randn(40, 1, 20, 4), _randn(40, 1, 20, 2), _randn(40, 1, 4, 3)
     bounds = normals.mT @ _randn(40, 1, 4, 2)
-    plain = constrained(key, value, equal=(normals[..., :1], bounds[:, :, :1]), at_most=(normals[..., 1:], bounds[:, :, 1:]), impl=impl)
-    thrice = torch.cat([normals[..., 1:], 5 * normals[..., 1:], normals[..., 1:], torch.zeros(40, 1, 4, 1, dtype=torch.float64)], -1)
-    limits = torch.cat([bounds[:, :, 1:], 5 * bounds[:, :, 1:], bounds[:, :, 1:], torch.zeros(40, 1, 1, 2, dtype=torch.float64)], -2)
-    twice = torch.cat([normals[..., :1], -2 * normals[..., :1]], -1), torch.cat([bounds[:, :, :1], -2 * bounds[:, :, :1]], -2)
+    plain = constrained(
+        key, value, equal=(normals[..., :1], bounds[:, :, :1]), at_most=(normals[..., 1:], bounds[:, :, 1:]), impl=impl
+    )
+    thrice = torch.cat(
+        [normals[..., 1:], 5 * normals[..., 1:], normals[..., 1:], torch.zeros(40, 1, 4, 1, dtype=torch.float64)], -1
+    )
+    limits = torch.cat(
+        [bounds[:, :, 1:], 5 * bounds[:, :, 1:], bounds[:, :, 1:], torch.zeros(40, 1, 1, 2, dtype=torch.float64)], -2
+    )
+    twice = (
+        torch.cat([normals[..., :1], -2 * normals[..., :1]], -1),
+        torch.cat([bounds[:, :, :1], -2 * bounds[:, :, :1]], -2),
+    )
     fit = constrained(key, value, equal=twice, at_most=(thrice, limits), impl=impl)
     assert fit.info.eq(0).all()
     torch.testing.assert_close(fit.weight, plain.weight, rtol=1e-9, atol=1e-9)
@@ -162,7 +188,9 @@ def test_info(impl: str) -> None:
     key, value = _randn(5, 1, 20, 2), _randn(5, 1, 20, 1)
     key[3, ..., 1] = 0.0
     normals = torch.tensor([[1.0, -1.0], [0.0, 0.0]], dtype=torch.float64).expand(5, 1, 2, 2)
-    bounds = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-torch.inf, 1.0], [1.0, 1.0], [0.1, 0.1]], dtype=torch.float64)[:, None, :, None]
+    bounds = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-torch.inf, 1.0], [1.0, 1.0], [0.1, 0.1]], dtype=torch.float64)[
+        :, None, :, None
+    ]
     fit = constrained(key, value, at_most=(normals, bounds), impl=impl)
     assert fit.info.flatten().tolist() == [0, 3, 3, 1, 0]
     alone = constrained(key[4:], value[4:], at_most=(normals[4:], bounds[4:]), impl=impl)
@@ -180,12 +208,19 @@ def test_without_constraints_it_is_ridge(impl: str) -> None:
     assert fit.multipliers.shape == (2, 3, 0, 2) and fit.info.shape == (2, 3, 2)
     empty = constrained(key[:0], value[:0], at_most=(_randn(4, 3), _randn(3, 1)), impl=impl)
     assert empty.weight.shape == (0, 3, 4, 2)
-    none = constrained(key[:, :, :0], value[:, :, :0], 1.0, equal=(torch.ones(4, 1).double(), torch.ones(1, 1).double()), impl=impl)
+    none = constrained(
+        key[:, :, :0], value[:, :, :0], 1.0, equal=(torch.ones(4, 1).double(), torch.ones(1, 1).double()), impl=impl
+    )
     torch.testing.assert_close(none.weight, torch.full((2, 3, 4, 2), 0.25, dtype=torch.float64))
 
 
 def test_gradient(impl: str) -> None:
-    key, value, normals, weights = _randn(1, 1, 6, 3), _randn(1, 1, 6, 2), _randn(3, 5), torch.rand(1, 6, dtype=torch.float64)
+    key, value, normals, weights = (
+        _randn(1, 1, 6, 3),
+        _randn(1, 1, 6, 2),
+        _randn(3, 5),
+        torch.rand(1, 6, dtype=torch.float64),
+    )
     alpha = torch.tensor(0.3, dtype=torch.float64)
     bounds = normals.mT @ _randn(3, 1) + 0.1
     inputs = [t.requires_grad_() for t in (key, value, alpha, normals, bounds, weights)]

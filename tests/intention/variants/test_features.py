@@ -61,12 +61,16 @@ def test_a_point_far_from_all_others_takes_none_of_their_digits(far: float) -> N
     query, key = (torch.randn(2, 2, n, 2, dtype=torch.float64) for n in (5, 10))
     near = torch.arange(10) != 3
     wanted = variants.kernel_features(query, key[:, :, near], 0.5)
-    slope = torch.autograd.functional.jvp(lambda q: variants.kernel_features(q, key[:, :, near], 0.5).square().sum(-1), query, query)[1]
+    slope = torch.autograd.functional.jvp(
+        lambda q: variants.kernel_features(q, key[:, :, near], 0.5).square().sum(-1), query, query
+    )[1]
     key[:, :, 3] = far
     phi, own = variants.kernel_features(query, key, 0.5), variants.kernel_features(key, key, 0.5)
     torch.testing.assert_close(phi @ own.mT, _kernel(query, key, 0.5), rtol=0, atol=1e-12)
     torch.testing.assert_close(phi @ phi.mT, wanted @ wanted.mT, rtol=0, atol=1e-12)
-    ours = torch.autograd.functional.jvp(lambda q: variants.kernel_features(q, key, 0.5).square().sum(-1), query, query)[1]
+    ours = torch.autograd.functional.jvp(
+        lambda q: variants.kernel_features(q, key, 0.5).square().sum(-1), query, query
+    )[1]
     torch.testing.assert_close(ours, slope, rtol=1e-9, atol=1e-9)
 
 
@@ -141,7 +145,11 @@ def test_gradients_of_one_and_of_several_derivatives_agree() -> None:
     (wanted,) = torch.autograd.grad(sum(run(rows) for rows in query), query, create_graph=True)
     torch.compiler.reset()
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for total in (sum(run(rows) for rows in query), torch.vmap(run)(query).sum(), sum(compiled(rows) for rows in query)):
+    for total in (
+        sum(run(rows) for rows in query),
+        torch.vmap(run)(query).sum(),
+        sum(compiled(rows) for rows in query),
+    ):
         torch.testing.assert_close(torch.autograd.grad(total, query)[0], wanted, rtol=1e-11, atol=1e-12)
     mapped = torch.vmap(torch.func.grad(run))
     for gradients in (mapped, torch.compile(mapped, backend="aot_eager")):

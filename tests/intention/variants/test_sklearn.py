@@ -35,8 +35,12 @@ def load(name: str) -> tuple[np.ndarray, np.ndarray]:
     return (rows[:, rows.std(0) > 0.5], targets) if name == "digits" else (rows, targets)
 
 
-BIASED = np.isclose(QuadraticDiscriminantAnalysis().fit([[0.0], [2.0], [1.0], [5.0]], [0, 0, 1, 1]).scalings_[0], 1.0).all()
-by_maximum_likelihood = pytest.mark.skipif(not BIASED, reason="this scikit-learn divides covariances by one less than the rows")
+BIASED = np.isclose(
+    QuadraticDiscriminantAnalysis().fit([[0.0], [2.0], [1.0], [5.0]], [0, 0, 1, 1]).scalings_[0], 1.0
+).all()
+by_maximum_likelihood = pytest.mark.skipif(
+    not BIASED, reason="this scikit-learn divides covariances by one less than the rows"
+)
 
 
 def _close(ours: torch.Tensor, theirs: np.ndarray, rtol: float = 1e-6) -> None:
@@ -77,7 +81,8 @@ def test_lssvm(impl: str, name: str, alpha: float) -> None:
 @by_maximum_likelihood
 @pytest.mark.parametrize("name", CLASSIFICATION)
 @pytest.mark.parametrize(
-    "solver, shrinkage, priors", [("lsqr", None, False), ("lsqr", 0.3, False), ("svd", None, False), ("svd", None, True)]
+    "solver, shrinkage, priors",
+    [("lsqr", None, False), ("lsqr", 0.3, False), ("svd", None, False), ("svd", None, True)],
 )
 def test_lda(impl: str, name: str, solver: str, shrinkage: float | None, priors: bool) -> None:
     rows, labels = load(name)
@@ -94,7 +99,11 @@ def test_lda(impl: str, name: str, solver: str, shrinkage: float | None, priors:
         coef, intercept = coef[0], intercept[0]
     elif solver == "lsqr":  # all classes share a term of its scores
         scores, weights, offset = (t - t.mean(-1, keepdim=True) for t in (scores, weights, offset))
-        decision, coef, intercept = decision - decision.mean(-1, keepdims=True), coef - coef.mean(0), intercept - intercept.mean()
+        decision, coef, intercept = (
+            decision - decision.mean(-1, keepdims=True),
+            coef - coef.mean(0),
+            intercept - intercept.mean(),
+        )
     _close(scores, decision)
     _close(weights.mT if classes > 2 else weights, coef)
     _close(offset, np.asarray(intercept))

@@ -35,7 +35,9 @@ def test_a_class_of_one_row(first: int) -> None:
     key = torch.cat([rows[:, :, kept], alone], 2)
     classes = torch.cat([labels[:, kept], torch.tensor([[first]])], 1)
     model = variants.qda(key, classes, 3)
-    with pytest.warns(RuntimeWarning, match=r"^info: some classes have 1, as they have no model; these are never chosen"):
+    with pytest.warns(
+        RuntimeWarning, match=r"^info: some classes have 1, as they have no model; these are never chosen"
+    ):
         found = model.predict(key)
     assert model.info[0, 0, first] == 1
     right = variants.qda(rows[:, :, kept], (labels[:, kept] == others[1]).long(), 2).predict(key)
@@ -91,5 +93,7 @@ def test_no_warning_where_values_are_not_read() -> None:
 
 def test_the_largest_score() -> None:
     nan, inf = math.nan, math.inf
-    scores = torch.tensor([[nan, 1, 2], [3, nan, -inf], [nan, -inf, nan], [-inf, -inf, -inf], [nan, nan, nan], [0, inf, nan]])
+    scores = torch.tensor(
+        [[nan, 1, 2], [3, nan, -inf], [nan, -inf, nan], [-inf, -inf, -inf], [nan, nan, nan], [0, inf, nan]]
+    )
     assert most_likely(scores).tolist() == [2, 0, -1, -1, -1, 1]

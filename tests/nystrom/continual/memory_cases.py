@@ -16,7 +16,9 @@ Capture = Callable[[], AbstractContextManager[object]]
 """A context in which steps believe that a CUDA graph captures them."""
 
 
-def check_in_place_is_out_of_place(step: Step, capture: Capture, landmarks: int | None, retroactive: bool, chunk: int) -> None:
+def check_in_place_is_out_of_place(
+    step: Step, capture: Capture, landmarks: int | None, retroactive: bool, chunk: int
+) -> None:
     """A captured step writes to its given tensors, a step of a shared state to new memory, any other to the spare
     memory.
 

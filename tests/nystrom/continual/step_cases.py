@@ -20,7 +20,13 @@ Step = Callable[[Any, Tokens, bool], tuple[Tensor, Any]]
 
 
 def tokens(
-    batch: int, heads: int, length: int, width: int, value_width: int, dtype: torch.dtype = torch.float32, size: float = 1.0
+    batch: int,
+    heads: int,
+    length: int,
+    width: int,
+    value_width: int,
+    dtype: torch.dtype = torch.float32,
+    size: float = 1.0,
 ) -> Tokens:
     query, key, value = (torch.randn(batch, heads, length, n) for n in (width, width, value_width))
     return (size * query).to(dtype), key.to(dtype), value.to(dtype)
@@ -122,7 +128,13 @@ def check_log_scales(step: Callable[[Any, Tokens], Any]) -> None:
 
 
 def compare(
-    step: Step, stream: Tokens, window: int, landmarks: int | None, chunks: list[int], retroactive: bool, fixed: bool = False
+    step: Step,
+    stream: Tokens,
+    window: int,
+    landmarks: int | None,
+    chunks: list[int],
+    retroactive: bool,
+    fixed: bool = False,
 ) -> None:
     """Check the rows of each chunk of a stream against the definition in float64, by promise P2.
 

@@ -15,7 +15,9 @@ def step_of(state: Any) -> Any:
     return ck.continual_nystrom_step if isinstance(state, ck.ContinualNystromState) else ck.continual_attention_step
 
 
-def stepped(state: Any, tokens: tuple[Tensor, ...], chunk: int = 1, **options: Any) -> Iterator[tuple[int, Tensor, Any]]:
+def stepped(
+    state: Any, tokens: tuple[Tensor, ...], chunk: int = 1, **options: Any
+) -> Iterator[tuple[int, Tensor, Any]]:
     """Yield (tokens taken so far, out, state) after each chunk."""
     taken = 0
     for parts in zip(*(t.split(chunk, dim=2) for t in tokens), strict=True):

@@ -53,17 +53,26 @@ _SPILLED = {
     (torch.float64, 256, True): (0.02, 0, 0, 0.01, 0, 0),
     (torch.float64, None, False): (0.01, 0, 0, 0, 0, 0),
 }
-SPILLING = {(*case, card): share for case, shares in _SPILLED.items() for card, share in zip(SHARED_LIMIT, shares, strict=True) if share}
+SPILLING = {
+    (*case, card): share
+    for case, shares in _SPILLED.items()
+    for card, share in zip(SHARED_LIMIT, shares, strict=True)
+    if share
+}
 """The steps known to spill, and the largest share of their instructions that may access local memory, by capability.
 
 The inverse of 64 landmarks or more takes all registers: values kept from token to token are spilled around it, once a
 segment.
 """
 
-EVERY = list(itertools.product([torch.float32, torch.bfloat16, torch.float64], [16, 64, 256, None], [False, True], SHARED_LIMIT))
+EVERY = list(
+    itertools.product([torch.float32, torch.bfloat16, torch.float64], [16, 64, 256, None], [False, True], SHARED_LIMIT)
+)
 
 
-def _launch(dtype: torch.dtype, landmarks: int | None, retroactive: bool, shape: tuple[int, ...] = (1, 2, 256, 64, 64, 1)) -> Launch:
+def _launch(
+    dtype: torch.dtype, landmarks: int | None, retroactive: bool, shape: tuple[int, ...] = (1, 2, 256, 64, 64, 1)
+) -> Launch:
     batch, heads, window, width, value_width, count = shape
     stream = tokens(batch, heads, window + count, width, value_width, dtype)
     step = kernels.continual_attention_step if landmarks is None else kernels.continual_nystrom_step
@@ -98,18 +107,24 @@ def test_a_step_is_one_launch(landmarks: int | None, retroactive: bool, count: i
     others = list(state) if held else []
     with _Operations() as operations:
         assert len(record(lambda: step(state, *new, retroactive))) == 1
-    assert operations.called - {"new_empty", "empty_like", "empty"} == {"_local_scalar_dense"}, others  # the scale, on the CPU
+    assert operations.called - {"new_empty", "empty_like", "empty"} == {"_local_scalar_dense"}, (
+        others
+    )  # the scale, on the CPU
 
 
 def _check(launched: Launch, capability: int, folder: Path, spilling: float | None = None) -> list[str]:
     name = launched.kernel.__name__
     found = wrong([launched], capability, folder, lambda *_: False, {name: spilling} if spilling else None)
     shared = compiled(launched, capability, folder).shared
-    return found if shared <= SHARED else [*found, f"{name}: {shared} bytes of shared memory, and some GPUs have {SHARED}"]
+    return (
+        found if shared <= SHARED else [*found, f"{name}: {shared} bytes of shared memory, and some GPUs have {SHARED}"]
+    )
 
 
 @pytest.mark.parametrize("dtype, landmarks, retroactive, capability", ORDINARY)
-def test_compiled(dtype: torch.dtype, landmarks: int | None, retroactive: bool, capability: int, tmp_path: Path) -> None:
+def test_compiled(
+    dtype: torch.dtype, landmarks: int | None, retroactive: bool, capability: int, tmp_path: Path
+) -> None:
     with as_if_on(capability):
         launched = _launch(dtype, landmarks, retroactive)
     assert _check(launched, capability, tmp_path) == []
@@ -117,7 +132,9 @@ def test_compiled(dtype: torch.dtype, landmarks: int | None, retroactive: bool, 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype, landmarks, retroactive, capability", EVERY)
-def test_compiled_everywhere(dtype: torch.dtype, landmarks: int | None, retroactive: bool, capability: int, tmp_path: Path) -> None:
+def test_compiled_everywhere(
+    dtype: torch.dtype, landmarks: int | None, retroactive: bool, capability: int, tmp_path: Path
+) -> None:
     with as_if_on(capability):
         launched = _launch(dtype, landmarks, retroactive)
     assert _check(launched, capability, tmp_path, SPILLING.get((dtype, landmarks, retroactive, capability))) == []

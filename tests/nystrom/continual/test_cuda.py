@@ -150,7 +150,9 @@ def test_huge_logits(landmarks: int | None, fixed: bool, retroactive: bool, orde
     tokens = tuple(suite.huge_inputs(dtype, order, {"N": 3 * window}).values())
     query, key, value = tokens
     stream: Tokens = (query, key, value)
-    ours, right = (_start(part, landmarks, fixed) for part in (_part(stream, 0, window), _wide(_part(stream, 0, window))))
+    ours, right = (
+        _start(part, landmarks, fixed) for part in (_part(stream, 0, window), _wide(_part(stream, 0, window)))
+    )
     for at in range(window, 3 * window):
         out, ours = _step(ours, _part(stream, at, at + 1), retroactive)
         wanted, right = _defined(right, _wide(_part(stream, at, at + 1)), retroactive)
@@ -237,7 +239,9 @@ class Recorder:
 
 
 @kinds
-def test_a_captured_step_streams_on(landmarks: int | None, retroactive: bool, played: Player, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_streams_on(
+    landmarks: int | None, retroactive: bool, played: Player, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One captured call is replayed with new tokens in the same memory; then the captured state is stepped eagerly."""
     stream = _tokens(1, 2, 80, 4, 4)
     token = tuple(t.clone() for t in _part(stream, 20, 21))
@@ -289,7 +293,9 @@ def test_layouts(layout: str, landmarks: int | None, retroactive: bool) -> None:
     stream = _tokens(2, 2, 16, 5, 3)
     query, key, value = map(LAYOUTS[layout], _part(stream, 11, 16))
     strange = _step(_start(_part(stream, 0, 11), landmarks), (query, key, value), retroactive)
-    plain = _step(_start(_part(stream, 0, 11), landmarks), tuple(t.contiguous() for t in (query, key, value)), retroactive)
+    plain = _step(
+        _start(_part(stream, 0, 11), landmarks), tuple(t.contiguous() for t in (query, key, value)), retroactive
+    )
     assert all(map(_same, strange, plain))
 
 
@@ -313,7 +319,8 @@ def test_batches(batch: int, heads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "part, poison", [(0, math.nan), (1, math.nan), (2, math.nan), (0, math.inf), (1, -math.inf), (2, math.inf), (1, 1.7e308)]
+    "part, poison",
+    [(0, math.nan), (1, math.nan), (2, math.nan), (0, math.inf), (1, -math.inf), (2, math.inf), (1, 1.7e308)],
 )
 @pytest.mark.parametrize("landmarks, fixed", [(5, False), (5, True), (None, False)])
 @pytest.mark.parametrize("retroactive", [False, True])
@@ -388,7 +395,11 @@ def test_falling_logits_make_every_row_anew() -> None:
     """The worst case of the guard: each token that leaves had almost all the weight,
     so every row is recomputed at every step."""
     window, length = 9, 60
-    query, key, value = torch.ones(1, 1, length, 1), -3.0 * torch.arange(length).view(1, 1, -1, 1), torch.randn(1, 1, length, 4)
+    query, key, value = (
+        torch.ones(1, 1, length, 1),
+        -3.0 * torch.arange(length).view(1, 1, -1, 1),
+        torch.randn(1, 1, length, 4),
+    )
     for landmarks in (3, None):
         _compare((query, key, value), window, landmarks, [1] * (length - window), True)
 
@@ -423,7 +434,9 @@ def test_reasons() -> None:
 
 
 @kinds
-def test_the_extension_takes_tensors_on_a_gpu_alone(landmarks: int | None, retroactive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extension_takes_tensors_on_a_gpu_alone(
+    landmarks: int | None, retroactive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The built extension has all functions of the emulated one,
     and refuses tensors on the CPU before it launches anything."""
     monkeypatch.setattr(cuda_step, "CUDA", BUILT)
@@ -481,9 +494,15 @@ def test_under_sanitizers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("order", [1, 16, 33, 64])
 @pytest.mark.parametrize("exponent", [-100, 0, 80])
-def test_the_pseudo_inverse_of_tiny_and_huge_matrices(played: Player, order: int, exponent: int, dtype: torch.dtype) -> None:
+def test_the_pseudo_inverse_of_tiny_and_huge_matrices(
+    played: Player, order: int, exponent: int, dtype: torch.dtype
+) -> None:
     """The product of a matrix's norms overflows or underflows, but its inverse is still in range."""
-    matrix = (4 * torch.eye(order, dtype=torch.float64) + torch.rand(order, order, dtype=torch.float64)).softmax(-1).to(dtype)
+    matrix = (
+        (4 * torch.eye(order, dtype=torch.float64) + torch.rand(order, order, dtype=torch.float64))
+        .softmax(-1)
+        .to(dtype)
+    )
     inverse = torch.empty_like(matrix)
     played.kernels.iterative_pinv(matrix=2.0**exponent * matrix, inverse=inverse, iterations=8)
     right = iterative_pinv_reference(matrix.double(), 8)

@@ -16,7 +16,9 @@ from torch import Tensor
 from cmab_kernels.nystrom.continual import continual_attention_init, continual_nystrom_init
 from cmab_kernels.nystrom.continual.reference import row_means, row_sums, window_of
 
-native = pytest.importorskip("cmab_kernels.nystrom.continual.native", reason="the extension was not built", exc_type=ImportError)
+native = pytest.importorskip(
+    "cmab_kernels.nystrom.continual.native", reason="the extension was not built", exc_type=ImportError
+)
 
 WINDOW, LANDMARKS, WIDTH = 256, 2, 2
 BLOCK = 2000
@@ -70,7 +72,9 @@ def _errors(law: Law, kind: str, count: int) -> Tensor:
     for first in range(WINDOW, WINDOW + count, BLOCK):
         tokens = _tokens(law, first, BLOCK)
         out, state = native.continual_nystrom_step(state, *tokens, False)
-        key, value = (torch.cat([old[:, :, 1 - WINDOW :], new], 2) for old, new in ((key, tokens[1]), (value, tokens[2])))
+        key, value = (
+            torch.cat([old[:, :, 1 - WINDOW :], new], 2) for old, new in ((key, tokens[1]), (value, tokens[2]))
+        )
         errors.append((out[0, 0].double() - _means(key, value)).abs())
     return torch.cat(errors)
 
@@ -106,7 +110,9 @@ def test_what_torch_has_added_leaves_nothing(size: float) -> None:
     landmark = direction.view(1, 1, width)
     state = continual_nystrom_init(*first, landmarks=(landmark, landmark), scale=1.0)
     for token in range(window, window + 100):
-        out, state = native.continual_nystrom_step(state, *(t[:, :, token : token + 1] for t in (keys, keys, values)), False)
+        out, state = native.continual_nystrom_step(
+            state, *(t[:, :, token : token + 1] for t in (keys, keys, values)), False
+        )
     assert (out + 1).abs().max() < 1e-6
 
 

@@ -79,7 +79,9 @@ class InTriton:
     shapes = ({},)
     dtypes = (torch.float32, torch.float16)
     repeats = 2
-    test_autocast = test_opcheck = test_any_order = test_gradcheck = test_gradgradcheck = None  # with gradients the definition runs
+    test_autocast = test_opcheck = test_any_order = test_gradcheck = test_gradgradcheck = (
+        None  # with gradients the definition runs
+    )
 
 
 class TestContinualAttention(InTriton, _ContinualAttention): ...
@@ -300,7 +302,9 @@ def test_reasons() -> None:
     narrow, wider = torch.zeros(1, 1, 4, 300), torch.zeros(1, 1, 4, 513)
     assert kernels.unsupported(narrow, narrow, narrow, torch.zeros(1, 1, 64, 300)) is None
     assert "at most 512 wide, and value is 513" in str(kernels.unsupported(narrow, narrow, wider))
-    assert "landmarks, and the state has 257" in str(kernels.unsupported(narrow, narrow, narrow, torch.zeros(1, 1, 257, 300)))
+    assert "landmarks, and the state has 257" in str(
+        kernels.unsupported(narrow, narrow, narrow, torch.zeros(1, 1, 257, 300))
+    )
     assert "bfloat16" in str(kernels.unsupported(*[narrow.bfloat16()] * 3))
 
 
@@ -322,7 +326,8 @@ def test_log_scales() -> None:
 @kinds
 @torch.no_grad()
 def test_rows_without_a_token(landmarks: int | None, retroactive: bool) -> None:
-    """Rows of the batch that have no token keep their states bit for bit, and the others have the bits of a step of all."""
+    """Rows of the batch that have no token keep their states bit for bit, and the others have the bits of a step of
+    all."""
     output = "retroactive" if retroactive else "single"
     take = ck.continual_attention_step if landmarks is None else ck.continual_nystrom_step
     stream = tokens(3, 1, 15, 4, 5)
@@ -336,6 +341,13 @@ def test_rows_without_a_token(landmarks: int | None, retroactive: bool) -> None:
         out, states[1] = take(states[1], *masked, output=output, impl="triton", key_padding_mask=absent)
         assert torch.equal(out[~absent], wanted[~absent]) and out[absent].isnan().all()
         other, after = (ck.state_to_tensors(state) for state in states)
-        for name in ("queries", "keys", "values", "sums", "position", *(("landmark_keys", "inverse") if landmarks else ())):
+        for name in (
+            "queries",
+            "keys",
+            "values",
+            "sums",
+            "position",
+            *(("landmark_keys", "inverse") if landmarks else ()),
+        ):
             assert torch.equal(after[name][~absent], other[name][~absent])
             assert after[name].shape != before[name].shape or torch.equal(after[name][absent], before[name][absent])

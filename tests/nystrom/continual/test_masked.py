@@ -1,4 +1,5 @@
-"""Steps in which some rows of a batch have no token: the rows keep their states, and the others step as without them."""
+"""Steps in which some rows of a batch have no token: the rows keep their states, and the others step as without
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ BATCH, HEADS, WINDOW, WIDTH, VALUES = 5, 2, 70, 6, 7
 KINDS: dict[str, Any] = {"exact": (None, False), "continual": (9, False), "fixed": (5, True)}
 
 
-DTYPES = [torch.float64, torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in (torch.float32, torch.float16))]
+DTYPES = [
+    torch.float64,
+    torch.bfloat16,
+    *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in (torch.float32, torch.float16)),
+]
 
 
 def step(state: Any, token: Any, output: str, impl: str, mask: Tensor | None = None) -> Any:
@@ -38,7 +43,8 @@ def rows_of(state: Any, rows: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_each_row_is_a_stream_of_its_own(kind: str, output: str, dtype: torch.dtype, impl: str) -> None:
-    """Every row has the bits of a stream that is stepped alone, whatever the other rows do; what it has no token for is not read.
+    """Every row has the bits of a stream that is stepped alone, whatever the other rows do; what it has no token for is
+    not read.
 
     torch's products, which the definition uses, may round a row of a batch in another way than the row alone.
     """
@@ -105,7 +111,10 @@ def test_a_first_retroactive_step_may_be_masked() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_reach_the_rows_with_a_token_alone(kind: str) -> None:
-    first, new = tokens(BATCH, HEADS, 8, WIDTH, VALUES, torch.float64), tokens(BATCH, HEADS, 1, WIDTH, VALUES, torch.float64)
+    first, new = (
+        tokens(BATCH, HEADS, 8, WIDTH, VALUES, torch.float64),
+        tokens(BATCH, HEADS, 1, WIDTH, VALUES, torch.float64),
+    )
     absent = torch.tensor([True, False, True, False, False])
     for each in (*first, *new):
         each.requires_grad_()
@@ -139,9 +148,15 @@ def test_masked_steps_compile() -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "a list": ([True] * BATCH, "key_padding_mask: got a list, expected a torch.Tensor or None"),
     "numbers": (torch.zeros(BATCH), r"key_padding_mask: got torch.float32 \(5,\), expected torch.bool \(B,\) = \(5,\)"),
-    "another batch": (torch.zeros(2, dtype=torch.bool), r"key_padding_mask: got torch.bool \(2,\), expected torch.bool \(B,\) = \(5,\)"),
+    "another batch": (
+        torch.zeros(2, dtype=torch.bool),
+        r"key_padding_mask: got torch.bool \(2,\), expected torch.bool \(B,\) = \(5,\)",
+    ),
     "a mask of tokens": (torch.zeros(BATCH, 1, dtype=torch.bool), r"key_padding_mask: got torch.bool \(5, 1\)"),
-    "another device": (torch.zeros(BATCH, dtype=torch.bool, device="meta"), "key_padding_mask: got device meta, expected cpu"),
+    "another device": (
+        torch.zeros(BATCH, dtype=torch.bool, device="meta"),
+        "key_padding_mask: got device meta, expected cpu",
+    ),
 }
 
 

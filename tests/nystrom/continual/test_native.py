@@ -15,12 +15,20 @@ import torch
 from torch import Tensor
 
 from cmab_kernels.nystrom.continual import continual_attention_init, continual_nystrom_init
-from cmab_kernels.nystrom.continual.reference import attention_step_reference, nystrom_step_reference, row_means, row_sums, window_of
+from cmab_kernels.nystrom.continual.reference import (
+    attention_step_reference,
+    nystrom_step_reference,
+    row_means,
+    row_sums,
+    window_of,
+)
 from cmab_kernels.nystrom.continual.state import ContinualNystromState
 from cmab_kernels.nystrom.reference import logits
 from cmab_kernels.runtime.dtypes import state_dtype
 
-native = pytest.importorskip("cmab_kernels.nystrom.continual.native", reason="the extension was not built", exc_type=ImportError)
+native = pytest.importorskip(
+    "cmab_kernels.nystrom.continual.native", reason="the extension was not built", exc_type=ImportError
+)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["continual", "fixed", "exact"]
@@ -34,7 +42,9 @@ pytestmark = pytest.mark.usefixtures("threads", "no_gradients")
 Tokens = tuple[Tensor, Tensor, Tensor]
 
 
-def _tokens(batch: int, heads: int, count: int, width: int, value_width: int, dtype: torch.dtype = torch.float32) -> Tokens:
+def _tokens(
+    batch: int, heads: int, count: int, width: int, value_width: int, dtype: torch.dtype = torch.float32
+) -> Tokens:
     q, k, v = (torch.randn(batch, heads, count, w, dtype=torch.float64).to(dtype) for w in (width, width, value_width))
     return q, k, v
 
@@ -56,7 +66,9 @@ def _start(kind: str, tokens: Tokens, n: int, m: int, scale: float | None = None
 
 
 def _step(state: Any, tokens: Tokens, retroactive: bool = False) -> tuple[Tensor, Any]:
-    step = native.continual_nystrom_step if isinstance(state, ContinualNystromState) else native.continual_attention_step
+    step = (
+        native.continual_nystrom_step if isinstance(state, ContinualNystromState) else native.continual_attention_step
+    )
     result = step(state, *tokens, retroactive)
     assert result is not None
     return result
@@ -79,13 +91,19 @@ def _what_counts(state: Any) -> list[Tensor]:
     """Return all meaningful tensors of a state: the window in order of time, and all others but the spare memory."""
     return [
         *_window(state),
-        *(t for name, t in state._asdict().items() if isinstance(t, Tensor) and name not in (*state._fields[:3], "spare")),
+        *(
+            t
+            for name, t in state._asdict().items()
+            if isinstance(t, Tensor) and name not in (*state._fields[:3], "spare")
+        ),
     ]
 
 
 def _same(a: Any, b: Any) -> bool:
     pairs = zip(_what_counts(a), _what_counts(b), strict=True)
-    return all(torch.equal(x, y) for x, y in pairs) and [f for f in a if isinstance(f, int)] == [f for f in b if isinstance(f, int)]
+    return all(torch.equal(x, y) for x, y in pairs) and [f for f in a if isinstance(f, int)] == [
+        f for f in b if isinstance(f, int)
+    ]
 
 
 # ---- accuracy
@@ -125,7 +143,9 @@ def _compare(kind: str, tokens: Tokens, n: int, m: int, retroactive: bool, scale
         out, state = _step(state, new, retroactive)
         wide, right = by_definition(right, *(t.double() for t in new), retroactive)
         own, same = by_definition(same, *new, retroactive)
-        assert out.dtype == dtype and out.is_contiguous() and out.shape == wide.shape and (state.position == i + 1).all()
+        assert (
+            out.dtype == dtype and out.is_contiguous() and out.shape == wide.shape and (state.position == i + 1).all()
+        )
         queries = _window(right)[0] if retroactive else new[0].double()
         sizes = _sizes(right, queries) + 1e-300
         errors.append(((out.double() - wide).abs() / sizes).max())
@@ -325,7 +345,9 @@ def test_states_that_share_a_ring() -> None:
     other = state._replace(position=state.position)  # another tuple, the same tensors
     first, _ = _run(state, rest, [1] * 30)
     second, _ = _run(other, rest, [1] * 30)
-    assert torch.equal(torch.cat(first, 2), torch.cat(right, 2)) and torch.equal(torch.cat(second, 2), torch.cat(right, 2))
+    assert torch.equal(torch.cat(first, 2), torch.cat(right, 2)) and torch.equal(
+        torch.cat(second, 2), torch.cat(right, 2)
+    )
 
 
 @pytest.mark.parametrize("field", ["queries", "keys", "values", "sums", "spare"])

@@ -90,7 +90,9 @@ BAD_STATES: dict[str, Callable[[Any], Any]] = {
     "another type of ring": lambda s: s._replace(values=s.values.half()),
     "sums of another width": lambda s: s._replace(sums=s.sums[..., 1:].contiguous()),
     "spare of another size": lambda s: s._replace(spare=s.spare[:, :, 1:].contiguous()),
-    "a ring that is too short": lambda s: s._replace(**{f: getattr(s, f)[:, :, -20:].contiguous() for f in ("queries", "keys", "values")}),
+    "a ring that is too short": lambda s: s._replace(
+        **{f: getattr(s, f)[:, :, -20:].contiguous() for f in ("queries", "keys", "values")}
+    ),
     "rings of two lengths": lambda s: s._replace(values=torch.cat([s.values, s.values], 2)),
     "a window not filled": lambda s: s._replace(position=torch.full_like(s.position, 19)),
     "no window": lambda s: s._replace(window=0),
@@ -194,7 +196,9 @@ with torch.no_grad():
 def test_torch_without_the_table_of_functions() -> None:
     """Older versions of torch have no such table: the extension then goes through Python, and gives the same bits."""
     runs = [
-        subprocess.run([sys.executable, "-c", WITHOUT_TABLE.format(without=without)], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", WITHOUT_TABLE.format(without=without)], capture_output=True, text=True, check=True
+        ).stdout
         for without in (False, True)
     ]
     assert runs[0] == runs[1] and runs[0].count("torch.") == 4

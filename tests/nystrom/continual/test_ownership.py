@@ -30,7 +30,9 @@ def _step(state: Any, tokens: tuple[Tensor, ...], retroactive: bool = False) -> 
 def _stream(kind: str) -> Any:
     """Return a state that has taken some steps, as a stream does, and that nobody else holds."""
     first = _tokens(N)
-    state: Any = ck.continual_attention_init(*first) if kind != "nystrom" else ck.continual_nystrom_init(*first, num_landmarks=3)
+    state: Any = (
+        ck.continual_attention_init(*first) if kind != "nystrom" else ck.continual_nystrom_init(*first, num_landmarks=3)
+    )
     for _ in range(3):
         _, state = _step(state, _tokens(1), kind == "retroactive")
     return state

@@ -24,11 +24,15 @@ WINDOWS = [(1, 1), (7, 7), (16, 1), (16, 4), (17, 5), (64, 16)]
 OUTPUTS = ["single", "retroactive"]
 
 
-def _stream(length: int, dtype: torch.dtype = torch.float64, width: int = 6, value_width: int = 5) -> tuple[Tensor, ...]:
+def _stream(
+    length: int, dtype: torch.dtype = torch.float64, width: int = 6, value_width: int = 5
+) -> tuple[Tensor, ...]:
     return tuple(torch.randn(2, 3, length, w).to(dtype) for w in (width, width, value_width))
 
 
-def _start(stream: tuple[Tensor, ...], window: int, number: int, fixed: bool, **options: Any) -> tuple[Any, tuple[Tensor, ...]]:
+def _start(
+    stream: tuple[Tensor, ...], window: int, number: int, fixed: bool, **options: Any
+) -> tuple[Any, tuple[Tensor, ...]]:
     """Return the state after the first window, and the tokens that follow."""
     first, rest = zip(*(t.split([window, t.shape[2] - window], dim=2) for t in stream), strict=True)
     if not fixed:
@@ -58,7 +62,10 @@ def _window_rows(state: Any) -> list[Tensor]:
 def _same(a: Any, b: Any) -> bool:
     """Compare two states, except spare memory and free rows of the rings, whose contents mean nothing."""
     fields = [name for name in a._fields[3:] if name != "spare"]
-    pairs = [*zip(_window_rows(a), _window_rows(b), strict=True), *((getattr(a, name), getattr(b, name)) for name in fields)]
+    pairs = [
+        *zip(_window_rows(a), _window_rows(b), strict=True),
+        *((getattr(a, name), getattr(b, name)) for name in fields),
+    ]
     return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)
 
 
@@ -78,7 +85,9 @@ def test_every_step_equals_its_window(impl: str, window: int, number: int, fixed
     for taken, out, now in stepped(state, rest, output=output, impl=impl):
         tokens = window_at(stream, window + taken, window)
         wanted = oracles.nystrom_attention(*tokens, _landmarks(now))
-        torch.testing.assert_close(out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-10, atol=1e-11)
+        torch.testing.assert_close(
+            out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-10, atol=1e-11
+        )
         assert all(torch.equal(ring, t) for ring, t in zip(_window_rows(now), tokens, strict=True))
         if not fixed and taken % window == 0:
             for ours, t in zip(_landmarks(now), tokens, strict=False):
@@ -103,7 +112,9 @@ def test_a_landmark_is_replaced_when_its_segment_is_full(impl: str, window: int,
         newest = taken - ([0, *ends])[ends.index(taken)]
         for old, now, t in zip(before, after, stream, strict=False):
             assert torch.equal(old[:, :, 1:], now[:, :, :-1])
-            torch.testing.assert_close(now[:, :, -1], t[:, :, window + taken - newest : window + taken].mean(2), rtol=1e-13, atol=1e-14)
+            torch.testing.assert_close(
+                now[:, :, -1], t[:, :, window + taken - newest : window + taken].mean(2), rtol=1e-13, atol=1e-14
+            )
         before = after
 
 
@@ -114,7 +125,9 @@ def test_exact_attention_equals_its_window(impl: str, window: int, output: str) 
     first, rest = zip(*(t.split([window, t.shape[2] - window], dim=2) for t in stream), strict=True)
     for taken, out, _ in stepped(ck.continual_attention_init(*first, scale=0.3), rest, output=output, impl=impl):
         wanted = scaled_dot_product_attention(*window_at(stream, window + taken, window), scale=0.3)
-        torch.testing.assert_close(out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-12, atol=1e-13
+        )
 
 
 def test_single_and_retroactive_steps_of_exact_attention_mix(impl: str) -> None:
@@ -125,7 +138,9 @@ def test_single_and_retroactive_steps_of_exact_attention_mix(impl: str) -> None:
         output = OUTPUTS[(i // 3) % 2]
         out, state = ck.continual_attention_step(state, *parts, output=output, impl=impl)
         wanted = scaled_dot_product_attention(*window_at(stream, 10 + i, 9))
-        torch.testing.assert_close(out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            out, wanted if output == "retroactive" else wanted[:, :, -1:], rtol=1e-12, atol=1e-13
+        )
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -183,7 +198,8 @@ def test_gradients_through_continual_landmarks() -> None:
     stream = tuple(t.requires_grad_() for t in _stream(27))
     tokens = window_at(stream, 27, 9)
     wanted = torch.autograd.grad(
-        oracles.nystrom_attention(*tokens, (segment_means(tokens[0], 4), segment_means(tokens[1], 4))).pow(2).sum(), stream
+        oracles.nystrom_attention(*tokens, (segment_means(tokens[0], 4), segment_means(tokens[1], 4))).pow(2).sum(),
+        stream,
     )
     state = ck.continual_nystrom_init(*(t[:, :, :9] for t in stream), 4)
     out, _ = last(state, tuple(t[:, :, 9:] for t in stream), output="retroactive")  # 18 tokens: two whole windows
@@ -266,7 +282,9 @@ def test_a_state_that_nobody_shares_is_not_copied() -> None:
     addresses = set()
     for parts in zip(*(t.split(1, dim=2) for t in rest), strict=True):
         out, state = ck.continual_nystrom_step(state, *parts)
-        addresses.add((*(ring.data_ptr() for ring in state[:3]), frozenset((state.sums.data_ptr(), state.spare.data_ptr()))))
+        addresses.add(
+            (*(ring.data_ptr() for ring in state[:3]), frozenset((state.sums.data_ptr(), state.spare.data_ptr())))
+        )
     assert out.isfinite().all() and len(addresses) <= 2  # the memory that `init` was given, and the stream's own
 
 
@@ -285,7 +303,9 @@ def test_saved_and_restored(impl: str, kind: str, moment: int) -> None:
     file.seek(0)
     restored = type(state)(**torch.load(file, weights_only=True))
     after = tuple(t[:, :, moment:] for t in rest)
-    for (_, out, new), (_, again, renewed) in zip(stepped(state, after, impl=impl), stepped(restored, after, impl=impl), strict=True):
+    for (_, out, new), (_, again, renewed) in zip(
+        stepped(state, after, impl=impl), stepped(restored, after, impl=impl), strict=True
+    ):
         assert torch.equal(out, again) and _same(new, renewed)
 
 
@@ -294,12 +314,17 @@ def test_size_is_the_formula_of_the_documentation() -> None:
     state, rest = _start(_stream(40), window, number, fixed=False)
     _, state = last(state, rest)
     elements = sum(t.numel() for t in state[:8]) // 6
-    assert elements == (window + 1) * (2 * width + value_width) + 2 * number * (value_width + 5) + 2 * number * width + number**2
+    assert (
+        elements
+        == (window + 1) * (2 * width + value_width) + 2 * number * (value_width + 5) + 2 * number * width + number**2
+    )
     assert elements == costs.state_elements(window, number, width, value_width)
     exact = ck.continual_attention_init(*_stream(window))
     for output, retroactive in (("single", False), ("retroactive", True)):
         _, after = ck.continual_attention_step(exact, *_stream(1), output=output)
-        assert sum(t.numel() for t in after[:5]) // 6 == costs.attention_state_elements(window, width, value_width, retroactive)
+        assert sum(t.numel() for t in after[:5]) // 6 == costs.attention_state_elements(
+            window, width, value_width, retroactive
+        )
 
 
 def test_move_state() -> None:
@@ -318,7 +343,9 @@ def test_the_default_device_does_not_matter(impl: str, kind: str) -> None:
     with torch.device("meta"):
         out, after = step(start(first, first, first, *counts), token, token, token, output="retroactive", impl=impl)
     assert not any(t.is_meta for t in (out, *after) if isinstance(t, Tensor))
-    assert torch.equal(out, step(start(first, first, first, *counts), token, token, token, output="retroactive", impl=impl).out)
+    assert torch.equal(
+        out, step(start(first, first, first, *counts), token, token, token, output="retroactive", impl=impl).out
+    )
 
 
 @pytest.mark.parametrize("kind", ["continual", "exact"])
@@ -332,7 +359,9 @@ def test_blocks_of_tokens_leave_no_more_than_two_windows(impl: str, kind: str) -
     for sizes in ([1, 1], [4, 1, 10, 1], [97, 3, 1, 60, 1]):
         new = state
         for parts in zip(*(t[:, :, : sum(sizes)].split(sizes, dim=2) for t in rest), strict=True):
-            out, new = (ck.continual_attention_step if kind == "exact" else ck.continual_nystrom_step)(new, *parts, impl=impl)
+            out, new = (ck.continual_attention_step if kind == "exact" else ck.continual_nystrom_step)(
+                new, *parts, impl=impl
+            )
         assert new.keys.shape[2] <= 20
         wanted, one_by_one = last(state, tuple(t[:, :, : sum(sizes)] for t in rest), impl=impl)
         torch.testing.assert_close(out[:, :, -1:], wanted, rtol=1e-12, atol=1e-13)
@@ -367,13 +396,20 @@ def test_streams_joined_by_hand(impl: str, kind: str, chunk: int, output: str) -
     """Each stream of a batch goes on from its own position: it replaces its landmarks when its own segments end."""
     parts, rest = _two_streams(kind)
     alone = [
-        torch.cat([out for _, out, _ in stepped(part, tuple(t[rows] for t in rest), chunk, output=output, impl=impl)], 2)
+        torch.cat(
+            [out for _, out, _ in stepped(part, tuple(t[rows] for t in rest), chunk, output=output, impl=impl)], 2
+        )
         for part, rows in zip(parts, (slice(0, 2), slice(2, 4)), strict=True)
     ]
-    steps = [(out, new, copy.deepcopy(new)) for _, out, new in stepped(_joined(*parts), rest, chunk, output=output, impl=impl)]
+    steps = [
+        (out, new, copy.deepcopy(new))
+        for _, out, new in stepped(_joined(*parts), rest, chunk, output=output, impl=impl)
+    ]
     torch.testing.assert_close(torch.cat([out for out, _, _ in steps], 2), torch.cat(alone), rtol=1e-12, atol=1e-13)
     assert steps[-1][1].position.unique().tolist() == [37, 46]
-    assert all(torch.equal(a, b) for _, new, then in steps for a, b in zip(new[5:-3], then[5:-3], strict=True))  # landmarks stay
+    assert all(
+        torch.equal(a, b) for _, new, then in steps for a, b in zip(new[5:-3], then[5:-3], strict=True)
+    )  # landmarks stay
 
 
 @pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
@@ -468,9 +504,21 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     "an unknown device": (ValueError, "^device: got 'foo'", lambda state: ck.move_state(state, "foo")),
     "a tuple to move": (TypeError, "^state: got a tuple", lambda _: ck.move_state((1, 2), "cpu")),
     "nothing to take apart": (TypeError, "^state: got None", lambda _: ck.state_to_tensors(None)),
-    "half a state": (ValueError, r"^state\.keys: got None", lambda state: ck.state_to_tensors(state._replace(keys=None))),
-    "a name of a kind": (TypeError, "^kind: got 'x'", lambda state: ck.state_from_tensors("x", ck.state_to_tensors(state))),
-    "another kind": (TypeError, "^kind: got .*RidgeState", lambda state: ck.state_from_tensors(ck.RidgeState, ck.state_to_tensors(state))),
+    "half a state": (
+        ValueError,
+        r"^state\.keys: got None",
+        lambda state: ck.state_to_tensors(state._replace(keys=None)),
+    ),
+    "a name of a kind": (
+        TypeError,
+        "^kind: got 'x'",
+        lambda state: ck.state_from_tensors("x", ck.state_to_tensors(state)),
+    ),
+    "another kind": (
+        TypeError,
+        "^kind: got .*RidgeState",
+        lambda state: ck.state_from_tensors(ck.RidgeState, ck.state_to_tensors(state)),
+    ),
     "no tensors": (TypeError, "^tensors: got None", lambda state: ck.state_from_tensors(type(state), None)),
 }
 

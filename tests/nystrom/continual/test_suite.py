@@ -83,7 +83,9 @@ class TestContinualAttention(StepSuite):
 
     def oracle(self, query: Tensor, key: Tensor, value: Tensor) -> Results:
         ends = range(WINDOW + 1, query.shape[2] + 1)
-        rows = [self.row(query[:, :, end - 1 : end], *(t[:, :, end - WINDOW : end] for t in (key, value))) for end in ends]
+        rows = [
+            self.row(query[:, :, end - 1 : end], *(t[:, :, end - WINDOW : end] for t in (key, value))) for end in ends
+        ]
         return (torch.cat(rows, 2),)
 
     def row(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -109,7 +111,9 @@ class TestFixedLandmarks(StepSuite):
     def oracle(self, query: Tensor, key: Tensor, value: Tensor, near: Tensor, far: Tensor) -> Results:
         ends = range(WINDOW + 1, query.shape[2] + 1)
         rows = [
-            oracles.nystrom_attention(query[:, :, end - 1 : end], *(t[:, :, end - WINDOW : end] for t in (key, value)), (near, far))
+            oracles.nystrom_attention(
+                query[:, :, end - 1 : end], *(t[:, :, end - WINDOW : end] for t in (key, value)), (near, far)
+            )
             for end in ends
         ]
         return (torch.cat(rows, 2),)
@@ -145,7 +149,8 @@ def test_a_state_with_gaps_in_its_memory_goes_through_the_dispatcher(exact: bool
     state = ck.continual_attention_init(q, k, v) if exact else ck.continual_nystrom_init(q, k, v, 3)
     step = ck.continual_attention_step if exact else ck.continual_nystrom_step
     permuted = state._make(
-        torch.stack(field.unbind(1)).movedim(0, 1) if isinstance(field, Tensor) and field.dim() > 1 else field for field in state
+        torch.stack(field.unbind(1)).movedim(0, 1) if isinstance(field, Tensor) and field.dim() > 1 else field
+        for field in state
     )
     token = [t[:, :, :1] for t in (q, k, v)]
     wanted = step(state, *token).out
@@ -176,7 +181,9 @@ def test_vmap_of_streams() -> None:
         return out
 
     ours = torch.vmap(step)(fields[:10], *tokens)
-    wanted = torch.stack([ck.continual_nystrom_step(state, *(t[i] for t in tokens)).out for i, state in enumerate(states)])
+    wanted = torch.stack(
+        [ck.continual_nystrom_step(state, *(t[i] for t in tokens)).out for i, state in enumerate(states)]
+    )
     torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -237,7 +244,9 @@ def test_flops_of_steps(fixed: bool, output: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_largest_of_huge_logits_leaves(impl: str, dtype: torch.dtype) -> None:
-    check_the_largest_of_huge_logits_leaves(lambda state, token: ck.continual_nystrom_step(state, *token, impl=impl).state, dtype)
+    check_the_largest_of_huge_logits_leaves(
+        lambda state, token: ck.continual_nystrom_step(state, *token, impl=impl).state, dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

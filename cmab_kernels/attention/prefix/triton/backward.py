@@ -36,7 +36,9 @@ def _share(lse, of, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _sent_by_later(run_a, run_c, lse, slot_head, run, query, runs, length, L, E: tl.constexpr, E_PAD: tl.constexpr, MOST: tl.constexpr):
+def _sent_by_later(
+    run_a, run_c, lse, slot_head, run, query, runs, length, L, E: tl.constexpr, E_PAD: tl.constexpr, MOST: tl.constexpr
+):
     """A and c that the later runs send back, relative to the first prefix of the next run."""
     later = run + 1 + tl.arange(0, MOST)
     there = later < runs
@@ -110,9 +112,15 @@ def _send_back(
         seen = logarithm != float("-inf")  # not even a NaN of a prefix without keys may reach other prefixes
         inside = seen[:, None] & (columns < E)[None, :]
         row = slot_head.to(tl.int64) * T * L + t * L + query
-        slope = tl.load(dout + (t[:, None] * dout_strides[2] + columns.to(tl.int64)[None, :] * dout_strides[4]), mask=inside, other=0.0)
+        slope = tl.load(
+            dout + (t[:, None] * dout_strides[2] + columns.to(tl.int64)[None, :] * dout_strides[4]),
+            mask=inside,
+            other=0.0,
+        )
         outs = tl.load(rows_at(out, row, E, E_PAD), mask=inside, other=0.0)
-        added = tl.load(dlse + t * dlse_strides[2], mask=seen, other=0.0) - tl.sum(slope.to(tl.float64) * outs.to(tl.float64), 1)
+        added = tl.load(dlse + t * dlse_strides[2], mask=seen, other=0.0) - tl.sum(
+            slope.to(tl.float64) * outs.to(tl.float64), 1
+        )
         later = (steps[None, :] >= steps[:, None]) & seen[:, None]
         share = _share(logarithm[:, None], logarithm[None, :], DTYPE)
         carried = _share(logarithm, following, tl.float64)
@@ -123,7 +131,11 @@ def _send_back(
         c = tl.sum(tl.where(oldest, added, 0.0), 0, keep_dims=True)
         if slopes is not None:
             score, rest = base_two(logarithm, scale, reciprocal, DTYPE)
-            tl.store(rows_at(slopes, row, E, E_PAD), slope.to(slopes.dtype.element_ty), mask=here[:, None] & (columns < E)[None, :])
+            tl.store(
+                rows_at(slopes, row, E, E_PAD),
+                slope.to(slopes.dtype.element_ty),
+                mask=here[:, None] & (columns < E)[None, :],
+            )
             tl.store(high + row, score, mask=here)
             tl.store(low + row, rest, mask=here)
             tl.store(delta + row, (-added).to(DTYPE), mask=here)
@@ -146,7 +158,18 @@ def _send_back(
 
 
 @triton.jit
-def _terms(sent, sizes, batch, head, group, block, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
+def _terms(
+    sent,
+    sizes,
+    batch,
+    head,
+    group,
+    block,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Load what `_send_back` stored for a block of queries and GROUP prefixes, and return it with each row's prefix.
 
     The prefixes start at `group`. Rows without a query or a prefix get weight 0.
@@ -217,10 +240,14 @@ def _prefix_keys(
     for group in range(start // every, (last - 1) // every + 1, GROUP):
         for block in tl.range(0, tl.cdiv(L, BLOCK_L // GROUP), num_stages=1):
             queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP)
-            a, highs, lows, deltas, prefix = _terms((slopes, high, low, delta), sizes, batch, head, group, block, E, E_PAD, BLOCK_L, GROUP)
+            a, highs, lows, deltas, prefix = _terms(
+                (slopes, high, low, delta), sizes, batch, head, group, block, E, E_PAD, BLOCK_L, GROUP
+            )
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
-            weights, score_slopes = weigh(keys, values, terms, None, log2_scale, False, dkey is not None, OPERAND, PRECISION)
+            weights, score_slopes = weigh(
+                keys, values, terms, None, log2_scale, False, dkey is not None, OPERAND, PRECISION
+            )
             if dvalue is not None:
                 dv += product_over_queries(_own(weights, keep), a, False, OPERAND, PRECISION)
             if dkey is not None:
@@ -277,10 +304,14 @@ def _prefix_queries(
         end = start + tl.minimum(BLOCK_N, last - start)
         kept = kept_keys(mask, mask_strides, batch, start, end, BLOCK_N, True)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), kept, D)
-        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), kept, E).to(OPERAND)
+        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), kept, E).to(
+            OPERAND
+        )
         chunk = (start + tl.arange(0, BLOCK_N)) // every
         for group in range(start // every, (end - 1) // every + 1, GROUP):
-            a, highs, lows, deltas, prefix = _terms((slopes, high, low, delta), sizes, batch, head, group, block, E, E_PAD, BLOCK_L, GROUP)
+            a, highs, lows, deltas, prefix = _terms(
+                (slopes, high, low, delta), sizes, batch, head, group, block, E, E_PAD, BLOCK_L, GROUP
+            )
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
             both = weigh(keys, values, terms, None, log2_scale, False, True, OPERAND, PRECISION)
@@ -309,7 +340,9 @@ def _fill(inputs: PrefixAttentionBackward, grads: list[Tensor | None]) -> None:
     mask, every = mask_bytes(key_padding_mask), chunk_of(every, N)
     dquery, dkey, dvalue, *dstate = grads
     products = backward_products(query.dtype, max(D, E), query.device)
-    sent = _sent_back(dout, dlse, (state_out, state_lse), out.contiguous(), lse.contiguous(), dstate, scale, products.operand)
+    sent = _sent_back(
+        dout, dlse, (state_out, state_lse), out.contiguous(), lse.contiguous(), dstate, scale, products.operand
+    )
     if dquery is None and dkey is None and dvalue is None:
         return
     read = (query, key, value, mask, *sent)
@@ -363,5 +396,7 @@ def _sent_back(
     nothing = 6 * (None,)
     if runs > 1:
         _send_back(B * H * runs * L, dout, dlse, out, lse, *state, *carried, *nothing, strides, *numbers, **options)
-    _send_back(B * H * runs * L, dout, dlse, out, lse, *state, *carried, slopes, *terms, *dstate, strides, *numbers, **options)
+    _send_back(
+        B * H * runs * L, dout, dlse, out, lse, *state, *carried, slopes, *terms, *dstate, strides, *numbers, **options
+    )
     return slopes, *terms

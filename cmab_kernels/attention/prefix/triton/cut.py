@@ -75,7 +75,10 @@ def tile_of_keys(most: int, few: bool) -> int:
 
 def scan_constants(value_width: int) -> dict[str, int]:
     """The constants of the scans: the steps of a tile, each of which weighs all steps, and the warps of a tile."""
-    return {"TILE": 8 if value_width <= 128 else 4, "num_warps": min(max(triton.next_power_of_2(value_width) // 16, 1), 8)}
+    return {
+        "TILE": 8 if value_width <= 128 else 4,
+        "num_warps": min(max(triton.next_power_of_2(value_width) // 16, 1), 8),
+    }
 
 
 @triton.jit

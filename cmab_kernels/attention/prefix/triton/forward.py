@@ -32,7 +32,18 @@ def chunk_of_row(BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def queries_of(query, strides, batch, head, block, L, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
+def queries_of(
+    query,
+    strides,
+    batch,
+    head,
+    block,
+    L,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """The BLOCK_L rows of a tile: a block of queries, repeated for each of GROUP chunks in turn."""
     rows = row_of_query(block, BLOCK_L, GROUP)
     start = query + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1])
@@ -54,7 +65,9 @@ def plus_log(peak, total):
 
 
 @triton.jit
-def _state_of(peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr):
+def _state_of(
+    peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr
+):
     """(out, lse) of the sums of `absorb`.
 
     If no other key counts, lse is exactly the highest score, however its weight was rounded. Prefixes are compared with
@@ -141,13 +154,17 @@ def _windows(
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         if GROUP > 1:
             keep = keep[None, :] & (((start - first + tl.arange(0, BLOCK_N)) // every)[None, :] <= prefix[:, None])
-        peak, total, acc = absorb(peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION)
+        peak, total, acc = absorb(
+            peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION
+        )
 
     outs, logarithm = _state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT, OPERAND)
     columns = tl.arange(0, E_PAD)
     if base_lse is not None:
         row = (slot_head.to(tl.int64) * cut[0] + window) * L + query_row
-        base = tl.load(rows_at(base_out, row, E, E_PAD), mask=(query_row < L)[:, None] & (columns < E)[None, :], other=0.0)
+        base = tl.load(
+            rows_at(base_out, row, E, E_PAD), mask=(query_row < L)[:, None] & (columns < E)[None, :], other=0.0
+        )
         outs, logarithm = _on_top(outs, logarithm, base, tl.load(base_lse + row, mask=query_row < L, other=0.0))
     slot = window * GROUP + prefix
     inside = (query_row < L) & (slot < slots)

@@ -68,7 +68,13 @@ class _Chunked:
     """What both passes make of a chunk."""
 
     def __init__(self, given: ProjectedAttention | ProjectedAttentionBackward) -> None:
-        query, self.inputs, weight, bias, self.mask = given.query, given.inputs, given.weight, given.bias, given.key_padding_mask
+        query, self.inputs, weight, bias, self.mask = (
+            given.query,
+            given.inputs,
+            given.weight,
+            given.bias,
+            given.key_padding_mask,
+        )
         self.heads, self.eps, self.dtypes = query.shape[0] * query.shape[2], given.eps, dtypes_of(given.inputs.dtype)
         keys = query.shape[2] * query.shape[4]
         self.weights = aligned(*(part.flatten(0, 1) for part in weight.split((keys, weight.shape[1] - keys), 1)))
@@ -89,7 +95,8 @@ class _Chunked:
 
 
 def projected_attention_forward(given: ProjectedAttention) -> tuple[Tensor, Tensor]:
-    """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is one."""
+    """Return (out, lse): the attention of the queries over these inputs, merged with the incoming state if there is
+    one."""
     queries, out, lse = joined(given.query), joined(given.state_out), joined(given.state_lse)
     with on_device(queries):
         whole, states = _Chunked(given), []
@@ -97,7 +104,9 @@ def projected_attention_forward(given: ProjectedAttention) -> tuple[Tensor, Tens
             state = None if out is None else out[sets], None if lse is None else lse[sets]
             for rows, offsets in chunks:
                 key, value = map(whole.as_heads, whole.projected(whole.read(sets, rows)))
-                state = attention_forward(Attention(queries[sets], key, value, whole.ignored(sets, rows), offsets, *state, given.scale))
+                state = attention_forward(
+                    Attention(queries[sets], key, value, whole.ignored(sets, rows), offsets, *state, given.scale)
+                )
             states.append(state)
         outs, lses = zip(*states, strict=True)
         return apart(_together(outs), given.query.shape[0]), apart(_together(lses), given.query.shape[0])
@@ -122,10 +131,14 @@ def projected_attention_backward(given: ProjectedAttentionBackward) -> tuple[Ten
                 made = whole.projected(read)
                 key, value = map(whole.as_heads, made)
                 heads = (queries[sets], key, value)
-                call = AttentionBackward(dout, dlse, *heads, whole.ignored(sets, rows), offsets, out, lse, given.scale, wanted)
+                call = AttentionBackward(
+                    dout, dlse, *heads, whole.ignored(sets, rows), offsets, out, lse, given.scale, wanted
+                )
                 share, *slopes = attention_backward(call)
                 dquery = share if dquery is None else dquery.add_(share)
-                shares = [matrix_gradient(each, read, needs[2:], more) for each, more in zip(slopes, shares, strict=True)]
+                shares = [
+                    matrix_gradient(each, read, needs[2:], more) for each, more in zip(slopes, shares, strict=True)
+                ]
                 if needs[1]:
                     through = zip(slopes, whole.weights, sums, made, whole.biases, strict=True)
                     project_rows_back(read, list(through), dinputs[sets, rows])

@@ -10,13 +10,15 @@ from ....runtime.tiles import chosen_once, padded
 from ....runtime.triton_launch import MOST_ROWS, WIDEST, Kernel, Products, allows_tf32, device_problem, triton_dtype
 
 MOST_PROGRAMS = 512
-"""The most programs that store a share each of the gradients of weights, which bounds the workspace for any number of rows."""
+"""The most programs that store a share each of the gradients of weights, which bounds the workspace for any number of
+rows."""
 
 FILLING = 1024
 """The programs that fill a GPU evenly, in a few waves: fewer blocks of rows are divided into columns too."""
 
 MULTIPLIED_AS_THEY_ARE = [torch.bfloat16]
-"""The half types whose values are multiplied as such. float16 is multiplied as float32: projections may leave its range."""
+"""The half types whose values are multiplied as such. float16 is multiplied as float32: projections may leave its
+range."""
 
 
 def unsupported(query: Tensor, inputs: Tensor, key_weight: Tensor, value_weight: Tensor) -> str | None:
@@ -55,7 +57,8 @@ def dtypes_of(inputs: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
 
 
 def aligned(*tensors: Tensor | None) -> list[Any]:
-    """The tensors contiguous, and at multiples of 16 bytes: copies of those that are not, so that there is one program for all layouts."""
+    """The tensors contiguous, and at multiples of 16 bytes: copies of those that are not, so that there is one program
+    for all layouts."""
     return [t if t is None or _is_aligned(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors]
 
 
@@ -77,7 +80,8 @@ WIDEST_ROW = 256
 def products(dtype: torch.dtype, backward: bool) -> Products:
     """float32 is multiplied in tf32 if torch allows it, else as three tf32 products of parts.
 
-    Gradients of float16 are multiplied in tf32, with 11 bits too and the range of float32: those of a scaled loss leave float16's.
+    Gradients of float16 are multiplied in tf32, with 11 bits too and the range of float32: those of a scaled loss leave
+    float16's.
     """
     if dtype == torch.float16 and backward:
         return Products(torch.float32, "tf32")
@@ -87,7 +91,8 @@ def products(dtype: torch.dtype, backward: bool) -> Products:
 
 
 class Tiles(NamedTuple):
-    """Rows in a block, rows of a matrix in a tile, columns of a row in a product, and Triton's options num_warps and num_stages."""
+    """Rows in a block, rows of a matrix in a tile, columns of a row in a product, and Triton's options num_warps and
+    num_stages."""
 
     BLOCK_R: int
     TILE: int
@@ -101,7 +106,8 @@ class Tiles(NamedTuple):
 
 Table = dict[str, dict[int, Tiles]]
 
-# By precision and widest row: the largest tiles that fit in registers and shared memory, as test_cubin.py of the layers sees it.
+# By precision and widest row: the largest tiles that fit in registers and shared memory, as test_cubin.py of the layers
+# sees it.
 _FORWARD: Table = {
     "half": {64: Tiles(64, 64, 64, 4, 2), 256: Tiles(64, 32, 64, 8, 1)},
     "tf32": {64: Tiles(64, 32, 64, 4), 256: Tiles(64, 32, 32, 8)},
@@ -129,16 +135,30 @@ _TABLES = {"forward": _FORWARD, "back": _BACK, "rows": _ROWS, "matrix": _MATRIX}
 
 @chosen_once
 def _chosen(
-    kernel: Kernel, pass_: str, dtype: torch.dtype, width: int, features: int, tf32: bool, wide: bool = False, **own: Any
+    kernel: Kernel,
+    pass_: str,
+    dtype: torch.dtype,
+    width: int,
+    features: int,
+    tf32: bool,
+    wide: bool = False,
+    **own: Any,
 ) -> tuple[Kernel, Tiles]:
-    """The kernel with its `own` constants and those of a pass, which depend on `tf32`, whether torch allows it; and its tiles.
+    """The kernel with its `own` constants and those of a pass, which depend on `tf32`, whether torch allows it; and its
+    tiles.
 
     With `wide`, one matrix is multiplied in float32 parts, whose tiles are then used for all.
     """
     chosen = products(dtype, pass_ != "forward")
     kind = "tf32x3" if wide else chosen.kind
-    tiles = next(tiles for most, tiles in _TABLES[pass_][kind].items() if min(width, WIDEST_ROW) <= most).at_most(width, features)
-    types = {"DTYPE": triton_dtype(state_dtype(dtype)), "OPERAND": triton_dtype(chosen.operand), "PRECISION": chosen.input_precision}
+    tiles = next(tiles for most, tiles in _TABLES[pass_][kind].items() if min(width, WIDEST_ROW) <= most).at_most(
+        width, features
+    )
+    types = {
+        "DTYPE": triton_dtype(state_dtype(dtype)),
+        "OPERAND": triton_dtype(chosen.operand),
+        "PRECISION": chosen.input_precision,
+    }
     return kernel.given(**own, **types, **tiles._asdict()), tiles
 
 
@@ -147,7 +167,9 @@ def forward(kernel: Kernel, x: Tensor, C: int, M: int, **own: Any) -> tuple[Kern
     return _chosen(kernel, "forward", x.dtype, C, M, allows_tf32(), C=C, **own)
 
 
-def projecting(kernel: Kernel, first: torch.dtype, others: torch.dtype, C: int, M: int, **own: Any) -> tuple[Kernel, Tiles]:
+def projecting(
+    kernel: Kernel, first: torch.dtype, others: torch.dtype, C: int, M: int, **own: Any
+) -> tuple[Kernel, Tiles]:
     """`forward` for several matrices, of which the first is multiplied as another dtype."""
     wide = first != others
     chosen = Products(first, "tf32x3") if wide else products(first, False)

@@ -101,9 +101,13 @@ def _project(
         *given, first_weight, first_bias, first, *at, part, parts, C, FIRST, TILE, PIECE, FIRST_OPERAND, FIRST_PRECISION
     )
     if second is not None:
-        part = _store_projection(*given, second_weight, second_bias, second, *at, part, parts, C, SECOND, TILE, PIECE, OPERAND, PRECISION)
+        part = _store_projection(
+            *given, second_weight, second_bias, second, *at, part, parts, C, SECOND, TILE, PIECE, OPERAND, PRECISION
+        )
     if third is not None:
-        _store_projection(*given, third_weight, third_bias, third, *at, part, parts, C, THIRD, TILE, PIECE, OPERAND, PRECISION)
+        _store_projection(
+            *given, third_weight, third_bias, third, *at, part, parts, C, THIRD, TILE, PIECE, OPERAND, PRECISION
+        )
 
 
 @triton.jit
@@ -131,7 +135,9 @@ def _add_back(
     M: tl.constexpr = HEADS * WIDTH
     for start in range(0, M, TILE):
         dmade = load_tile(rows_of_heads(slopes, row, length, HEADS, WIDTH, TILE, start), inside, M, start)
-        tile = load_tile(rows_from(weight, start, TILE, C, dnormed.shape[1], piece), start + tl.arange(0, TILE) < M, C, piece)
+        tile = load_tile(
+            rows_from(weight, start, TILE, C, dnormed.shape[1], piece), start + tl.arange(0, TILE) < M, C, piece
+        )
         dnormed += product(dmade, tile, OPERAND, PRECISION)
         if NORMED:
             dmade = dmade.to(dnormed.dtype)
@@ -184,10 +190,36 @@ def _project_rows_back(
     sums = (tl.zeros([BLOCK_R, PIECE], DTYPE), tl.zeros([BLOCK_R], DTYPE), tl.zeros([BLOCK_R], DTYPE))
     at = (row, inside, length, piece)
     sums = _add_back(
-        sums, first_slopes, first_weight, first_sums, first, first_bias, *at, C, HEADS, FIRST, TILE, NORMED, OPERAND, PRECISION
+        sums,
+        first_slopes,
+        first_weight,
+        first_sums,
+        first,
+        first_bias,
+        *at,
+        C,
+        HEADS,
+        FIRST,
+        TILE,
+        NORMED,
+        OPERAND,
+        PRECISION,
     )
     sums = _add_back(
-        sums, second_slopes, second_weight, second_sums, second, second_bias, *at, C, HEADS, SECOND, TILE, NORMED, OPERAND, PRECISION
+        sums,
+        second_slopes,
+        second_weight,
+        second_sums,
+        second,
+        second_bias,
+        *at,
+        C,
+        HEADS,
+        SECOND,
+        TILE,
+        NORMED,
+        OPERAND,
+        PRECISION,
     )
     dnormed, total, along = sums
     if NORMED:
@@ -263,7 +295,8 @@ def _matrix_gradient(
 
 
 class Rows(NamedTuple):
-    """Rows (B, N, C) that are normed and projected; rows that the mask (B N,) ignores count as 0. `eps` None: no norm."""
+    """Rows (B, N, C) that are normed and projected; rows that the mask (B N,) ignores count as 0. `eps` None: no
+    norm."""
 
     x: Tensor
     mask: Tensor | None
@@ -277,7 +310,8 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor, mask: Tensor | None, norm: Sequence[Tensor | None], eps: float | None) -> Rows:
-    """The rows in the form that kernels take: contiguous, with the bytes of the mask, and with the (weight, bias) of the norm."""
+    """The rows in the form that kernels take: contiguous, with the bytes of the mask, and with the (weight, bias) of
+    the norm."""
     given, ignored, weight, bias = aligned(x, None if mask is None else mask.contiguous().view(torch.uint8), *norm)
     return Rows(given, ignored, weight, bias, eps)
 
@@ -291,7 +325,9 @@ Projection = tuple[Tensor, Tensor | None]
 """Weight (M, C) and bias (M,) or None."""
 
 
-def project(rows: Rows, projections: Sequence[Projection], dtypes: tuple[torch.dtype, torch.dtype] | None = None) -> list[Tensor]:
+def project(
+    rows: Rows, projections: Sequence[Projection], dtypes: tuple[torch.dtype, torch.dtype] | None = None
+) -> list[Tensor]:
     """The projections (B, N, M) of the normed rows, at most three.
 
     `dtypes` are those of the first and of the others: they are multiplied as their results are stored. None stands for
@@ -302,10 +338,20 @@ def project(rows: Rows, projections: Sequence[Projection], dtypes: tuple[torch.d
     sizes = [weight.shape[0] for weight, _ in projections]
     made = [x.new_empty(*x.shape[:2], size, dtype=of_others if i else of_first) for i, size in enumerate(sizes)]
     absent = [None] * (3 - len(made))
-    given = [t for (weight, bias), result in zip(projections, made, strict=True) for t in (*aligned(weight, bias), result)]
+    given = [
+        t for (weight, bias), result in zip(projections, made, strict=True) for t in (*aligned(weight, bias), result)
+    ]
     FIRST, SECOND, THIRD = *sizes, *[0] * len(absent)
     run, tiles = projecting(
-        _project, of_first, of_others, x.shape[2], max(sizes), FIRST=FIRST, SECOND=SECOND, THIRD=THIRD, NORMED=eps is not None
+        _project,
+        of_first,
+        of_others,
+        x.shape[2],
+        max(sizes),
+        FIRST=FIRST,
+        SECOND=SECOND,
+        THIRD=THIRD,
+        NORMED=eps is not None,
     )
     blocks = -(-rows.number // tiles.BLOCK_R)
     parts = min(sum(-(-size // tiles.TILE) for size in sizes), max(FILLING // max(blocks, 1), 1))
@@ -332,7 +378,10 @@ def matrix_gradient(left: Any, right: Rows, needs: Sequence[bool], before: Share
     shares = shares_of_rows(-(-count // tiles.BLOCK_R), parts) if more is None else more.shape[0]
     dweight, dbias = before
     if more is None:
-        dweight, dbias = shares_of(left, shares, M, C) if needs[0] else None, shares_of(left, shares, M) if needs[1] else None
+        dweight, dbias = (
+            shares_of(left, shares, M, C) if needs[0] else None,
+            shares_of(left, shares, M) if needs[1] else None,
+        )
     lengths = max(left.shape[-2], 1), max(right.x.shape[-2], 1)
     given = left, right.x, right.mask, right.norm_weight, right.norm_bias
     run(shares * parts, *given, dweight, dbias, count, lengths, shares, int(more is not None), right.eps or 0.0)
@@ -345,9 +394,11 @@ def _heads(rows: Tensor) -> tuple[int, int]:
     return heads, heads * rows.shape[-1]
 
 
-def project_rows_back(rows: Rows, back_through: Sequence[tuple[Tensor, Any, Tensor | None, Tensor, Any]], dx: Tensor) -> None:
-    """Fill dx (B, N, C) from two projections, each given by its gradients as heads (B, H, N, D), its weight, the sums of
-    the rows of its weight, the projections (B, N, H D) themselves, and its bias."""
+def project_rows_back(
+    rows: Rows, back_through: Sequence[tuple[Tensor, Any, Tensor | None, Tensor, Any]], dx: Tensor
+) -> None:
+    """Fill dx (B, N, C) from two projections, each given by its gradients as heads (B, H, N, D), its weight, the sums
+    of the rows of its weight, the projections (B, N, H D) themselves, and its bias."""
     C, slopes = rows.x.shape[2], [each[0] for each in back_through]
     (_, HEADS, N, FIRST), SECOND = slopes[0].shape, slopes[1].shape[3]
     options = {"HEADS": HEADS, "FIRST": FIRST, "SECOND": SECOND, "NORMED": rows.eps is not None}

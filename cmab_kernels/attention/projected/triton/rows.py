@@ -21,7 +21,11 @@ def kept_rows(mask, row, rows):
 def vector(base, WIDTH: tl.constexpr, LENGTH: tl.constexpr, DTYPE: tl.constexpr, start=0):
     """Elements of a vector from `start` on, with zeros from WIDTH on, or zeros if there is no vector."""
     at = start + tl.arange(0, LENGTH)
-    return tl.zeros([LENGTH], DTYPE) if base is None else tl.load(base + at.to(tl.int64), mask=at < WIDTH, other=0.0).to(DTYPE)
+    return (
+        tl.zeros([LENGTH], DTYPE)
+        if base is None
+        else tl.load(base + at.to(tl.int64), mask=at < WIDTH, other=0.0).to(DTYPE)
+    )
 
 
 @triton.jit

@@ -10,7 +10,8 @@ from ....runtime.triton_launch import triton_dtype
 from ....runtime.triton_launch import unsupported as unsupported_rows
 
 MOST_SCRATCH = 2**26
-"""The most bytes of scratch memory of a launch; programs that would take more solve several systems, one after the other."""
+"""The most bytes of scratch memory of a launch; programs that would take more solve several systems, one after the
+other."""
 
 
 def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
@@ -36,6 +37,7 @@ def options(gram: Tensor) -> dict[str, Any]:
 
 
 def scratch_for(gram: Tensor, size: int, columns: int) -> Tensor:
-    """Uninitialised scratch memory (programs, size, size + columns): for each program a factor, and the right-hand sides at hand."""
+    """Uninitialised scratch memory (programs, size, size + columns): for each program a factor, and the right-hand
+    sides at hand."""
     most = max(MOST_SCRATCH // (size * (size + columns) * gram.element_size()), 1)
     return gram.new_empty((min(gram.shape[0], most), size, size + columns))

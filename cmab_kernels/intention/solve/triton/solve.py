@@ -25,7 +25,9 @@ STEP = tl.constexpr(16)
 """The lines of a tile."""
 
 LIMIT = tl.constexpr(ILL_CONDITIONED)
-SOUND, FAILED, DOUBTFUL = (tl.constexpr(code) for code in (INFO_SOUND, INFO_NOT_POSITIVE_DEFINITE, INFO_ILL_CONDITIONED))
+SOUND, FAILED, DOUBTFUL = (
+    tl.constexpr(code) for code in (INFO_SOUND, INFO_NOT_POSITIVE_DEFINITE, INFO_ILL_CONDITIONED)
+)
 
 
 @triton.jit
@@ -110,7 +112,19 @@ def _lines_of_matrix(gram, row_stride, column_stride, k, D, alpha, COLUMNS: tl.c
 
 
 @triton.jit
-def _factor(gram, strides, alpha, root, square, scratch_strides, D, end, PITCH: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+def _factor(
+    gram,
+    strides,
+    alpha,
+    root,
+    square,
+    scratch_strides,
+    D,
+    end,
+    PITCH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Write L and L' to the square; return (the 1-norm of A + alpha I over root^2, whether it is positive definite)."""
     _, row_stride, column_stride = strides
     pitch, unit = scratch_strides
@@ -171,7 +185,9 @@ def _solve_sides(
         tile = _substitute(_eliminate(tile, square, solved, COLUMNS, k, k + STEP, end, PITCH), square, k, PITCH, False)
         _store(_tile(solved, k, pitch, 0, unit, COLUMNS), tile, None)
         sums += tl.sum(tl.abs(tile), 1)
-        tl.store(_tile(weight, k, E, first - D, unit, COLUMNS), tl.where(sound, tile, float("nan")), mask=given & (line < D))
+        tl.store(
+            _tile(weight, k, E, first - D, unit, COLUMNS), tl.where(sound, tile, float("nan")), mask=given & (line < D)
+        )
     return tl.max(tl.where(column < D, tl.where(sums == sums, sums, float("inf")), 0.0), 0)
 
 
@@ -208,7 +224,9 @@ def _solve(
         diagonal = tl.load(own + number.to(tl.int64) * (gram_strides[1] + gram_strides[2]), mask=number < D, other=0.0)
         scale = tl.max(diagonal, 0) + penalty
         root = tl.sqrt(scale)
-        norm, sound = _factor(own, gram_strides, penalty, root, square, scratch_strides, D, shape[2], PITCH, COLUMNS, DTYPE)
+        norm, sound = _factor(
+            own, gram_strides, penalty, root, square, scratch_strides, D, shape[2], PITCH, COLUMNS, DTYPE
+        )
         inverse = tl.full((), 0.0, DTYPE)
         for first in range(0, D + E, COLUMNS):
             largest = _solve_sides(

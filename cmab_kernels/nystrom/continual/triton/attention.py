@@ -50,7 +50,11 @@ def _attention_step(
     head = tl.program_id(0).to(tl.int64)
     query, key = tokens_of(query, query_strides, head, heads), tokens_of(key, key_strides, head, heads)
     value = tokens_of(value, value_strides, head, heads)
-    queries, keys, values = queries_to + head * capacity_to * D, keys_to + head * capacity_to * D, values_to + head * capacity_to * E
+    queries, keys, values = (
+        queries_to + head * capacity_to * D,
+        keys_to + head * capacity_to * D,
+        values_to + head * capacity_to * E,
+    )
     sums, sums_before = sums_to + head * window * (E + EXTRA), sums_from + head * window * (E + EXTRA)
     out += head * (window if RETROACTIVE else tokens) * E
     position = tl.load(position_from + head)
@@ -77,7 +81,22 @@ def _attention_step(
                 row = span(first, ROWS)
                 offset = row_of(tl.minimum(first + tl.arange(0, ROWS), window - 1), oldest, capacity_to) * D
                 due = ((window - row) % SCHEDULE == 0) | (spoilt > 0)
-                slide(queries, offset, row, window, shift, due, sums_before, sums, around, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+                slide(
+                    queries,
+                    offset,
+                    row,
+                    window,
+                    shift,
+                    due,
+                    sums_before,
+                    sums,
+                    around,
+                    scale,
+                    BLOCK_N,
+                    WIDTH,
+                    LARGEST,
+                    OPERAND,
+                )
             sums_before, shift = sums, tl.minimum(shift, 1)
         else:
             _, phi, _, total = window_sums(queries + newest * D, around, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
@@ -89,5 +108,9 @@ def _attention_step(
             there = (row < window)[:, None] & (columns < E)[None, :]
             total = tl.load(sums + ((row * (E + EXTRA))[:, None] + columns[None, :]), mask=there)
             phi = tl.load(sums + (row * (E + EXTRA) + E), mask=row < window, other=1.0)
-            tl.store(out + ((row * E)[:, None] + columns[None, :]), (total / phi[:, None]).to(out.dtype.element_ty), mask=there)
+            tl.store(
+                out + ((row * E)[:, None] + columns[None, :]),
+                (total / phi[:, None]).to(out.dtype.element_ty),
+                mask=there,
+            )
     tl.store(position_to + head, position)

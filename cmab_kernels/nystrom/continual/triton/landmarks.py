@@ -50,13 +50,24 @@ def replace_oldest(landmarks, m, ring, oldest, capacity, window, segment, width,
             i = first + tl.arange(0, 16)
             row = row_of(window - segment + tl.minimum(i, segment - 1), oldest, capacity)
             there = (i < segment)[:, None] & (columns < width)[None, :]
-            mean += tl.sum(share * tl.load(ring + ((row * width)[:, None] + columns[None, :]), mask=there, other=0.0).to(OPERAND), 0)
+            mean += tl.sum(
+                share * tl.load(ring + ((row * width)[:, None] + columns[None, :]), mask=there, other=0.0).to(OPERAND),
+                0,
+            )
         tl.store(landmarks + (m - 1) * width + columns, mean, mask=columns < width)
 
 
 @triton.jit
 def _softmax_over(
-    queries, keys, there, width, scale, SIZE: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr
+    queries,
+    keys,
+    there,
+    width,
+    scale,
+    SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Softmax of queries (rows,) over the landmarks that are `there` (SIZE,); other landmarks get 0.
 
@@ -67,7 +78,9 @@ def _softmax_over(
     for column in range(0, width, TILE):
         columns = span(column, TILE)
         q = tl.load(queries[:, None] + columns[None, :], mask=(columns < width)[None, :], other=0.0).to(OPERAND)
-        k = tl.load(keys[None, :] + columns[:, None], mask=there[None, :] & (columns < width)[:, None], other=0.0).to(OPERAND)
+        k = tl.load(keys[None, :] + columns[:, None], mask=there[None, :] & (columns < width)[:, None], other=0.0).to(
+            OPERAND
+        )
         score += product(factor * q, k, OPERAND, PRECISION)
     largest = tl.full([1, 1], LARGEST, OPERAND)
     score = tl.where(score > largest, largest, tl.where(score < -largest, -largest, score))
@@ -96,7 +109,9 @@ def invert(
     if IN_REGISTERS:
         row = span(0, SIZE)
         there, offset = row < m, tl.minimum(row, m - 1) * width
-        a = _softmax_over(landmark_queries + offset, landmark_keys + offset, there, width, scale, SIZE, LARGEST, OPERAND, PRECISION)
+        a = _softmax_over(
+            landmark_queries + offset, landmark_keys + offset, there, width, scale, SIZE, LARGEST, OPERAND, PRECISION
+        )
         both = there[:, None] & there[None, :]
         z = iterate(tl.where(both, a, 0.0), ITERATIONS, OPERAND, PRECISION)
         tl.store(inverse + (row[:, None] * m + row[None, :]), z, mask=both)
@@ -162,7 +177,9 @@ def _put_values(inverse, sums, scratch, m, E, BLOCK: tl.constexpr, OPERAND: tl.c
                 both = (row < m)[:, None] & (j < m)[None, :]
                 part = tl.load(inverse + (row[:, None] * m + j[None, :]), mask=both, other=0.0)
                 at = sums + j * (E + EXTRA)
-                values = tl.load(at[:, None] + columns[None, :], mask=(j < m)[:, None] & (columns < E)[None, :], other=0.0)
+                values = tl.load(
+                    at[:, None] + columns[None, :], mask=(j < m)[:, None] & (columns < E)[None, :], other=0.0
+                )
                 values = values / tl.load(at + E.to(tl.int64), mask=j < m, other=1.0)[:, None]
                 total += product(part, values, OPERAND, PRECISION)
             there = (row < m)[:, None] & (columns < E)[None, :]
@@ -205,4 +222,8 @@ def put_all(
             there = (j < m)[:, None] & (columns < E)[None, :]
             values = tl.load(scratch + (j[:, None] * E + columns[None, :]), mask=there, other=0.0)
             rounded = product(weight, values, OPERAND, PRECISION).to(out.dtype.element_ty)
-            tl.store(out + ((i * E)[:, None] + columns[None, :]), rounded, mask=(i < window)[:, None] & (columns < E)[None, :])
+            tl.store(
+                out + ((i * E)[:, None] + columns[None, :]),
+                rounded,
+                mask=(i < window)[:, None] & (columns < E)[None, :],
+            )

@@ -20,11 +20,13 @@ from .nystrom import _nystrom_step
 
 MOST_VALUES = 512
 ELEMENTS = {"nystrom": 1024, "attention": 2048}
-"""How many elements of the values, or of rows of sums, a program holds at a time: more spills registers (test_cubin.py)."""
+"""How many elements of the values, or of rows of sums, a program holds at a time: more spills registers
+(test_cubin.py)."""
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:
-    """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can. `landmarks`: (B, H, m, D), or None."""
+    """The reason why Triton's kernels cannot run these inputs, as a phrase; None if they can. `landmarks`: (B, H, m,
+    D), or None."""
     if key.dtype not in FLOATING:
         return f"no Triton kernel for {key.dtype}"
     if value.shape[-1] > MOST_VALUES:
@@ -89,7 +91,8 @@ def continual_attention_step(
 
 
 def _after(state: State, tokens: int, retroactive: bool) -> State:
-    """The state that the step writes to: during the capture of a CUDA graph the one that it reads, else the next one."""
+    """The state that the step writes to: during the capture of a CUDA graph the one that it reads, else the next
+    one."""
     if not _captures(state.keys):
         return next_state(state, tokens, retroactive)
     refuse_other_output(state, retroactive)
@@ -105,7 +108,8 @@ def _captures(tensor: Tensor) -> bool:
 def _nystrom(
     dtype: torch.dtype, device: torch.device, value_width: int, landmarks: int, iterations: int, retroactive: bool
 ) -> tuple[Kernel, bool]:
-    """`_nystrom_step` for such a state, and whether it inverts in registers, not in memory: 64 of float64 take 128 KiB of shared memory."""
+    """`_nystrom_step` for such a state, and whether it inverts in registers, not in memory: 64 of float64 take 128 KiB
+    of shared memory."""
     size, wide = padded(landmarks), state_dtype(dtype)
     in_registers = landmarks * wide.itemsize <= 4 * MOST_IN_REGISTERS
     chosen = products(wide, size, device)
@@ -124,15 +128,16 @@ def _nystrom(
 
 @functools.cache
 def _attention(dtype: torch.dtype, value_width: int, window: int, retroactive: bool) -> Kernel:
-    """`_attention_step` for such a state. Tiles of rows of sums, with the addresses of their elements, do not fit in the registers of 4
-    warps, and in float64 only half as many fit in those of 8 (test_cubin.py)."""
+    """`_attention_step` for such a state. Tiles of rows of sums, with the addresses of their elements, do not fit in
+    the registers of 4 warps, and in float64 only half as many fit in those of 8 (test_cubin.py)."""
     elements = ELEMENTS["attention"] // (2 if retroactive and dtype == torch.float64 else 1)
     constants = _constants(elements, dtype, value_width, window)
     return _attention_step.given(dtype, RETROACTIVE=retroactive, **constants, num_warps=8 if retroactive else 4)
 
 
 def _constants(elements: int, dtype: torch.dtype, value_width: int, rows: int) -> dict[str, Any]:
-    """What both kernels share. Block sizes are powers of two by the width of the values, and by the number of rows of sums where few."""
+    """What both kernels share. Block sizes are powers of two by the width of the values, and by the number of rows of
+    sums where few."""
     width = padded(value_width)
     block = min(max(elements // width, 4), 128)
     return {

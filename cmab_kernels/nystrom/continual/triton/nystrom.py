@@ -9,7 +9,9 @@ from .landmarks import copy, invert, put_all, put_newest, replace_oldest, segmen
 from .rows import EXTRA, slide
 from .window import admit, before_and_after, move_ring, oldest_row, row_of, span, tokens_of
 
-RENEWED = before_and_after("queries", "keys", "values", "sums", "position", "landmark_queries", "landmark_keys", "inverse")
+RENEWED = before_and_after(
+    "queries", "keys", "values", "sums", "position", "landmark_queries", "landmark_keys", "inverse"
+)
 
 
 @kernel("query", "key", "value", *RENEWED)
@@ -65,7 +67,11 @@ def _nystrom_step(
     head = tl.program_id(0).to(tl.int64)
     query, key = tokens_of(query, query_strides, head, heads), tokens_of(key, key_strides, head, heads)
     value = tokens_of(value, value_strides, head, heads)
-    queries, keys, values = queries_to + head * capacity_to * D, keys_to + head * capacity_to * D, values_to + head * capacity_to * E
+    queries, keys, values = (
+        queries_to + head * capacity_to * D,
+        keys_to + head * capacity_to * D,
+        values_to + head * capacity_to * E,
+    )
     sums, sums_before = sums_to + head * m * (E + EXTRA), sums_from + head * m * (E + EXTRA)
     landmark_queries, landmark_keys = landmark_queries_to + head * m * D, landmark_keys_to + head * m * D
     inverse = inverse_to + head * m * m
@@ -102,11 +108,38 @@ def _nystrom_step(
             offset = tl.minimum(row, m - 1) * D
             due = ((position - row) % SCHEDULE == 0) | (spoilt > 0)
             shift = tl.where(segment > 0, 1, 0)
-            slide(landmark_queries, offset, row, m, shift, due, sums_before, sums, around, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+            slide(
+                landmark_queries,
+                offset,
+                row,
+                m,
+                shift,
+                due,
+                sums_before,
+                sums,
+                around,
+                scale,
+                BLOCK_N,
+                WIDTH,
+                LARGEST,
+                OPERAND,
+            )
         sums_before = sums
         if segment > 0:
             invert(
-                landmark_queries, landmark_keys, inverse, squares, m, D, scale, ITERATIONS, SIZE, IN_REGISTERS, LARGEST, OPERAND, PRECISION
+                landmark_queries,
+                landmark_keys,
+                inverse,
+                squares,
+                m,
+                D,
+                scale,
+                ITERATIONS,
+                SIZE,
+                IN_REGISTERS,
+                LARGEST,
+                OPERAND,
+                PRECISION,
             )
             tl.debug_barrier()
         if RETROACTIVE:

@@ -107,7 +107,16 @@ def slide(
 
 
 @triton.jit
-def _recompute(query, target, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr):
+def _recompute(
+    query,
+    target,
+    window,
+    scale,
+    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
     E = window[6]
     top, phi, size, sums = window_sums(query, window, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
     columns = span(0, WIDTH)

@@ -110,7 +110,9 @@ def logits(queries, keys, width, scale, LARGEST: tl.constexpr, OPERAND: tl.const
 
 
 @triton.jit
-def window_sums(query, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr):
+def window_sums(
+    query, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr
+):
     """Return the sums over the window for one query.
 
     These are c = max S, and the sums of exp(S - c), of exp(S - c) |v|_1 and of exp(S - c) v (WIDTH >= E columns).
@@ -127,10 +129,14 @@ def window_sums(query, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
         there = i < tokens
         row = row_of(tl.minimum(i, tokens - 1), oldest, capacity)
         score = logits(query + tl.zeros([1, 1], tl.int64), keys + (row * D)[:, None], D, scale, LARGEST, OPERAND)
-        largest = tl.maximum(top, tl.max(tl.where(there & (score == score), score, least), 0))  # skips NaN, whose weight is NaN
+        largest = tl.maximum(
+            top, tl.max(tl.where(there & (score == score), score, least), 0)
+        )  # skips NaN, whose weight is NaN
         kept = tl.exp(top - largest)
         weight = tl.where(there, tl.exp(score - largest), 0.0)
-        value = tl.load(values + ((row * E)[:, None] + columns), mask=there[:, None] & (columns < E), other=0.0).to(OPERAND)
+        value = tl.load(values + ((row * E)[:, None] + columns), mask=there[:, None] & (columns < E), other=0.0).to(
+            OPERAND
+        )
         phi = kept * phi + tl.sum(weight, 0)
         size = kept * size + tl.sum(weight * tl.sum(tl.abs(value), 1), 0)
         sums = kept * sums + tl.sum(weight[:, None] * value, 0)
