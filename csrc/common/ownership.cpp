@@ -58,12 +58,16 @@ Table& table() {
   return *kept;
 }
 
-// Forgets the tensors that are gone, whenever the table has doubled.
 void forget_dead(Table& known) {
-  static size_t limit = 256;
-  if (known.size() < limit) return;
   for (auto entry = known.begin(); entry != known.end();)
     entry = entry->second.is(entry->first) ? std::next(entry) : known.erase(entry);
+}
+
+// Forgets the tensors that are gone, whenever the table has doubled.
+void bound(Table& known) {
+  static size_t limit = 256;
+  if (known.size() < limit) return;
+  forget_dead(known);
   limit = 2 * known.size() + 256;
 }
 
@@ -74,8 +78,14 @@ void remember(PyObject* tensor) {
   if (!counts().known() || !view(tensor, seen)) return;
   const py::scoped_critical_section alone(counts().storage_address);
   Table& known = table();
-  forget_dead(known);
+  bound(known);
   known[tensor] = {py::weakref(tensor), owned(PyObject_CallOneArg(counts().storage_address.ptr(), tensor)), seen.data};
+}
+
+size_t remembered() {
+  const py::scoped_critical_section alone(counts().storage_address);
+  forget_dead(table());
+  return table().size();
 }
 
 bool is_unshared(PyObject* tensor) {

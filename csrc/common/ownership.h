@@ -13,6 +13,9 @@ namespace cmab {
 // Remembers a tensor that has just been made, whose memory is its own.
 void remember(PyObject* tensor);
 
+// Forgets the tensors that are gone, and returns how many are left.
+size_t remembered();
+
 // Whether this tensor was remembered, has that memory still, and is held by one Python reference and nothing else; or
 // has no elements.
 bool is_unshared(PyObject* tensor);

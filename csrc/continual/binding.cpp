@@ -7,6 +7,7 @@
 
 #include "common/arguments.h"
 #include "common/bindings.h"
+#include "common/ownership.h"
 #include "common/plan.h"
 #include "common/tensor_view.h"
 #include "continual/call.h"
@@ -274,6 +275,11 @@ void remember_state(Arguments& in) {
   remember(state, fields_of(state));
 }
 
+PyObject* number_remembered(Arguments& in) {
+  in.by_position(0, "takes no arguments");
+  return PyLong_FromSize_t(remembered());
+}
+
 }  // namespace
 
 void bind_continual(PyObject* module) {
@@ -285,6 +291,7 @@ void bind_continual(PyObject* module) {
   define<call_masked<attention_step>>(module, "continual_attention_masked_step");
   define<owns_alone>(module, "is_sole_owner");
   define<remember_state>(module, "remember");
+  define<number_remembered>(module, "remembered");
 }
 
 }  // namespace cmab
