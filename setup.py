@@ -59,9 +59,8 @@ ENGINES = {
     "amx_emulated": f"'-DCMAB_ENGINE=TileEngine<EmulatedTiles>' {BF16}",
 }
 """The instruction sets that bf16_kernels.cpp is compiled for, with their flags."""
-ON_X86 = (
-    sysconfig.get_platform().lower().endswith(("x86_64", "amd64"))
-)  # the platform that is built for, which need not be this one
+# The platform that is built for, which need not be this one.
+ON_X86 = sysconfig.get_platform().lower().endswith(("x86_64", "amd64"))
 GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100", "sm_120": "120"}
 """The GPU architectures to compile machine code for, with their compute capabilities. That of sm_80 runs on 8.6 and 8.9
 too, as that of sm_100 on 10.3 and that of sm_120 on 12.1."""

@@ -15,9 +15,8 @@ from . import __version__
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # where the encoding lacks a letter, as ASCII does, another stands for it
+            # Where the encoding lacks a letter, as ASCII does, another stands for it.
+            stream.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(prog="python -m cmab_kernels", description=__doc__)
     parser.add_argument("--version", action="version", version=f"cmab_kernels {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -105,9 +105,8 @@ def peak_memory(
         "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     )
     if sys.platform != "win32":
-        context.set_forkserver_preload(
-            ["torch", "cmab_kernels", prepare.__module__]
-        )  # imported once, before children are forked
+        # Imported once, before children are forked.
+        context.set_forkserver_preload(["torch", "cmab_kernels", prepare.__module__])
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(
         target=_measure_in_child, args=(sender, prepare, arguments, warm_up, torch.get_num_threads())

@@ -321,9 +321,8 @@ class StateTree(Held[State]):
                 levels[len(counts) - 1] if len(counts) <= len(levels) else [],
                 counts[-1],
             )
-            pairs = {place // 2 for place in below} | (
-                {(length - 1) // 2} if shrinks else set()
-            )  # this pair may have lost a node
+            # This pair may have lost a node.
+            pairs = {place // 2 for place in below} | ({(length - 1) // 2} if shrinks else set())
             nodes: dict[int, State] = {}
             for pair in pairs:
                 two = [

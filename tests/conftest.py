@@ -27,9 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """With `-m gpu`, suites run for the implementations of a GPU, or, in Triton's interpreter, of its kernels."""
     OperatorSuite.gpu = config.option.markexpr == "gpu" and (torch.cuda.is_available() or testing.INTERPRETING)
     if OperatorSuite.gpu:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # torch's own products have the same bits on every run
+        # Torch's own products have the same bits on every run.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.hookimpl(wrapper=True)

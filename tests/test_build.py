@@ -143,9 +143,8 @@ def _build(
     asked = {"CMAB_KERNELS_BUILD": wanted, "CMAB_KERNELS_CUDA": wanted_cuda}
     environment = {**os.environ, **asked, "CXX": str(tree / "bin" / "c++"), "CUDA_HOME": str(tree), **variables}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
-    run = subprocess.run(
-        command, cwd=tree, env=environment, capture_output=True, text=True, start_new_session=True
-    )  # no terminal
+    # No terminal.
+    run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, start_new_session=True)
     (tree / "stderr").write_text(run.stderr)
     report = tree / "cmab_kernels" / "_build.json"
     return run.returncode, json.loads(report.read_text()) if report.exists() else {}

@@ -338,13 +338,14 @@ def test_what_no_demo_takes_is_refused(arguments, said, forks: Forks, tmp_path: 
 
 def test_help_in_an_encoding_without_all_letters(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    # A new process: the encoding is read at its start.
     command = [
         sys.executable,
         "-m",
         "cmab_kernels",
         "demo",
         "--help",
-    ]  # a new process: the encoding is read at its start
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0 and "Nystr?m" in done.stdout
 

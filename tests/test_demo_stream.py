@@ -75,9 +75,8 @@ def test_landmarks_are_learnt_from_other_photographs():
     query, key = t.learnt_landmarks(6)
     assert query.shape == key.shape == (1, 6, 48) and (query[..., -1] - 1).abs().max() < 1e-5
     patches = t.to_patches(t.noisy())
-    assert (
-        torch.cdist(t.training()[::50], patches[::50]).min() > 0.5
-    )  # two noisy patches are 10 NOISE apart if the same
+    # Two noisy patches are 10 NOISE apart if the same.
+    assert torch.cdist(t.training()[::50], patches[::50]).min() > 0.5
     assert len(t.training()) > 6000 and query.isfinite().all()
 
 

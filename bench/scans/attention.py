@@ -313,9 +313,8 @@ def merge(parts: int = 2, heads: int = 4, width: int = 16, latents: int = 128, b
         },
         oracle=oracle,
         baselines=(EAGER,),
-        work=Work(
-            bytes=(parts + 1) * rows * (width * BYTES["float32"] + BYTES["float64"])
-        ),  # each state is read, one is written
+        # Each state is read, one is written.
+        work=Work(bytes=(parts + 1) * rows * (width * BYTES["float32"] + BYTES["float64"])),
         smaller={"batch": 1},
     )
 

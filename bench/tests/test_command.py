@@ -289,9 +289,8 @@ def test_pytest_bench_runs_the_same_cases_and_a_wrong_result_fails(bound: float,
     )
     path = os.pathsep.join(map(str, (bench.ROOT, tmp_path)))
     command = [sys.executable, "-m", "pytest", str(bench.ROOT / "bench"), *options]
-    alone = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
-    }  # whose workers time nothing
+    # The workers of xdist time nothing.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     found = subprocess.run(command, cwd=tmp_path, env=alone | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert found.returncode == bool(failures) and found.stdout.count("Failed: wrong: relative RMS error") == failures, (
         found.stdout

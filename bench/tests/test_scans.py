@@ -282,11 +282,12 @@ def test_peers_are_peers():
     ("case", "name", "more"),
     [
         (attention.attention(3, 8, keys=50, latents=5, batch=2), NAIVE, 0),
+        # It keeps its scores.
         (
             attention.attention(3, 8, keys=50, latents=5, batch=2, backward=True),
             NAIVE,
             -2 * (2 * 3 * 5 * 50) * 8,
-        ),  # it keeps its scores
+        ),
         (intention.layer(100, 2, 8, batch=3), CHUNKED, 6 * 100 * 64),
         (intention.layer(100, 2, 8, batch=3, backward=True), CHUNKED, 6 * 100 * 64),
         (intention.sigma_layer(100, 10, 2, 8), EAGER, 2 * 100 * 64),
@@ -313,9 +314,8 @@ def test_work_is_what_torch_counts(case: Case, name: str, more: int):
     inputs = case.inputs(0)
     _, flops = harness.count_flops(lambda: case.implementations[name](inputs))
     products = sum(work.products for work in passes_of(case.work))
-    assert flops == pytest.approx(
-        case.steps.get(name, 1) * products + more, abs=10
-    )  # torch's counter rounds a third of a cube
+    # Torch's counter rounds a third of a cube.
+    assert flops == pytest.approx(case.steps.get(name, 1) * products + more, abs=10)
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -324,9 +324,8 @@ def test_work_of_a_step_is_the_mean_of_what_is_counted(fixed: bool, retroactive:
     case = TINY.varied(fixed=fixed, retroactive=retroactive, calls=160)  # ten times round the window
     inputs = case.inputs(0)
     _, flops = harness.count_flops(lambda: case.implementations["native"](inputs))
-    assert flops / 160 == pytest.approx(
-        case.work.products, rel=0.02
-    )  # but for the rows that are recomputed every 1,024 tokens
+    # But for the rows that are recomputed every 1,024 tokens.
+    assert flops / 160 == pytest.approx(case.work.products, rel=0.02)
 
 
 @pytest.mark.parametrize("case", [intention_state.merge(5, 2**14, 8), nystrom.exact_start(10_000, 8, 20)], ids=str)

@@ -106,9 +106,8 @@ def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
     """Return the messages (W, bytes) of all ranks, in rank order."""
     world = torch.distributed.get_world_size(group)
     received = message.new_empty(world * message.numel())
-    gather = (
-        getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
-    )  # its name before torch 2.13
+    # Its name before torch 2.13.
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
     gather(received, message, group)
     return received.view(world, -1)
 

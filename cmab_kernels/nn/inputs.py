@@ -115,9 +115,8 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     if torch.compiler.is_compiling() and not key_padding_mask.is_cuda:
         torch._assert_async(sound, message)
         return ignore, key
-    if key_padding_mask.is_cuda or not has_values(
-        key_padding_mask
-    ):  # a failed assertion on the device would end its CUDA context
+    # A failed assertion on the device would end its CUDA context.
+    if key_padding_mask.is_cuda or not has_values(key_padding_mask):
         return ignore, key.masked_fill(~sound, torch.nan)
     if not sound:
         raise ValueError(message)

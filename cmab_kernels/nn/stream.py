@@ -116,9 +116,8 @@ class Keeper(nn.Module, Generic[Value]):
         if problem:
             error_msgs.append(problem)
         else:
-            if (
-                self._loaded is None or self._loaded[1] is not error_msgs
-            ):  # equal only if the model contains this module twice
+            # Equal only if the model contains this module twice.
+            if self._loaded is None or self._loaded[1] is not error_msgs:
                 self.hold(self.held)
             self._loaded = (self._built(entries, self._loading_device) if entries else None, error_msgs)
 
@@ -271,9 +270,8 @@ class Stream(Keeper[State]):
         super()._apply(fn, recurse)
         cast = before.dtype != self.weight_like.dtype
         held = self.held
-        if (
-            before.is_meta and not self.weight_like.is_meta
-        ):  # after `to_empty` the state has no values, so the stream ends
+        # After `to_empty` the state has no values, so the stream ends.
+        if before.is_meta and not self.weight_like.is_meta:
             self.hold(None)
         elif held is not None and (cast or before.device != self.weight_like.device):
             entries = self._entries(held)
@@ -324,9 +322,8 @@ def follow_weights(module: nn.Module, _: Any = None) -> None:
     """Let the submodule `stream` follow the module's weights. Modules register this as a hook that follows a load."""
     stream = module.stream
     assert isinstance(stream, Stream)
-    stream.follow(
-        next(chain(module.parameters(), module.buffers()))
-    )  # a frozen module has only buffers; the stream's is last
+    # A frozen module has only buffers; the stream's is last.
+    stream.follow(next(chain(module.parameters(), module.buffers())))
 
 
 class AttentionStream(Stream[AttentionState]):

@@ -277,9 +277,8 @@ def _landmark_values(landmarks: Landmarks, averaged: Tensor, scale: float, itera
     absent = landmarks.absent
     if absent is not None:
         absent = absent.unsqueeze(1).expand(batch, heads, number).flatten(0, 1)
-    chosen = (
-        choose("nystrom", impl, queries) if iterations else "reference"
-    )  # only the reference computes the exact pseudo-inverse
+    # Only the reference computes the exact pseudo-inverse.
+    chosen = choose("nystrom", impl, queries) if iterations else "reference"
     return landmark_values_op(LandmarkValues(queries, keys, values, absent, scale, iterations, chosen)).reshape(
         averaged.shape
     )

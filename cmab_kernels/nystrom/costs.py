@@ -171,9 +171,8 @@ def mean_operations(
 
 @functools.cache
 def _mean_upkeep(n: int, m: int, D: int, E: int, iterations: int, fixed: bool) -> float:
-    stretch = (
-        n * SCHEDULE
-    )  # a period of the stream: whole windows, and whole intervals between scheduled recomputations
+    # A period of the stream: whole windows, and whole intervals between scheduled recomputations.
+    stretch = n * SCHEDULE
     return _upkeep(n, m, D, E, n, stretch, iterations, fixed) / stretch
 
 

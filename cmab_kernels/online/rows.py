@@ -244,7 +244,6 @@ def _array(name: str, given: Any) -> Tensor:
         raise ValueError(f"Complex data not supported: {name} is {array.dtype}")
     if not np.isfinite(array).all():
         raise ValueError(_not_finite(name))
-    is_read = (
-        array.flags.c_contiguous and array.flags.writeable and min(array.strides, default=0) >= 0
-    )  # a reversed row is "contiguous"
+    # A reversed row is "contiguous".
+    is_read = array.flags.c_contiguous and array.flags.writeable and min(array.strides, default=0) >= 0
     return torch.from_numpy(array if is_read else array.copy())

@@ -268,9 +268,8 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
     if address % 16 == 0 and tensor.is_contiguous():
         return True
     *strides, column = tensor.stride()
-    if (
-        address % 16 == 0 and column == 1 and math.gcd(*strides) * tensor.element_size() % 16 == 0
-    ):  # slices of contiguous tensors
+    # Slices of contiguous tensors.
+    if address % 16 == 0 and column == 1 and math.gcd(*strides) * tensor.element_size() % 16 == 0:
         return True
     elements = natural_alignment(tensor.dtype, tensor.shape[-1])
     if address % (elements * tensor.element_size()):

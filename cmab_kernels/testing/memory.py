@@ -27,9 +27,8 @@ def poisoned_memory() -> Iterator[None]:
     tensor([nan, nan])
     """
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(
-        True, warn_only=torch.cuda.is_available()
-    )  # not all operators are deterministic on a GPU
+    # Not all operators are deterministic on a GPU.
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
     if not torch.empty(3).isnan().all():
         raise RuntimeError(
             "torch.utils.deterministic.fill_uninitialized_memory is off: uninitialised memory cannot be poisoned"

@@ -25,9 +25,8 @@ from .point_processes import CMHP, THP, CMHPState, Events, PointProcess, THPStat
 from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
 from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer, StreamState
 
-torch.serialization.add_safe_globals(
-    [Cache, CMHPState, Points, StreamState, THPState, Total]
-)  # like the states in cmab_kernels
+# Like the states in cmab_kernels.
+torch.serialization.add_safe_globals([Cache, CMHPState, Points, StreamState, THPState, Total])
 
 __all__ = [
     "CMANP",

@@ -199,9 +199,8 @@ def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
         tuple(state), inputs, (torch.ones_like(state.out), torch.ones_like(state.lse))
     )
     assert not any(g.isnan().any() for g in others)
-    if (
-        among or abs(logit) < 1e38
-    ):  # else log 70 is less than lse's last bit, every P is 1, and the sum of dS K overflows
+    # Else log 70 is less than lse's last bit, every P is 1, and the sum of dS K overflows.
+    if among or abs(logit) < 1e38:
         assert not dquery.isnan().any()
 
 

@@ -62,11 +62,12 @@ def run(rank: int, folder: Path, processes: int, modules: list[str]) -> None:
 
 
 def main(folder: Path) -> None:
+    # The cases would import these modules on every rank.
     for name in (
         "torch._dynamo",
         "torch._inductor.compile_fx",
         "torch.distributed.fsdp",
-    ):  # which the cases would import on every rank
+    ):
         importlib.import_module(name)
     for _, modules in LAUNCHES.values():
         cases(*modules)

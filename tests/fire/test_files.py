@@ -47,9 +47,8 @@ MODULES: dict[str, Module] = {
     ),
     "RetroactiveEncoderLayer": (
         lambda: nn.RetroactiveEncoderLayer(DIM, 2, 16, sequence_len=LENGTH, batch_first=True),
-        lambda m: (
-            m.forward_steps(_rows()) is None
-        ),  # its outputs may be NaN: the norms square a token of 1e30, as torch's do
+        # Its outputs may be NaN: the norms square a token of 1e30, as torch's do.
+        lambda m: m.forward_steps(_rows()) is None,
     ),
 }
 

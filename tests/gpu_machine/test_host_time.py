@@ -99,9 +99,8 @@ def test_what_only_the_checked_path_decides() -> None:
     for unusual in (torch._neg_view(token), torch.nn.Parameter(token)):
         assert form_of("triton", False, state, token, unusual, token) is None
     batched: list[Any] = []
-    _vmap(lambda t: batched.append(form_of("triton", False, state, token, t, token)) or t)(
-        token[None]
-    )  # as is_grads_batched does
+    # As is_grads_batched does.
+    _vmap(lambda t: batched.append(form_of("triton", False, state, token, t, token)) or t)(token[None])
     assert batched == [None]
     assert form_of("triton", False, state._replace(keys=state.keys.mT.contiguous().mT), token, token, token) is None
     assert form_of("triton", False, tuple(state), token, token, token) is None

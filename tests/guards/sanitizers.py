@@ -141,9 +141,8 @@ class Sanitized:
             "-p",
             "tests.guards.one_isa",
         ]
-        plain = (
-            ["setarch", "-R"] if shutil.which("setarch") else []
-        )  # no random addresses: the thread sanitizer wants its own
+        # No random addresses: the thread sanitizer wants its own.
+        plain = ["setarch", "-R"] if shutil.which("setarch") else []
         return subprocess.run(
             [*plain, *command, *shlex.split(tests)],
             cwd=folder,

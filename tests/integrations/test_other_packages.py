@@ -32,9 +32,8 @@ def test_programs(program: str, package: str, threads: Callable[[int], None], mo
     calls: list[Any] = []
     operator, theirs = functional.latent_attention, torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(functional, "latent_attention", lambda *a, **k: calls.append(a) or operator(*a, **k))
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", theirs
-    )  # so that it is restored after the program
+    # So that it is restored after the program.
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", theirs)
     exec(compile(program, str(PAGE), "exec"), {"__name__": "program"})
     assert len(calls) == FUSED[package]
 

@@ -167,9 +167,8 @@ def test_models(name: str, fused: list[tuple[int, ...]]) -> None:
         out, found = results(model, inputs)
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
         errors[other] = {each: float((found[each] - gradient).abs().max()) for each, gradient in gradients.items()}
-    theirs = max(
-        error for other in ("sdpa", "eager") for error in errors[other].values()
-    )  # of one parameter alone it can be luck
+    # Of one parameter alone it can be luck.
+    theirs = max(error for other in ("sdpa", "eager") for error in errors[other].values())
     for each, error in errors["cmab"].items():
         assert error <= 2 * theirs + 1e-6 * largest, each
 
@@ -243,11 +242,12 @@ CALLS: dict[str, tuple[Tensor | None, dict[str, Any], bool]] = {
     "padding for all heads": (SEEN.expand(2, 4, 5, 7), {}, True),
     "padding of one row": (SEEN, {}, True),
     "causal": (None, {"is_causal": True}, False),
+    # As in transformers, a given mask overrides is_causal.
     "causal with a mask": (
         SEEN.expand(2, 1, 5, 7),
         {"is_causal": True},
         True,
-    ),  # as in transformers, a given mask overrides is_causal
+    ),
     "by query": (BY_QUERY, {}, False),
     "padding written out": (SEEN.expand(2, 1, 5, 7).contiguous(), {}, False),
     "by head": (BY_QUERY.expand(2, 4, 5, 7), {}, False),

@@ -31,9 +31,8 @@ class LayerSuite(OperatorSuite):
             return 1 + 0.2 * torch.randn(shape)
         if not name.endswith("weight"):
             return LAWS[law](*shape)
-        law = (
-            "normal" if law == "one outlier" else law
-        )  # outliers in several matrices make gradients that float16 does not hold
+        # Outliers in several matrices make gradients that float16 does not hold.
+        law = "normal" if law == "one outlier" else law
         return LAWS[law](*shape) * shape[-1] ** -0.5
 
     def test_autocast(self, impl: str, cast: bool) -> None:

@@ -40,9 +40,8 @@ def test_a_quantile_is_the_inverse_of_the_distribution() -> None:
     torch.testing.assert_close(distribution.cdf(gap), probability, rtol=0, atol=1e-14)
     torch.testing.assert_close(distribution.log_survival(distribution.median), torch.full((7,), 0.5).double().log())
     tiny, (logits, loc, scale) = distribution.icdf(torch.tensor(1e-20).double()), _parts(distribution)
-    found = (
-        (logits.log_softmax(-1) + torch.special.log_ndtr((tiny.log().unsqueeze(-1) - loc) / scale)).exp().sum(-1)
-    )  # its `cdf` has no digits there
+    # Its `cdf` has no digits there.
+    found = (logits.log_softmax(-1) + torch.special.log_ndtr((tiny.log().unsqueeze(-1) - loc) / scale)).exp().sum(-1)
     torch.testing.assert_close(found, torch.full((7,), 1e-20).double(), rtol=1e-10, atol=0)
     assert distribution.icdf(torch.tensor(0.0)).eq(0).all() and distribution.icdf(torch.tensor(1.0)).isinf().all()
 
@@ -214,9 +213,8 @@ def test_a_table_becomes_events() -> None:
     here = cmab_models.events_from_frame(zoned, "when", "what", "where", start="2026-01-01", end="2026-01-03")
     assert all(map(torch.equal, here.events, found.events)) and str(here.start.tz) == "Europe/Berlin"
     late = cmab_models.events_from_frame(TABLE.assign(number=[10**18, 10**18 + 1, 10**18 + 5, 10**18 + 9]), "number")
-    assert late.events.times.tolist() == [
-        [0.0, 1.0, 5.0, 9.0]
-    ]  # a float64 cannot hold the times, but holds the differences
+    # A float64 cannot hold the times, but holds the differences.
+    assert late.events.times.tolist() == [[0.0, 1.0, 5.0, 9.0]]
     in_minutes = cmab_models.events_from_frame(zoned, "when", unit="m")
     assert in_minutes.events.times.tolist() == [[0.0, 60.0, 60.0, 1710.0]] and in_minutes.marks == ()
     numbers = cmab_models.events_from_frame(TABLE, "number", "what", start=0)

@@ -52,9 +52,8 @@ def cut(given: dict[str, Tensor], how: Callable[[Tensor], Tensor]) -> dict[str, 
 
 
 CUTS = [(system, no_functions) for system in SYSTEMS]
-CUTS += [
-    (system, no_places) for system, kind in SYSTEMS.items() if not issubclass(kind, StreamClassifier)
-]  # a window has tokens
+# A window has tokens.
+CUTS += [(system, no_places) for system, kind in SYSTEMS.items() if not issubclass(kind, StreamClassifier)]
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])

@@ -113,13 +113,14 @@ SCORES = {
         ),
         ("cmanp", "lbanp", None, True, "cmanp 1.100 ± 0.100, lbanp 0.100 ± 0.100"),
         ("cmanp", "cnp", 1.0, None, "cmanp 1.100 ± 0.100, cnp -0.450 ± 0.050: prior passes, too, or nearly, with -0."),
+        # By its seeds.
         (
             "tnp-d",
             "lbanp",
             0.45,
             None,
             "tnp-d 1.000 ± 0.100, lbanp 0.100 ± 0.100: cnp passes, too, or nearly, with -0.450",
-        ),  # by its seeds
+        ),
         ("tnp-nd", "cmanp", 0.0, None, "tnp-nd 3.000, cmanp 1.100 ± 0.100: fewer than 3 seeds"),
         ("cmanp", "inctnp", 0.0, None, "inctnp was not run in functions"),
     ],

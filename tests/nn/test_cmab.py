@@ -248,9 +248,8 @@ def test_own_stream() -> None:
             result, state = module.update(chunk, latents)
             assert module.stream.state is not None
             assert torch.equal(module.stream.state.out, state.out)
-            close(
-                module(chunk, latents), definition(dict(module.named_parameters()), chunk, latents)
-            )  # touches no state
+            # Touches no state.
+            close(module(chunk, latents), definition(dict(module.named_parameters()), chunk, latents))
             module.update(chunk, latents, module.init_state(BATCH))  # nor does a stream of the caller
         close(result, module(inputs, latents))
         close(module.remove(inputs[:, :10], latents).latents, module(inputs[:, 10:], latents), 1e-8)

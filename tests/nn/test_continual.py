@@ -96,9 +96,8 @@ def test_what_continual_inference_gives(output: str, batch_first: bool, config: 
         mine, other = ours.forward_steps(*some), theirs.forward_steps(*some)
         assert (mine is None) == (other is None) == (last < WINDOW and first == 0)
         if other is not None:
-            assert_equal(
-                mine, other.squeeze(1) if output == "single" and not batch_first else other
-            )  # theirs has one more dimension
+            # Theirs has one more dimension.
+            assert_equal(mine, other.squeeze(1) if output == "single" and not batch_first else other)
     ours.clean_state(), theirs.clean_state()
     whole, other = ours.forward_steps(*tokens), theirs.forward_steps(*tokens)
     assert whole.shape[along(ours, whole)] == 2 * WINDOW + 1

@@ -72,9 +72,8 @@ def test_weights_of_nystrom_attention(length: int, residual: bool) -> None:
     theirs = drawn(theirs, 0.5)
     ours = NystromAttention.from_official(theirs.state_dict(), **SIZES)
     expected = theirs(x)
-    torch.testing.assert_close(
-        ours(x, x, x, need_weights=False)[0], expected, rtol=1e-6, atol=1e-6
-    )  # theirs makes 1 in float32
+    # Theirs makes 1 in float32.
+    torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], expected, rtol=1e-6, atol=1e-6)
     assert (ours.conv is not None) == residual
 
 

@@ -250,9 +250,8 @@ def test_layers_may_lose_a_head_or_a_column(names: list[str]) -> None:
         cut(part)
         kept = part.get_submodule(last).weight.shape[1]
         whole = weights[f"{name}.{last}.weight"].detach()
-        weights[f"{name}.{last}.weight"] = whole.index_fill(
-            1, torch.arange(kept, whole.shape[1]), 0.0
-        )  # the removed part has no effect
+        # The removed part has no effect.
+        weights[f"{name}.{last}.weight"] = whole.index_fill(1, torch.arange(kept, whole.shape[1]), 0.0)
     expected = definition(weights, inputs, latents)
     close(module(inputs, latents), expected)
     if "compress.cross_attention" in names:

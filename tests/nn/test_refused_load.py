@@ -86,9 +86,8 @@ def in_a_model(module: nn.Module, first: bool) -> nn.Module:
     return nn.ModuleDict({name: nn.Sequential(parts[name]) for name in sorted(parts, reverse=first)})
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in STREAMING if name != "CircularPositionalEncoding"]
-)  # its stream is a number
+# Its stream is a number.
+@pytest.mark.parametrize("name", [name for name in STREAMING if name != "CircularPositionalEncoding"])
 @pytest.mark.parametrize("with_stream", [True, False], ids=["a stream", "weights"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_module_made_on_the_meta_device(name: str, with_stream: bool, dtype: torch.dtype) -> None:

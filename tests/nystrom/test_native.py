@@ -83,9 +83,8 @@ def test_extreme_logits(isa: str, dtype: torch.dtype, m: int, logit: float) -> N
         given = landmarks(2, m, m, 3, dtype)._replace(landmark_query=logit * query, landmark_key=key, scale=1.0)
         gradients = native.landmark_values_backward(LandmarkValuesBackward(torch.ones_like(given.values), *given))
         assert all(not g.isnan().any() for g in gradients)
-        undecided = abs(logit) > 1e30 or not query.equal(
-            own
-        )  # all at the end of the range, or all columns equal but for rounding
+        # All at the end of the range, or all columns equal but for rounding.
+        undecided = abs(logit) > 1e30 or not query.equal(own)
         check_landmarks(native, given, torch.zeros_like(given.values) if undecided else None)
 
 

@@ -166,9 +166,8 @@ class TestPinv(NystromSuite):
     accepted = tuple(f"matrix {what}" for what in ("of a dimension too few", "of another dtype", "on another device"))
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        return (2 * LAWS[law](*shape)).softmax(-1) * (
-            1 + torch.rand(*shape[:-1], 1)
-        )  # rows of different sums: one norm is the largest
+        # Rows of different sums: one norm is the largest.
+        return (2 * LAWS[law](*shape)).softmax(-1) * (1 + torch.rand(*shape[:-1], 1))
 
     def call(self, impl: str, matrix: Tensor) -> Results:
         return (ck.iterative_pinv(matrix, 3, impl=impl),)

@@ -33,9 +33,8 @@ def test_predicts_before_it_learns(alpha: float, intercept: bool) -> None:
                 np.c_[np.sqrt(alpha) * np.eye(5), np.zeros(5)],
             ]
             fitted = np.linalg.lstsq(right, np.r_[y[:row] * np.sqrt(weights[:row]), np.zeros(5)], rcond=None)[0]
-            assert guess == pytest.approx(
-                np.r_[x[row], intercept] @ fitted, rel=max(1e-10, 1e-14 / alpha)
-            )  # the sums have the square of the rows' condition
+            # The sums have the square of the rows' condition.
+            assert guess == pytest.approx(np.r_[x[row], intercept] @ fitted, rel=max(1e-10, 1e-14 / alpha))
         assert row > 0 or guess == 0.0
         assert model.learn_one(each, target, weight) is None
         blocks.partial_fit(x[row : row + 1], y[row : row + 1], weights[row : row + 1])
@@ -160,9 +159,8 @@ def test_kinds_of_examples() -> None:
         assert type(model.predict_one(given[0])) is float and model.predict_one(given[0]) == pytest.approx(
             right.predict(x[:1])[0]
         )
-    assert model.predict_one({"c": 1.0}) == pytest.approx(
-        model.predict([[0, 0, 1.0, 0, 0]])[0]
-    )  # what a dict lacks is 0
+    # What a dict lacks is 0.
+    assert model.predict_one({"c": 1.0}) == pytest.approx(model.predict([[0, 0, 1.0, 0, 0]])[0])
     mixed = OnlineRidge().fit(x[:30], y[:30])
     for row in range(30, 60):
         mixed.learn_one(dict(enumerate(x[row])), y[row])

@@ -146,9 +146,8 @@ def _pull(
     """Process one tile of keys: store dK and dV, and return dq with the tile's share of dQ added."""
     SLOPES: tl.constexpr = QUERY or dkey is not None
     WIDEST: tl.constexpr = max(D_PAD, E_PAD)
-    HIDDEN: tl.constexpr = (
-        WIDEST < IN_SHARED or WIDEST > 128
-    )  # tiles of 256 columns do not fit where shared memory is little
+    # Tiles of 256 columns do not fit where shared memory is little.
+    HIDDEN: tl.constexpr = WIDEST < IN_SHARED or WIDEST > 128
     _, key_strides, value_strides, mask_strides = strides
     queries, douts, _, _, _ = rows
     keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)

@@ -20,12 +20,13 @@ from . import tokens as t
 if TYPE_CHECKING:
     from . import Run
 
+# Colour-blind people can tell them apart.
 COLOURS = {
     CONTINUAL: "#0072B2",
     FIXED: "#009E73",
     EXACT: "#D55E00",
     FULL: "#555555",
-}  # colour-blind people can tell them apart
+}
 NAMES = {
     EXACT: "Exact attention",
     CONTINUAL: "Nyström attention, continual landmarks",

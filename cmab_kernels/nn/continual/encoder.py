@@ -250,9 +250,8 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         windows = None if absent is None or not absent.shape[1] else windows_without(recent, absent)
         newest = recent[:, -self.sequence_len :] if windows is None else windows[:, -1]
         try:  # store the tokens first, so that after an error the attention's state shows whether it took them
-            if (
-                update_state and recent.shape[1] > self.sequence_len
-            ):  # the attention has no state before its first token
+            # The attention has no state before its first token.
+            if update_state and recent.shape[1] > self.sequence_len:
                 self.stream.hold(RecentTokens(newest.clone()))
             attended = self.self_attn.forward_steps(
                 self._asking(src), update_state=update_state, key_padding_mask=absent
@@ -521,9 +520,8 @@ class ContinualEncoder(nn.Module):
             batch = src.shape[0 if first.batch_first else 1] if src.dim() == 3 else 1
             absent = torch.zeros(batch, src.shape[along], dtype=torch.bool, device=src.device)
         pairs = list(zip(src.unbind(along), absent.unbind(1), strict=True))
-        before = (
-            None if update_state and len(pairs) == 1 else self._held()
-        )  # of several tokens, a later one may be refused
+        # Of several tokens, a later one may be refused.
+        before = None if update_state and len(pairs) == 1 else self._held()
         outs = self._guarded(_stream(layers[0]), lambda: [self._one_apart(layers, *pair) for pair in pairs], before)
         if before is not None and not update_state:
             self._put_back(before)
@@ -576,9 +574,8 @@ class ContinualEncoder(nn.Module):
         """Apply the layers after the first to its windows ([T',] n, [B,] C), or (B, [T',] n, C) with `batch_first`."""
         batch_first = self._each()[0].self_attn.batch_first
         windows = windows.movedim(-2, 0) if batched and not batch_first else windows
-        tokens = (
-            windows.flatten(0, -3) if windows.dim() > 2 else windows.unsqueeze(0)
-        )  # a reshape to -1 fails for a batch of 0
+        # A reshape to -1 fails for a batch of 0.
+        tokens = windows.flatten(0, -3) if windows.dim() > 2 else windows.unsqueeze(0)
         tokens = tokens if batch_first else tokens.transpose(0, 1)
         for layer in self._each()[1:]:
             tokens = layer._read(tokens)

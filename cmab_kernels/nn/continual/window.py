@@ -63,12 +63,10 @@ class RecentTokens(NamedTuple):
     """(B, n, C), oldest first. Rows before the first token are 0."""
 
 
-_OLDER = [
-    (kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in (FillingWindow, RecentTokens)
-]  # their place in 0.1.0
-torch.serialization.add_safe_globals(
-    [FillingWindow, StaggeredWindow, RecentTokens, *_OLDER]
-)  # also done for the states in cmab_kernels
+# Their place in 0.1.0.
+_OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in (FillingWindow, RecentTokens)]
+# Also done for the states in cmab_kernels.
+torch.serialization.add_safe_globals([FillingWindow, StaggeredWindow, RecentTokens, *_OLDER])
 
 
 class ContinualStream(Stream[WindowState]):

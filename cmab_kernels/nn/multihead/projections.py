@@ -99,9 +99,8 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
         `module` must have the same configuration.
         """
-        assigned = {
-            name: module.__dict__[name] for name in self._parameters if name in module.__dict__
-        }  # tensors in place of parameters
+        # Tensors in place of parameters.
+        assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}
         for name, weight in (
             module._parameters | assigned
         ).items():  # `named_parameters` skips the second name of a tied parameter

@@ -125,10 +125,11 @@ class _FusedLayer(nn.Module):
         )
         if None in parts or attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
             return more
+        # A norm after the operator runs in torch.
         inside = (
             *parts[: 1 + self.norm_first],
             {"weight": attention.in_proj_weight},
-        )  # a norm after the operator runs in torch
+        )
         return self._why_no_operator(x) if of_one_dtype(*inside) else _SEVERAL_DTYPES
 
     def _why_no_feed_forward(self, x: Tensor, norm: nn.Module) -> str | None:
@@ -295,10 +296,11 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
         made: Any = self.activation
         if isinstance(made, nn.Module) and own_parameters(made, type(made)) is None:
             return False
+        # The activation was replaced.
         if self.activation_relu_or_gelu not in (
             0,
             _THEIR_ACTIVATIONS.get(_activation(self)),
-        ):  # the activation was replaced
+        ):
             return False
         return torchs_attention.is_as_made(self.self_attn) and self._has_their_blocks()
 

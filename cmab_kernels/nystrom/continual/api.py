@@ -93,9 +93,8 @@ def continual_nystrom_init(
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
         inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)
         sums = row_sums(chosen.queries, key, value, factor)
-        own = (
-            t.clone(memory_format=torch.contiguous_format) for t in (chosen.queries, chosen.keys)
-        )  # the caller's may change
+        # The caller's may change.
+        own = (t.clone(memory_format=torch.contiguous_format) for t in (chosen.queries, chosen.keys))
         given: Any = (*own, inverse.contiguous())
         counts = (*_counts(factor, key), iterations, int(num_landmarks is None))
         return remembered(

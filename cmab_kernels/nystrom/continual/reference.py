@@ -106,11 +106,12 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
 
 def _pushed(state: State, *tokens: Tensor) -> State:
     rows = (state.position % state.keys.shape[-2])[..., None, None]
+    # No slice of the state: the compiler of torch 2.6 cannot trace it.
     rings = (
         state.queries,
         state.keys,
         state.values,
-    )  # no slice of the state: the compiler of torch 2.6 cannot trace it
+    )
     queries, keys, values = (
         ring.scatter(-2, rows.expand_as(token), token) for ring, token in zip(rings, tokens, strict=True)
     )

@@ -377,9 +377,8 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
         sums, spare = spare, sums
     elif rows or before:
         sums, spare = (sums.new_empty(batch, heads, rows, sums.shape[3]) for _ in range(2))
-    landmarks: Any = (
-        fields[_WRITTEN:-5] if followed else ()
-    )  # always new: only the GPU may know whether a landmark is replaced
+    # Always new: only the GPU may know whether a landmark is replaced.
+    landmarks: Any = fields[_WRITTEN:-5] if followed else ()
     counts: Any = fields[-3 if followed else -1 :]
     made = (
         queries,

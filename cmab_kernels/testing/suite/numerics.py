@@ -138,9 +138,8 @@ class Numerics(Declaration):
         assert ours.shape == right.shape, f"{what} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
         if right.numel() == 0:
             return
-        beyond = (right.abs() > torch.finfo(found.ours.dtype).max) & (
-            ours == right.sign() * math.inf
-        )  # a right overflow
+        # A right overflow.
+        beyond = (right.abs() > torch.finfo(found.ours.dtype).max) & (ours == right.sign() * math.inf)
         ours, right, theirs = (t.masked_fill(beyond, 0.0) for t in (ours, right, theirs))
         size = self.row_sizes(found._replace(right=right)).clamp(min=1e-300)
         error, own = ((t - right).norm(dim=-1) / size for t in (ours, theirs))

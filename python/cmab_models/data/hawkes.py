@@ -61,9 +61,8 @@ class Hawkes:
         times, marks = [], []
         while bool((now < end).any()):
             of_base, of_above = -torch.rand(2, sequences, dtype=torch.float64, generator=generator).log()
-            left = (1 - self.decay * of_above / above.sum(1)).clamp(
-                min=0
-            )  # 0: the excitations have died out and cause no event
+            # 0: the excitations have died out and cause no event.
+            left = (1 - self.decay * of_above / above.sum(1)).clamp(min=0)
             gap = torch.minimum(of_base / base.sum(), -left.log() / self.decay)
             now, above = now + gap, above * (-self.decay * gap).exp().unsqueeze(1)
             mark = torch.multinomial(base + above, 1, generator=generator).squeeze(1)
@@ -89,9 +88,8 @@ class Hawkes:
         mark = at_events.gather(-1, chosen).squeeze(-1).log() - total.log()
         mark_alone = self._next_mark(above[:, :-1]).gather(-1, chosen).squeeze(-1).log()
         last = above[torch.arange(len(there)), events.lengths]
-        survival = -self._compensator(
-            last, events.end - F.pad(events.times, (1, 0)).amax(1)
-        )  # counted from 0 without events
+        # Counted from 0 without events.
+        survival = -self._compensator(last, events.end - F.pad(events.times, (1, 0)).amax(1))
         time, mark, mark_alone = (each.where(there, 0.0) for each in (total.log() - compensator, mark, mark_alone))
         return Exact(time, mark, mark_alone, survival, compensator)
 

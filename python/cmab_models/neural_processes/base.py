@@ -115,9 +115,8 @@ class NeuralProcess(Pretrained):
         """
         self._check(x, y)
         if x.shape[1] < 2:
-            known_x, known_y = (
-                F.pad(part, (0, 0, 0, 1))[:, :1] for part in (x, y)
-            )  # some models need a point: one of zeros
+            # Some models need a point: one of zeros.
+            known_x, known_y = (F.pad(part, (0, 0, 0, 1))[:, :1] for part in (x, y))
             return self.log_prob(known_x, known_y, x[:, :0], y[:, :0]).unsqueeze(1)[:, :0]
         state, found = None, []
         for i in range(1, x.shape[1]):

@@ -99,9 +99,8 @@ class IncTNP(NeuralProcess):
             ignored = torch.cat([state.ignored, ignored], 1)
         position = torch.arange(ignored.shape[1], device=x.device)
         causal = position <= position[before:, None]
-        itself = (
-            position == position[before:, None]
-        )  # an ignored point sees itself, so that no row of attention is empty
+        # An ignored point sees itself, so that no row of attention is empty.
+        itself = position == position[before:, None]
         allowed = (causal & ~ignored[:, None, :] | itself).unsqueeze(1)
         features, keys, values = self.embedding(torch.cat(without_masked(x, y, mask), -1)), [], []
         for k, layer in enumerate(self._layers):

@@ -111,9 +111,8 @@ class CMHP(PointProcess):
         states = zip(nothing, prefix_states(self.blocks, embedded), strict=True)
         attention = AttentionState(*(torch.cat([before, after.index_select(1, rows)], 1) for before, after in states))
         summaries = self._retrieved(attention, torch.cat([zero, embedded.flatten(0, 1).index_select(0, rows)]))
-        place = F.pad(
-            there.flatten().cumsum(0).view_as(there).where(there, 0), (1, 0)
-        )  # rows of summaries; row 0: of no events
+        # Rows of summaries; row 0: of no events.
+        place = F.pad(there.flatten().cumsum(0).view_as(there).where(there, 0), (1, 0))
         return summaries.index_select(0, place.flatten()).unflatten(0, place.shape)
 
     def _nothing(self) -> tuple[AttentionState, Tensor]:

@@ -123,9 +123,8 @@ class LogNormalMixture(MixtureSameFamily):
         come yet."""
         weights, components = self.mixture_distribution, cast("LogNormal", self.component_distribution)
         parts = weights.logits, components.loc, components.scale
-        wide = LogNormalMixture(
-            *(part.double() for part in parts)
-        )  # at large gaps both logarithms are large and nearly equal
+        # At large gaps both logarithms are large and nearly equal.
+        wide = LogNormalMixture(*(part.double() for part in parts))
         return (wide.log_prob(gap.double()) - wide.log_survival(gap.double())).exp().to(components.loc.dtype)
 
 

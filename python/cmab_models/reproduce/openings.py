@@ -80,9 +80,8 @@ def confirm(file: Path, report: Callable[[str], None]) -> list[str]:
         if others := differing(told["openings"][name][run.system], _alone(run)):
             failed.append(f"{run.system} in {name}: another {', '.join(others[:3])}")
             continue
-        told.setdefault("confirmed", {}).setdefault(name, {}).setdefault(
-            run.system, known[run.system]
-        )  # the code that it was trained with
+        # The code that it was trained with.
+        told.setdefault("confirmed", {}).setdefault(name, {}).setdefault(run.system, known[run.system])
         known[run.system] = digest
         report(f"{run.system} in {name}: begins as before")
     file.write_text(json.dumps(told, indent=1) + "\n")

@@ -64,9 +64,8 @@ class THUMOS(StreamTask):
 @cache
 def _tracks(folder: str) -> Streams:
     tracks = gtzan(Path(folder) / "features_3_sec.csv")
-    several = (
-        tracks.labels.bincount()[tracks.labels] > 1
-    )  # a genre's only track would be held out, so no model could learn it
+    # A genre's only track would be held out, so no model could learn it.
+    several = tracks.labels.bincount()[tracks.labels] > 1
     if not several.any():
         raise ValueError(
             mismatch(

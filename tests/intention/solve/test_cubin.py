@@ -36,9 +36,8 @@ def _check(launched: Launch, capability: int, folder: Path) -> list[str]:
     figures = compiled(launched, capability, folder)
     print(figures)
     found = faults(figures, matrix=False)
-    if (
-        figures.shared > launched.options["COLUMNS"] * launched.args[0].element_size()
-    ):  # a line of a tile, which threads do exchange
+    # A line of a tile, which threads do exchange.
+    if figures.shared > launched.options["COLUMNS"] * launched.args[0].element_size():
         found.append(f"{figures.shared} bytes of shared memory: tiles are exchanged between threads")
     return found
 

@@ -107,9 +107,8 @@ def test_a_step_is_one_launch(landmarks: int | None, retroactive: bool, count: i
     others = list(state) if held else []
     with _Operations() as operations:
         assert len(record(lambda: step(state, *new, retroactive))) == 1
-    assert operations.called - {"new_empty", "empty_like", "empty"} == {"_local_scalar_dense"}, (
-        others
-    )  # the scale, on the CPU
+    # The scale, on the CPU.
+    assert operations.called - {"new_empty", "empty_like", "empty"} == {"_local_scalar_dense"}, others
 
 
 def _check(launched: Launch, capability: int, folder: Path, spilling: float | None = None) -> list[str]:

@@ -407,9 +407,8 @@ def test_streams_joined_by_hand(impl: str, kind: str, chunk: int, output: str) -
     ]
     torch.testing.assert_close(torch.cat([out for out, _, _ in steps], 2), torch.cat(alone), rtol=1e-12, atol=1e-13)
     assert steps[-1][1].position.unique().tolist() == [37, 46]
-    assert all(
-        torch.equal(a, b) for _, new, then in steps for a, b in zip(new[5:-3], then[5:-3], strict=True)
-    )  # landmarks stay
+    # Landmarks stay.
+    assert all(torch.equal(a, b) for _, new, then in steps for a, b in zip(new[5:-3], then[5:-3], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])

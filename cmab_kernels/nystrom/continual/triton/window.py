@@ -129,9 +129,8 @@ def window_sums(
         there = i < tokens
         row = row_of(tl.minimum(i, tokens - 1), oldest, capacity)
         score = logits(query + tl.zeros([1, 1], tl.int64), keys + (row * D)[:, None], D, scale, LARGEST, OPERAND)
-        largest = tl.maximum(
-            top, tl.max(tl.where(there & (score == score), score, least), 0)
-        )  # skips NaN, whose weight is NaN
+        # Skips NaN, whose weight is NaN.
+        largest = tl.maximum(top, tl.max(tl.where(there & (score == score), score, least), 0))
         kept = tl.exp(top - largest)
         weight = tl.where(there, tl.exp(score - largest), 0.0)
         value = tl.load(values + ((row * E)[:, None] + columns), mask=there[:, None] & (columns < E), other=0.0).to(
