@@ -106,9 +106,8 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         """
         # Tensors in place of parameters.
         assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}
-        for name, weight in (
-            module._parameters | assigned
-        ).items():  # `named_parameters` skips the second name of a tied parameter
+        # `named_parameters` would skip the second name of a tied parameter.
+        for name, weight in (module._parameters | assigned).items():
             if weight is not None and not isinstance(weight, torch.nn.Parameter):
                 del self._parameters[name]
             setattr(self, name, weight)
