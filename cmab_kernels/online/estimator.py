@@ -199,8 +199,9 @@ class OnlineRidge(Interface):
 
         Between two calls of other methods, rank-one updates follow the solution, in time O(D^2) for an example. It is
         made anew from the sums after 128 examples, and earlier where more than four digits could be lost; so it stays
-        within 1e-9 of what `predict` returns. With a `forgetting` below 1, an alpha that is no number, or a solution
-        that is not sound, it is made anew for each example, as `predict` does.
+        within 1e-9 of what `predict` returns, unless the regression is ill-conditioned: both then lose digits. With a
+        `forgetting` below 1, an alpha that is not a number, or a solution that is not sound, it is made anew for each
+        example, as `predict` does.
         """
         waiting = self._one_by_one()
         if waiting is None:
