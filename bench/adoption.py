@@ -358,7 +358,10 @@ def table(found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     machine = f"{found['processor']} ({found['native_instruction_set']}), 1 thread, {versions}, {found['date'][:10]}"
     share = max(row["others"] or 0.0 for row in found["rows"])
-    load = f"Least CPU time of calls that take turns; other programs took up to {share:.0%} of the processors."
+    load = (
+        "The table has the minimum CPU time of calls that are timed in turn; other programs took up to "
+        f"{share:.0%} of the processors."
+    )
     where = f"{load} {machine}, commit {found['commit'][:10]}, `{RESULTS.name}`."
     head = ["| model | as it was | with ours | evaluation | training |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(line for _, line in sorted(lines)), "", where])

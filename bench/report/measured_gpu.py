@@ -84,7 +84,7 @@ def _of_earlier(before: Mapping[str, Any] | None) -> str:
     machine = before["machine"]
     return (
         f"{EARLIER}: timed on {machine['date'][:10]}, on an {machine['gpu']}, near commit {machine['commit'][:7]}; "
-        "not timed again since."
+        "not timed again since then."
     )
 
 

@@ -133,7 +133,7 @@ def _drift(streams: dict[str, Any]) -> str:
                     f"{found['afresh']:,}" if "afresh" in found else "",
                 ]
             )
-    return _table(("stream, logits", "calls", "median / 99.9 % / largest", "rows made afresh"), rows)
+    return _table(("stream, logits", "calls", "median / 99.9 % / largest", "recomputed rows"), rows)
 
 
 def _states(sizes: dict[str, int]) -> list[list[str]]:
