@@ -42,8 +42,8 @@ def interleave(
     """Measure every call once in each of `rounds` rounds, in a rotating order; return `rounds` samples of each.
 
     Samples are in seconds. The rotation lets a change of clock frequency, or other load on the machine, affect all
-    calls. A sample is the mean of `repeats[name]` consecutive calls (default: 1). There is no warm-up: make each call
-    once before.
+    calls. A sample is the mean of `repeats[name]` consecutive calls (default: 1). There is no warm-up, so make each
+    call once before.
 
     >>> calls = {"one": lambda: torch.zeros(10), "other": lambda: torch.ones(10)}
     >>> samples = cmab_kernels.measure.interleave(calls, rounds=3)

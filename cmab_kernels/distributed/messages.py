@@ -47,8 +47,8 @@ def members(group: ProcessGroup | None) -> ProcessGroup:
 
 
 class _Agreement:
-    """What the ranks of a group have agreed on. It is the same on every rank: it changes only after all ranks have
-    compared headers and agreed."""
+    """The facts on which the ranks of a group have agreed. They are the same on every rank: they change only after all
+    ranks have compared headers and agreed."""
 
     def __init__(self) -> None:
         self.largest = 0
@@ -71,8 +71,8 @@ def gathered(
     the states do not fit.
 
     On a GPU the program does not wait for the headers if their shapes were agreed on before. If the headers differ
-    then, the result is NaN. Only a rank that wants no gradient, but could have one, must read whether others want one.
-    `alike`: it is an error if only some ranks want a gradient.
+    then, the result is NaN. A rank that needs no gradient, but could record one, must read whether other ranks need a
+    gradient. `alike`: it is an error if only some ranks want a gradient.
     """
     agreement, size = _AGREEMENTS.setdefault(group, _Agreement()), packed.numel()
     fits = size <= agreement.room
@@ -228,8 +228,8 @@ def check(state: AttentionState | RidgeState) -> None:
 
 
 def packed_bytes(fields: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of all fields, and zeros up to a multiple of 8. The last field comes first, so that each is
-    aligned."""
+    """Return the bytes of all fields, and zeros up to a multiple of 8. The fields are packed in reverse order,
+    so that each field is aligned."""
     parts = [field.resolve_neg().contiguous().view(-1).view(torch.uint8) for field in reversed(fields)]
     missing = -sum(part.numel() for part in parts) % 8
     return torch.cat([*parts, parts[0].new_zeros(missing)])

@@ -8,8 +8,8 @@ tokens:
 
 (Nyströmformer, Xiong et al., AAAI 2021; Continual Low-Rank Scaled Dot-product Attention, Carreto Picon et al.) Delta V
 / phi(Delta) is the attention of the landmarks to all tokens. B / phi(B) W is the attention of all tokens to the
-landmarks. Both are latent attention, defined in its own package. W is `landmark_values`. The pseudo-inverse is the
-iteration of Razavi et al., with each matrix scaled by its own norms:
+landmarks. Both are latent attention, which the package `attention` defines. W is `landmark_values`. The pseudo-inverse
+is the iteration of Razavi et al. Each matrix is scaled by its own norms:
 
     Z = A' / (max_j sum_i |A_ij|  max_i sum_j |A_ij|),     Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4
 """
@@ -79,8 +79,8 @@ def _gathered_sums(tokens: Tensor, segments: int, size: int, longer: int) -> Ten
 
 
 def _sum_of_copies(part: Tensor) -> Tensor:
-    """Return `part.sum(-2)` of a part (B, H, segments, tokens, D) that is not contiguous, with the bits of a contiguous
-    one.
+    """Return `part.sum(-2)` of a part (B, H, segments, tokens, D) that is not contiguous, with the same bits as for a
+    contiguous part.
 
     In torch the order of a sum depends on strides. A few segments are copied at a time."""
     of_segment = part.shape[0] * part.shape[1] * part.shape[3] * part.shape[4]
@@ -123,8 +123,8 @@ def landmark_kernel(
 ) -> Tensor:
     """Return Gamma / phi(Gamma), (..., m, m), of landmarks (..., m, D).
 
-    Rows and columns of `absent` (..., m) landmarks are 0. The values of absent landmarks, even NaN, do not reach the
-    others."""
+    Rows and columns of `absent` (..., m) landmarks are 0. The values of absent landmarks, even NaN, do not affect the
+    other landmarks."""
     if absent is None:
         return logits(landmark_query, landmark_key, scale).softmax(-1)
     row, column = absent.unsqueeze(-1), absent.unsqueeze(-2)

@@ -46,7 +46,7 @@ def _pinv_backward(call: Call[Pinv], dinverse: Tensor) -> Gradients:
 
 
 def _pinv_gradient(inputs: PinvBackward) -> tuple[Tensor, ...]:
-    """The gradient by autograd through the definition."""
+    """The gradient, computed by autograd through the definition."""
     inverse = iterative_pinv_reference(inputs.matrix, inputs.iterations)
     return torch.autograd.grad(inverse, inputs.matrix, inputs.dinverse, create_graph=True)
 

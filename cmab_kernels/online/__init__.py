@@ -1,4 +1,4 @@
-"""Ridge regression that takes examples in and lets them go, with the methods of an estimator of scikit-learn."""
+"""Ridge regression that adds and forgets examples, with the methods of an estimator of scikit-learn."""
 
 from .estimator import OnlineRidge
 from .sums import Solution, Sums

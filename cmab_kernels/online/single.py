@@ -1,4 +1,5 @@
-"""One example at a time: examples that wait to be added to the sums, and a solution that rank-one updates follow."""
+"""One example at a time: examples that are collected before they are added to the sums, and a solution that is kept up
+to date by rank-one updates."""
 
 from __future__ import annotations
 
@@ -50,11 +51,11 @@ class Recursion:
         share = math.sqrt(w / (1 + spread))
         along *= share
         self.inverse -= along[:, None] * along
-        self.theta += along * (error * share)  # w times the new P k, which is the old one / (1 + spread)
+        self.theta += along * (error * share)  # w times the new P k, which is the old P k / (1 + spread)
 
 
 class Waiting:
-    """Examples that came one by one after those of the sums `held`, and were not added to them yet."""
+    """Examples that came one by one after the examples of the sums `held`, and are not in the sums yet."""
 
     def __init__(self, held: Sums, alpha: Any, forgetting: Any, fit_intercept: Any) -> None:
         self.held, self.alpha, self.forgetting, self.fit_intercept = held, alpha, forgetting, fit_intercept
@@ -78,14 +79,14 @@ class Waiting:
                 self.recursion = None
 
     def flushed(self, name: str) -> Sums:
-        """Return the sums with the examples that wait."""
+        """Return the sums with the collected examples."""
         x, y, weights = (
             torch.from_numpy(np.array(each)).to(self.held.device) for each in (self.rows, self.targets, self.weights)
         )
         return self.held.added(Rows(name, x, y, weights), float(self.forgetting))
 
     def row(self, x: Any) -> np.ndarray:
-        """Return the features (D,) of an example. A feature that a dict lacks is 0."""
+        """Return the features (D,) of an example. A feature that is missing in a dict is 0."""
         if isinstance(x, dict):
             try:
                 row = np.array([x[name] for name in self.names], dtype=np.float64)

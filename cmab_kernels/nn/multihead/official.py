@@ -19,7 +19,8 @@ _UNUSED = {"output.LayerNorm.weight", "output.LayerNorm.bias"}
 
 
 def nystrom_weights(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return published weights under the names of `NystromAttention`. `ValueError` for other names or shapes."""
+    """Return published weights under the names of `NystromAttention`. Raises a `ValueError` for other names or
+    shapes."""
     if not isinstance(state_dict, Mapping) or not all(isinstance(each, Tensor) for each in state_dict.values()):
         raise TypeError(mismatch("state_dict", kind_of(state_dict), "a dict of names and tensors"))
     given = {name.removeprefix("self."): each.detach() for name, each in state_dict.items() if name not in _UNUSED}

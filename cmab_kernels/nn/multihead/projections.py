@@ -95,7 +95,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return shared
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
-        """Take over the parameters of `module` and the attributes that were added to it.
+        """Take over the parameters of `module` and the attributes that were added to `module`.
 
         `module` must have the same configuration.
         """
@@ -115,7 +115,8 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     @property
     def _like(self) -> Tensor:
-        """A weight that shows the module's dtype and device; an adapter in place of `out_proj` may have no weight."""
+        """A weight that has the module's dtype and device. If an adapter replaces `out_proj`, this part may have no
+        weight."""
         return one_like(self, "in_proj_weight", "q_proj_weight", "in_proj_bias")
 
     def why_torch(self, *args: Any, **kwargs: Any) -> str | None:

@@ -1,6 +1,6 @@
 """torch's own attention with a changed `out_proj`, such as one with hooks.
 
-torch reads the weights of `out_proj` and never calls the module. This file calls it.
+torch reads the weights of `out_proj` and never calls the module. The code in this file calls the module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if "forward" in attention.__dict__ or is_as_made(attention):
         return attention(*args, **kwargs)
     # A second object with the attributes of the first, because another thread may call the module at the same time.
-    # What a hook reads and sets on it is read and set on the module.
+    # If a hook reads or sets an attribute on this object, the attribute of the module is read or set.
     calling = object.__new__(_calling_out_proj(type(attention)))
     calling.__dict__ = attention.__dict__
     return calling(*args, **kwargs)

@@ -26,8 +26,8 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype: as torch's. `dropout` acts after Intention and in the feed-forward layer; there are no attention
-                weights to drop.
+            dtype: as torch's. `dropout` applies after Intention and in the feed-forward layer; there are no attention
+                weights to which it could apply.
         kind: "intention" for `MultiheadIntention`, "sigma" for `MultiheadSigmaIntention`.
         alpha, scale: as in `MultiheadIntention`.
 

@@ -1,8 +1,9 @@
 """The steps of continual attention on the CPU: the functions of csrc/continual, called directly.
 
-Each takes (state, query, key, value, retroactive) and returns a `StepResult`. It returns None, without having written
-anything, if the checked path must decide: for an unexpected shape, dtype, device or layout, a token that is not finite,
-or a tensor subclass. The masked steps take (B,) bool too: True where a row of the batch has no token.
+Each function takes (state, query, key, value, retroactive) and returns a `StepResult`. A function returns None, without
+having written anything, if the path with checks must decide: for an unexpected shape, dtype, device or layout, a token
+that is not finite, or a tensor subclass. The masked steps also take (B,) bool: True where a row of the batch has no
+token.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 """Rows of sums that slide with the window, one for each query.
 
 A row holds exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, the peak of the scaled phi since the row was last
-recomputed, the size exp(-c) sum exp(S) |v|_1 of the values, and its peak.
+recomputed, the size exp(-c) sum exp(S) |v|_1 of the values, and the peak of this size.
 
 A new token is added, and the token that leaves is subtracted. When phi or the size falls below half of its peak, the
-rounding errors of earlier sums begin to show, so the row is recomputed from the window, as it also is on schedule.
+rounding errors of earlier sums become visible, so the row is recomputed from the window. It is also recomputed at
+regular intervals.
 """
 
 import triton
@@ -54,7 +55,7 @@ def slide(
     LARGEST: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Update a tile of rows after a token was admitted.
+    """Update a tile of rows after a token was added to the window.
 
     Row r of `target` becomes row r + shift of `source`, updated. It is recomputed if there is no such row or it is
     `due`. `target` may be `source`: tiles go upwards, and each is read before it is written. The queries of the rows
