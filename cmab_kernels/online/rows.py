@@ -226,7 +226,7 @@ def _array(name: str, given: Any) -> Tensor:
     import numpy as np
 
     if hasattr(given, "tocsr"):
-        raise TypeError(mismatch(name, "a sparse matrix", "a dense array; use toarray()"))  # X may be sparse: see `_csr`
+        raise TypeError(mismatch(name, "a sparse matrix", "a dense array; use toarray()"))  # X may be: see `_csr`
     if np.ma.is_masked(given):
         raise ValueError(
             mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows")

@@ -1,4 +1,4 @@
-"""Intensities over a held-out sequence of events, and the predicted probabilities of the marks that came."""
+"""Intensities over a held-out sequence of events, and the predicted probabilities of the marks that occurred."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = 24
 
 def figure(task: EventTask, models: Mapping[str, nn.Module]) -> Figure:
     """Draw the intensity of the next event between the last events of a sequence, and below it the probability of each
-    mark that came.
+    mark that occurred.
 
     The unit of the clock is the task's `period`: departures are in days. For a Hawkes process the exact intensity is
     drawn as well.

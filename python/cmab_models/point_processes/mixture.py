@@ -81,7 +81,7 @@ class LogNormalMixture(MixtureSameFamily):
             below = self._probability(middle).detach() < inside
             low, high = middle.where(below, low), high.where(below, middle)
         log_gap = high
-        for _ in range(2):  # two steps of Newton's method have the right derivatives up to the third; they move nothing
+        for _ in range(2):  # two Newton steps give the right derivatives up to the third; the value stays
             error = self._probability(log_gap) - inside
             log_gap = log_gap - (error - error.detach()) / self._density(log_gap).clamp(min=_LEAST)
         gap = log_gap.exp()
