@@ -16,7 +16,7 @@ RidgeCall read_rows(Arguments& in) {
   return call;
 }
 
-// Returns what a call needs beside its inputs and outputs: (matrices per launch, float64 elements of workspace,
+// Returns what a call needs in addition to its inputs and outputs: (matrices per launch, float64 elements of workspace,
 // tickets).
 PyObject* ridge_needs(Arguments& in) {
   const RidgeCall call = read_rows(in);

@@ -1,13 +1,13 @@
 // How the sums K'W[K|V] of one matrix are partitioned on a GPU: a function of the widths and the number of keys only,
 // never of the batch or the GPU, so that neither changes the bits of the result.
 //
-// Columns. K and V are side by side: column c < D is of K, and c >= value_column is of V. A panel of columns is a grid
-// of patches of 32 x 32 sums, one for each warp. If there are fewer patches than warps, several warps share a patch,
-// and each takes its split of the keys.
+// Columns. K and V are side by side: column c < D belongs to K, and column c >= value_column belongs to V. A panel of
+// columns is a grid of patches of 32 x 32 sums, one for each warp. If there are fewer patches than warps, several warps
+// share a patch, and each takes its split of the keys.
 //
-// Keys. A run of 512 keys is summed in float32 (float64 for float64 inputs), and runs are added in float64 to a leaf. A
-// block computes one panel of one leaf. Sixteen leaves are added to a group, and groups to the total, in ascending
-// order.
+// Keys. A run of 512 keys is summed in float32 (float64 for float64 inputs). The sums of runs are added in float64 to a
+// leaf. A block computes one panel of one leaf. Sixteen leaves are added to a group, and groups are added to the total,
+// in ascending order.
 #pragma once
 
 #include "common/block.cuh"
@@ -18,7 +18,7 @@ constexpr int kMaxWidth = 128;  // D
 constexpr int kPatch = 32;      // rows and columns of a warp's sums
 constexpr int kSplitKeys = 16;  // keys of a tile that a split takes
 constexpr int kRunKeys = 512;
-constexpr int kFan = 16;  // leaves of a group, and the most groups
+constexpr int kFan = 16;  // leaves of a group, and the largest number of groups
 
 struct Cut {
   int row_shift, column_shift;  // the grid of a panel: 2^row_shift x 2^column_shift patches

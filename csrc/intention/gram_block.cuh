@@ -12,7 +12,7 @@ namespace cmab::cuda {
 constexpr int kThreadRows = 8;
 constexpr int kThreadColumns = 4;
 constexpr int kThreadSums = kThreadRows * kThreadColumns;
-constexpr int kRightQuads = 4;  // the most quads of a tile that a thread stages
+constexpr int kRightQuads = 4;  // the largest number of quads of a tile that a thread stages
 constexpr int kLeftQuads = 2;
 
 // The keys of one leaf, counted from its first.
@@ -21,7 +21,7 @@ struct Keys {
   Matrix<T> key, value;
   const Sum<T>* weights;  // null: all are 1
   int64_t weight_stride;
-  const uint8_t* absent;  // null: no key is absent; not even a NaN of an absent key may reach a sum
+  const uint8_t* absent;  // null: all keys are present; not even a NaN of an absent key may reach a sum
   int64_t absent_stride;
   int count;
 
@@ -46,8 +46,8 @@ class GramBlock {
   using S = Sum<T>;
 
  public:
-  // Bytes of shared memory: the totals, then the tile and its weights. The left factor has memory of its own only with
-  // several panels.
+  // Bytes of shared memory: the totals, then the tile and its weights. The left factor has its own memory only if there
+  // are several panels.
   static CMAB_HOST_DEVICE int shared_bytes(const Cut& cut) {
     const int tile = cut.tile_keys() * (cut.panel_columns() + (cut.panels > 1 ? cut.panel_rows() : 0) + 1);
     return cut.panel_sums() * int(sizeof(double)) + tile * int(sizeof(S));
@@ -55,8 +55,8 @@ class GramBlock {
 
   CMAB_DEVICE GramBlock(const Block& block, const Cut& cut, const Keys<T>& keys, int panel)
       : block_(block), cut_(cut), keys_(keys), first_column_(panel * cut.panel_columns()) {
-    // The left factor's columns of K are part of the first panel, unless that panel is too narrow. With several panels,
-    // or with a narrow one, no patch is split.
+    // The columns of K that are the left factor are part of the first panel, unless that panel is too narrow. With
+    // several panels, or with a narrow one, no patch is split.
     one_side_ = panel == 0 && cut.row_shift <= cut.column_shift;
     total_ = reinterpret_cast<double*>(block.shared);
     right_ = reinterpret_cast<S*>(total_ + cut.panel_sums());
@@ -88,8 +88,8 @@ class GramBlock {
   CMAB_DEVICE bool live(const Place& place) const { return live_patch(place.row / kPatch, place.column / kPatch); }
 
  private:
-  // Whether a patch has sums to compute. Patches past the edges have none, nor have patches above the diagonal of K'WK:
-  // its lower triangle is enough.
+  // Whether a patch has sums to compute. A patch past the edges has no sums, and a patch above the diagonal of K'WK has
+  // none either, because the lower triangle is enough.
   CMAB_DEVICE bool live_patch(int patch_row, int patch_column) const {
     const int row = patch_row * kPatch, column = first_column_ + patch_column * kPatch;
     const bool above = column > row + kPatch - 1 && column + kPatch <= cut_.value_column;
@@ -145,7 +145,8 @@ class GramBlock {
     *reinterpret_cast<Quad<S>*>(to) = wide;
   }
 
-  // Computes each thread's sums over a run, whose first tile is staged; leaves the tile after the run staged.
+  // Computes the sums of each thread over a run whose first tile is staged. At the end, the tile after the run is
+  // staged.
   CMAB_DEVICE void sum_run(int run) {
     const int end = least(run + kRunKeys, keys_.count);
     for (int tile = run; tile < end; tile += cut_.tile_keys()) {
@@ -210,7 +211,7 @@ class GramBlock {
       });
   }
 
-  // Recomputes a run that overflowed, in float64; rare, so it need not be fast.
+  // Recomputes a run that overflowed, in float64. This is rare, so it need not be fast.
   CMAB_DEVICE void repeat_run(int run) {
     block_.each_thread([&](int thread) {
       const Place place(cut_, thread);

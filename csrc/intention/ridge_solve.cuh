@@ -19,7 +19,7 @@ struct RidgeCall {
   int64_t absent_stride[2];
   const double* alpha;  // (B, H)
   int64_t alpha_stride[2];
-  // Contiguous; `workspace` and `tickets` as sized by Needs, the tickets zeroed.
+  // Contiguous; Needs gives the sizes of `workspace` and `tickets`, and the tickets are zero.
   double* weight;  // (B, H, D, E)
   double* gram;    // (B, H, D, D)
   int32_t* info;   // (B, H)
@@ -27,8 +27,8 @@ struct RidgeCall {
   unsigned* tickets;
 };
 
-// The memory and counters that a call needs beside its inputs and outputs. A launch takes as many matrices as have
-// partial sums that fit in `most` doubles, but at least one.
+// The memory and counters that a call needs in addition to its inputs and outputs. A launch takes as many matrices as
+// have partial sums that fit in `most` doubles, but at least one.
 struct Needs {
   int64_t together, workspace, tickets;  // matrices, doubles, counters
 };
@@ -89,7 +89,7 @@ class RidgeBlock {
 
   CMAB_DEVICE unsigned* tickets() const { return call_.tickets + matrix() * cut_.tickets(); }
 
-  // The memory for the panel's sums of one leaf. The sums of a group take the place of its first leaf.
+  // The memory for the panel's sums of one leaf. The sums of a group replace those of its first leaf.
   CMAB_DEVICE double* partial(int leaf) const {
     return call_.workspace + ((int64_t(slot_) * cut_.panels + panel_) * cut_.leaves + leaf) * cut_.panel_sums();
   }
@@ -104,8 +104,8 @@ class RidgeBlock {
     return cut_.groups() == 1 || add(gram, first, 0, kFan, cut_.groups(), of_panel);
   }
 
-  // Stores the block's sums at `own`. The last of `count` blocks to do so adds the sums at first, first + step, ...,
-  // and returns true.
+  // Stores the block's sums at `own`. The last of `count` blocks that finishes adds the sums at first, first + step,
+  // ..., and returns true.
   CMAB_DEVICE bool add(GramBlock<T>& gram, int own, int first, int step, int count, unsigned* ticket) const {
     each_sum([&](int thread, int s) { partial(own)[s * cut_.owners() + thread] = gram.total(thread, s); });
     if (!block_.last_to_arrive(ticket, count)) return false;
@@ -130,7 +130,8 @@ class RidgeBlock {
     });
   }
 
-  // Writes K'WK from its lower triangle, exactly symmetric, and K'WV to where the solution X will replace it.
+  // Writes K'WK, which is made exactly symmetric from its lower triangle, and writes K'WV to the memory where the
+  // solution X will replace it.
   CMAB_DEVICE void write_sums(GramBlock<T>& gram) const {
     const int D = call_.key_width, E = call_.value_width;
     double* square = call_.gram + matrix() * D * D;

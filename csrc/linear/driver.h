@@ -111,14 +111,15 @@ struct NormedRows {
   }
 };
 
-// The gradients of parameters, which are sums over rows. Rows are cut into pieces that depend only on the number of
-// rows. Each piece has sums of its own; they are added in ascending order.
+// The gradients of parameters, which are sums over rows. Rows are divided into pieces in a way that depends only on the
+// number of rows. Each piece has its own sums; they are added in ascending order.
 class ParameterSums {
  public:
   ParameterSums(const LinearKernels& kernel, DType dtype, int64_t rows)
       : kernel_(kernel), dtype_(dtype), rows_(rows), pieces_(pieces_of(rows)) {}
 
-  // Registers a sum of shape (rows, width) that is to be written to `out`; null: it is not needed. Returns its number.
+  // Registers a sum of shape (rows, width) that will be written to `out`; null means that it is not needed. Returns its
+  // number.
   int add(void* out, int rows, int width) {
     parts_.push_back({out, rows, width, piece_bytes_});
     piece_bytes_ += align(kernel_.tile_bytes(rows, width));
@@ -142,7 +143,7 @@ class ParameterSums {
     return {memory_ + piece * piece_bytes_ + part.offset, kernel_.stride(part.width)};
   }
 
-  // units() counts the rows of all needed sums; write(unit) writes one of them.
+  // units() returns the number of rows of all needed sums; write(unit) writes one of these rows.
   int64_t units() const {
     int64_t rows = 0;
     for (const Part& part : parts_) rows += part.out ? part.rows : 0;
@@ -165,8 +166,8 @@ class ParameterSums {
   }
 
  private:
-  // A power of two, so that threads get equally many pieces: one for every 512 rows, at least two from 128 rows on, and
-  // at most 16.
+  // A power of two, so that all threads get the same number of pieces: one piece for every 512 rows, at least two from
+  // 128 rows on, and at most 16.
   static int pieces_of(int64_t rows) {
     int pieces = rows < 128 ? 1 : 2;
     while (pieces < 16 && rows >= 1024 * pieces) pieces *= 2;
@@ -203,7 +204,7 @@ void for_each_tile(const LinearKernels& kernel, const Problem& problem, int64_t 
 }
 
 // A team of threads for the tiles of the pieces of `sums`. Each thread has its own tiles and its own parameters, which
-// it packs itself. The sums get the rest of the memory.
+// it packs itself. The sums use the rest of the memory.
 template <class Parameters, class Tiles, class Problem>
 class Team {
  public:
