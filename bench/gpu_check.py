@@ -1,12 +1,12 @@
 """Check, time and tune the kernels on the GPU of this machine: `python bench/gpu_check.py`.
 
-It runs the package's own tests on the GPU, times the operators beside their floors and peers, runs the tests under
-sanitizers, and finds the block sizes that are fastest. They go to `cmab_kernels/runtime/tiles.json`, with a copy beside
-the results, and are tested in turn. A call takes 8 minutes at most. What it has found stands in
-`bench/results/gpu_check_<gpu>_<date>.json`, what was compiled in `compiled` beside it, and the same command goes on
-where it stopped: what is complete and right is not run again unless --sections names it. A table comes last. Exit
-codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run: without a GPU, or with sources that are in no
-commit.
+It runs the package's own tests on the GPU, times the operators and compares them with their floors and peers, runs the
+tests under sanitizers, and finds the fastest block sizes. These block sizes are written to
+`cmab_kernels/runtime/tiles.json`, with a copy beside the results, and are then tested. A call takes 8 minutes at most.
+Its results are in `bench/results/gpu_check_<gpu>_<date>.json`, and compiled kernels are in `compiled` beside it. The
+same command continues where it stopped: results that are complete and right are not measured again unless --sections
+names them. A table comes last. Exit codes: 0 everything is right, 1 something is wrong or not done, 2 the check cannot
+run: there is no GPU, or the sources are not committed.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def run_all(report: Report, named: list[str], device: str, end: float) -> list[s
         if outcome.right:
             outcome = Outcome()
             for other in [other for other in report.outcomes if SECTIONS[other].after == name]:
-                del report.outcomes[other]  # its rows came from rows that are made again
+                del report.outcomes[other]  # its rows depend on rows that are made again
         report.outcomes[name] = outcome
         before = {other: made.rows for other, made in report.outcomes.items()}
         run(section, device, outcome, before, seconds, report.save)

@@ -1,4 +1,5 @@
-"""Measurement of a case on a CPU or a GPU: implementations take turns, and a speed counts only with a right result."""
+"""Measurement of a case on a CPU or a GPU: implementations are timed in turn, and a speed counts only with a right
+result."""
 
 from __future__ import annotations
 
@@ -59,11 +60,11 @@ class Problem(Exception):
 def measure(
     case: Case, names: Iterable[str], budget: float, expected: Mapping[str, Results] | None = None, capture: bool = True
 ) -> Group:
-    """Measures implementations of a case: first memory, result and FLOPs one by one, then time, for about `budget`
+    """Measures implementations of a case: first memory, result and FLOPs one by one, and then time, for about `budget`
     seconds.
 
-    For time, all take turns. `expected`: the results for the inputs of seed 0, if known. `capture`: on a GPU, time
-    replays of captured graphs.
+    For time, all implementations are called in turn. `expected`: the results for the inputs of seed 0, if known.
+    `capture`: on a GPU, time the replays of captured graphs.
     """
     inputs = case.inputs(0)
     expected = expected or case.expected(inputs)
@@ -94,11 +95,11 @@ def measure(
 
 
 def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, Any]:
-    """Memory, operations and error of an implementation, or Problem."""
+    """Memory, operations and error of an implementation, or a Problem."""
     if reason := case.refusal(name):
         raise Problem(reason)
     try:
-        compiles = name.endswith(COMPILED) or device() == "cuda"  # for a shape, which must have been done
+        compiles = name.endswith(COMPILED) or device() == "cuda"  # for a shape, because the counter must have run
         before = case if compiles else case.small()
         peak = peak_memory(prepare, case, name, warm_up=(before, name), device=device(), limit=TIME_LIMIT)
         results, flops = _counted(case, name, inputs)
@@ -115,14 +116,14 @@ def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, 
 
 
 def prepare(case: Case, name: str) -> Task:
-    """A task whose memory can be measured in a process of its own."""
+    """A task whose memory can be measured in a separate process."""
     return partial(case.implementations[name], case.inputs(0))
 
 
 def _counted(case: Case, name: str, inputs: Any) -> tuple[Results, int]:
     """Results and operations.
 
-    The counter cannot see into compiled code: what does the same products is counted instead.
+    The counter cannot count in compiled code, so a function with the same products is counted instead.
     """
     run = partial(case.implementations[name], inputs)
     if not name.endswith(COMPILED):
@@ -173,8 +174,8 @@ _UNCOUNTED = {
 
 
 def relative_error(results: Results, expected: Results) -> float:
-    """RMS of the difference over RMS of what is expected, for the worst result;
-    infinity for anything not finite or of another shape."""
+    """RMS of the difference divided by the RMS of the expected result, for the worst result; infinity if a result is
+    not finite or has another shape."""
     if [r.shape for r in results] != [e.shape for e in expected]:
         return math.inf
     errors = [float((r.double() - e).norm() / e.norm()) for r, e in zip(results, expected, strict=True)]
@@ -199,7 +200,7 @@ def timed_call(implementation: Implementation, copies: Sequence[Any], capture: b
 
 
 def replays(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """The replays of the calls as graphs; the calls themselves if they cannot be captured, as for some peers."""
+    """The replays of the calls as graphs, or the calls themselves if they cannot be captured, as for some peers."""
     try:
         return [captured(call) for call in calls]
     except RuntimeError:
@@ -210,7 +211,7 @@ def replays(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     """The replay of a call. A first call on a side stream prepares compiled kernels and handles.
 
-    A stream that goes on replaces the tensors of its state, but the graph keeps reading their memory: they are kept.
+    A stream that continues replaces the tensors of its state, but the graph still reads their memory, so they are kept.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -232,9 +233,10 @@ def _replay(graph: torch.cuda.CUDAGraph, read: list[Tensor]) -> None:
 def take_samples(
     calls: Mapping[str, Callable[[], Any]], budget: float
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of a call, in rounds in which all take turns, for about `budget` seconds; and the calls per sample."""
+    """Seconds of a call, in rounds in which all calls alternate, for about `budget` seconds; and the number of calls
+    per sample."""
     repeats, once, again = dict.fromkeys(calls, 1), {}, calls
-    for _ in range(2):  # the first call of some microseconds takes ten times as long
+    for _ in range(2):  # the first call of a function of some microseconds takes ten times as long
         once |= {name: samples[-1] for name, samples in interleave(again, 2, device(), repeats).items()}
         repeats = {name: max(1, min(1000, int(SAMPLE_SECONDS / once[name]))) for name in calls}
         again = {name: call for name, call in calls.items() if repeats[name] > 1}
@@ -259,7 +261,7 @@ def _rows(
     samples: Mapping[str, Sequence[float]],
     repeats: Mapping[str, int],
 ) -> dict[str, Row]:
-    """The rows of a group, each beside its floor, the fastest baseline, and our fastest kernel."""
+    """The rows of a group, each compared with its floor, the fastest baseline, and our fastest kernel."""
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     baseline = min((name for name in case.baselines if name in medians), key=lambda name: medians[name], default=None)
     shared = {"group": case.name, "scan": case.scan, "baseline": baseline}

@@ -24,7 +24,7 @@ class Usage(NamedTuple):
 
 
 def usage() -> Usage | None:
-    """The seconds used so far; None if the system does not report them, as anywhere but on Linux."""
+    """The seconds used so far; None if the system does not report them, which is the case except on Linux."""
     if not STAT.exists():
         return None
     user, nice, system, idle, waiting, *interrupts_and_stolen = map(
@@ -44,7 +44,7 @@ def others_since(before: Usage | None) -> float | None:
 
 
 def others(seconds: float) -> float | None:
-    """The share that other programs take now, while this process sleeps."""
+    """The share that other programs take now, measured while this process sleeps."""
     before = usage()
     time.sleep(seconds)
     return others_since(before)

@@ -1,5 +1,5 @@
-"""The rates of this machine for the floors: exponentials, products and bytes per second,
-the best of a few measurements."""
+"""The rates of this machine for the floors: exponentials, products and bytes per second, each as the best of a few
+measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUNDS = 5
 
 @cache
 def rates_of(device: str, threads: int | None = None) -> Rates:
-    """Rates of the GPU, or of so many threads of the CPU; None means torch's current number."""
+    """Rates of the GPU, or of this number of threads of the CPU; None means torch's current number."""
     if device == "cpu" and threads is None:
         return rates_of(device, torch.get_num_threads())
     dtypes = (torch.float64, torch.float32, torch.bfloat16)

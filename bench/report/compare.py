@@ -1,10 +1,10 @@
 """Two runs side by side: which of our rows changed by more than the noise.
 
-Peers are the control. Their code is the same in both runs, so their changes show the machine alone. The median of them
-is the drift of the whole machine, which is taken out. The rest is the noise between runs: the usual noise of all peers,
-or more if the peers of the same group changed more, since some groups are disturbed and most are not. The quartiles of
-the samples are the noise within a run. If the machine, the threads or torch differ, times say nothing about our code:
-ratios to the baseline are compared instead, which say little.
+Peers are used as a control. Their code is the same in both runs, so their changes show only changes of the machine. The
+median of these changes is the drift of the whole machine, which is removed. The rest is the noise between runs: the
+usual noise of all peers, or more if the peers of the same group changed more, because a few groups are disturbed and
+most are not. The quartiles of the samples are the noise within a run. If the machine, the threads or torch differ,
+times say nothing about our code. Then ratios to the baseline are compared instead, which say little.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ By = Literal["time", "ratio"]
 class Change:
     """The verdict on one row of ours.
 
-    `change` is new over old without the machine's drift; within `noise` of 1 it is nothing.
+    `change` is new divided by old without the machine's drift. If it differs from 1 by no more than `noise`, it counts
+    as no change.
     """
 
     group: str
@@ -71,7 +72,7 @@ class Change:
 
     @property
     def memory(self) -> str:
-        """more, less, or nothing."""
+    """Return more, less, or nothing."""
         if not (self.old and self.new):
             return ""
         before, after = self.old.extra_memory, self.new.extra_memory
@@ -85,7 +86,7 @@ class Change:
 
     @property
     def wrong(self) -> bool:
-        """It gave a right result before, and does not now."""
+        """The row had a right result before, and does not now."""
         return self.verdict == "gone" and self.why.startswith(FAULTS)
 
     @property
@@ -177,7 +178,7 @@ def _within(row: Row, by: By) -> float:
 
 
 def _deviation(moves: Sequence[float]) -> float:
-    """The standard deviation that half of the changes imply, so that disturbed rows do not decide it."""
+    """The standard deviation that follows from half of the changes, so that disturbed rows do not affect it."""
     return 2 * statistics.median(abs(move) for move in moves) / QUARTILES
 
 
@@ -252,7 +253,7 @@ def basis(comparison: Comparison) -> list[str]:
 
 
 def table(comparison: Comparison) -> Iterator[str]:
-    """A line per row, changes first; for unchanged rows, their number."""
+    """A line per row, with changed rows first; for unchanged rows, only their number."""
     yield from basis(comparison)
     yield ""
     yield f"{'group, implementation':<72}{'old':>10}{'new':>10}{'change':>9}{'noise':>8}  verdict"
@@ -270,7 +271,7 @@ def table(comparison: Comparison) -> Iterator[str]:
 
 
 def ordered(comparison: Comparison) -> list[Change]:
-    """What is worst first."""
+    """The worst change comes first."""
     return sorted(
         comparison.changes,
         key=lambda change: (not change.wrong, not change.less_exact, not change.notable, -(change.change or 1)),

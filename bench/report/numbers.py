@@ -1,6 +1,6 @@
 """The numbers to plan with, a section of docs/numerics.md: `python -m bench.report.numbers` writes it from the records.
 
-The section is numbers.md, beside this file, in which each {place} has given way to a table.
+The section is numbers.md, beside this file; each {place} in it is replaced by a table.
 """
 
 from __future__ import annotations
