@@ -72,7 +72,7 @@ class Change:
 
     @property
     def memory(self) -> str:
-    """Return more, less, or nothing."""
+        """Return more, less, or nothing."""
         if not (self.old and self.new):
             return ""
         before, after = self.old.extra_memory, self.new.extra_memory

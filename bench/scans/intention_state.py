@@ -236,7 +236,7 @@ def merge(states: int = 2, heads: int = 512, width: int = 64) -> Case:
         implementations={"cmab_kernels.merge_ridge": _over_states(merge_ridge), EAGER: _over_states(_added)},
         oracle=lambda i: tuple(torch.stack(i[part::3]).sum(0).double() for part in range(3)),
         baselines=(EAGER,),
-        work=moved((states + 1) * heads * (2 * width**2 + 1) * 8, "float64"),  # each state is read, and one is written
+        work=moved((states + 1) * heads * (2 * width**2 + 1) * 8, "float64"),  # each state is read, and one written
         smaller={"heads": 1},
         dtype=torch.float64,
     )
