@@ -1,5 +1,5 @@
-"""The map of docs/architecture.md, a line for each folder and each shared module:
-`python -m tests.folders` writes it anew."""
+"""The map of docs/architecture.md, a line for each folder and each shared module: `python -m tests.folders` writes it
+again."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ TOLD = {
 
 
 def listed() -> list[Path]:
-    """Return the folders that hold sources, those of tests but the first left out,
-    each after the folder that it lies in."""
+    """Return the folders that hold sources, without those of tests except the first; each folder comes after its
+    parent."""
     found = {file.parent for top in TOPS[:-1] for file in (ROOT / top).rglob("*") if file.suffix in SOURCES} | {
         ROOT / "tests"
     }
@@ -64,7 +64,7 @@ def said(file: Path) -> str:
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """Yield each folder, and each module that all folders of cmab_kernels share, with what it holds."""
+    """Yield each folder, and each module that all folders of cmab_kernels share, with its description."""
     for folder in listed():
         name = folder.as_posix()
         held = TOLD.get(name) or said(ROOT / folder / "__init__.py")

@@ -1,5 +1,5 @@
-"""Wrong kinds of arguments, for every tensor of every public function:
-the error names the argument and what is needed."""
+"""Wrong kinds of arguments, for every tensor of every public function: the error names the argument and the expected
+value."""
 
 from __future__ import annotations
 

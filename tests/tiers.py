@@ -1,4 +1,4 @@
-"""What each tier of the tests covers.
+"""The tests that each tier covers.
 
 `python -m tests.tiers` counts the tests of every folder, and the planted faults that each tier catches.
 """

@@ -1,4 +1,5 @@
-"""Modules under `torch.compile(dynamic=True)`: few graphs serve batches and lengths of any size, with eager results."""
+"""Modules under `torch.compile(dynamic=True)`: a few graphs serve batches and lengths of any size, with the results of
+eager mode."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def window(batch: int, _: int) -> tuple[Tensor, ...]:
 
 
 class Output(nn.Module):
-    """The first result of a module of torch's signature, for self-attention."""
+    """The first result of a module with torch's signature, for self-attention."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ OF_OTHERS = (
 
 @pytest.mark.parametrize("name", CASES)
 def test_any_size(name: str) -> None:
-    torch.compiler.reset()  # versions from other tests count toward the limit of eight
+    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     torch.manual_seed(0)
     make, inputs = CASES[name]
     module, graphs = make(), []
@@ -125,7 +126,7 @@ NIGHTLY = [pytest.param(name, marks=() if name == "NystromAttention" else pytest
 
 @pytest.mark.parametrize("name", NIGHTLY)
 def test_training_at_any_size(name: str) -> None:
-    """Inductor compiles the gradients too, for lengths that segments divide evenly and for others."""
+    """Inductor also compiles the gradients, for lengths that segments divide evenly and for other lengths."""
     torch.compiler.reset()
     torch.manual_seed(0)
     make, inputs = CASES[name]

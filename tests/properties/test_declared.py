@@ -1,4 +1,4 @@
-"""Every public operator has the inherited suite, and every public module a test that builds it."""
+"""Every public operator has the inherited suite, and every public module has a test that constructs it."""
 
 from __future__ import annotations
 

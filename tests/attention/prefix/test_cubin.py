@@ -1,5 +1,5 @@
-"""The Triton kernels of prefixes compiled for GPUs that this machine need not have:
-these tests read the machine code."""
+"""The Triton kernels of prefixes, compiled for GPUs that this machine need not have: these tests read the machine
+code."""
 
 from __future__ import annotations
 
