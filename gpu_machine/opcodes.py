@@ -1,4 +1,4 @@
-"""The table of instructions: a function for each opcode, which executes it for the active threads of a team."""
+"""The table of instructions: for each opcode, a function that executes it for the active threads of a team."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPCODES: dict[str, Operation] = {}
 
 
 def opcode(*names: str) -> Callable[[Operation], Operation]:
-    """Enter a function into the table, as the meaning of these opcodes."""
+    """Add a function to the table, as the meaning of these opcodes."""
 
     def enter(operation: Operation) -> Operation:
         OPCODES.update(dict.fromkeys(names, operation))

@@ -1,4 +1,4 @@
-"""PTX text as instructions with their operands and the lines of the source that they were compiled from."""
+"""Parses PTX text into instructions with their operands and the source lines from which they were compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Register:
-    """A register, or with index -1 the sink `_`; `negated` is for predicates."""
+    """A register, or with index -1 the sink `_`; `negated` is used for predicates."""
 
     index: int
     width: type
@@ -72,14 +72,14 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Vector:
-    """Several operands in braces, or two that a `|` parts."""
+    """Several operands in braces, or two operands that a `|` separates."""
 
     parts: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Address:
-    """What stands in brackets: a register or the name of a variable, and an offset in bytes."""
+    """The contents of brackets: a register or the name of a variable, and an offset in bytes."""
 
     base: Any
     offset: int
@@ -87,8 +87,8 @@ class Address:
 
 @dataclass
 class Instruction:
-    """One instruction: `ld` with the modifiers ("global", "v4", "b32"), its guard or None, and where in the source it
-    comes from."""
+    """One instruction: `ld` with the modifiers ("global", "v4", "b32"), its guard or None, and its place in the
+    source."""
 
     opcode: str
     modifiers: tuple[str, ...]
@@ -258,7 +258,7 @@ class _Body:
 
 
 def _split(operands: str) -> list[str]:
-    """Split at the commas that stand in no brackets."""
+    """Split at the commas that are not in brackets."""
     parts, depth = [""], 0
     for letter in operands:
         depth += (letter in "{[(") - (letter in "}])")

@@ -82,7 +82,7 @@ def test_waves_close_and_tell_all_places_of_a_window_apart() -> None:
         if window > 2:
             distances = torch.cdist(rows, rows) + torch.eye(len(rows))
             assert distances.min() > 0.5 / window
-            around = torch.cat([rows, rows[:1]]).diff(dim=0).norm(dim=-1)  # the step from last to first is like any other
+            around = torch.cat([rows, rows[:1]]).diff(dim=0).norm(dim=-1)  # last to first is like any other step
             assert around.max() < 1.001 * around.min() or dim % 2
             products = rows @ rows.T  # depends only on the distance of two places
             shifted = products.roll((1, 1), (0, 1))

@@ -141,8 +141,8 @@ class Declaration:
     # ---- what a declaration may override
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        """Return a random argument for the checks, float32 or wider. Override this for arguments that must be positive,
-        symmetric, ..."""
+        """Return a random argument for the checks, float32 or wider. Override this for arguments with restrictions, for
+        example that they must be positive or symmetric."""
         return LAWS[law](*shape)
 
     def in_torch(self, **inputs: Any) -> Sequence[Tensor]:
@@ -179,7 +179,7 @@ class Declaration:
         return error
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Return whether P2 bounds a result, or the gradient of an argument, for inputs of this law."""
+        """Return whether P2 bounds a result, or the gradient of an argument, for inputs of this distribution."""
         return True
 
     def check_result(self, name: str, ours: Tensor, right: Tensor, allowed: float) -> None:
