@@ -53,20 +53,20 @@ VECTORS = {
     "avx2": "-DCMAB_VECTOR_BYTES=32 -mavx2 -mfma -mf16c",
     "avx512": f"-DCMAB_VECTOR_BYTES=64 {AVX512}",
 }
-"""The instruction sets that each kernels.cpp is compiled for, with their flags."""
+"""The instruction sets for which each kernels.cpp is compiled, with their flags."""
 ENGINES = {
     "avx512bf16": f"-DCMAB_ENGINE=DotEngine {BF16}",
     "amx": f"'-DCMAB_ENGINE=TileEngine<HardwareTiles>' {BF16} -mamx-tile -mamx-bf16",
     "amx_emulated": f"'-DCMAB_ENGINE=TileEngine<EmulatedTiles>' {BF16}",
 }
-"""The instruction sets that bf16_kernels.cpp is compiled for, with their flags."""
+"""The instruction sets for which bf16_kernels.cpp is compiled, with their flags."""
 # The platform for which the build runs, which may differ from this one.
 ON_X86 = sysconfig.get_platform().lower().endswith(("x86_64", "amd64"))
 GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100", "sm_120": "120"}
-"""The GPU architectures to compile machine code for, with their compute capabilities. That of sm_80 runs on 8.6 and 8.9
-too, as that of sm_100 on 10.3 and that of sm_120 on 12.1."""
+"""The GPU architectures for which machine code is compiled, with their compute capabilities. The code of sm_80 also
+runs on 8.6 and 8.9, that of sm_100 also on 10.3, and that of sm_120 also on 12.1."""
 PTX = "100"
-"""The compute capability whose PTX is added, for GPUs that no machine code is for: the driver compiles it there."""
+"""The compute capability whose PTX is added, for GPUs without machine code: the driver compiles it there."""
 NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
 NVCC_FLAGS += " -Xcompiler -Werror -Werror all-warnings" if STRICT else ""
 

@@ -47,10 +47,10 @@ class Subject(NamedTuple):
     """A model from another package."""
 
     told: str
-    """Its description in the table."""
+    """The model's description in the table."""
     make: Callable[[], tuple[nn.Module, Inputs]]
     ways: Callable[[nn.Module], dict[str, Way]]
-    """The model -> ways to run it; names of this package's ways begin with "cmab"."""
+    """The model -> the versions of it that are run; names of this package's versions begin with "cmab"."""
 
 
 # ---- ways ------------------------------------------------------------------------------------------------------------

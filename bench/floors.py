@@ -13,8 +13,8 @@ from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, nystrom_att
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PADS = {"cpu": (1, 1), "cuda": (16, 8)}
-"""The multiple to which a GPU's matrix units round inner and outer widths;
-a CPU's lanes are queries, which are not a width."""
+"""The multiple to which a GPU's matrix units round inner and outer widths. The lanes of a CPU hold queries, so no width
+is rounded."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,15 @@ class Rates:
     exponentials: float
     memory: float
     matrix: Mapping[str, float]
-    """On a GPU "float32" is the rate of exact products, each several of the matrix units,
-    and "tf32" that of one rounded product."""
+    """On a GPU, "float32" is the rate of exact products, each of which takes several products of the matrix units, and
+    "tf32" is the rate of one rounded product."""
     together: bool = False
     """Whether exponentials and products take turns on the same units, as on a CPU."""
 
 
 Passes = Work | Sequence[Work]
-"""The work of a pass, or of several one after the other: a backward pass begins when the forward pass has ended."""
+"""The work of a pass, or of several passes one after the other: a backward pass begins when the forward pass has
+ended."""
 
 
 @dataclass(frozen=True)

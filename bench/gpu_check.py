@@ -38,7 +38,7 @@ BUDGET = 480.0
 TO_FINISH = 10.0
 """Seconds of the budget that are reserved to stop workers, to write and to print."""
 WORTH_BEGINNING = 30.0
-"""A section does not begin with fewer seconds left: workers take some to start."""
+"""A section does not begin if fewer seconds are left, because workers take some seconds to start."""
 
 COMPILERS = max(8, (os.cpu_count() or 8) - 2)
 """Workers if nothing is timed and the CPU compiles most of the time: one per core, except for the watchers."""
@@ -58,7 +58,8 @@ SECTIONS = {
     "tuned_timings": Section("bench.gpu.timings:tuned_tasks", judged=False, after="tune"),
     "compiled_timings": Section("bench.gpu.timings:compiled_tasks", counted=40, judged=False),
 }
-"""The sections in the best order for a rare hour: correctness, then speed, last what may crash or takes long."""
+"""The sections in the best order if time on a GPU is scarce: correctness first, then speed, and last the sections that
+may crash or take long."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -27,7 +27,8 @@ from .runs import FAULTS, Row, Spread, fastest, of_this_package
 from .scans.case import COLD_BYTES, COMPILED, IN_TF32, Case, Implementation, Results
 
 ERROR_BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""The relative RMS error beyond which a result is wrong, and has no speed. One key of 100,000 left out makes 2e-3."""
+"""The relative RMS error beyond which a result is wrong, and has no speed. If one key of 100,000 is left out, the error
+is 2e-3."""
 
 TF32_BOUND = 2e-3
 """The same limit if float32 is multiplied in tf32."""
@@ -170,7 +171,7 @@ _UNCOUNTED = {
     torch.ops.aten.linalg_cholesky_ex: _cholesky_flops,
     torch.ops.aten.cholesky_solve: _cholesky_solve_flops,
 }
-"""torch counts its attention on GPUs, but neither that on CPUs nor factorisations."""
+"""torch counts its attention on GPUs, but not its attention on CPUs, and no factorisations."""
 
 
 def relative_error(results: Results, expected: Results) -> float:

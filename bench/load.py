@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 STAT = Path("/proc/stat")
 NOISY = 0.05
-"""The share of all processors beyond which neighbours may have disturbed a time: a tenth of one of two."""
+"""The share of all processors beyond which other programs may have disturbed a time: a tenth of one of two
+processors."""
 
 
 class Usage(NamedTuple):

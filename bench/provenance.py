@@ -73,7 +73,7 @@ COMPILED = ROOT / "bench" / "results" / "compiled"
 """The files that torch and Triton compile in a run."""
 FOLDERS = ("bench", "cmab_kernels", "csrc", "tests")
 SOURCE = re.compile(r"csrc/.+|.+\.py")
-"""The sources that are measured, measure or test; tiles.json, which tuning writes, is not one."""
+"""The sources that are measured, that measure, or that test; tiles.json is not included, because tuning writes it."""
 _FOR_CUDA = r"csrc/(.+\.cuh?|common/(dtype|host_device|stream)\.h|continual/schedule\.h|solve/info\.h)"
 _IN_PYTHON = r"cmab_kernels/(.+/(?:triton|kernels)/.+|.+/cuda|runtime/(triton_.+|cuda_launch))\.py"
 KERNEL = re.compile(f"{_FOR_CUDA}|{_IN_PYTHON}")
@@ -118,7 +118,7 @@ _IMPORTS = re.compile(rb"^(?:from \S+ )?import (?:\([^)]*\)|.*)\n", re.MULTILINE
 _STRING = rb'"(?:\\.|[^"\\\n])*"'
 _PROSE_IN_PYTHON = re.compile(rb'^ *"""(?:.|\n)*?"""$|(' + _STRING + rb")|#.*", re.MULTILINE)
 _PROSE_IN_CPP = re.compile(rb"(" + _STRING + rb")|//.*|/\*(?:.|\n)*?\*/")
-"""Docstrings and comments; or a string, as a group, which is no comment whatever it holds."""
+"""Docstrings and comments; or a string, as a group, which is not a comment whatever it contains."""
 
 
 def kernel_digests(files: Sources) -> dict[str, str]:
@@ -227,7 +227,7 @@ def rates(device: str, thread_counts: set[int]) -> dict[str, Any]:
 STATE = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 LIMITS = ("clocks.max.sm", "clocks.max.mem", "power.limit")
 THROTTLING = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The same by its newer and its older name."""
+"""The same field by its newer and its older name."""
 
 
 def gpu(commit: str) -> dict[str, Any]:

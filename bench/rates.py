@@ -17,7 +17,8 @@ from .floors import Rates
 FMA_AN_EXPONENTIAL = 7
 """CPU multiply-add instructions for a float32 exponential without hardware support.
 
-Two reduce the argument, five compute a polynomial; this is the shortest that we know (notes/attention.md).
+Two instructions reduce the argument, and five compute a polynomial; this is the shortest sequence that we know
+(notes/attention.md).
 """
 
 EXPONENTIALS_PER_CLOCK = 16
@@ -25,9 +26,10 @@ EXPONENTIALS_PER_CLOCK = 16
 instructions)."""
 
 TF32_AN_EXACT_PRODUCT = 3
-"""Products of matrix units in tf32 for one product of float32: each operand in two parts, low times low left out.
+"""Products of matrix units in tf32 for one product of float32: each operand is split into two parts, and low times low
+is left out.
 
-Six products of bfloat16, in three parts, take as long.
+Six products of bfloat16, with three parts, take as long.
 """
 
 ORDER = {"cpu": 1024, "cuda": 8192}

@@ -67,7 +67,7 @@ class Row:
     parameters: Mapping[str, Value]
     """Sizes and choices, by the letters of the formulas."""
     seconds: Spread
-    """Time of one call, or of one step if a call does several."""
+    """The time of one call, or of one step if a call does several steps."""
     rounds: int
     """The number of samples."""
     repeats: int
@@ -82,11 +82,11 @@ class Row:
     baseline: str | None = None
     """The implementation to which ratios of this group refer."""
     ratio: Spread | None = None
-    """Time over that of the baseline: of the medians, and the quartiles of the ratios within each round."""
+    """Time divided by that of the baseline: of the medians, and the quartiles of the ratios within each round."""
     speed_up: Spread | None = None
-    """The time of a peer over that of our fastest kernel; None for others."""
+    """The time of a peer divided by that of our fastest kernel; None for other rows."""
     floor: float | None = None
-    """The seconds that the machine needs at least."""
+    """The least number of seconds that the machine needs."""
     bound: str | None = None
     """The kind of work that takes the floor's time: exponentials, matrix or memory."""
     others: float | None = None
@@ -140,7 +140,7 @@ class Run:
     date: str
     commit: str
     dirty: bool
-    """The tree had changes that the commit does not hold."""
+    """The tree had uncommitted changes."""
     quick: bool
     threads: int
     device: str
@@ -149,7 +149,7 @@ class Run:
     machine: Mapping[str, Any]
     versions: Mapping[str, str | None]
     rates: Mapping[str, Any]
-    """The rates behind the floors, by number of threads or by device."""
+    """The rates from which floors are computed, by number of threads or by device."""
     figures: Mapping[str, float]
     notes: Sequence[str]
     """Caveats about this run."""

@@ -24,7 +24,7 @@ LOOK = 0.5
 """Seconds for which a run observes the machine before it begins."""
 
 THREADS = 2
-"""Threads if neither a case nor the caller sets them, if torch has as many."""
+"""The number of threads if neither a case nor the caller sets it, provided that torch has as many."""
 
 
 def measured(

@@ -25,7 +25,7 @@ LAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "N(0, 1), every 50,000th + 40": lambda numbers: torch.randn(len(numbers)) + 40 * (numbers % 50_000 == 49_999),
 }
 WRONG, BLOCK = 1e-2, 10_000
-"""An error of a mean of values from N(0, 1) that makes it useless, and the steps between two comparisons."""
+"""The error of a mean of values from N(0, 1) from which on it is useless, and the steps between two comparisons."""
 
 Method = Callable[[ck.AttentionState, ck.AttentionState | None], ck.AttentionState]
 """A function from the state of the newest key, and of the key that leaves, to the state of the window."""

@@ -155,7 +155,8 @@ class StateWindow(Held[State]):
     def __init__(self, size: int) -> None:
         self.size = check_count("size", size)
         self._front: list[State] = []
-        """The older part: the last is the merge of all its states, the one before is without the oldest, and so on."""
+        """The older part: the last entry is the merge of all its states, the entry before is the merge without the
+        oldest state, and so on."""
         self._back: list[State] = []
         """The states of the newer part, oldest first."""
         self._total: State | None = None
@@ -268,8 +269,8 @@ class StateTree(Held[State]):
         self._places: dict[Hashable, int] = {}
         """The place of each key in this list."""
         self._levels: list[list[State]] = [[]]
-        """The leaves, then the merges of pairs of neighbours, and so on up to the root; a last node without a neighbour
-        goes up as it is."""
+        """The leaves, then the merges of pairs of neighbours, and so on up to the root. A last node without a neighbour
+        moves up unchanged."""
 
     def __len__(self) -> int:
         return len(self._keys)

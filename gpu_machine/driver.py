@@ -28,7 +28,7 @@ from cmab_kernels.testing.cubin import as_if_on
 
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_uint64, *[ctypes.c_uint32] * 5, ctypes.POINTER(ctypes.c_void_p))
 _PTX: dict[int, Path] = {}
-"""Handle of a loaded function -> the PTX that it was assembled from."""
+"""Handle of a loaded function -> the PTX from which it was assembled."""
 
 
 class Launched(NamedTuple):

@@ -36,7 +36,7 @@ class Machine:
     def __init__(self, seed: int = 0, lenient: bool = False, rough: bool = False) -> None:
         self.memory, self.seed, self.lenient, self.rough = Global(), seed, lenient, rough
         self.ran: list[tuple[str, int]] = []
-        """The kernels that were launched, each with a number that stands for all results so far, bit by bit."""
+        """The kernels that were launched, each with a number that represents all results so far, bit by bit."""
 
     def launch(
         self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]

@@ -15,10 +15,10 @@ from .report import Fault
 
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BYTES = {size: unit(0x0101010101010101 & (1 << 8 * size) - 1) for size, unit in UNITS.items()}
-"""A number of each size all of whose bytes are 1."""
+"""For each size, a number whose bytes are all 1."""
 WRITTEN, IN_FLIGHT = 0xFF, 0x7F
 FILLING = 0xFF
-"""What bytes are before they are written: NaN."""
+"""The value of bytes before they are written: NaN."""
 
 
 class Bytes:
@@ -168,7 +168,7 @@ class Global:
     def __init__(self) -> None:
         self.parts: list[Bytes] = []
         self.results: list[Bytes] = []
-        """The parts that had no values when they were given, in that order."""
+        """The parts that had no values when they were passed, in that order."""
         self._starts = np.zeros(0, np.int64)
         self._tensors: list[Tensor] = []
 

@@ -26,7 +26,7 @@ from .team import Team
 SIGNIFICANT_BITS = 25
 """The bits of a term that are kept, counted from the largest term's highest."""
 TERMS = {"f16": 8, "bf16": 8, "tf32": 4}
-"""How many products compute capability 8.0 adds at a time."""
+"""The number of products that compute capability 8.0 adds at a time."""
 
 
 def _whole_warps(team: Team) -> int:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .team import Team
 
 Operation = Callable[["Team", "Instruction"], bool | None]
-"""Executes an instruction; returns True where threads may now be at different places, which the operation has noted."""
+"""Executes an instruction; returns True if threads may now be at different places, which the operation has recorded."""
 
 OPCODES: dict[str, Operation] = {}
 

@@ -98,7 +98,7 @@ class Instruction:
     text: str
     number: int
     target: int = -1
-    """The number of the instruction that a branch leads to."""
+    """The number of the instruction to which a branch leads."""
 
     @functools.cached_property
     def kind(self) -> str:
@@ -128,7 +128,7 @@ class Kernel:
     variables: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     """The space, alignment and size of each variable; dynamic shared memory has size 0."""
     threads: int = 0
-    """The number of threads that a block must have, or 0 if any will do."""
+    """The number of threads that a block must have, or 0 if any number is allowed."""
 
 
 _DECLARATION = re.compile(
@@ -173,8 +173,8 @@ class _Body:
         self.kernel, self.files = kernel, files
         self.where, self.pending = "unknown line", ""
         self.scopes: list[dict[str, Register]] = [{}]
-        """The registers by name, those of an inner scope last: inline assembly declares names that may stand outside
-        for others."""
+        """The registers by name, with those of an inner scope last: inline assembly declares names that may have
+        another meaning outside."""
 
     def read(self, body: str) -> None:
         for line in body.splitlines():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .opcodes import Operation
 
 POISON = 0x5EADBEEF5EADBEEF
-"""What a register holds before it is written."""
+"""The value of a register before it is written."""
 
 
 class Block:

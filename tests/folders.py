@@ -17,7 +17,8 @@ MAP = re.compile(r"(?<=<!-- map: begin -->\n).*?(?=\n<!-- map: end -->)", flags=
 TOPS = ("csrc", "cmab_kernels", "python", "bench", "gpu_machine", "tests")
 SOURCES = {".py", ".h", ".cpp", ".cu"}
 ROOMS = {"triton", "__pycache__"}
-"""Folders that the map leaves out: the Triton kernels of each operator set are a room of it."""
+"""Folders that the map leaves out: the Triton kernels of each operator set are one of its rooms (parts with a fixed
+purpose)."""
 
 TOLD = {
     "bench/tests": "The tests of the benchmarks and of the GPU check.",

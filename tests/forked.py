@@ -16,7 +16,7 @@ from types import TracebackType
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTS = "import torch, cmab_kernels"
 LIMIT = 120
-"""The most seconds that a program may take; a signal ends it then."""
+"""The largest number of seconds that a program may take; then a signal ends it."""
 
 _SERVER = """
 import json, os, runpy, signal, sys, traceback

@@ -196,7 +196,7 @@ def test_what_setup_says(
 
 
 NOTES = WORKS.replace("\n", '\necho "$(basename "$0")" "$@" >> "$(dirname "$0")/calls"\n', 1)
-"""A compiler that also notes how it was called."""
+"""A compiler that also records how it was called."""
 
 
 @in_sources

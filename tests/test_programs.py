@@ -52,9 +52,10 @@ from cmab_kernels.runtime.triton_launch import Kernel, alignment, kernel
 from gpu_machine.driver import Launched, stub
 
 MOST = 4
-"""The most programs of a kernel for one dtype, width and block size; and the most block sizes."""
+"""The largest number of programs of a kernel for one dtype, width and block size; and the largest number of block
+sizes."""
 LEVELS = 2
-"""The most programs with the same optional arguments and results: with assumed alignment, or without."""
+"""The largest number of programs with the same optional arguments and results: with assumed alignment, or without."""
 SIZES = (1, 2, 3, 16, 17, 64, 100, 128, 129, 300, 1024, 5003, 65536, 10**6)
 BLOCKS = (
     "BLOCK_L",

@@ -48,11 +48,11 @@ MAY = {
     },
     "costs": {"reference", "checks", "constants"},
 }
-"""The imports that each room may have from its own family; "public" stands for the public names of another family."""
+"""The imports that each room may have from its own family; "public" means the public names of another family."""
 
 BUILT_ON = {("layers", "triton"): {"the insides of attention"}}
-"""(Family, room) -> its further imports:
-the Triton layers run attention kernels, and project with those of attention over projected inputs."""
+"""(Family, room) -> its further imports: the Triton layers run attention kernels, and project with the kernels of
+attention over projected inputs."""
 
 
 def _imports(file: Path) -> Iterator[tuple[str, ...]]:

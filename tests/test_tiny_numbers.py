@@ -14,7 +14,7 @@ import cmab_kernels as ck
 from cmab_kernels.testing import row_error
 
 TINY = 2.0**-133
-"""A float32 below the smallest normal one, 2^-126."""
+"""A float32 number below the smallest normal number, 2^-126."""
 
 pytestmark = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="other processors keep such numbers"

@@ -26,9 +26,9 @@ SAMPLE = [
     *sorted(map(str, Path("tests").glob("**/test_suite.py"))),
 ]
 WHOLE = "nn or continual or saved_states or backends or info"
-"""Words in the names of files and folders of the sample that run whole: tests that a torch version may break."""
+"""Words in the names of files and folders that the sample runs completely: tests that a torch version may break."""
 NEEDED = ["pytest", "hypothesis", "pytest-xdist", "scikit-learn", "continual-inference", "safetensors"]
-"""The packages that the sample imports beside this one, torch and NumPy."""
+"""The packages that the sample imports in addition to this package, torch and NumPy."""
 UNPROMISED = {
     "torch._C._are_functorch_transforms_active",
     "torch._C._cuda_getCurrentRawStream",
@@ -56,7 +56,7 @@ UNPROMISED = {
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map",
 }
-"""Names of torch that it does not promise to keep. Each is in torch 2.6, too: check that before adding one."""
+"""Names of torch that it does not promise to keep. Each of them is also in torch 2.6; check this before you add one."""
 
 
 # ---- Triton

@@ -110,7 +110,7 @@ OTHERS = {"empty_state", "empty_ridge", "explain", "use_impl"}
 ALONE = {"iterative_pinv", "regularised_inverse"}
 """Functions of one tensor, with any dimensions before the last two."""
 NUMBERS = {"alpha", "decay", "gamma", "shrinkage", "regularisation"}
-"""Arguments that may be a number, be it of NumPy's."""
+"""Arguments that may be a number, including a NumPy number."""
 
 
 def _changed(kind: str, given: Any) -> Any:

@@ -11,7 +11,7 @@ import triton
 from triton.runtime import cache
 
 KEPT = (".cubin", ".json")
-"""The files to load; the stages of compilation are ten times as large."""
+"""The files to load; the files of the stages of compilation are ten times as large."""
 
 
 def same_keys() -> None:

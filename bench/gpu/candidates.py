@@ -122,7 +122,7 @@ TRIED: dict[str, dict[str, tuple[int, ...]]] = {
 
 MOST_OF_BUILT_IN = 2
 LEAST_OF_BUILT_IN = 1 / 4
-"""The sizes of a tile, as shares of the built-in one, beyond which it is not tried: the largest fits just about."""
+"""The sizes of a tile, relative to the built-in tile, beyond which it is not tried; the largest tile only just fits."""
 
 
 def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
@@ -154,9 +154,9 @@ def _size(fields: Iterable[str], tiles: tuple[int, ...]) -> int:
 
 
 LENGTHS = {"small": 5003, "large": 200_000}
-"""The number of keys; large calls have so many with heads of 64, and as many bytes at other widths."""
+"""The number of keys. Large calls have this number with heads of 64, and the same number of bytes at other widths."""
 SET = 1021
-"""The keys of one of Intention's sets, as in training."""
+"""The keys of one set in Intention, as in training."""
 
 
 def prepared(target: Target, device: str, size: str, wide: bool = False) -> Callable[[], Results]:

@@ -66,7 +66,7 @@ CHIPS = {
     100: Chip("B200", 148, 228 * 1024),
     120: Chip("RTX 5090", 170, 100 * 1024, 48, 24),
 }
-"""By compute capability (CUDA C++ Programming Guide, technical specifications; data sheets)."""
+"""The limits by compute capability (CUDA C++ Programming Guide, technical specifications; data sheets)."""
 
 
 def blocks_held(capability: int, registers: int, shared: int, warps: int, tensor_columns: int = 0) -> tuple[int, str]:

@@ -11,9 +11,9 @@ from .results import Report
 from .sections import Outcome, Row, Section
 
 MOST_WRONG = 20
-"""Rows of a section that are printed in full; the file has all."""
+"""The number of rows of a section that are printed in full; the file has all rows."""
 MOST_KERNELS = 6
-"""The printed kernels of a call: those that take longest."""
+"""The number of kernels of a call that are printed: those that take longest."""
 
 
 def table(report: Report, sections: Mapping[str, Section]) -> str:

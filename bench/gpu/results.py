@@ -15,7 +15,7 @@ from .sections import Outcome, Row
 
 FORMAT = 4
 SAME = ("gpu", "commit", "sources")
-"""The fields that must be equal to continue a file; the day is in its name."""
+"""The fields that must be equal to continue a file; the day is part of the file's name."""
 
 
 @dataclass

@@ -22,7 +22,8 @@ FAMILIES = ("attention", "intention", "nystrom")
 """Folders of tests."""
 TOOLS = ("memcheck", "racecheck", "synccheck")
 LIMIT = 100.0
-"""Seconds to compile the kernels of a family, and again to run them: a sanitizer slows a program tenfold or more."""
+"""Seconds to compile the kernels of a family, and the same again to run them: a sanitizer makes a program ten times
+slower or more."""
 FOUND = 77
 """Exit code of the sanitizer if it found something."""
 REFUSAL = "Device not supported"

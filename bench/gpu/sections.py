@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 POLL = 0.1
 DEVICE_LOST = 70
-"""Exit code of a worker whose GPU an error made unusable."""
+"""Exit code of a worker whose GPU became unusable because of an error."""
 
 
 class Task(NamedTuple):
@@ -51,14 +51,14 @@ class Section:
 
     tasks: str
     counted: float = 25.0
-    """Seconds that the kernels of a row take to compile, as counted (bench/notes/benchmarks.md),
-    and to run; it may take twice as long."""
+    """Seconds that the kernels of a row take to compile, as counted (bench/notes/benchmarks.md), and to run; a row may
+    take twice as long."""
     workers: int = 1
-    """More than one if nothing is timed: compilers on the CPU then take most of the time."""
+    """More than one if nothing is timed, because compilers on the CPU then take most of the time."""
     judged: bool = True
     """Whether rows are right or wrong; otherwise they are figures."""
     after: str = ""
-    """The section that must be complete before; its rows give these a meaning."""
+    """The section that must be complete before; its rows are needed to interpret these rows."""
 
     @property
     def row_limit(self) -> float:

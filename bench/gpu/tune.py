@@ -27,9 +27,10 @@ from .sections import Row, Task
 LEAST_GAIN = 0.01
 BUILT_IN, AGAIN = "built-in", "built-in again"
 FIRST_ROUNDS, FINALISTS, ROUNDS = 3, 4, 21
-"""Rounds in which all take part, how many go on, and the rounds of these beside the built-in tiles."""
+"""Rounds in which all candidates take part, the number of candidates that remain, and the rounds of these together with
+the built-in tiles."""
 SAMPLE = 1e-3
-"""Least seconds of a sample, as a row of calls: an event's own cost is some microseconds."""
+"""Least seconds of a sample, which consists of successive calls, because an event itself takes some microseconds."""
 
 
 # ---- candidates

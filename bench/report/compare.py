@@ -21,28 +21,30 @@ from cmab_kernels.measure import readable
 from ..runs import FAULTS, Row, Run
 
 BOUND = 4.0
-"""Standard deviations beyond which a row counts as changed; they are themselves known to a fifth.
+"""The number of standard deviations beyond which a row counts as changed; the standard deviations themselves are known
+to a fifth.
 
-Of some hundred rows without a change, at most one in ten such comparisons calls a single one faster or slower.
+For some hundred rows without a change, at most one in ten such comparisons reports a single row as faster or slower.
 """
 
 ORDINARY = 2.0
-"""Standard deviations by which some peer of a group may be off without the group being a noisy one."""
+"""The number of standard deviations by which a peer of a group may be off before the group counts as noisy."""
 
 CONTROLS = 8
 """With fewer rows of peers, the noise between runs is unknown."""
 
 UNKNOWN = 0.05
-"""The standard deviation between runs if too few peers tell: 5 %, as seen on a shared machine."""
+"""The standard deviation between runs if there are too few peers to determine it: 5 %, as observed on a shared
+machine."""
 
 MEMORY_BYTES, MEMORY_SHARE = 2**19, 0.02
-"""A peak has changed if it changed by more than both."""
+"""A peak counts as changed if it changed by more than both limits."""
 
 LESS_EXACT = 3.0
-"""The factor of the error beyond another order of sums."""
+"""The factor of the error that another order of sums cannot explain."""
 
 ROUNDING = 1e-15
-"""Errors below this count as none."""
+"""Errors below this are treated as none."""
 
 QUARTILES = 1.349
 """Interquartile range of a normal distribution of standard deviation 1."""
@@ -102,7 +104,7 @@ class Comparison:
     new: Run
     by: By
     different: tuple[str, ...]
-    """The reasons why times are incomparable; empty if they are compared."""
+    """The reasons why times cannot be compared; empty if they are compared."""
     drift: float
     """The factor by which peers were slower, due to the machine and not to our code."""
     between: float

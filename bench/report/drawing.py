@@ -25,7 +25,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from ..runs import DEFINITION, Run, is_ours
 
 INK, FAINT, PAPER = "#1f2328", "#d8dee5", "#fffffe"
-"""Text, grid and ground of a sheet; on a page, the page's own."""
+"""The colours of text, grid and background of a sheet; on a page, the colours of the page are used."""
 
 OURS = "#d55e00"
 PEERS = ("#0072b2", "#009e73", "#9a4ea3", "#a6761d", "#3d8fb8", "#c2578a")
@@ -36,15 +36,15 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 WIDTH = 3.75
-"""Inches of a panel: 390 pixels of a phone show its text at its size."""
+"""Inches of a panel: with 390 pixels, a phone shows its text at the intended size."""
 
 LEFT, RIGHT, TITLE, LINE, UNIT, BOTTOM, ENTRY = 0.68, 0.16, 0.3, 0.145, 0.26, 0.5, 0.17
-"""Inches: beside the axes; of the title, of a line under it, of the axes' heading;
-of ticks and the axis' name; of a line of the legend."""
+"""Inches: beside the axes; of the title, of a line under it, and of the heading of the axes; of ticks and the name of
+the axis; of a line of the legend."""
 
 DPI = 160
 NAME_SIZE, NAME_SPACING = 10, 1.2
-"""The size of names beside lines, in points, and how many times that a line of text takes."""
+"""The size of names beside lines, in points, and the height of a line of text as a multiple of this size."""
 
 LEGEND: dict[str, Any] = {"fontsize": 7.2, "borderaxespad": 0, "labelspacing": 0.35, "columnspacing": 1.2}
 
@@ -77,7 +77,7 @@ class Style:
     dashes: Any = "-"
     width: float = 1.4
     rank: int = 2
-    """Lines with higher numbers lie on top."""
+    """Lines with higher numbers are drawn on top."""
 
     def line(self) -> dict[str, Any]:
         size = 4.5 if self.width > 2 else 3.5

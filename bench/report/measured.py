@@ -29,9 +29,9 @@ PAGE = ROOT / "docs" / "measured.md"
 PLOTS = {plots.FIRST: ROOT / "docs" / "measured.png", "prefix_attention_states": ROOT / "docs" / "prefixes.png"}
 """Operators whose curves are drawn -> the plot of each."""
 WHOLE, NARROW = RESULTS / "page.json", RESULTS / "avx2.json"
-"""The run of all shown figures; and the run for the headline's ratios with both sides held to AVX2."""
+"""The run of all shown figures, and the run for the headline's ratios with both sides held to AVX2."""
 SHORT, NARROW_SHORT = RESULTS / "short.json", RESULTS / "short_avx2.json"
-"""Short calls, for when_not.md, which shows our losses; the same held to AVX2."""
+"""Short calls, for when_not.md, which shows where we are slower; and the same calls held to AVX2."""
 HEADLINE, LOSSES = Marks(ROOT / "README.md", "headline table"), Marks(ROOT / "docs" / "when_not.md", "short calls")
 
 INTRODUCTION, *TABLES = re.split(r"(?m)^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
@@ -112,8 +112,8 @@ def _pair(group: Sequence[Row]) -> tuple[Row, Row] | None:
 
 
 FASTER = 0.95
-"""Held to AVX2, torch counts as faster if it takes less than this share of its time:
-two runs differ by more than two ways in one."""
+"""Held to AVX2, torch counts as faster if it takes less than this share of its time without this limit, because two
+runs differ by more than two methods in one run."""
 
 
 def _cells(ours: Row, theirs: Row, held: Row | None) -> str:

@@ -32,13 +32,13 @@ HEADLINE = Marks(ROOT / "README.md", "GPU table")
 PAGE = ROOT / "docs" / "measured_gpu.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
 EARLIER = "†"
-"""The mark of figures that were timed in the check before, not in turn with the rest."""
+"""The mark of figures that were timed in the previous check, and not in turn with the others."""
 CAPTURED_APART = ", not captured"
 """Last part of the keys of rows that the page does not show: the same calls from Python."""
 TF32 = "; tf32"
-"""Last part of a place for the figures of float32 that may be multiplied in tf32, on both sides."""
+"""Last part of a place for the figures of float32 that may be multiplied in tf32, for both implementations."""
 OVER_KEYS = ("latent_attention", "projected_attention_state", "nn.MultiheadAttention")
-"""Operators for which no library has a fast float32 kernel: plain torch is the peer there."""
+"""Operators for which no library has a fast float32 kernel, so plain torch is the peer there."""
 
 SHORTEST = 1e-6
 """A floor of fewer seconds is shorter than any launch, so no share of it is shown."""

@@ -25,7 +25,7 @@ from .series import Series, axes, series, words
 
 MIB = 2**20
 RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
-"""Peaks of memory below so many MiB cannot be told apart, and are drawn at this value."""
+"""Peaks of memory below this number of MiB cannot be distinguished, and are drawn at this value."""
 
 NAMES = {
     **{
@@ -134,7 +134,7 @@ def _name_axes(axes: Axes, one: Series, name: str) -> None:
 # ---- gains -----------------------------------------------------------------------------------------------------------
 
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}
-"""The outline of labels that lie over lines."""
+"""The outline of labels that are drawn over lines."""
 
 
 def overview(run: Run) -> Panel | None:
@@ -216,7 +216,7 @@ LINES = {
 """Scan -> implementation -> the text beside its line, if that is not its name."""
 
 SHOWN = {"prefix_attention_states": {"pass": "forward + backward", "B": 16, "L": 8, "D": 16}}
-"""Scan -> the sizes and choices of its plot, if they are not left to the curves."""
+"""Scan -> the sizes and choices of its plot, if they are not determined by the curves."""
 
 
 def _shown(run: Run, scan: str) -> Series:

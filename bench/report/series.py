@@ -12,7 +12,7 @@ LENGTHS = ("N", "n")
 """The axes that matter most: keys, or tokens of a window."""
 
 POINTS = 3
-"""Fewer points are no curve."""
+"""With fewer points, no curve is drawn."""
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 

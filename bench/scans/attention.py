@@ -40,7 +40,7 @@ SDPA = "scaled_dot_product_attention"
 FLEX, FLEX_IN_TF32 = (plain_attention.FLEX + precision + COMPILED for precision in ("", IN_TF32))
 OURS_IN_TF32 = "triton" + IN_TF32
 BACKENDS = {"cpu": ("MATH",), "cuda": ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")}
-"""Backends of torch's attention, by name; on a CPU it uses its flash kernel by itself."""
+"""Backends of torch's attention, by name; on a CPU, torch uses its flash kernel without being told."""
 
 
 def by_backend(name: str) -> Attend:
@@ -334,7 +334,7 @@ def _eager_merge(inputs: Sequence[Tensor]) -> Results:
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 WIDTHS = ((8, 8), (4, 16), (1, 64))
-"""(heads, width) of the model width 64."""
+"""(heads, width) for the model width 64."""
 NUMBERS = (1000, 10_000, 100_000, 1_000_000)
 
 
@@ -343,7 +343,7 @@ SHORT = (
     *((latents, 64, 4) for latents in (1, 64)),
     *((1, keys, 1) for keys in (4096, 65_536)),
 )
-"""(queries, keys, batch) of calls with little work, in which this package loses some."""
+"""(queries, keys, batch) of calls with little work, where this package is slower in some cases."""
 
 
 def short_cases() -> Iterator[Case]:

@@ -45,10 +45,11 @@ IN_TF32 = ", tf32"
 """Part of the names of implementations that may multiply float32 in tf32."""
 
 COLD_BYTES = 2**28
-"""Calls go round copies of the inputs of this total size, so that a cache does not pass for memory."""
+"""Calls cycle through copies of the inputs with this total size, so that data are read from memory and not from a
+cache."""
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float16)
-"""The dtypes measured beside float32."""
+"""The dtypes that are measured in addition to float32."""
 
 Results = Sequence[Tensor]
 Implementation = Callable[[Any], Results]
@@ -74,26 +75,28 @@ class Case:
     """Seed -> a tuple with the tensors that the implementations take."""
     implementations: Mapping[str, Implementation]
     oracle: Callable[[Any], Results | Mapping[str, Results]]
-    """Inputs -> the results in float64, by other means; by name if implementations compute different things."""
+    """Inputs -> the results in float64, computed in another way; by name if implementations compute different
+    things."""
     baselines: tuple[str, ...]
     """Ratios are to the fastest of these implementations."""
     others: tuple[str, ...] = ()
     """Implementations that compute something else: shown for comparison, without a share of the floor."""
     work: Passes | None = None
-    """The work that a result needs, for one step if a call does several; None if a floor means nothing."""
+    """The work that a result needs, for one step if a call does several steps; None if a floor has no meaning."""
     steps: Mapping[str, int] = field(default_factory=dict)
-    """Implementation -> the number of steps of one call, if not one."""
+    """Implementation -> the number of steps of one call, if it is not one."""
     counted: Mapping[str, str] = field(default_factory=dict)
     """A compiled implementation -> one with the same products, which can be counted."""
     uncaptured: tuple[str, ...] = ()
-    """Peers that must not be captured in a GPU's graph: torch's batched factorisations (MAGMA) then end the process."""
+    """Peers that must not be captured in a CUDA graph, because torch's batched factorisations (MAGMA) then end the
+    process."""
     refusal: Callable[[str], str | None] = everything_runs
     """Implementation -> why it cannot be measured here; None if it can."""
     smaller: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for the same case on little data, which starts thread pools and loads libraries."""
+    """Arguments for the same case on little data; calling it starts thread pools and loads libraries."""
     dtype: torch.dtype = torch.float32
     threads: int | None = None
-    """None: as many as the run has."""
+    """None means the number of threads of the run."""
     quick: bool = False
     """Whether a quick run has it, too."""
     made_by: Callable[..., Case] = field(default=lambda: NotImplemented, repr=False)

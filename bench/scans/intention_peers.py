@@ -10,7 +10,8 @@ from .case import identity, wide
 
 ALPHA = 1.0
 CHUNK = 4096
-"""Keys given to torch at a time: the fastest from 512 to all, and of eight ways to write the products."""
+"""The number of keys that torch gets at a time: the fastest from 512 to all keys, and among eight ways to write the
+products."""
 
 
 def regularised(gram: Tensor) -> Tensor:

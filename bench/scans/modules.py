@@ -251,7 +251,7 @@ def block(heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 1
 # ---- self-attention --------------------------------------------------------------------------------------------------
 
 LONGEST = 4096
-"""The most tokens for which torch's module, which is quadratic in them, is measured."""
+"""The largest number of tokens for which torch's module is measured, whose time is quadratic in them."""
 
 
 def self_attention(

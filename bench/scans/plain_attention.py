@@ -21,9 +21,11 @@ FLEX = "flex_attention"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 CHUNK = 1000
-"""Keys of a chunk: a product with the values over all keys at once would occupy a few multiprocessors."""
+"""The number of keys of a chunk; a product with the values over all keys at once would occupy only a few
+multiprocessors."""
 CACHED = 2**25
-"""Bytes of scores that are made at a time if chunks take turns: they stay in the L2 cache of a data-centre GPU."""
+"""Bytes of scores that are computed at a time if chunks are processed in turn: they stay in the L2 cache of a
+data-centre GPU."""
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

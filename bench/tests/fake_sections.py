@@ -19,7 +19,7 @@ from bench.gpu.sections import Perform, Row, Section, Task
 
 MACHINE = {"gpu": "NVIDIA H200", "commit": "abc", "sources": "123", "date": "2026-01-02T03:04:05+00:00"}
 MARKS = "FAKE_SECTIONS_MARKS"
-"""Environment variable: a folder in which each task leaves a file for each time that it is run."""
+"""Environment variable: a folder in which each task writes a file each time that it is run."""
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -26,7 +26,7 @@ from gpu_machine.launch import on_machine
 from gpu_machine.machine import Machine
 
 MENDED = Path(os.environ.get("MACHINE_SECTIONS", "")) / "mended"
-"""A file in the folder of the test that starts the check: if it is there, the kernels are mended."""
+"""A file in the folder of the test that starts the check: if it exists, the kernels are fixed."""
 KEYS = 21
 SMALL = {"B": 1, "H": 1, "L": 5, "N": KEYS, "M": 5, "D": 9, "E": 8}
 SOME = ("TestAttentionState", "TestRidgeState", "TestRegularisedSolve")

@@ -26,10 +26,10 @@ _FAILED = len(KINDS)
 """A header holds this number in place of the kind of state if its rank has raised an error."""
 _GRAD_MODE_OFF, _UNWANTED, WANTED = range(3)
 NUMBERS = 16
-"""The number of int64 entries in a message's header. The entries are: whether a gradient is wanted, the kind of state,
+"""The number of int64 entries in a message's header. The entries are: whether a gradient is needed, the kind of state,
 the bytes of an element, the number of dimensions, the shape, and zeros."""
 FIRST_ROOM = 65_536
-"""The bytes of a state that the first message of a group has room for, besides its header."""
+"""The bytes of a state for which the first message of a group has room, besides its header."""
 
 
 def members(group: ProcessGroup | None) -> ProcessGroup:

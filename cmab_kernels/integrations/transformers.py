@@ -14,7 +14,7 @@ from ..runtime.checks import kind_of, mismatch
 from .functional import CAUSAL, DROPOUT, FASTER, fused_attention
 
 NAME = "cmab"
-"""The name under which `register_transformers` makes the operator known."""
+"""The name under which `register_transformers` registers the operator."""
 
 _NEVER_FUSED = ("position_bias", "softcap", "cache", "output_attentions")
 """Arguments that a model may pass to its attention, but that the operator does not support."""

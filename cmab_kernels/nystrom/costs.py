@@ -49,8 +49,8 @@ SCHEMES = (
     "nystrom",
     *(f"{kind}{output}" for kind in ("", "continual ", "fixed ") for output in ("retroactive", "single")),
 )
-"""Schemes of `paper_operations` and `executed_on_average`. "continual" landmarks follow the window, "fixed" landmarks
-stay."""
+"""Schemes of `paper_operations` and `executed_on_average`. "continual" landmarks change with the window, "fixed"
+landmarks do not."""
 
 
 class Memory(NamedTuple):

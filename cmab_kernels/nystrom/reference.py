@@ -22,7 +22,7 @@ from torch import Tensor
 from ..runtime.dtypes import state_dtype
 
 COPIED = 2**17
-"""The most elements that are copied at a time for a sum. At least one segment is copied at a time."""
+"""The largest number of elements that are copied at a time for a sum. At least one segment is copied at a time."""
 
 
 def segment_ends(length: int, segments: int) -> list[int]:

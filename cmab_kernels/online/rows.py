@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .sums import Sums
 
 BLOCK = 2**20
-"""The most numbers of a sparse matrix that are dense at a time, unless one row has more."""
+"""The largest number of elements of a sparse matrix that are made dense at a time, unless one row has more."""
 
 
 class Rows:

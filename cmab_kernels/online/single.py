@@ -15,11 +15,11 @@ from .rows import Rows
 from .sums import Solution, Sums
 
 WAITING = 128
-"""The most examples that wait. A block of them is added in the time of one."""
+"""The largest number of examples that are collected. Adding a block of this many takes as long as adding one."""
 
 LARGEST_GROWTH = 1e4
-"""How much the determinant of the system may grow by rank-one updates, which lose as many digits at most, until the
-solution is made anew from the sums."""
+"""The factor by which rank-one updates may increase the determinant of the system, so that they lose at most as many
+digits, before the solution is recomputed from the sums."""
 
 
 class Recursion:

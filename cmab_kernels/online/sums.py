@@ -59,7 +59,7 @@ class Centred(NamedTuple):
     offset: Any
     """(E,)."""
     least: Any
-    """(D,): a feature of which less is left has two digits at most."""
+    """(D,): if less than this is left of a feature, it has two digits at most."""
     known: bool
     """Whether the means are known: some weight is left."""
 
@@ -73,7 +73,7 @@ class Squares(NamedTuple):
     total: Any
     """A scalar, sum w."""
     peak: Any
-    """(E,), what was ever added to `sums`, which bounds their rounding errors."""
+    """(E,), the total that was ever added to `sums`, which bounds their rounding errors."""
 
     def changed(self, by: Squares, faded: float = 1.0) -> Squares:
         """Return these sums, multiplied by `faded`, with the given terms added to each."""
@@ -114,7 +114,7 @@ class Sums:
     squares: Squares | None = None
     target_names: list[str] | None = None
     chosen: tuple[tuple[float, ...], float] | None = None
-    """The penalties that `fit` compared by leave-one-out, and the best."""
+    """The penalties that `fit` compared by the leave-one-out error, and the best of them."""
     _solution: tuple[tuple[float, ...], Solution] | None = None
     _spectrum: tuple[Tensor, Tensor] | None = None
 

@@ -85,7 +85,7 @@ REFERENCE_COSTS: dict[str, str] = {
     "nystrom.continual": "reads the whole window at every step",
     "intention": "reads keys and values more than once, and copies them for sums in float64",
 }
-"""Operator set -> what its reference costs, for the warning when "auto" falls back to it. Sets of small matrices give
+"""Operator set -> the cost of its reference, for the warning when "auto" falls back to it. Sets of small matrices give
 no warning."""
 
 
@@ -135,7 +135,7 @@ def is_available(operator_set: str, impl: str) -> bool:
 
 
 _TOLD: list[str] = []
-"""The reason why there is no native code, once a call has warned of it."""
+"""The reason why there is no native code, after a call has warned about it."""
 
 
 @traced_as_constant

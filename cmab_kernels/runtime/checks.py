@@ -19,7 +19,7 @@ _autocasts_anywhere = torch._C._is_any_autocast_enabled
 times as long."""
 
 MOST_ITERATIONS = 2**28
-"""The most iterations of a pseudo-inverse: kernels count them in 32 bits."""
+"""The largest number of iterations of a pseudo-inverse; kernels count iterations in 32 bits."""
 
 LARGEST = 2**63 - 1
 """The largest size that torch can count."""

@@ -87,7 +87,7 @@ def _accept(inputs: Any) -> None:
 
 
 _OPERATORS: dict[str, Operator[Any]] = {}
-"""Name -> operator. The passes of an autograd Function look their operator up here, because the compiler of torch 2.6
+"""Name -> operator. The passes of an autograd Function look up their operator here, because the compiler of torch 2.6
 reads neither methods nor objects from the cells of a function."""
 
 

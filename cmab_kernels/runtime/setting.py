@@ -62,7 +62,7 @@ class _Module(ModuleType):
 
 
 impl: str
-"""The implementation that is chosen now. An assignment holds until the block ends, or outside of blocks until the next
-choice."""
+"""The implementation that is chosen now. An assignment is valid until the block ends, or outside of blocks until the
+next choice."""
 
 sys.modules[__name__].__class__ = _Module

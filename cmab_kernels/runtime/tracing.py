@@ -24,8 +24,8 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """The dispatch mode of `make_fx` and `torch.func.linearize`."""
 _under_transform = torch._C._are_functorch_transforms_active
 has_memory: Callable[[Tensor], bool] = torch._C._has_storage
-"""Whether a tensor has memory of its own. The wrappers of `vmap`, `torch.func` and `is_grads_batched` have none: they
-stand for a tensor that has."""
+"""Whether a tensor has its own memory. The wrappers of `vmap`, `torch.func` and `is_grads_batched` have no memory: they
+represent a tensor that has."""
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 

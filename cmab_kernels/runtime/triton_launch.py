@@ -24,10 +24,12 @@ from .tracing import traced_as_constant
 
 WIDEST = 256
 MOST_ROWS = 2**31 - 2**24
-"""The most queries or keys: the ends of runs and tiles, which may lie beyond the last row, must fit in 32 bits."""
+"""The largest number of queries or keys: the ends of runs and tiles, which may be beyond the last row, must fit in 32
+bits."""
 
 OLDEST = (3, 6)
-"""The oldest Triton that compiles the kernels: they need tuples as arguments, and loops from which nothing is moved."""
+"""The oldest Triton that compiles the kernels, which need tuples as arguments, and loops from which nothing is
+moved."""
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(
@@ -174,7 +176,7 @@ class Kernel:
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 _LOSES_DESCRIPTORS = (12, 8)
-"""The ptxas that Triton 3.6 uses for Hopper, and older ones, have this bug."""
+"""The ptxas that Triton 3.6 uses for Hopper, and older versions, have this bug."""
 _PTX = 88
 """The PTX version of the ptxas that Triton uses for Blackwell.
 

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 GRAIN = tl.constexpr(1024)
-"""The least number of keys in a run, except the last of a set: shorter runs are not worth a partial result."""
+"""The smallest number of keys in a run, except for the last run of a set: shorter runs are not worth a partial
+result."""
 
 
 @triton.jit

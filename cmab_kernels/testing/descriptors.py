@@ -11,8 +11,8 @@ from enum import IntEnum
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*) *([^;]*);")
 _DATA = re.compile(r"F[A-Z]|MUFU|LD[GS]|H[A-Z]|D[A-Z]|I2F")
-"""Instructions whose result is not an address: floating point, and loads from memory other than constants and spilled
-registers."""
+"""Instructions whose result is not an address: floating-point instructions, and loads from memory other than constants
+and spilled registers."""
 
 
 class Made(IntEnum):
@@ -20,9 +20,10 @@ class Made(IntEnum):
 
     NUMBERS = 0
     ADDRESS = 1
-    """The address of the block's shared memory took part. It follows from the block's number in a cluster."""
+    """The address of the block's shared memory took part in the computation. It was computed from the block's number in
+    a cluster."""
     NOTHING = 2
-    """Data took part, or a register that no instruction has written."""
+    """Data, or a register that no instruction has written, took part in the computation."""
 
 
 def lost_descriptors(sass: str) -> list[str]:

@@ -17,7 +17,7 @@ from cmab_kernels import empty_ridge, ridge_step
 
 WAVES, ALPHA, PACKET = 20, 0.1, 64
 SHOWN = (64, 256, 1024, 4096)
-"""Numbers of pixels after which the guess is looked at."""
+"""Numbers of pixels after which the prediction is evaluated."""
 
 
 def waves(places: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 ARMS, NOISE, PULLS, MEMORY, MACHINES = 4, 0.2, 400, 60, 16
 PLACES = torch.eye(ARMS)
-"""An arm as the model sees it: one of four points."""
+"""An arm as the model reads it: one of four points."""
 
 
 def machines(count: int, pulls: int) -> tuple[Tensor, Tensor]:

@@ -19,15 +19,15 @@ import cmab_kernels as ck
 
 LAWS = ("N(0, 1)", "N(0, 10²)", "spikes of 20", "spikes of 40")
 SIZES = (1, 1, 1, 2, 5)
-"""The sizes that chunks have, each as likely as another."""
+"""The sizes that chunks have, each with the same probability."""
 WINDOW = 64
 LIVE = 400
-"""How many points a set holds before some are removed."""
+"""The number of points that a set holds before some are removed."""
 BLOCK = 4096
 EPS = torch.finfo(torch.float32).eps
 
 Figures = dict[str, dict[str, Any]]
-"""law -> what was counted and measured"""
+"""distribution -> the figures that were counted and measured"""
 
 
 def logits(first: int, count: int) -> Tensor:
@@ -219,4 +219,4 @@ STREAMS: dict[str, Callable[[int], Figures]] = {
         lambda *first: ck.continual_attention_init(*first, scale=1.0), ck.continual_attention_step, steps
     ),
 }
-"""operator -> its stream of so many steps, and the figures of each law"""
+"""operator -> its stream of this number of steps, and the figures of each distribution"""

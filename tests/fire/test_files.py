@@ -21,7 +21,7 @@ from cmab_kernels import nn
 
 DIM, LENGTH = 8, 5
 RAN: list[str] = []
-"""The names of all that files have executed: always empty."""
+"""The names of everything that files have executed: always empty."""
 
 
 def _rows(count: int = 7) -> Tensor:

@@ -17,7 +17,8 @@ from cmab_kernels.nn.stream import Keeper
 
 CHUNK, POINTS, DIM = 40, 4, 8
 INTERRUPTIONS, SECONDS = 60, 5e-4
-"""How many interruptions come, and how late at most after a stream has gone on: an update takes about as long."""
+"""The number of interruptions, and the largest delay of each after a stream has continued: an update takes about as
+long."""
 
 
 Module = tuple[Any, Callable[[Any, Tensor], Any]]

@@ -24,7 +24,7 @@ BOUNDS = {
     "spikes of 20": (2e-7, 4e-5),
     "spikes of 40": (2e-7, 3e-6),
 }
-"""law -> the median and the largest error of a window that docs/numerics.md promises"""
+"""distribution -> the median and the largest error of a window that docs/numerics.md promises"""
 
 
 pytestmark = pytest.mark.usefixtures("threads", "no_gradients")

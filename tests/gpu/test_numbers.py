@@ -16,7 +16,7 @@ from . import DEVICE, impls
 
 pytestmark = pytest.mark.gpu
 FAR = 2**30
-"""Elements between rows: the third lies beyond the reach of 32 bits."""
+"""Elements between rows: the third row is beyond the range of 32 bits."""
 
 
 def _far(rows: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from cmab_kernels.nystrom.continual import triton as kernels
 from gpu_machine.driver import stub
 
 CALLS, ROUNDS = 30, 400
-"""The calls of a sample, and the samples of a figure, which is the least of them."""
+"""The calls of a sample, and the samples of a figure, which is their minimum."""
 
 
 class Stream:

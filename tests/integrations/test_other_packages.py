@@ -19,7 +19,7 @@ from .. import pages
 PAGE = pages.DOCS / "use_it_in.md"
 BLOCKS: list[str] = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
 FUSED = {"perceiver_pytorch": 4, "timm": 2}
-"""Package -> the calls of attention in its program's model, without those of a single query, which are torch's."""
+"""Package -> the calls of attention in its program's model, without those of a single query, which torch computes."""
 
 
 def test_every_program_is_for_a_package() -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 FAMILIES = {"intention": "intention", "regularised_solve": "intention.solve"}
 NOISE = 1.02
-"""The ratio of two times from which one is faster."""
+"""The ratio of two times from which on one counts as faster."""
 
 
 @pytest.fixture(autouse=True)

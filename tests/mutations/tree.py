@@ -30,7 +30,7 @@ VECTORS = ("portable", "avx2", "avx512")
 ENGINES = ("avx512bf16", "amx", "amx_emulated")
 """The instruction sets for which kernels.cpp and bf16_kernels.cpp are compiled."""
 LIMIT = 600
-"""The most seconds for tests, because a fault may make a loop endless."""
+"""The largest number of seconds for tests, because a fault may make a loop endless."""
 QUICKLY = "-O1 -Wno-error"
 """Flags added for the compiler, because its code runs in a few tests only."""
 

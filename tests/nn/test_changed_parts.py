@@ -304,7 +304,7 @@ def ran(module: nn.Module, run: Run, training: bool) -> tuple[Tensor, list[Tenso
 
 
 WITHOUT_WEIGHTS = ["adapter", "hook", "forward"]
-"""The ways to change a part that has no weights, too."""
+"""The ways to change a part that also work for a part without weights."""
 WAYS = [*WITHOUT_WEIGHTS, "parametrization", "subclass", *NO_PARAMETERS]
 
 

@@ -99,7 +99,8 @@ OF_OTHERS = (
     *("CMAB, shared latents", "CMABStack", "LatentLayer"),
     *("TransformerEncoderLayer", "TransformerDecoderLayer", "ContinualEncoderLayer", "RetroactiveEncoderLayer"),
 )
-"""Modules whose parts are others of these; sizes of 1, which take as long as all others, are tested with the parts."""
+"""Modules whose parts are other modules of this list. Sizes of 1, which take as long as all others, are tested with the
+parts."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,7 +158,7 @@ def test_widths_of_any_size() -> None:
 
 
 EXPORTED_BY_ALL = ("ContinualEncoderLayer", "RetroactiveEncoderLayer")
-"""The modules that torch 2.6 can export, too: it knows no dynamic sizes in an autograd Function."""
+"""The modules that torch 2.6 can also export: it does not support dynamic sizes in an autograd Function."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -33,11 +33,12 @@ MATRICES: dict[str, Callable[[int, int], Tensor]] = {
     "tiny": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * 2.0**-25,
     "large": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * 2.0**25,
 }
-"""(count, m, m) of float64. Norms are reached by several columns and rows in "all equal", "permutations" and "signs",
-and matter after the first iteration in "signs" alone.
+"""(count, m, m) of float64. In "all equal", "permutations" and "signs", norms are attained by several columns and rows;
+only in "signs" do they matter after the first iteration.
 
-The rows of a softmax add up to 1 but for rounding, and the gradient through their norm goes to one by chance, until
-that of the softmax takes it out: so here they are weighted.
+The rows of a softmax add up to 1 except for rounding, and the gradient through their norm goes to one of them at
+random, until
+the gradient of the softmax removes it. So here the rows are weighted.
 """
 
 

@@ -48,8 +48,8 @@ SPILLING = {
 }
 """Kernels known to spill, and the largest share of their instructions that may access local memory.
 
-Float32 on sm_80 and sm_90: parts of bfloat16 take the registers. Float32 and float64 on sm_100: without matrix units a
-thread holds whole rows and columns. Float64 on sm_80: three squares lie in the layouts of its matrix unit. No other
+Float32 on sm_80 and sm_90: the bfloat16 parts take the registers. Float32 and float64 on sm_100: without matrix units a
+thread holds whole rows and columns. Float64 on sm_80: three squares have the layouts of its matrix unit. No other
 number of warps spills less.
 """
 

@@ -18,7 +18,8 @@ from cmab_kernels.testing import LAWS, LAYOUTS
 FEW, MANY = 30, 1000
 IMPLS = [impl for impl in ("reference", "native") if impl == "reference" or backends.imported("attention", impl)]
 EXACT = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""dtype -> the relative error by which two ways to the same result may differ: a few roundings of the weights' dtype"""
+"""dtype -> the relative error by which two ways to compute the same result may differ: a few roundings of the weights'
+dtype"""
 
 
 def with_examples(examples: int, steps: int = 50) -> settings:

@@ -16,7 +16,7 @@ from ...runtime.checks import check_dense, kind_of, mismatch
 from .window import FillingWindow, StaggeredWindow, WindowState
 
 Rows = int | Sequence[int] | Tensor
-"""What `clean_state` takes for some rows of a batch: an index, several, or a bool tensor (B,)."""
+"""The values that `clean_state` takes for some rows of a batch: an index, several indices, or a bool tensor (B,)."""
 
 MASK = "torch.bool, True where a stream has no token"
 

@@ -41,8 +41,8 @@ class StaggeredWindow(NamedTuple):
     tokens: Tensor
     """(B,) int64: how many tokens of its window each stream has, 0 to n"""
     window: ContinualNystromState | ContinualAttentionState
-    """The state of all streams. One with p < n tokens has them in rows 0 to p - 1 of its rings, and its position is n;
-    the rest of its rings, its sums and its landmarks mean nothing yet."""
+    """The state of all streams. A stream with p < n tokens has them in rows 0 to p - 1 of its rings, and its position
+    is n; the rest of its rings, its sums and its landmarks have no meaning yet."""
 
     @property
     def queries(self) -> Tensor:

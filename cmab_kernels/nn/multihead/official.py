@@ -15,7 +15,7 @@ _QUERY_KEY_VALUE = ("query", "key", "value")
 _TRANSFORMERS = {f"{part}.{kind}" for part in _QUERY_KEY_VALUE for kind in ("weight", "bias")}
 _NYSTROM_ATTENTION = {"to_qkv.weight", "to_out.0.weight", "to_out.0.bias"}
 _UNUSED = {"output.LayerNorm.weight", "output.LayerNorm.bias"}
-"""The weights of the norm behind the attention, which is no part of it."""
+"""The weights of the norm after the attention, which does not belong to the attention."""
 
 
 def nystrom_weights(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -44,8 +44,8 @@ def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 _CALLING: dict[type, type[nn.MultiheadAttention]] = {}
-"""Kind of attention -> its subclass that calls `out_proj`: the last `MOST_KINDS` kinds, because an entry keeps its
-class alive, and `parametrize` makes a class for each module."""
+"""Kind of attention -> its subclass that calls `out_proj`. Only the last `MOST_KINDS` kinds are kept, because an entry
+keeps its class alive, and `parametrize` makes a class for each module."""
 
 MOST_KINDS = 64
 

@@ -24,7 +24,8 @@ continual_nystrom_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor,
 is_sole_owner: Callable[[ContinualNystromState | ContinualAttentionState], bool] = _C.is_sole_owner
 remember: Callable[[ContinualNystromState | ContinualAttentionState], None] = _C.remember
 remembered: Callable[[], int] = _C.remembered
-"""Forget the tensors that are gone, and return the number of those that a step may still write to."""
+"""Remove tensors that no longer exist from the table, and return the number of tensors that a step may still write
+to."""
 continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Tensor, bool], StepResult | None] = (
     _C.continual_attention_step
 )

@@ -164,10 +164,10 @@ _define(
 # ---- as the api calls them
 
 Form = tuple[Any, ...]
-"""All that decides whether a step is allowed and how it runs: everything but the numbers in its tensors."""
+"""Everything that determines whether a step is allowed and how it runs: everything but the numbers in its tensors."""
 
 MOST_FORMS = 1000
-"""The most forms that are remembered. The steps of one model have few forms."""
+"""The largest number of forms that are remembered. The steps of one model have few forms."""
 
 _TENSORS: dict[type, int] = {ContinualNystromState: 10, ContinualAttentionState: 7}
 """Kind of state -> the number of its fields that are tensors. The tensors come first; ints follow."""

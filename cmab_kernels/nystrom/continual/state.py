@@ -50,9 +50,9 @@ class ContinualNystromState(NamedTuple):
     peak of exp(-c) phi(Delta), exp(-c) sum exp(S) |v|_1 over the window, and the peak of the latter.
 
     A peak is the largest value since the row was last recomputed. If torch computed the sums, the last peak is the
-    largest number of the dtype. A kernel rounds in another way than torch, so its next step then recomputes the row."""
+    largest number of the dtype. A kernel rounds differently from torch, so its next step then recomputes the row."""
     spare: Tensor
-    """Memory that the next step writes to, with the shape and dtype of `sums`."""
+    """Memory to which the next step writes, with the shape and dtype of `sums`."""
     landmark_queries: Tensor
     """(B, H, m, D) in the state dtype, oldest first."""
     landmark_keys: Tensor
@@ -68,7 +68,7 @@ class ContinualNystromState(NamedTuple):
     pinv_iterations: int
     """Iterations of the pseudo-inverse; 0 means the exact pseudo-inverse."""
     fixed: int
-    """1 if the landmarks were given and stay, 0 if they follow the window."""
+    """1 if the landmarks were given and do not change, 0 if they change with the window."""
 
 
 class ContinualAttentionState(NamedTuple):
@@ -85,9 +85,9 @@ class ContinualAttentionState(NamedTuple):
     """(B, H, C, E), a ring like `queries`."""
     sums: Tensor
     """(B, H, n, E + 5) in the state dtype, as in `ContinualNystromState`: row i is for the query of the i-th token of
-    the window. (B, H, 0, E + 5) while all steps ask for single outputs."""
+    the window. (B, H, 0, E + 5) while all steps request single outputs."""
     spare: Tensor
-    """Memory that the next step writes to, with the shape and dtype of `sums`."""
+    """Memory to which the next step writes, with the shape and dtype of `sums`."""
     scale: Tensor
     """() float64 on the CPU: the factor of the logits."""
     position: Tensor
@@ -335,7 +335,7 @@ def _owned(field: Any) -> Any:
 
 
 _WRITTEN = 5
-"""The number of fields of a state that a step may write to. These fields come first."""
+"""The number of fields of a state to which a step may write. These fields come first."""
 
 
 @functools.cache

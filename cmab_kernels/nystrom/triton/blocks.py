@@ -17,7 +17,7 @@ BLOCK = tl.constexpr(32)
 """The order of a block: the largest for which no GPU spills the parts of float32 (tests/nystrom/test_cubin.py)."""
 
 SQUARES = tl.constexpr(6)
-"""How many squares `iterate_in_blocks` keeps in scratch memory."""
+"""The number of squares that `iterate_in_blocks` keeps in scratch memory."""
 
 
 @triton.jit

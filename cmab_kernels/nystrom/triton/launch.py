@@ -13,7 +13,7 @@ from .squares import squares_in_scratch
 
 MOST_LANDMARKS = 256
 MOST_IN_REGISTERS = 64
-"""The widest matrix that one program keeps to itself; wider ones are multiplied in blocks (`large`)."""
+"""The widest matrix that fits in one program; wider matrices are multiplied in blocks (`large`)."""
 WIDEST_IN_FULL = 32
 MULTIPLY_FLOAT64 = ((8, 0), HOPPER)
 """The compute capabilities on which Triton 3.6 multiplies float64 by matrix units."""

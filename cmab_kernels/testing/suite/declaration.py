@@ -81,8 +81,8 @@ class Declaration:
     batch: ClassVar[str] = "B"
     """The letter of the batch dimension; "" if there is none."""
     logits: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
-    """The arguments (..., rows, D) whose products are the operator's logits: any of the first with any of the second.
-    Empty: not checked."""
+    """The arguments (..., rows, D) whose products are the operator's logits: any of the first group with any of the
+    second. Empty: not checked."""
     empty: ClassVar[str] = ""
     """The letters of dimensions that may be empty."""
     mask: ClassVar[str | None] = None
@@ -110,8 +110,8 @@ class Declaration:
     autocast: ClassVar[tuple[str, ...]] = ()
     """The arguments that are cast under autocast; none: not checked."""
     ungraded: ClassVar[bool] = False
-    """Whether a call without gradients takes another path. Then results are taken from such a call, and gradients from
-    a call with gradients."""
+    """Whether a call without gradients takes another path than a call with gradients. Then results are taken from such
+    a call, and gradients from a call with gradients."""
     batched_gradcheck: ClassVar[bool] = True
     """Whether gradcheck also takes batched gradients."""
     forward_mode: ClassVar[bool] = True

@@ -26,7 +26,7 @@ class FrameEvents(NamedTuple):
     sequences: tuple[Hashable, ...]
     """the values that tell the sequences apart, in order; () without such a column"""
     start: Any
-    """the time, as the table has it, that is 0"""
+    """the time that counts as 0, in the type of the table"""
     unit: str
     """of the times"""
 

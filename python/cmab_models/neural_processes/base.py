@@ -56,7 +56,8 @@ class NeuralProcess(Pretrained):
     state_type: ClassVar[type[tuple[Any, ...]]]
     """The type of the state that `condition` returns."""
     block_size: int | None = None
-    """How many targets are predicted jointly in autoregressive likelihoods and samples; None: all at once."""
+    """The number of targets that are predicted jointly in autoregressive likelihoods and samples; None: all targets at
+    once."""
 
     @abstractmethod
     def condition(self, x: Tensor, y: Tensor, state: Any = None, mask: Tensor | None = None) -> Any:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 CHUNK = 2048
-"""How many points are embedded at a time if no backward pass follows. At the papers' size, 2,048 take 5 MiB and 8,192
-take 20 MiB."""
+"""The number of points that are embedded at a time if no backward pass follows. At the papers' size, 2,048 take 5 MiB
+and 8,192 take 20 MiB."""
 
 
 class CMANP(NeuralProcess):

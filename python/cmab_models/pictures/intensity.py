@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = 24
-"""The number of events at the end of the sequence that are drawn. The models read all events before them, too."""
+"""The number of events at the end of the sequence that are drawn. The models also read all events before these."""
 
 
 def figure(task: EventTask, models: Mapping[str, nn.Module]) -> Figure:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .results import Results, Side, Spread, number
 
 SEEDS = 3
-"""The fewest seeds with which a claim is judged. With fewer, the standard error is not known."""
+"""The smallest number of seeds with which a claim is judged. With fewer, the standard error is not known."""
 EQUAL = 1.25
 """CPU seconds count as equal if the larger number is at most this many times the smaller."""
 

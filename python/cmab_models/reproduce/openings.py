@@ -22,8 +22,8 @@ from .experiments import EXPERIMENTS
 STEPS = 10
 """The number of steps that are compared."""
 NEAR = 2e-3
-"""The largest difference that other processors and versions of torch make in so many steps, relative to numbers larger
-than 1.
+"""The largest difference that other processors and versions of torch cause in this number of steps, relative to numbers
+larger than 1.
 
 The largest difference seen is 1e-3: one commit on an AMD EPYC and on a Xeon with AMX differs in 5 of 5,000 few-shot
 answers.

@@ -14,10 +14,10 @@ from .runner import finished
 LOWER = ("mse", "regret", "simple")
 """Scores whose names begin with one of these are better if they are lower."""
 BASELINES = ("cnp", "mlp")
-"""Systems that see their context as a mean or as one vector. If they reach a score, the task does not need attention
+"""Systems that read their context as a mean or as one vector. If they reach a score, the task does not need attention
 for it."""
 CEILINGS = "exact"
-"""References whose names begin with this are ceilings, not baselines."""
+"""References whose names begin with this are upper bounds, not baselines."""
 
 
 class Spread(NamedTuple):

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.thorough
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 KERNELS = ("_project", "_project_rows_back", "_matrix_gradient")
 WITH_WIDE_KEYS = ("_forward", "_backward", "_backward_keys")
-"""The kernels of attention, which take keys wider than values for bfloat16 alone; tests/attention/test_cubin.py has the
-rest."""
+"""The kernels of attention, which take keys wider than values only for bfloat16; tests/attention/test_cubin.py tests
+the others."""
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 ORDINARY = [
     ("fp32", 16, 64, 90),

@@ -61,8 +61,8 @@ SPILLING = {
 }
 """The steps known to spill, and the largest share of their instructions that may access local memory, by capability.
 
-The inverse of 64 landmarks or more takes all registers: values kept from token to token are spilled around it, once a
-segment.
+The inverse of 64 landmarks or more takes all registers, so values that are kept from token to token are spilled around
+it, once per segment.
 """
 
 EVERY = list(

@@ -20,7 +20,7 @@ from .nystrom import _nystrom_step
 
 MOST_VALUES = 512
 ELEMENTS = {"nystrom": 1024, "attention": 2048}
-"""How many elements of the values, or of rows of sums, a program holds at a time: more spills registers
+"""The number of elements of the values, or of rows of sums, that a program holds at a time; with more, registers spill
 (test_cubin.py)."""
 
 

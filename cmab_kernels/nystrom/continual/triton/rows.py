@@ -19,17 +19,17 @@ EXTRA = tl.constexpr(EXTRA_SUMS)
 """The columns of a row beside the columns of the values."""
 
 LARGEST_SURE, LARGEST_SURE_IN_FLOAT64 = tl.constexpr(2.0**18), tl.constexpr(2.0**47)
-"""The largest log-scales at which a subtraction surely removes what was added.
+"""The largest log-scales at which a subtraction reliably removes what was added.
 
-Other code may have added the token that leaves, and may have rounded its logit to a neighbour of ours. Above these
-log-scales, such a logit has another weight altogether.
+The token that leaves may have been added by other code, which may have rounded its logit to a neighbouring number.
+Above these log-scales, the weight of such a logit is completely different.
 """
 
 HEADROOM = tl.constexpr(1.0)
-"""How far a logit must exceed a row's log-scale to replace it.
+"""The amount by which a logit must exceed the log-scale of a row to replace it.
 
-Each change rounds all sums of the row to one side, but not the weight of the token that leaves. If every token of
-slowly rising logits changed the log-scale, such errors would add up.
+Each change rounds all sums of the row to one side, but not the weight of the token that leaves. If slowly rising logits
+changed the log-scale at every token, such errors would add up.
 """
 
 
