@@ -67,7 +67,7 @@ def _extension() -> Iterator[str]:
         yield f"runs {load().instruction_set()} on this processor"
     except ImportError as error:
         yield f"cannot be loaded: {error}; reinstall with this Python"
-    except RuntimeError as error:  # the environment asks for instructions that this processor lacks
+    except RuntimeError as error:  # the environment requests instructions that this processor does not have
         yield str(error)
 
 

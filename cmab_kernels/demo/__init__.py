@@ -57,7 +57,7 @@ def _refuse_unwritable(target: Path) -> None:
     with target.open("ab"):  # a permission check is not enough: /proc, for example, accepts no files
         pass
     if not existed:
-        target.resolve().unlink()  # resolved, so that a link to a missing file stays
+        target.resolve().unlink()  # resolve() keeps a link to a missing file
 
 
 def where(device: str, impl: str) -> str:

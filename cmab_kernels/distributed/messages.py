@@ -106,7 +106,7 @@ def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
     """Return the messages (W, bytes) of all ranks, in rank order."""
     world = torch.distributed.get_world_size(group)
     received = message.new_empty(world * message.numel())
-    # Its name before torch 2.13.
+    # This function has its old name before torch 2.13.
     gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
     gather(received, message, group)
     return received.view(world, -1)
@@ -138,7 +138,7 @@ def header_of(state: AttentionState | RidgeState) -> tuple[int, ...]:
     """Return the header of a state's message. States can be merged if their headers are equal except for the
     gradient."""
     kind = KINDS.index(type(state))
-    like = state[kind]  # out or moment, whose shape determines those of the other fields
+    like = state[kind]  # out or moment; its shape determines the shapes of the other fields
     wanted = WANTED if any(field.requires_grad for field in state) else _UNWANTED
     gradient = wanted if torch.is_grad_enabled() else _GRAD_MODE_OFF
     return _padded(gradient, kind, like.element_size(), like.dim(), *like.shape)

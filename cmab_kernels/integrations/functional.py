@@ -19,7 +19,7 @@ WIDE wide."""
 DROPOUT, CAUSAL, FASTER = "dropout is on", "attention is causal", "torch's function is faster for so few queries"
 """Reasons for running torch's own function."""
 
-_torchs = torch.nn.functional.scaled_dot_product_attention  # bound now, because a program may replace it by ours
+_torchs = torch.nn.functional.scaled_dot_product_attention  # bound now: a program may replace it by ours
 
 
 def scaled_dot_product_attention(

@@ -94,7 +94,7 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
     if kind is _Linear or kind is _LayerNorm or kind is NonDynamicallyQuantizableLinear:
-        if "weight" not in parameters or "bias" not in parameters:  # a buffer or a property replaces one of them
+        if "weight" not in parameters or "bias" not in parameters:  # a buffer or a property may replace one of them
             return None
         if kind is _LayerNorm:
             weight = parameters["weight"]

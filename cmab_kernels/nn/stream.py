@@ -117,7 +117,7 @@ class Keeper(nn.Module, Generic[Value]):
         if problem:
             error_msgs.append(problem)
         else:
-            # Equal only if the model contains this module twice.
+            # The lists are equal only if the model contains this module twice.
             if self._loaded is None or self._loaded[1] is not error_msgs:
                 self.hold(self.held)
             self._loaded = (self._built(entries, self._loading_device) if entries else None, error_msgs)

@@ -181,7 +181,7 @@ def _upkeep(n: int, m: int, D: int, E: int, position: int, tokens: int, iteratio
     end = position + tokens
     replaced = 0 if fixed else replacements(n, m, end) - replacements(n, m, position)
     refreshed = _refreshed(n, m, position, end, fixed)
-    kept_rows = 4 * (tokens * m - replaced) * (D + E)  # the new token's terms and the old one's
+    kept_rows = 4 * (tokens * m - replaced) * (D + E)  # the terms of the new token and of the old token
     whole_rows = 2 * n * (replaced + refreshed) * (D + E)
     return kept_rows + whole_rows + replaced * (2 * m * m * D + pinv_operations(m, iterations))
 

@@ -28,7 +28,7 @@ COPIED = 2**17
 def segment_ends(length: int, segments: int) -> list[int]:
     """Return the index after the last token of each segment of `length` tokens. The first `length % segments` segments
     have one token more."""
-    size, longer = length // segments, length % segments  # not divmod: a compiler cannot trace it for symbolic lengths
+    size, longer = length // segments, length % segments  # a compiler cannot trace divmod of symbolic lengths
     return [j * size + min(j, longer) for j in range(1, segments + 1)]
 
 
@@ -97,7 +97,7 @@ def iterative_pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = 
         columns, rows = columns.max(), rows.max()
     empty = columns == 0
     one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    # Divide by one norm after the other, because their product may overflow or underflow.
+    # Divide by one norm after the other, because the product of both may overflow or underflow.
     z = (matrix.mT / columns.masked_fill(empty, 1.0) / rows.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
     for _ in range(iterations):
         az = matrix @ z

@@ -78,7 +78,7 @@ _pinv_backward_op = Operator(
     PinvBackward,
     ("dmatrix",),
     shapes=lambda inputs: inputs.matrix.new_empty(inputs.matrix.shape),
-    # The iterations again, and two products for the gradient of each product.
+    # The gradient computes the iterations again, and two products for the gradient of each product.
     operations=lambda inputs: 3 * _pinv_operations(inputs),
     backward=derivatives_of(_pinv_gradient, "dinverse", "matrix"),
 )

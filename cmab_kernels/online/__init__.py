@@ -3,6 +3,6 @@
 from .estimator import OnlineRidge
 from .sums import Solution, Sums
 
-_Solution, _Sums = Solution, Sums  # pickles of earlier versions name them here
+_Solution, _Sums = Solution, Sums  # pickles of earlier versions look for these names here
 
 __all__ = ["OnlineRidge"]

@@ -298,7 +298,7 @@ class OnlineRidge(Interface):
     def coef_(self) -> Any:
         """(D,), or (E, D) where y had two dimensions."""
         held = self._fitted()
-        coefficients = self._solved(held).weight.T.clone()  # the caller may scale it
+        coefficients = self._solved(held).weight.T.clone()  # the caller may change the copy
         return cast(coefficients[0] if held.flat else coefficients, held.dtype)
 
     @property

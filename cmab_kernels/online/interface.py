@@ -63,7 +63,7 @@ class Interface:
             request = MetadataRequest(owner=type(self).__name__)
             for method in ("fit", "partial_fit", "score"):
                 getattr(request, method).add_request(param="sample_weight", alias=None)
-        if not request.predict.requests:  # also if an earlier version pickled the request
+        if not request.predict.requests:  # also true if an earlier version pickled the request
             request.predict.add_request(param="return_std", alias=None)
         return copy.deepcopy(request)
 

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# Functions of torch are bound once here: looking one up takes as long as calling it, which matters in a streaming step
-# of a few us.
+# Functions of torch are bound once here, because looking up a function takes as long as calling it. This matters in a
+# streaming step of a few us.
 _is_compiling = torch.compiler.is_compiling
 is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
 """Whether `torch.jit.trace` records. An extent is then a tensor."""

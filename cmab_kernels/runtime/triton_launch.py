@@ -139,7 +139,7 @@ class Kernel:
         if found is None:
             found = self._compiled[key] = self._load(active.get_current_target(), arguments, self.constants | constants)
         launch, function, rest = found
-        addresses = [t if t is None else t.data_ptr() for t in tensors]  # for a tensor, launch functions ask the driver
+        addresses = [t if t is None else t.data_ptr() for t in tensors]  # for a tensor, `launch` would ask the driver
         launch(
             programs, 1, 1, active.get_current_stream(device), *function, *addresses, *arguments[self._tensors :], *rest
         )
@@ -153,7 +153,7 @@ class Kernel:
         loaded = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
         scratch, hooks = (None, None), (compiled.packed_metadata, None, None, None)
         rest = tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
-        if not hasattr(launcher, "kernel_signature"):  # Triton 3.6: a launcher compiled for this kernel
+        if not hasattr(launcher, "kernel_signature"):  # Triton 3.6 has a launcher compiled for this kernel
             return launcher.launch, (*loaded, *scratch, *hooks), rest
         before = (*loaded, *hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature)
         return _gathering(launcher.launch, len(before) + 4), before, rest
@@ -274,7 +274,7 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
     if address % 16 == 0 and tensor.is_contiguous():
         return True
     *strides, column = tensor.stride()
-    # Slices of contiguous tensors.
+    # This is true for slices of contiguous tensors.
     if address % 16 == 0 and column == 1 and math.gcd(*strides) * tensor.element_size() % 16 == 0:
         return True
     elements = natural_alignment(tensor.dtype, tensor.shape[-1])

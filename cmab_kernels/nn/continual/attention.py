@@ -75,7 +75,7 @@ class Continual(MultiheadProjections):
         self = computed(self)
         key = query if key is None else key
         value = query if value is None else value
-        self._check(None, query=query)  # before it is sliced
+        self._check(None, query=query)  # the check must come before a slice
         query = self._asking(query)
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -339,7 +339,8 @@ class Continual(MultiheadProjections):
                 raise ValueError(
                     mismatch(name, f"batch {shape[0]}", f"batch {batch}, that of the stream; clean_state() ends it")
                 )
-            # Once the window is full, the operators make this check. On a GPU there is none: it would synchronise.
+            # Once the window is full, the operators make this check. On a GPU this check is not made, because it would
+            # synchronise.
             if fills and head.device.type == "cpu" and has_values(head) and not _finite(head, absent):
                 raise ValueError(
                     mismatch(name, "tokens with a NaN or an infinity, or that lead to one", "finite tokens")

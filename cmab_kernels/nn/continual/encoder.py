@@ -143,7 +143,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return self._added(window, self.self_attn(self._asking(window), need_weights=False)[0])
 
     def _attended(self, src: Tensor) -> Tensor:
-        self.self_attn._check(None, src=src)  # before a norm reads it
+        self.self_attn._check(None, src=src)  # the check must come before a norm reads `src`
         attended = self.self_attn.forward_stream(self._asking(src))
         if attended is None:
             raise ValueError(

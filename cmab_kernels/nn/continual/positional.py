@@ -160,7 +160,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
 
     @property
     def _learned(self) -> bool:
-        return "encodings" not in self._buffers  # not `in self._parameters`: a parametrized one is stored elsewhere
+        return "encodings" not in self._buffers  # `self._parameters` does not hold a parametrized parameter
 
     def _apply(self, fn: Callable, recurse: bool = True) -> CircularPositionalEncoding:
         """Cast or move the module, and recompute sines and cosines, because `to_empty` gives memory without values."""

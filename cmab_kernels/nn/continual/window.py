@@ -65,7 +65,7 @@ class RecentTokens(NamedTuple):
 
 # Their place in 0.1.0.
 _OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in (FillingWindow, RecentTokens)]
-# Also done for the states in cmab_kernels.
+# The states in cmab_kernels are registered in the same way.
 torch.serialization.add_safe_globals([FillingWindow, StaggeredWindow, RecentTokens, *_OLDER])
 
 

@@ -99,7 +99,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
         `module` must have the same configuration.
         """
-        # Tensors in place of parameters.
+        # Attributes that hold tensors in place of parameters.
         assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}
         for name, weight in (
             module._parameters | assigned

@@ -88,7 +88,7 @@ def forward(
             )
         )
     swap = attention.batch_first and query.dim() == 3
-    # Equal inputs must stay the same object: torch then projects them in one product.
+    # Equal inputs must stay the same object, because torch then projects them in one product.
     turned = {id(each): each.transpose(0, 1) if swap else each for each in (query, key, value)}
     out, weights = F.multi_head_attention_forward(
         turned[id(query)],

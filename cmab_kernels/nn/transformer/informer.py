@@ -104,7 +104,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
         mask, src = bool_mask(src_key_padding_mask, src)
         self.self_attn._check(mask, src=src)
-        # A NaN in padding would reach the weight gradients of the norms and of the feed-forward layer.
+        # Otherwise a NaN in padding would reach the weight gradients of the norms and of the feed-forward layer.
         if mask is not None:
             ignore = mask if self.self_attn.batch_first or src.dim() == 2 else mask.T
             src = src.masked_fill(ignore.unsqueeze(-1), 0.0)

@@ -106,7 +106,7 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
 
 def _pushed(state: State, *tokens: Tensor) -> State:
     rows = (state.position % state.keys.shape[-2])[..., None, None]
-    # No slice of the state: the compiler of torch 2.6 cannot trace it.
+    # The state is not sliced, because the compiler of torch 2.6 cannot trace a slice.
     rings = (
         state.queries,
         state.keys,

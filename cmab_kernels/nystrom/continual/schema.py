@@ -210,7 +210,7 @@ def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | No
             *map(_dtype, tensors),
             *map(_device, tensors),
         )
-    except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
+    except RuntimeError:  # a sparse tensor has no strides, and a nested tensor has no shape
         return None
 
 

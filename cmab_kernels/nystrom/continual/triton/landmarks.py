@@ -42,7 +42,7 @@ def replace_oldest(landmarks, m, ring, oldest, capacity, window, segment, width,
     """Drop the oldest landmark, and append the mean of the newest `segment` rows of the ring."""
     copy(landmarks + width, landmarks, (m - 1) * width)
     tl.debug_barrier()
-    share = tl.full([1, 1], 1.0, OPERAND) / segment.to(OPERAND)  # applied to each term: the plain sum could overflow
+    share = tl.full([1, 1], 1.0, OPERAND) / segment.to(OPERAND)  # in each term, because the plain sum could overflow
     for column in range(0, width, COLUMNS):
         columns = span(column, COLUMNS)
         mean = tl.zeros([COLUMNS], OPERAND)

@@ -43,7 +43,7 @@ def continual_nystrom_step(
     (B, H, t, D), (*_, E), m = key.shape, value.shape, state.sums.shape[2]
     after = _after(state, t, retroactive)
     step, in_registers = _nystrom(value.dtype, key.device, E, m, state.pinv_iterations, retroactive)
-    unused = state.inverse  # in place of memory that this step does not use
+    unused = state.inverse  # passed for memory that this step does not use
     with on_device(key):
         step(
             B * H,

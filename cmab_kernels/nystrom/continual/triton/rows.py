@@ -86,10 +86,10 @@ def slide(
     before = tl.load(old[:, None] + columns, mask=there, other=0.0)
     sums = _slid(keep[:, None], add[:, None], drop[:, None], before, value_in, value_out)
     sure = tl.abs(top) <= (LARGEST_SURE if tl.float32 == OPERAND else LARGEST_SURE_IN_FLOAT64)
-    sound = sure & (phi >= 0.5 * peak) & (size >= 0.5 * largest) & (size <= LARGEST)  # False for NaN, too
+    sound = sure & (phi >= 0.5 * peak) & (size >= 0.5 * largest) & (size <= LARGEST)  # also False for NaN
     stale = (row < rows) & (due | (row + shift >= rows) | (sound == 0))
 
-    tl.debug_barrier()  # all rows are read
+    tl.debug_barrier()  # now all rows have been read
     new = target + row * (E + EXTRA)
     tl.store(new[:, None] + columns, sums, mask=there)
     tl.store(new + at_phi, phi, mask=known)
