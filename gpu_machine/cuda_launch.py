@@ -29,7 +29,7 @@ from .parse import parse
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 CONSTANTS = [f"-DCMAB_{name}={value}" for name, value in vars(constants).items() if name.isupper()]
-SOURCES = ("solve/regularised_solve", "intention/ridge_solve", "continual/nystrom_step", "continual/attention_step")
+SOURCES = ("solve/regularised_solve", "continual/nystrom_step", "continual/attention_step")
 HERE = Path(__file__).parent / "cuda"
 HOST = "launches.so"
 

@@ -6,16 +6,19 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import cmab_kernels as ck
 from cmab_kernels.intention import variants
+from cmab_kernels.nn import CMAB, MultiheadAttention
 
 B, H, L, N, D = 2, 3, 5, 7, 4
 Q, K, V = (torch.randn(B, H, n, D) for n in (L, N, N))
@@ -200,6 +203,47 @@ def test_a_wrong_kind_is_named(name: str, argument: str, kind: str) -> None:
     message = str(raised.value)
     named = "states" if argument == "first" else argument
     assert re.match(r"[\w.\[\]]+: got .*, expected ", message) and re.search(rf"\b{named}\b", message), message
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of one rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_distributed_tensor_is_named(name: str, mesh: DeviceMesh) -> None:
+    function, arguments = CALLS[name]
+
+    def spread(given: Tensor) -> Tensor:
+        return DTensor.from_local(given, mesh, [Replicate()])
+
+    for argument, given in arguments.items():
+        if isinstance(given, Tensor):
+            wrong = spread(given)
+        elif isinstance(given, tuple) and hasattr(given, "_replace"):
+            wrong = given._replace(**{given._fields[0]: spread(given[0])})
+        else:
+            continue
+        named = r"states\[0\]" if argument == "first" else argument
+        with pytest.raises(
+            TypeError, match=rf"^{named}[\w.]*: got a DTensor, expected a tensor of this rank; .*to_local"
+        ):
+            function(**{**arguments, argument: wrong})
+
+
+def test_modules_and_estimators_name_a_distributed_tensor(mesh: DeviceMesh) -> None:
+    rows = DTensor.from_local(X, mesh, [Replicate()])
+    calls: dict[str, Callable[[], object]] = {
+        "query": lambda: MultiheadAttention(8, 2)(rows, rows, rows, need_weights=False),
+        "inputs": lambda: CMAB(8, 2, 2)(rows, X[0]),
+        "X": lambda: ck.OnlineRidge().fit(rows[0], X[0]),
+    }
+    for argument, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{argument}: got a DTensor, expected a tensor of this rank; .*to_local"):
+            call()
 
 
 @pytest.mark.parametrize("name", CALLS)

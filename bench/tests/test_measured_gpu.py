@@ -214,7 +214,7 @@ def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "code", "changed"),
     [
-        ("cmab_kernels/intention/cuda.py", 'import os\n\ndef f(x):\n    return "#" if x else "a"\n', '"a"'),
+        ("cmab_kernels/intention/solve/cuda.py", 'import os\n\ndef f(x):\n    return "#" if x else "a"\n', '"a"'),
         ("csrc/solve/solve.cu", 'const char* f(int x) {\n  return x / 2 ? "//" : "a";\n}\n', '"a"'),
     ],
 )

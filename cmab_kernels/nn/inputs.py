@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.checks import autocasts, is_dense, kind_of, mismatch
+from ..runtime.checks import autocasts, check_dense, kind_of, mismatch
 from ..runtime.tracing import has_values, is_differentiated, is_recorded
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
@@ -39,8 +39,7 @@ def check_features(
         raise TypeError(mismatch(name, kind_of(features), _tensor_for(features)))
     if features.is_nested:
         raise ValueError(mismatch(name, "a nested tensor", "a dense tensor; pad it, and pass a mask"))
-    if features.layout is not torch.strided:
-        raise TypeError(mismatch(name, features.layout, "a dense tensor"))
+    check_dense(name, features)
     if features.dim() not in dims or features.dim() == 0 or features.shape[-1] != width:
         allowed = f"{allowed}, with {width} columns{_likely_layout(features.shape, width)}"
         raise ValueError(mismatch(name, f"shape {tuple(features.shape)}", allowed))
@@ -88,8 +87,8 @@ def check_floating(module: nn.Module, /, **features: Any) -> None:
             raise TypeError(mismatch(name, kind_of(each), _tensor_for(each)))
         if not each.is_floating_point():
             raise TypeError(mismatch(name, each.dtype, "a floating torch.Tensor"))
-        if not is_dense(each) and not each.is_nested:
-            raise TypeError(mismatch(name, each.layout, "a dense tensor"))
+        if not each.is_nested:
+            check_dense(name, each)
         if autocasts(each.device):
             dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), each.dtype)
             if each.dtype != dtype and torch.float64 in (each.dtype, dtype):

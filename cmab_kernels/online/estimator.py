@@ -435,7 +435,7 @@ class OnlineRidge(Interface):
         if waiting is not None and waiting.parameters_are(self.alpha, self.forgetting, self.fit_intercept):
             return waiting
         held = self._held()
-        self._check_parameters()
+        self._check_parameters(None if held is None else held.targets)
         if held is None:
             return None
         if not held.flat:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..intention import RidgeState, merge_ridge, remove_ridge, ridge_state
 from ..intention.state import subtract_ridge
-from ..runtime.checks import kind_of, mismatch
+from ..runtime.checks import is_distributed, kind_of, mismatch
 from ..runtime.dtypes import FLOATING, state_dtype
 from .results import column_names, result_dtype, target_names
 from .sums import Squares, quick
@@ -206,6 +206,8 @@ def _tensor(name: str, given: Any, device: torch.device | None) -> Tensor:
         raise ValueError(
             mismatch(name, f"device {given.device}", f"{device}, the device of the examples before or of X")
         )
+    if is_distributed(given):
+        raise TypeError(mismatch(name, "a DTensor", "a tensor of this rank; fit its to_local(), and merge estimators"))
     if given.is_nested or given.layout != torch.strided or given.is_meta:
         shown = "a nested tensor" if given.is_nested else given.layout
         raise TypeError(mismatch(name, f"{shown} on {given.device}", "a dense tensor with values"))

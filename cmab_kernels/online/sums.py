@@ -312,12 +312,11 @@ def penalties_of(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
 def numbers_of(given: Any) -> list[float]:
     """Return a number, or the numbers of a sequence or an array with one dimension; the result is empty if they are not
     numbers."""
-    if isinstance(given, (str, bytes)):
+    dimensions = getattr(given, "ndim", 1)
+    if isinstance(given, (str, bytes)) or dimensions > 1:
         return []
     try:
-        return [
-            float(each) for each in ([given] if isinstance(given, Real) or getattr(given, "ndim", 1) == 0 else given)
-        ]
+        return [float(each) for each in ([given] if isinstance(given, Real) or dimensions == 0 else given)]
     except (TypeError, ValueError, OverflowError):
         return []
 

@@ -2,8 +2,8 @@
 
 Each operator set has several implementations of one definition. An implementation that the caller names runs, or raises
 an error with the reason why it cannot run. "auto" takes the first implementation in the order of `IMPLEMENTATIONS` that
-supports the inputs, or the reference if none does. CUDA comes last if measurements showed that Triton is faster than
-CUDA C++ (`is_slower` of the module `cuda`).
+supports the inputs, or the reference if none does. CUDA comes after Triton if measurements showed that Triton is faster
+(`TRITON_IS_FASTER`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, overload
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -50,9 +51,11 @@ IMPLEMENTATIONS = {operator_set: _implementations(operator_set) for operator_set
 """Operator set -> implementation -> path of its module, which is imported on first use. Every set also has a
 reference."""
 
-COMPLETED_BY = {("intention", "cuda"): "triton"}
-"""(Operator set, implementation) -> the implementation that supplies the missing kernels. CUDA has only the fused sums
-and solve."""
+TRITON_IS_FASTER: dict[str, Callable[..., bool]] = {
+    "intention.solve": lambda gram, rhs: gram.dtype == torch.float32 and gram.shape[-1] <= 64
+}
+"""Operator set -> whether Triton's kernel was faster than that in CUDA C++ for inputs like these, by the times measured
+on an H100 (docs/measured_gpu.md; `tests/intention/test_choice.py` compares them)."""
 
 OPERATORS: dict[str, str] = {
     "latent_attention": "attention",
@@ -160,22 +163,18 @@ def implementation(operator_set: str, impl: str) -> ModuleType:
 
 
 def kernel(operator_set: str, impl: str, name: str) -> Callable[..., Any]:
-    """Return the function `name` of an implementation that `choose` returned. If that implementation does not have the
-    function, take it from the implementation in `COMPLETED_BY`."""
-    module = implementation(operator_set, impl)
-    if not hasattr(module, name):
-        module = implementation(operator_set, COMPLETED_BY[operator_set, impl])
-    return getattr(module, name)
+    """Return the function `name` of an implementation that `choose` returned."""
+    function: Callable[..., Any] = getattr(implementation(operator_set, impl), name)
+    return function
 
 
 def _unsupported(operator_set: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
-    """Return why `impl`, or the implementation that completes it, cannot run `tensors`; None if both can."""
+    """Return why `impl` cannot run `tensors`; None if it can."""
     if impl == "reference":
         return None
     path = IMPLEMENTATIONS[operator_set][impl]
-    reason = _import_problem(path) or _MODULES[path][0].unsupported(*tensors)
-    completing = COMPLETED_BY.get((operator_set, impl))
-    return reason if reason or completing is None else _unsupported(operator_set, completing, tensors)
+    reason: str | None = _import_problem(path) or _MODULES[path][0].unsupported(*tensors)
+    return reason
 
 
 class use_impl:
@@ -249,17 +248,12 @@ def choose(operator_set: str, impl: str, *tensors: Tensor) -> str:
 
 
 def _first_usable(operator_set: str, tensors: tuple[Tensor, ...]) -> str:
-    reasons, slower = {}, ""
-    for impl in IMPLEMENTATIONS[operator_set]:
+    reasons = {}
+    for impl in _in_order(operator_set, tensors):
         reason = _unsupported(operator_set, impl, tensors)
-        if reason is not None:
-            reasons[impl] = reason
-        elif impl == "cuda" and _is_slower(operator_set, tensors):
-            slower = impl
-        else:
+        if reason is None:
             return impl
-    if slower:
-        return slower
+        reasons[impl] = reason
     if tensors[0].device.type == "cpu" and _tells_what_is_missing(operator_set):
         return "reference"
     if operator_set in REFERENCE_COSTS and not is_compiling() and not tensors[0].is_meta:
@@ -272,10 +266,12 @@ def _first_usable(operator_set: str, tensors: tuple[Tensor, ...]) -> str:
     return "reference"
 
 
-def _is_slower(operator_set: str, tensors: tuple[Tensor, ...]) -> bool:
-    """Whether Triton's kernels were measured to be faster for such inputs than the kernels in CUDA C++."""
-    slower: Callable[..., bool] = getattr(implementation(operator_set, "cuda"), "is_slower", lambda *_: False)
-    return slower(*tensors)
+def _in_order(operator_set: str, tensors: tuple[Tensor, ...]) -> Iterable[str]:
+    """Return the implementations of a set, the fastest for such inputs first."""
+    names = IMPLEMENTATIONS[operator_set]
+    if operator_set in TRITON_IS_FASTER and TRITON_IS_FASTER[operator_set](*tensors):
+        return sorted(names, key="cuda".__eq__)
+    return names
 
 
 def has_kernel(operator_set: str, *tensors: Tensor) -> bool:
@@ -360,7 +356,6 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     except TypeError:
         given = f"{len(inputs)} tensor{'s' * (len(inputs) != 1)}"
         raise TypeError(mismatch("inputs", given, ", ".join(read.parameters))) from None
-    reasons = [(impl, _unsupported(operator_set, impl, inputs)) for impl in IMPLEMENTATIONS[operator_set]]
+    reasons = [(impl, _unsupported(operator_set, impl, inputs)) for impl in _in_order(operator_set, inputs)]
     rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
-    rows.sort(key=lambda row: row.impl == "cuda" and row.usable and _is_slower(operator_set, inputs))
     return [*rows, Explanation("reference", True, "runs anywhere")]

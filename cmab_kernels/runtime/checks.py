@@ -86,14 +86,26 @@ def check_operands(**operands: Tensor) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is neither sparse nor nested. Only then can its shape and values be read in the usual way."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+    """Whether a tensor is neither sparse nor nested nor distributed. Only then can its shape and values be read in the
+    usual way."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_distributed(tensor)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a `torch.distributed.tensor.DTensor`, whose shape is that of all ranks together."""
+    return type(tensor) is not Tensor and type(tensor).__module__.startswith("torch.distributed.")
+
+
+LOCAL = "a tensor of this rank; heads and sets are independent, so shard along these and pass its to_local()"
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise if a tensor is sparse or nested."""
-    if not is_dense(tensor):
-        raise TypeError(mismatch(name, "a nested tensor" if tensor.is_nested else tensor.layout, "a dense tensor"))
+    """Raise if a tensor is sparse, nested or distributed."""
+    if is_dense(tensor):
+        return
+    if is_distributed(tensor):
+        raise TypeError(mismatch(name, "a DTensor", LOCAL))
+    raise TypeError(mismatch(name, "a nested tensor" if tensor.is_nested else tensor.layout, "a dense tensor"))
 
 
 def check_floats(name: str, tensor: Tensor) -> None:

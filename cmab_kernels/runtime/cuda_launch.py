@@ -13,7 +13,7 @@ from .extension import load_cuda
 from .tracing import specialised, traced_as_constant
 
 CUDA = load_cuda()
-MAX_WIDTH = CUDA.MAX_WIDTH
+MAX_ORDER = CUDA.MAX_ORDER
 
 
 @traced_as_constant

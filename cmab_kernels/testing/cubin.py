@@ -103,9 +103,8 @@ def as_if_on(capability: int) -> Iterator[None]:
     def capability_of(_: object) -> tuple[int, int]:
         return divmod(capability, 10)
 
-    for (
-        operator_set
-    ) in IMPLEMENTATIONS.values():  # import before the patch: a module imported later would keep the patched function
+    # Import before the patch: a module that is imported later would keep the patched function.
+    for operator_set in IMPLEMENTATIONS.values():
         if "triton" in operator_set:
             importlib.import_module(operator_set["triton"])
     ours = [

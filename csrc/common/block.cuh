@@ -52,16 +52,6 @@ struct Block {
   CMAB_DEVICE bool any_thread(Test test) const {
     return __syncthreads_or(test(int(threadIdx.x)));
   }
-
-  // Counts the arrival of this block at `ticket`. Returns true for the last of `count` blocks. This block then sees all
-  // earlier writes of the others: the second fence invalidates the L1 cache of its multiprocessor.
-  CMAB_DEVICE bool last_to_arrive(unsigned* ticket, int count) const {
-    __threadfence();
-    __syncthreads();
-    const bool last = __syncthreads_or(threadIdx.x == 0 && atomicAdd(ticket, 1u) + 1 == unsigned(count));
-    __threadfence();
-    return last;
-  }
 };
 
 #else
@@ -88,8 +78,6 @@ struct Block {
     each_thread([&](int thread) { any |= test(thread); });
     return any;
   }
-
-  bool last_to_arrive(unsigned* ticket, int count) const { return ++*ticket == unsigned(count); }
 };
 
 #endif

@@ -6,6 +6,8 @@
 
 namespace cmab::cuda {
 
+constexpr int kMaxOrder = 128;
+
 // The arguments of a batched solve; strides in elements. All tensors are float64 if `wide`, else float32.
 struct SolveCall {
   bool wide;

@@ -8,8 +8,6 @@
 #include "continual/cuda_binding.cpp"
 #include "continual/fields.cpp"
 #include "continual/nystrom_step.cu"
-#include "intention/cuda_binding.cpp"
-#include "intention/ridge_solve.cu"
 #include "solve/cuda_binding.cpp"
 #include "solve/regularised_solve.cu"
 

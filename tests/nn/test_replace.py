@@ -160,6 +160,43 @@ def test_the_result_says_what_is_fused_and_what_is_torchs_and_why(capsys: pytest
     assert all(module.training for module in model.modules())
 
 
+class Caller(nn.Module):
+    """A model that calls its attention without `need_weights`, and one with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return self.part(x, x, x, **options)
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        MAPPING,
+        {nn.MultiheadAttention: MultiheadIntention},
+        {nn.MultiheadAttention: partial(NystromAttention, num_landmarks=4)},
+    ],
+)
+def test_the_default_of_need_weights_can_be_changed(mapping: Any) -> None:
+    model, x = Caller().eval(), torch.randn(3, 16, 16)
+    before = copy.deepcopy(model)
+    replaced = replace_modules(model, mapping, need_weights=False)
+    replace_modules(before, mapping)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for module in (model, again):
+        out, weights = module(x)
+        assert weights is None and torch.equal(out, before(x, need_weights=False)[0])
+        assert torch.equal(module(x, need_weights=True)[1], before(x)[1])
+    assert model.part.need_weights is False and before.part.need_weights is True
+    if mapping is MAPPING:
+        assert str(replaced).count("fused if no mask") == 2 and "no mask" in str(copy.deepcopy(replaced))
+        assert model.part.why_torch(x, x, x) is None and "matrix" in before.part.why_torch(x, x, x)
+    with pytest.raises(TypeError, match=r"^need_weights: got"):
+        replace_modules(Caller(), mapping, need_weights=torch.ones(2))
+
+
 def test_the_result_speaks_for_layers_and_other_attentions() -> None:
     layers = {nn.TransformerEncoderLayer: TransformerEncoderLayer, nn.TransformerDecoderLayer: TransformerDecoderLayer}
     model = nn.Transformer(16, 2, 1, 1, 32)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -341,11 +342,18 @@ def test_windows_that_fill_go_through_a_compiled_step() -> None:
     step = torch.compile(module.forward_step, backend="aot_eager")
     for at in range(3 * WINDOW):
         if at == 2 * WINDOW:
-            module.clean_state(1), other.clean_state(1)
+            module.clean_state(np.int64(1)), other.clean_state(1)
         tokens, absent = torch.randn(ROWS, DIM), torch.rand(ROWS) < 0.2
         out, wanted = step(tokens, key_padding_mask=absent), other.forward_step(tokens, key_padding_mask=absent)
         torch.testing.assert_close(out, wanted, equal_nan=True)
         assert torch.equal(module.ready, other.ready)
+
+
+def test_a_mask_without_values_is_refused() -> None:
+    module = attention("exact", sequence_len=WINDOW, batch_first=True).float().to("meta")
+    absent = torch.zeros(ROWS, dtype=torch.bool, device="meta")
+    with pytest.raises(ValueError, match=r"^key_padding_mask: got a mask on the meta device"):
+        module.forward_step(torch.randn(ROWS, DIM, device="meta"), key_padding_mask=absent)
 
 
 LAYOUTS: dict[str, Callable[[bool], Any]] = {

@@ -138,6 +138,10 @@ def test_parameters_may_change_between_examples() -> None:
         model.set_params(fit_intercept=False).learn_one(x[0], y[0])
     with pytest.raises(ValueError, match=r"^alpha: got -1"):
         model.set_params(fit_intercept=True, alpha=-1).learn_one(x[0], y[0])
+    with pytest.raises(ValueError, match=r"^alpha: got 2 penalties, expected one, or one for each target of y, 1"):
+        model.set_params(alpha=[1.0, 2.0]).learn_one(x[0], y[0])
+    with pytest.raises(ValueError, match=r"^alpha: got array\(\[\[1\.\]\]\), expected a number"):
+        model.set_params(alpha=np.ones((1, 1))).learn_one(x[0], y[0])
     assert model.set_params(alpha=1.0).n_samples_seen_ == 22
 
 

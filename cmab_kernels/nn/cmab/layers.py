@@ -145,9 +145,8 @@ class _Attention(_Residual):
                 )
         norms = n["weight"], n["bias"], other.get("weight"), other.get("bias")
         projections = q["weight"], q["bias"], k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]
-        scale = (
-            cast("Tensor", q["weight"]).shape[0] // self.num_heads
-        ) ** -0.5  # the width of the heads that remain after pruning
+        # The width of the heads that remain after pruning.
+        scale = (cast("Tensor", q["weight"]).shape[0] // self.num_heads) ** -0.5
         context_eps = 0.0 if context_norm is None else context_norm.eps
         numbers = self.num_heads, scale, norm.eps, context_eps
         given: list[Any] = [latents, context, mask, *norms, *projections, *numbers, self.residual, False, impl]

@@ -63,7 +63,7 @@ class Continual(MultiheadProjections):
         key: Tensor | None = None,
         value: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool | None = None,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
@@ -76,7 +76,7 @@ class Continual(MultiheadProjections):
         key = query if key is None else key
         value = query if value is None else value
         self._check(None, query=query)  # the check must come before a slice
-        query = self._asking(query)
+        query, need_weights = self._asking(query), self._asks_for_weights(need_weights)
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
         )

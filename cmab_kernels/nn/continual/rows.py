@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -30,20 +31,17 @@ def rows_of(rows: Any, batch: int, device: torch.device) -> Tensor:
             return rows.to(device)
         if rows.dtype != torch.int64 or rows.dim() > 1:
             raise ValueError(mismatch("rows", f"{rows.dtype} {tuple(rows.shape)}", allowed))
-    given = (
-        rows.flatten().tolist()
-        if isinstance(rows, Tensor)
-        else rows
-        if isinstance(rows, list | tuple | range)
-        else [rows]
-    )
+    if isinstance(rows, Tensor):
+        given = rows.flatten().tolist()
+    else:
+        given = list(rows) if isinstance(rows, list | tuple | range) else [rows]
     for row in given:
-        if not isinstance(row, int) or isinstance(row, bool):
+        if not isinstance(row, Integral) or isinstance(row, bool):
             raise TypeError(mismatch("rows", kind_of(row), allowed))
-        if not 0 <= row < batch:
+        if not 0 <= int(row) < batch:
             raise ValueError(mismatch("rows", row, allowed))
     mask = torch.zeros(batch, dtype=torch.bool, device=device)
-    mask[torch.tensor(given, dtype=torch.int64, device=device)] = True
+    mask[torch.tensor(list(map(int, given)), dtype=torch.int64, device=device)] = True
     return mask
 
 
@@ -68,6 +66,9 @@ def absent_of(mask: Any, tokens: Tensor, batch_first: bool, one: bool = False) -
         raise ValueError(
             mismatch("key_padding_mask", f"device {mask.device}", f"{tokens.device}, the device of the tokens")
         )
+    if mask.is_meta:
+        allowed = "a mask that has values; a step with a mask computes only the rows that have a token"
+        raise ValueError(mismatch("key_padding_mask", "a mask on the meta device", allowed))
     return mask.reshape(batch, count)
 
 

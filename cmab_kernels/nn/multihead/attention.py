@@ -63,21 +63,20 @@ class MultiheadAttention(MultiheadProjections):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool | None = None,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, weights) as torch does; weights is None for `need_weights=False`.
 
-        The class docstring says when the kernel runs.
+        The class docstring says when the kernel runs. `need_weights=None` means the attribute of that name: True as in
+        torch, unless `replace_modules` was given another value.
         """
         self = computed(self)
         check_floating(self, query=query, key=key, value=value)
-        need_weights, average_attn_weights = (
-            as_flag("need_weights", need_weights),
-            as_flag("average_attn_weights", average_attn_weights),
-        )
+        need_weights = self._asks_for_weights(need_weights)
+        average_attn_weights = as_flag("average_attn_weights", average_attn_weights)
         is_causal = as_flag("is_causal", is_causal)
         if is_causal and attn_mask is None:
             raise ValueError(
@@ -102,13 +101,13 @@ class MultiheadAttention(MultiheadProjections):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool | None = None,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> str | None:
         """Return why torch's own implementation runs for such a call, or None if the operator runs."""
-        if need_weights:
+        if self._asks_for_weights(need_weights):
             return "need_weights is True, torch's default: the matrix of weights is asked for"
         if attn_mask is not None:
             return NO_ATTENTION_MASK

@@ -39,22 +39,22 @@ class MatrixFreeAttention(MultiheadProjections):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
+        need_weights: bool | None = None,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (out, weights), with torch's arguments and shapes. The docstring of the class describes the weights.
+        `need_weights=None` means the attribute of that name: True as in torch, unless `replace_modules` was given
+        another value.
 
         An `attn_mask` or `is_causal` raises a `ValueError`. A `key_padding_mask` may also be a float mask of 0 and
         -inf, which torch's transformer layers pass on. Other numbers raise a `ValueError`. On a GPU the numbers are not
         read, and other numbers make every result NaN.
         """
         self = computed(self)
-        need_weights, average_attn_weights = (
-            as_flag("need_weights", need_weights),
-            as_flag("average_attn_weights", average_attn_weights),
-        )
+        need_weights = self._asks_for_weights(need_weights)
+        average_attn_weights = as_flag("average_attn_weights", average_attn_weights)
         self._refuse_masks("attn_mask", attn_mask, is_causal)
         key_padding_mask, key = bool_mask(key_padding_mask, key)
         self._check(key_padding_mask, query=query, key=key, value=value)

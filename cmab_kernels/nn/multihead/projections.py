@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.checks import check_count, check_heads, check_mask, mismatch
+from ...runtime.checks import as_flag, check_count, check_heads, check_mask, mismatch
 from ..constructors import naming_options
 from ..inputs import check_features, hide_padding, split_heads
 from ..parts import called, is_own, one_like
@@ -30,6 +30,8 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     lacks: ClassVar[Mapping[str, str]] = {}
     """The arguments of torch's constructor that must be 0 or False here, with this value and the reason."""
+    need_weights: bool = True
+    """The `need_weights` of calls that do not give it: torch's default, unless `replace_modules` was given another."""
 
     @naming_options
     def __init__(
@@ -56,6 +58,9 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
+
+    def _asks_for_weights(self, need_weights: bool | None) -> bool:
+        return self.need_weights if need_weights is None else as_flag("need_weights", need_weights)
 
     @classmethod
     def sharing(cls, module: torch.nn.MultiheadAttention, **options: Any) -> Self:
@@ -101,9 +106,8 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         """
         # Attributes that hold tensors in place of parameters.
         assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}
-        for name, weight in (
-            module._parameters | assigned
-        ).items():  # `named_parameters` skips the second name of a tied parameter
+        # `named_parameters` would skip the second name of a tied parameter.
+        for name, weight in (module._parameters | assigned).items():
             if weight is not None and not isinstance(weight, torch.nn.Parameter):
                 del self._parameters[name]
             setattr(self, name, weight)

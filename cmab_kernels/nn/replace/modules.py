@@ -35,7 +35,11 @@ _HOOKS = (
 
 
 def replace_modules(
-    model: nn.Module, mapping: Mapping[type[nn.Module], Callable[..., nn.Module]] | None = None, *, verbose: bool = True
+    model: nn.Module,
+    mapping: Mapping[type[nn.Module], Callable[..., nn.Module]] | None = None,
+    *,
+    need_weights: bool = True,
+    verbose: bool = True,
 ) -> Replacements:
     """Replace modules inside `model`, by type and in place, and return how many were replaced.
 
@@ -65,6 +69,11 @@ def replace_modules(
     `ContinualAttention` and `ContinualNystromAttention` return one output for a window unless you give them
     `output="retroactive"`. torch's layers add a single output to every token without an error.
 
+    `need_weights` is the default of that argument in calls of the new attentions. Many models call an attention without
+    the argument and never read the matrix of attention weights. torch's default is True, and then every call runs
+    torch's code. With `need_weights=False` these calls are fused, and they return None instead of the weights. A call
+    that gives the argument keeps its own value.
+
     torch's transformer layers apply dropout to attention weights by default. In training mode such calls therefore run
     torch's code. `partial(MultiheadAttention, dropout=0.0)` turns off this dropout, and no other dropout.
 
@@ -81,6 +90,11 @@ def replace_modules(
     >>> replaced = cmab_kernels.nn.replace_modules(model, ours, verbose=False)
     >>> replaced, replaced.modules[0]
     (2, Replacement(module='self_attn', kind='MultiheadAttention', training='dropout is on', evaluation=None))
+    >>> model = torch.nn.ModuleDict({"reader": torch.nn.MultiheadAttention(16, 2)})
+    >>> cmab_kernels.nn.replace_modules(model, ours, need_weights=False, verbose=False)
+    1
+    >>> model["reader"](*[torch.randn(4, 16)] * 3)[1] is None
+    True
     >>> from functools import partial
     >>> model = torch.nn.TransformerDecoder(torch.nn.TransformerDecoderLayer(16, 2, dropout=0.0), 3)
     >>> nystrom = partial(cmab_kernels.nn.NystromAttention, num_landmarks=8)
@@ -89,7 +103,7 @@ def replace_modules(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(mismatch("model", repr(model), "a torch.nn.Module"))
-    verbose = as_flag("verbose", verbose)
+    verbose, need_weights = as_flag("verbose", verbose), as_flag("need_weights", need_weights)
     if not isinstance(mapping, Mapping):
         allowed = (
             "a mapping from classes to classes, as {torch.nn.MultiheadAttention: cmab_kernels.nn.MultiheadAttention}"
@@ -115,7 +129,10 @@ def replace_modules(
         setattr(parent, name, replacements[old_module])
     _have_them_called(model, set(replacements.values()))
     first_paths = {old: path for path, _, _, old in reversed(places)}
-    replaced = Replacements(Replacement.of(first_paths[old], new) for old, new in replacements.items())
+    for new in replacements.values():
+        if isinstance(new, MultiheadProjections) and not need_weights:
+            new.need_weights = False
+    replaced = Replacements((Replacement.of(first_paths[old], new) for old, new in replacements.items()), need_weights)
     if verbose:
         print(replaced)
     return replaced

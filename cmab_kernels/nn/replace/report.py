@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 _HEADING = ("module", "is now a", "in training", "in evaluation")
 _NONE = """0 modules replaced: the model has none of these types (subclasses are left alone).
 A model with attention of its own can call cmab_kernels.integrations.scaled_dot_product_attention."""
-_UNMASKED = "need_weights=False, no mask"
-_CONDITIONS = {"MultiheadAttention": _UNMASKED, "ContinualAttention": _UNMASKED, "TransformerEncoderLayer": "no mask"}
-_CONDITIONS["TransformerDecoderLayer"] = "no mask"
+_ATTENTIONS = ("MultiheadAttention", "ContinualAttention")
+_LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
 _CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask
 (a causal one too), a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. Before
 the first call nobody knows: cmab_kernels.explain(model, *inputs) makes one, and says it of each module."""
@@ -58,32 +57,35 @@ class Replacements(int):
     """
 
     modules: tuple[Replacement, ...]
+    need_weights: bool
+    """Whether the new attentions return weights in calls that do not give `need_weights`."""
 
-    def __new__(cls, modules: Iterable[Replacement]) -> Self:
+    def __new__(cls, modules: Iterable[Replacement], need_weights: bool = True) -> Self:
         rows = tuple(modules)
         made = super().__new__(cls, len(rows))
-        made.modules = rows
+        made.modules, made.need_weights = rows, need_weights
         return made
 
     def __getnewargs__(self) -> tuple[Any, ...]:  # copies and pickles keep the table
-        return (self.modules,)
+        return self.modules, self.need_weights
 
     def __str__(self) -> str:
         if not self.modules:
             return _NONE
         rows = [_HEADING]
-        rows += [
-            (at, kind, _verdict(kind, training), _verdict(kind, evaluation))
-            for at, kind, training, evaluation in self.modules
-        ]
+        for at, kind, training, evaluation in self.modules:
+            rows.append((at, kind, self._verdict(kind, training), self._verdict(kind, evaluation)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([f"{int(self)} {'module' if self == 1 else 'modules'} replaced", *lines, _CALLS])
 
-
-def _verdict(kind: str, why: str | None) -> str:
-    """Return a cell of the table. Some calls may still go to torch, so the cell names the condition for fused calls."""
-    return f"torch's: {why}" if why is not None else f"fused if {_CONDITIONS[kind]}" if kind in _CONDITIONS else "fused"
+    def _verdict(self, kind: str, why: str | None) -> str:
+        """Return a cell of the table. It names the condition for fused calls, since some may still go to torch."""
+        if why is not None:
+            return f"torch's: {why}"
+        if kind not in _ATTENTIONS + _LAYERS:
+            return "fused"
+        return f"fused if {'need_weights=False, ' * (kind in _ATTENTIONS and self.need_weights)}no mask"
 
 
 def _why_torch(module: Any, *, training: bool) -> str | None:

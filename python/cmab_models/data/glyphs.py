@@ -124,9 +124,8 @@ def turned(images: Tensor, degrees: float, generator: torch.Generator) -> Tensor
     square = images.flatten(0, -2).unflatten(-1, (1, math.isqrt(images.shape[-1]), -1))
     angle = math.radians(degrees) * (2 * torch.rand(len(square), 1, 1, generator=generator) - 1)
     sine, cosine = angle.sin(), angle.cos()
-    middles = (2 * torch.arange(square.shape[-1]) + 1) / square.shape[
-        -1
-    ] - 1  # pixel centres, in the coordinates of grid_sample
+    # The centres of pixels, in the coordinates of grid_sample.
+    middles = (2 * torch.arange(square.shape[-1]) + 1) / square.shape[-1] - 1
     row, column = middles.unsqueeze(1), middles
     grid = torch.stack([cosine * column - sine * row, sine * column + cosine * row], -1)
     return F.grid_sample(square, grid, align_corners=False).view_as(images)

@@ -87,9 +87,8 @@ def test_the_condition_is_that_of_the_definition(dtype: torch.dtype, scale: floa
     seen = set()
     for share in (0.8, 1.25):
         gram, rhs = _systems(3, 5, 1, torch.float64, 10.0)
-        for (
-            one
-        ) in gram:  # the smallest eigenvalue, so that the condition number in the 1-norm is this share of the limit
+        # The smallest eigenvalue is such that the condition number in the 1-norm is this share of the limit.
+        for one in gram:
             values, vectors = torch.linalg.eigh(one)
             for _ in range(20):
                 values[0] *= torch.linalg.cond(vectors * values @ vectors.mT, 1) / (share * limit)
