@@ -1,6 +1,7 @@
 // Runs the CUDA kernels on one CPU thread, for tests: blocks in random order, and the threads of every phase of a block
-// in ascending or descending order. Shared memory starts as NaNs. Tests compile this file alone, into a module with the
-// functions of cmab_kernels._cuda for tensors on the CPU, and `set_seed`, which chooses the orders.
+// in ascending or descending order. Shared memory is filled with NaNs at the start. Tests compile only this file, into
+// a module with the functions of cmab_kernels._cuda for tensors on the CPU. The module also has `set_seed`, which
+// chooses the orders.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>

@@ -22,7 +22,7 @@ from cmab_kernels.runtime.extension import build_report, load_cuda
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = {  # by the linker's names, the most registers of a thread with which as many blocks fit as were planned
+KERNELS = {  # by linker name: the most registers per thread with which the planned number of blocks fits
     r"solve_kernelIf": 128,
     r"solve_kernelId": 128,
     r"nystrom_step_kernelI\w*BFloat16": 128,
@@ -48,7 +48,7 @@ def _cuda_report() -> dict[str, Any]:
     return report
 
 
-# ---- the kernels that were built
+# ---- the built kernels
 
 
 def test_every_kernel_was_built_for_every_gpu_and_nothing_spills() -> None:
@@ -185,14 +185,14 @@ def test_what_setup_says(
 
 
 NOTES = WORKS.replace("\n", '\necho "$(basename "$0")" "$@" >> "$(dirname "$0")/calls"\n', 1)
-"""A compiler that also notes how it was called."""
+"""A compiler that also records how it was called."""
 
 
 @in_sources
 @needs_tools
 @pytest.mark.parametrize("name", ["my projects", "a$b", "a(b)", "a:b", "it's", "a|b&c;d", "$HOME", 'é#"'])
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
-    """The compiler and nvcc have such a path too, as in an environment inside a checkout.
+    """The compiler and nvcc have such a path too, for example in an environment inside a checkout.
 
     In CXX only, it must be quoted.
     """
@@ -208,7 +208,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     "command", ["{0}/launcher {0}/c++", "{0}/c++ -m64", "{0}/launcher {0}/c++ -m64 -isystem /x", "'{0}/c++' '-m64'"]
 )
 def test_the_compiler_may_be_a_command(tmp_path: Path, command: str) -> None:
-    """A launcher such as ccache, and flags. nvcc takes the compiler alone, and its flags through an option."""
+    """A launcher such as ccache, and flags. nvcc takes only the compiler, and its flags through an option."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "launcher").write_text('#!/bin/sh\necho launched >> "$(dirname "$0")/calls"\nexec "$@"\n')
@@ -262,7 +262,7 @@ def test_a_command_that_is_none_is_a_reason(tmp_path: Path) -> None:
 def test_headers_are_those_of_pybind11_or_of_torch(
     tmp_path: Path, version: int, packages: list[str], used: str | None
 ) -> None:
-    """Where the package is not installed, a torch may bring a copy. Version 2 lacks what the bindings need."""
+    """If the package is not installed, a torch may contain a copy. Version 2 lacks what the bindings need."""
     for package in ("pybind11", "torch"):
         headers = tmp_path / "packages" / package / "include" / "pybind11"
         headers.mkdir(parents=True)

@@ -53,8 +53,8 @@ def _with(module: Any, **changed: Any) -> SimpleNamespace:
 
 
 def test_a_launch_restores_the_callers_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is launched on its tensors' device and stream; afterwards,
-    an exception included, the caller's device is current."""
+    """The kernel is launched on its tensors' device and stream. Afterwards, also after an exception, the caller's
+    device is current."""
     gpus = Gpus(monkeypatch, 99 * KIB)
     seen: list[Any] = []
     cuda_launch.launch(lambda **given: seen.append((gpus.current, given)), torch.device("cuda", 1), out="a tensor")

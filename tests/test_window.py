@@ -1,5 +1,5 @@
-"""States of sets that points leave: equal to recomputation after any steps, without drift, saved, copied, refused
-whole."""
+"""States of sets from which points are removed: equal to recomputation after any steps, without drift; saved and
+copied; an error changes nothing."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_gradients_do_not_depend_on_the_mode_of_earlier_calls(make: Maker) -> No
 
 @KINDS
 def test_what_is_pushed_and_returned_is_apart(make: Maker) -> None:
-    """The holder does not write to a state that it is given, and what it returns may be written to."""
+    """The holder does not write to a state that it is given, and the state that it returns may be written to."""
     for holder in (StateWindow(2), StateTree()):
         add = holder.push if isinstance(holder, StateWindow) else lambda state, tree=holder: tree.put(len(tree), state)
         states = [make() for _ in range(3)]
@@ -388,7 +388,7 @@ def test_an_emptied_holder_takes_any_kind() -> None:
 def test_a_failing_merge_leaves_what_is_held(
     make: Maker, pushed: int, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory may run out in any merge of a change: it then changes nothing."""
+    """Memory may run out in any merge of a change; then the change has no effect."""
     merge, calls = module.merge, []
 
     def fail(*states: State) -> State:
@@ -402,7 +402,7 @@ def test_a_failing_merge_leaves_what_is_held(
         for key in range(pushed):
             holder.push(make()) if isinstance(holder, StateWindow) else holder.put(key, make())
         if isinstance(holder, StateWindow) and pushed == 8 and (change == "pop" or failing == 3):
-            continue  # this needs one merge or none
+            continue  # this needs one merge or no merge
         before, count = holder.state, len(holder)
         calls.clear()
         with monkeypatch.context() as patched, pytest.raises(MemoryError):
@@ -486,7 +486,7 @@ def test_a_ridge_file_is_read_with_its_own_rules() -> None:
 
 
 def test_compiled() -> None:
-    """A compiled step pushes and reads, as the step itself."""
+    """A compiled step pushes and reads in the same way as the step itself."""
     query, points = torch.randn(3, 2, 4), torch.randn(1, 3, 15, 4)
 
     def step(window: StateWindow, chunk: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The choice of the implementation that an operator runs.
 
-Each operator set has several implementations of one definition. An implementation named by the caller runs, or raises
-with the reason why it cannot run. "auto" takes the first implementation in the order of `IMPLEMENTATIONS` that supports
-the inputs, or the reference if none does. CUDA comes after Triton where Triton was measured to be faster
+Each operator set has several implementations of one definition. An implementation that the caller names runs, or raises
+an error with the reason why it cannot run. "auto" takes the first implementation in the order of `IMPLEMENTATIONS` that
+supports the inputs, or the reference if none does. CUDA comes after Triton if measurements showed that Triton is faster
 (`TRITON_IS_FASTER`).
 """
 
@@ -88,7 +88,7 @@ REFERENCE_COSTS: dict[str, str] = {
     "nystrom.continual": "reads the whole window at every step",
     "intention": "reads keys and values more than once, and copies them for sums in float64",
 }
-"""Operator set -> what its reference costs, for the warning when "auto" falls back to it. Sets of small matrices give
+"""Operator set -> the cost of its reference, for the warning when "auto" falls back to it. Sets of small matrices give
 no warning."""
 
 
@@ -138,7 +138,7 @@ def is_available(operator_set: str, impl: str) -> bool:
 
 
 _TOLD: list[str] = []
-"""The reason why there is no native code, once a call has warned of it."""
+"""The reason why there is no native code, after a call has warned about it."""
 
 
 @traced_as_constant
@@ -154,8 +154,8 @@ def _tells_what_is_missing(operator_set: str) -> bool:
 
 
 def implementation(operator_set: str, impl: str) -> ModuleType:
-    """Return the module of an implementation. `choose` returned its name, or a graph names it that may have been
-    compiled or exported elsewhere."""
+    """Return the module of an implementation. `choose` returned the name of the implementation, or a graph contains it
+    that may have been compiled or exported elsewhere."""
     problem = _import_problem(IMPLEMENTATIONS[operator_set][impl])
     if problem:
         raise RuntimeError(f"impl: {impl!r} cannot run here: {problem}")
@@ -183,7 +183,7 @@ class use_impl:
     `impl` is "auto", "reference", "native", "cuda" or "triton"; any other value is a `ValueError`. Operators called
     with their own `impl=` keep it. Operators without an implementation of that name choose as with "auto".
 
-    The choice holds in the thread or asyncio task that makes it. A new task begins with the choice of the code that
+    The choice applies to the thread or asyncio task that makes it. A new task begins with the choice of the code that
     creates it. A new thread begins with "auto", just as it begins with gradients enabled even under `torch.no_grad()`.
     When a block ends, its choice ends too, whichever other blocks are open.
 
@@ -227,12 +227,12 @@ def current_impl() -> str:
 
 
 def choose(operator_set: str, impl: str, *tensors: Tensor) -> str:
-    """Return the name of the implementation to run: `impl`, or for "auto" the choice of `use_impl`, or the first that
-    supports `tensors`.
+    """Return the name of the implementation to run: `impl`, or for "auto" the choice of `use_impl`, or the first
+    implementation that supports `tensors`.
 
-    If `needs_definition`, as in forward mode, the name is "reference", whatever the caller asked for: kernels have only
-    a backward pass. An unknown name is a `ValueError`. An implementation that cannot run here is a `RuntimeError` with
-    the reason.
+    If `needs_definition` is True, as in forward mode, the name is "reference", whatever the caller requested, because
+    kernels have only a backward pass. An unknown name is a `ValueError`. An implementation that cannot run here is a
+    `RuntimeError` with the reason.
     """
     check_name(operator_set, impl)
     if needs_definition():
@@ -275,8 +275,8 @@ def _in_order(operator_set: str, tensors: tuple[Tensor, ...]) -> Iterable[str]:
 
 
 def has_kernel(operator_set: str, *tensors: Tensor) -> bool:
-    """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen an implementation. If not, "auto"
-    takes the reference."""
+    """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen an implementation. If neither is true,
+    "auto" takes the reference."""
     if not is_free(operator_set, "auto") or any(
         _unsupported(operator_set, impl, tensors) is None for impl in IMPLEMENTATIONS[operator_set]
     ):
@@ -294,7 +294,7 @@ def is_free(operator_set: str, impl: str) -> bool:
 
 def check_name(operator_set: str, impl: str) -> None:
     """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
-    # Cheap, because it runs in every call.
+    # This must be cheap, because it runs in every call.
     if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in IMPLEMENTATIONS[operator_set]):
         check_choice("impl", impl, ("auto", *_names(operator_set)))  # raises
 
@@ -321,10 +321,10 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     for a solve, gram and rhs; for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four
     arguments. `options` are not allowed (`TypeError`).
 
-    `subject` may also be a module. It is called once, as `subject(*inputs, **options)`, with all effects of a call, in
-    the current modes of the module and of autograd. Compiled modules run uncompiled. Each row of the result says
-    whether a module's call ran this package's operators, and if not, why. There is a row for each
-    `torch.nn.MultiheadAttention`, each subclass of it, each layer of `cmab_kernels.nn` that may hand work to torch, and
+    `subject` may also be a module. The module is called once, as `subject(*inputs, **options)`, with all effects of a
+    call, in the current modes of the module and of autograd. Compiled modules run uncompiled. Each row of the result
+    says whether a module's call ran this package's operators, and if not, why. There is a row for each
+    `torch.nn.MultiheadAttention`, each subclass of it, each layer of `cmab_kernels.nn` that may pass work to torch, and
     each module that calls `cmab_kernels.integrations.scaled_dot_product_attention` or has `attn_implementation="cmab"`.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)

@@ -111,15 +111,16 @@ struct NormedRows {
   }
 };
 
-// The gradients of parameters, which are sums over rows. Rows are cut into pieces that depend only on the number of
-// rows. Each piece has sums of its own; they are added in ascending order. A long piece is cut into runs, so that a sum
-// of many equal terms, as a bias has them, keeps its digits.
+// The gradients of parameters, which are sums over rows. Rows are divided into pieces in a way that depends only on the
+// number of rows. Each piece has its own sums; they are added in ascending order. A long piece is divided into runs, so
+// that a sum of many equal terms, as in the gradient of a bias, keeps its digits.
 class ParameterSums {
  public:
   ParameterSums(const LinearKernels& kernel, DType dtype, int64_t rows)
       : kernel_(kernel), dtype_(dtype), rows_(rows), pieces_(pieces_of(rows)) {}
 
-  // Registers a sum of shape (rows, width) that is to be written to `out`; null: it is not needed. Returns its number.
+  // Registers a sum of shape (rows, width) that will be written to `out`; null means that it is not needed. Returns its
+  // number.
   int add(void* out, int rows, int width) {
     parts_.push_back({out, rows, width, piece_bytes_});
     piece_bytes_ += align(kernel_.tile_bytes(rows, width));
@@ -151,7 +152,7 @@ class ParameterSums {
     return {memory_ + piece * piece_bytes_ + part.offset, kernel_.stride(part.width)};
   }
 
-  // units() counts the rows of all needed sums; write(unit) writes one of them.
+  // units() returns the number of rows of all needed sums; write(unit) writes one of these rows.
   int64_t units() const {
     int64_t rows = 0;
     for (const Part& part : parts_) rows += part.out ? part.rows : 0;
@@ -176,7 +177,7 @@ class ParameterSums {
  private:
   static constexpr int64_t kRunRows = 64 * kRowTile;
 
-  // Whether pieces have several runs. The sums of the runs before are then those of piece `pieces_ + piece`.
+  // Whether pieces have several runs. The sums of the earlier runs are those of piece `pieces_ + piece`.
   bool has_runs() const { return rows_ > kRunRows * pieces_; }
   void clear(int piece) { std::fill_n(memory_ + piece * piece_bytes_, piece_bytes_, 0); }
   void add_to(int from, int to) const {
@@ -184,8 +185,8 @@ class ParameterSums {
       if (parts_[i].out) kernel_.add_tile(of(from, int(i)), parts_[i].rows, parts_[i].width, of(to, int(i)));
   }
 
-  // A power of two, so that threads get equally many pieces: one for every 512 rows, at least two from 128 rows on, and
-  // at most 16.
+  // A power of two, so that all threads get the same number of pieces: one piece for every 512 rows, at least two from
+  // 128 rows on, and at most 16.
   static int pieces_of(int64_t rows) {
     int pieces = rows < 128 ? 1 : 2;
     while (pieces < 16 && rows >= 1024 * pieces) pieces *= 2;
@@ -222,7 +223,7 @@ void for_each_tile(const LinearKernels& kernel, const Problem& problem, int64_t 
 }
 
 // A team of threads for the tiles of the pieces of `sums`. Each thread has its own tiles and its own parameters, which
-// it packs itself. The sums get the rest of the memory.
+// it packs itself. The sums use the rest of the memory.
 template <class Parameters, class Tiles, class Problem>
 class Team {
  public:

@@ -1,5 +1,5 @@
-"""The CUDA kernels of csrc on the machine, compiled by nvcc: the checks of their tests on the CPU,
-in several orders with equal bits."""
+"""The CUDA kernels of csrc on the machine, compiled by nvcc: the checks of the tests on the CPU, in several orders with
+equal bits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_what_the_host_makes_belongs_to_the_machine_that_runs(built: cuda_launch
 
 
 class OneColumnMore(Machine):
-    """A machine that tells the solver of one column more than the right-hand side has."""
+    """A machine that passes to the solver one column more than the right-hand side has."""
 
     def launch(
         self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]

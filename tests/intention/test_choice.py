@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 NOISE = 1.02
-"""The ratio of two times from which one is faster."""
+"""The ratio of two times from which on one counts as faster."""
 
 
 @pytest.fixture(autouse=True)

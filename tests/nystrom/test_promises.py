@@ -22,7 +22,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("start, stop", [(0, 64), (64, 128), (128, 200), (0, 200), (3, 197), (1, 200)])
 def test_masked_blocks(impl: str, start: int, stop: int) -> None:
-    """The first, middle or last block is masked, and holds NaN and infinity: these reach no result and no gradient."""
+    """The first, middle or last block is masked, and holds NaN and infinity; these reach no result and no gradient."""
     q, k, v = torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 4)
     mask = torch.zeros(2, 200, dtype=torch.bool)
     mask[0, start:stop] = True
@@ -89,8 +89,8 @@ def _attend(length: int, backward: bool) -> Callable[[], tuple[Tensor, ...]]:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_does_not_grow_with_the_tokens(backward: bool) -> None:
-    """A call stores nothing of the number of tokens but the result,
-    the requested gradients, and one log-sum-exp per row."""
+    """A call stores nothing whose size grows with the number of tokens except the result, the requested gradients, and
+    one log-sum-exp per row."""
     beyond = []
     for length in (50_000, 400_000):
         peak = measure.peak_memory(_attend, length, backward, warm_up=(1000, backward))

@@ -59,7 +59,7 @@ def nystrom_over_stream(
 
 
 def _asking(query: Tensor, window: int, retroactive: bool) -> Tensor:
-    """Return the queries (B, H, T - n + 1, 1 or n, D) whose outputs each window has."""
+    """Return the queries (B, H, T - n + 1, 1 or n, D) for which each window has outputs."""
     return query.unfold(2, window, 1).mT if retroactive else query[:, :, window - 1 :].unsqueeze(3)
 
 
