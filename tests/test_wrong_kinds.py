@@ -74,6 +74,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "intention": (ck.intention, {**ROWS, "alpha": ALPHA, **WEIGHTED}),
+    "intention packed": (ck.intention, {**PACKED, "alpha": ALPHA, "cu_seqlens": OFFSETS}),
     "sigma_intention": (ck.sigma_intention, {**ROWS, "alpha": ALPHA, **WEIGHTED}),
     "nystrom_attention": (ck.nystrom_attention, {**ROWS, "query": K, "num_landmarks": 3, **PADDED}),
     "iterative_pinv": (ck.iterative_pinv, {"matrix": GRAM}),

@@ -199,10 +199,12 @@ def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
     k, v = (draw(sets, 1, SET, target.width) for _ in range(2))
     square = draw(sets, 1, target.width, target.width).double()
     if target.kernel == "intention.gram":
-        return lambda: module.gram(Gram(k, v, None, None, (True, True), False))
+        return lambda: module.gram(Gram(k, v, None, None, None, (True, True), False))
     if target.kernel == "intention.apply":
         return lambda: (module.apply_rows(ApplyRows(k, square)),)
-    return lambda: module.gram_backward(GramBackward(square, square, k, v, None, None, (True, True, False), False))[:2]
+    return lambda: module.gram_backward(
+        GramBackward(square, square, k, v, None, None, None, (True, True, False), False)
+    )[:2]
 
 
 def _nystrom(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:

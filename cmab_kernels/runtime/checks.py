@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -185,6 +186,38 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
         raise ValueError(mismatch("key_padding_mask", f"shape {tuple(mask.shape)}", allowed))
     if mask.device != key.device:
         raise ValueError(mismatch("key_padding_mask", f"device {mask.device}", f"{key.device}, the device of key"))
+
+
+def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
+    """The number of packed sets. Raise if `cu_seqlens`, or the batch of the argument called `name`, does not fit."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(not_a_tensor("cu_seqlens", cu_seqlens, "a torch.Tensor of int32 or int64"))
+    check_dense("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(mismatch("cu_seqlens", cu_seqlens.dtype, "torch.int32 or torch.int64"))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(mismatch("cu_seqlens", f"shape {tuple(cu_seqlens.shape)}", "(S + 1,), the offsets of S sets"))
+    if cu_seqlens.device != keys.device:
+        raise ValueError(mismatch("cu_seqlens", f"device {cu_seqlens.device}", f"{keys.device}, the device of {name}"))
+    if keys.shape[0] != 1:
+        raise ValueError(
+            mismatch(name, f"batch {keys.shape[0]}", "batch 1, as cu_seqlens packs all sets into one row of keys")
+        )
+    return cu_seqlens.shape[0] - 1
+
+
+def check_offsets(cu_seqlens: Tensor, length: int) -> None:
+    """Raise unless the offsets of packed sets rise from 0 to at most the number of keys.
+
+    Offsets on a GPU are not checked, because the host would have to wait for them.
+    """
+    if not is_read(cu_seqlens):
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] > length or any(a > b for a, b in itertools.pairwise(offsets)):
+        shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
+        allowed = f"offsets that rise from 0 to at most N = {length} and never fall"
+        raise ValueError(mismatch("cu_seqlens", shown, allowed))
 
 
 def fixed(scale: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -166,6 +167,54 @@ class TestRidgeState(IntentionSuite):
             weights = weights.masked_fill(key_padding_mask, 0.0)
         weighted = weights[:, None, :, None] * key
         return weighted.mT @ key, weighted.mT @ value
+
+
+class TestPackedSets(IntentionSuite):
+    """`intention` of sets of keys packed into one row by offsets; three rows after the last set belong to none."""
+
+    operator = "intention"
+    arguments = {"query": "SHLD", "key": "OHND", "value": "OHNE", "alpha": "SH", "weights": "ON"}
+    dtypes = (torch.float64, torch.float32)
+    laws = ("normal",)
+    extents = {"S": 3, "O": 1, "H": 2, "L": 5, "N": 43, "D": 4, "E": 3}
+    small = {"L": 2, "N": 8, "D": 2, "E": 1}
+    batch = ""
+    empty = ""
+    mask = None
+
+    def call(self, impl: str, query: Tensor, alpha: Tensor, **rows: Any) -> Results:
+        return (ck.intention(query, **rows, alpha=alpha, cu_seqlens=self.offsets(rows["key"]), impl=impl),)
+
+    def oracle(self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, weights: Tensor) -> Results:
+        gram, moment = self.sums(key, value, weights)
+        one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        return (query @ torch.linalg.solve(gram + alpha[..., None, None] * one, moment),)
+
+    def offsets(self, key: Tensor) -> Tensor:
+        """The second set is empty."""
+        return torch.tensor([0, 3, 3, key.shape[2] - 3], device=key.device)
+
+    def sums(self, key: Tensor, value: Tensor, weights: Tensor) -> Results:
+        weighted, ends = weights[:, None, :, None] * key, self.offsets(key).tolist()
+        sets = [slice(first, end) for first, end in pairwise(ends)]
+        gram, moment = (torch.cat([weighted[:, :, s].mT @ rows[:, :, s] for s in sets]) for rows in (key, value))
+        return gram, moment
+
+
+class TestPackedStates(TestPackedSets):
+    """`ridge_state` of packed sets."""
+
+    operator = "ridge_state"
+    arguments = {"key": "OHND", "value": "OHNE", "weights": "ON"}
+    outputs = ("gram", "moment")
+    extents = {n: size for n, size in TestPackedSets.extents.items() if n not in "SL"}
+    small = {n: size for n, size in TestPackedSets.small.items() if n not in "SL"}
+
+    def call(self, impl: str, **rows: Any) -> Results:
+        return _sums(ck.ridge_state(**rows, cu_seqlens=self.offsets(rows["key"]), impl=impl))
+
+    def oracle(self, key: Tensor, value: Tensor, weights: Tensor) -> Results:
+        return self.sums(key, value, weights)
 
 
 class TestStep(IntentionSuite):
