@@ -131,7 +131,7 @@ def test_numbers_of_numpy(number: Any) -> None:
 
 @pytest.mark.parametrize("number", [np.float32, np.float16])
 def test_a_forgetting_factor_of_few_digits_is_as_exact(number: Any) -> None:
-    """Powers of a NumPy number have only its digits, so the result depended on how a stream was cut."""
+    """A power of a float16 number has the precision of float16, so the result depended on how a stream was divided."""
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((400, 3)), rng.standard_normal((400, 1))
     at_once, in_parts = (_streamed(OnlineRidge(forgetting=number(0.99)), x, y, size=size) for size in (400, 40))

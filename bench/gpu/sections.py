@@ -31,7 +31,7 @@ DEVICE_LOST = 70
 
 
 class Task(NamedTuple):
-    """A row to make; if a peer fails, this is reported and is not a fault."""
+    """A row of the table that is still to be made. If a peer fails, the row reports it, and this is not a fault."""
 
     key: str
     make: Callable[[], Row]

@@ -265,7 +265,7 @@ def start(
     def by_ours(i: Sequence[Tensor]) -> Results:
         given = tuple(i[3:]) or None
         state = continual_nystrom_init(*i[:3], None if given else landmarks, landmarks=given)
-        return *state[:3], state.sums[..., :-1], state.inverse  # except for a mark that torch made them
+        return *state[:3], state.sums[..., :-1], state.inverse  # without the mark that torch computed the sums
 
     def eager(i: Sequence[Tensor]) -> Results:
         rings, sums, inverse = eager_start(*i[:3], landmarks, tuple(i[3:]) or None)

@@ -212,8 +212,8 @@ struct PrefixBackwardKernel {
     return static_cast<const T*>(in.dout.data) + (run.chunk * in.queries + to.first) * in.dout.row_stride;
   }
 
-  // Computes the share that the sums of the prefix that ends with a run have in the sums of the latest prefix; this
-  // prefix is then the latest. A run that is not the end of its chunk belongs to the latest prefix. Rows that do not
+  // Takes the prefix that ends with a run, and computes the share of its sums in the sums of the latest prefix. After
+  // that, the new prefix is the latest. A run that is not the end of its chunk belongs to the latest prefix. Rows that do not
   // exist are treated as empty.
   static void share_latest(const PrefixBackward& in, const Returned<T>& to, int rows, const Run& run, int i,
                            Sent<T>& sent) {

@@ -285,7 +285,7 @@ def test_ignored_rows_do_not_matter() -> None:
 
 
 def test_an_ignored_row_is_a_query_of_its_own() -> None:
-    """A NaN in an ignored row of x spoils its own result, and no other."""
+    """A NaN in an ignored row of x makes the result of this row NaN, and changes no other result."""
     (_, x, _, *parameters), mask, settings = attention(rows=None, latents=9, mask=True)
     clean, spoilt = (
         kernels.attention_layer(

@@ -27,7 +27,8 @@ def _rows(count: int = 40) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_class_of_one_row(first: int) -> None:
-    """Its covariance is singular; the other classes are told apart as if it were not there."""
+    """A class of one row has a singular covariance. The model distinguishes the other classes as it would without this
+    class."""
     rows, labels = _rows()
     alone = rows.new_full((1, 1, 1, 2), 9.0)
     others = [c for c in range(3) if c != first]
