@@ -28,6 +28,13 @@ def merge(*states: State) -> State:
     return cast("State", union_of(*states))
 
 
+def _partial(*states: State) -> State:
+    """The merge of states that is kept for later calls. It is recorded whatever the grad mode of this call: gradients
+    must not depend on which call a merge happens to fall into."""
+    with torch.enable_grad():
+        return merge(*states)
+
+
 def check_fits(state: Any, like: Any, name: str) -> None:
     """Raise an error unless `state` is a state that can be merged with the state `like`; None allows any state."""
     kind = type(state if like is None else like)
@@ -135,8 +142,9 @@ class StateWindow(Held[State]):
 
     States may be `AttentionState`s, also with further dimensions before L, or `RidgeState`s. All states of a window
     must have the same kind, shapes, dtypes and device. The window holds the tensors themselves, like the stream of a
-    module: do not write to them. If grad mode is on, merges are recorded, and gradients flow from `state` to all states
-    that are held. The graphs of states that have left are freed.
+    module: do not write to them. If grad mode is on when `state` is read, gradients flow to all states that are held
+    and require a gradient. The grad mode of `push` and `pop` does not matter. The graphs of states that have left are
+    freed.
 
     `state_dict` returns tensors: the parts of the states, stacked in a new first dimension, and the ints `front` and
     `size` (). `load_state_dict` loads them into a window of the same size, which then continues with the same bits (up
@@ -182,7 +190,7 @@ class StateWindow(Held[State]):
         full = len(self) == self.size
         if full and not self._front:
             self._turn()
-        total = state if self._total is None else merge(self._total, state)
+        total = state if self._total is None else _partial(self._total, state)
         if full:
             self._front.pop()
         self._back.append(state)
@@ -199,7 +207,7 @@ class StateWindow(Held[State]):
         """Make the newer part the older part, which is empty."""
         front: list[State] = []
         for state in reversed(self._back):
-            front.append(merge(state, front[-1]) if front else state)
+            front.append(_partial(state, front[-1]) if front else state)
         self._front, self._back, self._total = front, [], None
 
     def parts(self) -> list[State]:
@@ -279,8 +287,8 @@ class StateTree(Held[State]):
         return key in self._places
 
     def __iter__(self) -> Iterator[Hashable]:
-        """Iterate over the keys."""
-        return iter(self._keys)
+        """Iterate over the keys that are held now, so that a loop may discard them."""
+        return iter(tuple(self._keys))
 
     def __copy__(self) -> StateTree[State]:
         made: StateTree[State] = StateTree()
@@ -332,7 +340,7 @@ class StateTree(Held[State]):
                     below[place] if place in below else known[place]
                     for place in range(2 * pair, min(2 * pair + 2, length))
                 ]
-                nodes[pair] = merge(*two) if len(two) == 2 else two[0]
+                nodes[pair] = _partial(*two) if len(two) == 2 else two[0]
             changed.append(nodes)
             counts.append((length + 1) // 2)
         for level, (nodes, length) in enumerate(zip(changed, counts, strict=True)):

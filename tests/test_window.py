@@ -212,6 +212,29 @@ def test_gradients_reach_what_is_held(make: Maker) -> None:
 
 
 @KINDS
+def test_gradients_do_not_depend_on_the_mode_of_earlier_calls(make: Maker) -> None:
+    """A merge falls into whichever call happens to need it, also into a `pop` under `no_grad`."""
+
+    def leaf() -> Any:
+        state = make()
+        return type(state)(*(part.requires_grad_() if part.is_floating_point() else part for part in state))
+
+    states = [leaf() for _ in range(4)]
+    window, tree = StateWindow(4), StateTree()
+    with torch.no_grad():
+        for key, state in enumerate(states):
+            window.push(state)
+            tree.put(key, state)
+        window.pop()
+        tree.discard(0)
+        assert not any(part.requires_grad for holder in (window, tree) for part in holder.state)
+    for holder in (window, tree):
+        out = sum(part.sin().sum() for part in holder.state if part.is_floating_point())
+        found = torch.autograd.grad(out, [state[0] for state in states], allow_unused=True)
+        assert [slope is not None for slope in found] == [False, True, True, True]
+
+
+@KINDS
 def test_what_is_pushed_and_returned_is_apart(make: Maker) -> None:
     """The holder does not write to a state that it is given, and the state that it returns may be written to."""
     for holder in (StateWindow(2), StateTree()):
@@ -334,6 +357,12 @@ def test_what_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"^StateWindow: got no state"):
         StateWindow(2).pop()
     StateTree().discard("absent")
+    tree = StateTree()
+    for key in range(6):
+        tree.put(key, attention())
+    for key in tree:
+        tree.discard(key)
+    assert len(tree) == 0
     for size in (0, -1, 2.5, True, "3", None):
         with pytest.raises(ValueError, match=r"^size: got .*, expected an int >= 1"):
             StateWindow(size)

@@ -108,7 +108,11 @@ def iterative_pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = 
 def pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = False) -> Tensor:
     """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations, or the exact one for 0
     iterations."""
-    return iterative_pinv_reference(matrix, iterations, shared=shared) if iterations else torch.linalg.pinv(matrix)
+    if iterations:
+        return iterative_pinv_reference(matrix, iterations, shared=shared)
+    # LAPACK would refuse the whole batch for one matrix that is not finite.
+    defined = matrix.isfinite().all(-1).all(-1)[..., None, None]
+    return torch.linalg.pinv(matrix.where(defined, 0.0)).where(defined, torch.nan)
 
 
 def logits(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:

@@ -202,8 +202,9 @@ class OnlineRidge(Interface):
 
         Between two calls of other methods, rank-one updates change the solution, in time O(D^2) for each example. The
         solution is recomputed from the sums after 128 examples, and earlier if more than four digits could be lost. So
-        it stays within 1e-9 of the result of `predict`. With a `forgetting` below 1, an alpha that is not a number, or
-        a solution that is not sound, it is recomputed for each example, as in `predict`.
+        it stays within 1e-9 of the result of `predict`, unless the regression is ill-conditioned: both then lose
+        digits. With a `forgetting` below 1, an alpha that is not a number, or a solution that is not sound, it is
+        recomputed for each example, as in `predict`.
         """
         waiting = self._one_by_one()
         if waiting is None:

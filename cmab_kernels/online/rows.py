@@ -46,6 +46,10 @@ class Rows:
             raise ValueError(mismatch("y", f"shape {tuple(targets.shape)}", f"{wanted}, as in the examples before"))
         self.weights = None if sample_weight is None else _weights(sample_weight, number, self.y.device)
         self.dtype, self.names, self.target_names = result_dtype(X), column_names(X), target_names(y)
+        named = held is not None and not self.flat and None not in (self.target_names, held.target_names)
+        if held is not None and named and self.target_names != held.target_names:
+            wanted = f"{held.target_names}, as in the examples before"
+            raise ValueError(mismatch("y", f"the targets {self.target_names}", wanted))
 
     def __len__(self) -> int:
         return int(self.x.shape[0])

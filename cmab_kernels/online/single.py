@@ -87,6 +87,8 @@ class Waiting:
 
     def row(self, x: Any) -> np.ndarray:
         """Return the features (D,) of an example. A feature that is missing in a dict is 0."""
+        if self.held.names is not None:
+            x = _named(x)
         if isinstance(x, dict):
             try:
                 row = np.array([x[name] for name in self.names], dtype=np.float64)
@@ -106,6 +108,12 @@ class Waiting:
         if not math.isfinite(row.sum()) and not np.isfinite(row).all():
             raise ValueError(mismatch("x", "an infinity or NaN", "finite numbers"))
         return row
+
+
+def _named(x: Any) -> Any:
+    """Return a row of a data frame, a pandas Series whose index is names, as a dict; anything else as it is."""
+    index = getattr(x, "index", None) if type(x).__module__.split(".")[0] == "pandas" else None
+    return x.to_dict() if index is not None and all(isinstance(name, str) for name in index) else x
 
 
 def vector(x: Any) -> np.ndarray:
@@ -136,6 +144,7 @@ def number(argument: str, given: Any, feature: Any = None) -> float:
 
 def features_of(x: Any) -> tuple[list[str] | None, np.ndarray]:
     """Return the names of the features of a first example, or None, and its features (D,)."""
+    x = _named(x)
     if not isinstance(x, dict):
         return None, vector(x)
     if x.keys() == set(range(len(x))):

@@ -198,6 +198,8 @@ class Sums:
         """Return what must agree in two sums that are merged: its name, its value in these sums, and its value in the
         other sums."""
         named = [] if None in (self.names, other.names) else [("names of features", self.names, other.names)]
+        if not self.flat and None not in (self.target_names, other.target_names):
+            named.append(("names of targets", self.target_names, other.target_names))
         return [
             ("features", self.width, other.width),
             ("targets", self.targets, other.targets),

@@ -349,6 +349,25 @@ def test_windows_that_fill_go_through_a_compiled_step() -> None:
         assert torch.equal(module.ready, other.ready)
 
 
+@pytest.mark.parametrize("name", ["fixed", "fixed, in an encoder"])
+def test_a_cleaned_row_brings_no_graph_into_the_stream(name: str) -> None:
+    """Fixed landmarks are parameters, and `clean_state` is called without `no_grad`: it computes no outputs."""
+    options = {"sequence_len": 4, "num_landmarks": 2, "landmarks": "fixed", "batch_first": True}
+    module = (
+        cmab_kernels.nn.ContinualNystromAttention(8, 2, **options)
+        if name == "fixed"
+        else ContinualEncoder(ContinualEncoderLayer(8, 2, 16, **options), 2)
+    ).eval()
+    for part in module.modules():
+        if hasattr(part, "fit_landmarks"):
+            part.fit_landmarks(torch.randn(1, 30, 8))
+    with torch.no_grad():
+        module.forward_step(torch.randn(3, 8))
+    module.clean_state(1)
+    assert not any(t.requires_grad for t in module.state_dict().values())
+    copy.deepcopy(module)
+
+
 def test_a_mask_without_values_is_refused() -> None:
     module = attention("exact", sequence_len=WINDOW, batch_first=True).float().to("meta")
     absent = torch.zeros(ROWS, dtype=torch.bool, device="meta")

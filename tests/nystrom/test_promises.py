@@ -34,6 +34,18 @@ def test_masked_blocks(impl: str, start: int, stop: int) -> None:
     assert all(g[0, :, start:stop].eq(0).all() for g in grads)
 
 
+@pytest.mark.parametrize("pinv", ["iterative", "exact"])
+def test_a_nan_stays_in_its_set(impl: str, pinv: str) -> None:
+    """LAPACK, which computes the exact pseudo-inverse, would refuse the whole batch."""
+    tokens = torch.randn(2, 1, 12, 4)
+    right = ck.nystrom_attention(tokens, tokens, tokens, 3, pinv=pinv, impl=impl)
+    tokens[1, 0, 3, 0] = math.nan
+    tokens.requires_grad_()
+    out = ck.nystrom_attention(tokens, tokens, tokens, 3, pinv=pinv, impl=impl)
+    (slope,) = torch.autograd.grad(out[0].sum(), tokens)
+    assert torch.allclose(out[0], right[0], atol=1e-5) and out[1].isnan().any() and slope[0].isfinite().all()
+
+
 @pytest.mark.parametrize("size", [0.0, 88.8, 104.0, 1e4, 1e18])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_logits_of_any_size(impl: str, size: float, sign: int) -> None:

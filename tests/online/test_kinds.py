@@ -135,6 +135,27 @@ def test_frames_of_pandas() -> None:
         model.set_output(transform="arrow")
 
 
+def test_names_of_targets_and_of_rows_are_matched() -> None:
+    pandas = pytest.importorskip("pandas", reason="the package pandas is not installed")
+    x, y, _ = examples()
+    frame, targets = pandas.DataFrame(x, columns=list("abcde")), pandas.DataFrame(y, columns=["u", "v"])
+    model = OnlineRidge().fit(frame, targets)
+    for wrong in (model.partial_fit, model.forget):
+        with pytest.raises(ValueError, match=r"^y: got the targets \['v', 'u'\], expected \['u', 'v'\]"):
+            wrong(frame, targets[["v", "u"]])
+    with pytest.raises(ValueError, match=r"^other: got names of targets"):
+        model.merge(OnlineRidge().fit(frame, targets[["v", "u"]]))
+    single = OnlineRidge().fit(frame, targets.u)
+    row = frame.iloc[3]
+    assert single.predict_one(row) == single.predict_one(row[list("edcba")]) == single.predict_one(row.to_dict())
+    assert OnlineRidge().fit(x, y[:, 0]).predict_one(row) == single.predict_one(row), "without names, by place"
+    single.learn_one(row[list("edcba")], y[3, 0])
+    first = OnlineRidge()
+    first.learn_one(row, y[3, 0])
+    assert first.feature_names_in_.tolist() == list("abcde")
+    assert single.n_samples_seen_ == 61
+
+
 def test_frames_of_polars_are_made_by_its_constructors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package need not be installed: a substitute shows the arguments of its constructors."""
     made = types.SimpleNamespace(

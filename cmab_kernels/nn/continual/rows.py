@@ -86,8 +86,12 @@ def staggered(module: Any, state: WindowState | None, batch: int) -> StaggeredWi
     return StaggeredWindow(torch.full((batch,), held, dtype=torch.int64, device=window.position.device), window)
 
 
+@torch.no_grad()
 def cleaned(module: Any, state: WindowState, rows: Any) -> WindowState:
-    """Return a state in which some rows of the batch restart."""
+    """Return a state in which some rows of the batch restart.
+
+    Fixed landmarks are parameters: without `no_grad` their graph would enter the stream.
+    """
     batch = state.keys.shape[0]
     gone = rows_of(rows, batch, state.keys.device)
     if not gone.any():

@@ -28,7 +28,7 @@ from ...runtime.dtypes import state_dtype
 from ...runtime.setting import now
 from ...runtime.tracing import as_row, extent, is_observed, is_profiled
 from ..api import check_pinv, choose_landmarks, iterative_pinv
-from ..reference import landmark_kernel
+from ..reference import landmark_kernel, pinv_reference
 from .reference import row_sums
 from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
 from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, remembered
@@ -91,7 +91,7 @@ def continual_nystrom_init(
             refuse_not_finite(**{"landmarks[0]": chosen.queries, "landmarks[1]": chosen.keys})
         factor = _scale(scale, key)
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
-        inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)
+        inverse = iterative_pinv(gamma, iterations) if iterations else pinv_reference(gamma, 0)
         sums = row_sums(chosen.queries, key, value, factor)
         # The caller may change its own tensors.
         own = (t.clone(memory_format=torch.contiguous_format) for t in (chosen.queries, chosen.keys))

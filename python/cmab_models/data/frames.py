@@ -114,6 +114,8 @@ def _clock(column: Any, unit: str, start: Any, end: Any) -> tuple[np.ndarray, fl
 
     one: Any
     if pandas.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind in "iuf":
+        # Differences of narrow types would leave their range, and float32 would round a start of 0.5.
+        column = column.astype("float64" if column.dtype.kind == "f" or column.max() > 2**63 - 1 else "int64")
         one, bounds = (
             1,
             [None if each is None else _number(name, each) for name, each in (("start", start), ("end", end))],
