@@ -96,7 +96,7 @@ def layer(
         name: by(partial(nystrom_attention, num_landmarks=landmarks, impl=name)) for name in kernels(scan)
     }
     implementations[EAGER] = by(partial(eager_attention, number=landmarks))
-    if dtype == wide(dtype):  # half precision does not resolve the package's pseudo-inverse
+    if dtype == wide(dtype):  # half precision has too few digits for the package's pseudo-inverse
         implementations[PACKAGE] = packaged
     if length <= (4096 if backward else 16_384):
         implementations[SDPA] = by(F.scaled_dot_product_attention)

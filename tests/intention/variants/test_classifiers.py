@@ -410,7 +410,7 @@ def _in_chunks(key: Tensor, weights: Tensor, size: int, pooled: bool, impl: str)
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_the_slope_of_a_scatter_at_a_class_of_weight_zero(impl: str, pooled: bool) -> None:
-    """The derivative is that for weights which grow from 0 alike, for any origin and any division of the rows."""
+    """The derivative is the one for weights that grow from 0 equally, for any origin and any division of the rows."""
     key, weights = _rows_of_weight_zero(0.0)
     group = (LATE == 2)[0]
     rows = key[:, :, group]
@@ -452,8 +452,8 @@ def test_gradients_at_a_class_of_weight_zero_do_not_know_the_origin(impl: str, n
 
 
 def test_values_where_weights_are_zero(impl: str) -> None:
-    """A class without weight has the mean of its rows as its point, a class without rows has 0; neither changes
-    results.
+    """The point of a class without weight is the mean of its rows, and the point of a class without rows is 0. Neither
+    changes results.
 
     Without both, ridge is 0.
     """
