@@ -9,8 +9,8 @@
 namespace cmab::cpu {
 namespace {
 
-// The logarithm of a ratio of sums of exponentials that is at most 1, computed from the logarithms of the sums. A
-// difference below the resolution of a double is treated as no difference.
+// The logarithm of the ratio of two sums of exponentials, computed from the logarithms of the sums. The ratio never
+// exceeds 1. A difference below the resolution of a double is treated as no difference.
 template <class V>
 CMAB_INLINE V log_share(V lse, V of) {
   const V x = lse - of;
@@ -213,8 +213,8 @@ struct PrefixBackwardKernel {
   }
 
   // Takes the prefix that ends with a run, and computes the share of its sums in the sums of the latest prefix. After
-  // that, the new prefix is the latest. A run that is not the end of its chunk belongs to the latest prefix. Rows that do not
-  // exist are treated as empty.
+  // that, the new prefix is the latest. A run that is not the end of its chunk belongs to the latest prefix. Rows that
+  // do not exist are treated as empty.
   static void share_latest(const PrefixBackward& in, const Returned<T>& to, int rows, const Run& run, int i,
                            Sent<T>& sent) {
     typedef T Part __attribute__((vector_size(lanes<Wide>() * sizeof(T))));
