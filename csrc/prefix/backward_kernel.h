@@ -309,7 +309,7 @@ struct PrefixBackwardKernel {
       for (int c = 0; c < C; ++c) store(latest + r * padded + c * kLanes, a[r][c]);
   }
 
-  // Computes c of the vector of rows `at` for a run.
+  // Computes c (see reference.py) for a run and the vector of rows `at`.
   static void add_dots(const PrefixBackward& in, const Returned<T>& to, int rows, const Run& run, int i, int at,
                        const Sent<T>& sent) {
     alignas(64) T dots[kLanes];

@@ -116,7 +116,7 @@ LOSSES = {(task.loss, system): name for name, task in TASKS.items() for system i
 @pytest.mark.parametrize(("name", "system"), [(name, system) for (_, system), name in LOSSES.items()])
 def test_the_loss_of_a_batch_of_nothing(name: str, system: str) -> None:
     task, model, given = TASKS[name](), made(system), inputs(system)
-    if name == "outlier":  # one answer for each set, a place in it
+    if name == "outlier":  # a set has one answer: a position in the set
         given["query"] = given["query"][:, :1]
     all_zero(
         model,
