@@ -92,8 +92,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a `torch.distributed.tensor.DTensor`, whose shape is that of all ranks together."""
-    return type(tensor) is not Tensor and type(tensor).__module__.startswith("torch.distributed.")
+    """Whether a tensor is a `torch.distributed.tensor.DTensor`, whose shape is that of all ranks together.
+
+    Compilers cannot trace the module of a class. Torch's own error follows there.
+    """
+    if type(tensor) is Tensor or torch.compiler.is_compiling():
+        return False
+    return type(tensor).__module__.startswith("torch.distributed.")
 
 
 LOCAL = "a tensor of this rank; heads and sets are independent, so shard along these and pass its to_local()"

@@ -54,6 +54,12 @@ def test_a_sequential_trains_and_streams(kind: str) -> None:
         steps = [model.forward_step(token) for token in tokens.unbind(2)]
         assert all(step is None for step in steps[: seen - 1])
         torch.testing.assert_close(torch.stack(steps[seen - 1 :], 2), trained, rtol=1e-12, atol=1e-12)
+        state, outs = None, []
+        for token in tokens.unbind(2):
+            out, state = model._forward_step(token, state)
+            outs.append(out)
+        assert all(out is None for out in outs[: seen - 1])
+        torch.testing.assert_close(torch.stack(outs[seen - 1 :], 2), trained, rtol=1e-12, atol=1e-12)
 
 
 def test_our_attention_in_a_residual_equals_theirs() -> None:
