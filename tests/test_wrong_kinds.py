@@ -178,7 +178,7 @@ def _cases() -> list[Any]:
 
 
 def _may_be(name: str, argument: str, kind: str) -> bool:
-    """Whether the call is right with this value."""
+    """Return whether the call accepts this value."""
     function, arguments = CALLS[name]
     if kind == "None":
         return inspect.signature(function).parameters[argument].default is None

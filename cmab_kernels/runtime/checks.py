@@ -439,7 +439,9 @@ def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> 
     else:
         for dim, stride in enumerate(tensor.stride()):
             tensor = tensor if stride else tensor.narrow(dim, 0, 1)  # an expanded dimension repeats the same numbers
-        least = tensor.amin()  # takes twice the time of `min`, but `min` would copy a tensor that is not contiguous
+        least = (
+            tensor.amin()
+        )  # this takes twice the time of `min`, but `min` would copy a tensor that is not contiguous
     if least.item() >= 0:
         return
     refused = tensor < 0  # all False if the minimum is NaN and no other element is negative

@@ -235,7 +235,9 @@ class Operator(Generic[Inputs]):
         if self._constant:
             ctx.mark_non_differentiable(*[results[i] for i in self._constant])
         if self._only is not None:
-            ctx.set_materialize_grads(False)  # otherwise backward would allocate zeros for all constant results
+            ctx.set_materialize_grads(
+                False
+            )  # otherwise the backward pass would allocate zeros for all constant results
         tensors = [*args[: self._tensors]]
         for i in self._dropped:
             tensors[i] = None

@@ -82,7 +82,7 @@ def positions() -> nn.Module:
 @pytest.mark.parametrize("kind", [*MODULES, "positions"])
 @pytest.mark.parametrize("container", ["Residual", "BroadcastReduce", "Parallel"])
 def test_other_containers_take_our_modules_as_they_are(kind: str, container: str) -> None:
-    """Containers ask for delays before they convert; a branch with a delay is waited for."""
+    """Containers ask for delays before they convert modules, and wait for a branch that has a delay."""
     make = MODULES.get(kind, positions)
     torch.manual_seed(0)
     module = make().eval()
@@ -116,7 +116,8 @@ def test_other_containers_take_our_modules_as_they_are(kind: str, container: str
 
 
 def test_a_stack_with_a_retroactive_layer_equals_theirs() -> None:
-    """Their result is right for n - 1 outputs, because the ring of the n tokens turns at n - 1 places.
+    """The result of the other package is right for n - 1 outputs only, because the position in its ring buffer of n
+    tokens wraps after n - 1.
 
     Two layers are needed to see this.
     """

@@ -45,7 +45,7 @@ SPILLING = {
 
 Float64 on sm_100: Triton 3.6 uses no matrix units. Width 1: two warps, as for all narrow sums, load its numbers one by
 one; four warps would not spill, but would issue a fifth more instructions (half types) or a seventh (float64). At width
-256, tiles of 64 rows instead of 128 would not spill, but would issue up to a third more for each. The rest: ptxas
+256, tiles of 64 rows instead of 128 would not spill, but would issue up to a third more for each. For the rest, ptxas
 spills a few values to fit one more block.
 """
 WEIGHTED = {(name, 128, 90): {"_gram_backward": 0.015} for name in ("bf16", "fp16")}

@@ -253,7 +253,8 @@ def test_prefixes_of_nothing(extents: tuple[int, int, int, int], every: int) -> 
 
 
 def test_a_nan_reaches_no_earlier_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A NaN sent back by a prefix does not reach a later key either: in tiles, in runs, and before them."""
+    """A NaN in the gradient of a prefix does not reach a later key, whether it is in the same tile, in the same run, or
+    after them."""
     monkeypatch.setattr(scan, "GRAIN", 12)
     key, value = _inputs(1, 1, 40, 3, 2, torch.float32)
     key[0, 0, 20] = math.nan

@@ -31,7 +31,7 @@ class IntentionSuite(OperatorSuite):
     """Intention, whose rows of a head share one solution.
 
     Its error shows in all of them, so torch's own error is the largest of a head's rows. If torch's own products
-    overflow or are no longer positive definite, torch has no digit right, and the kernels need none.
+    overflow or are no longer positive definite, torch has no correct digit, and the kernels need none.
     """
 
     extents = {"B": 2, "H": 3, "L": 5, "N": 133, "D": 16, "E": 7}
@@ -55,7 +55,7 @@ class IntentionSuite(OperatorSuite):
         return size.clamp(min=0.05 * float(size.max()))
 
     def bad_arguments(self) -> list[str]:
-        """Return no errors: test_errors.py has them all."""
+        """Return no errors, because test_errors.py has all of them."""
         return []
 
 
@@ -350,7 +350,8 @@ def test_gradients_at_a_weight_of_zero(impl: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_second_derivatives_at_a_weight_of_zero(impl: str, form: str) -> None:
-    """In alpha and weights they equal those of the primal definition, whichever derivative is taken first."""
+    """Derivatives with respect to alpha and weights equal those of the primal definition, in any order of
+    differentiation."""
     (q, k, v), alpha = (t.detach() for t in _rows(7)), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([[1.0, 0.0, 2.0, 0.0, 1.0]], dtype=torch.float64).expand(2, 5).clone().requires_grad_()
 
@@ -374,7 +375,8 @@ def test_gradients_of_no_keys(impl: str, form: str) -> None:
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[False, True, False]])])
 def test_second_derivatives_in_weights_without_a_penalty(impl: str, mask: Tensor | None) -> None:
-    """With alpha = 0 the dual form has the derivatives of a vanishing alpha, in weights and keys at once."""
+    """With alpha = 0 the dual form has the derivatives in the limit of alpha to 0, with respect to weights and keys at
+    once."""
     tensors = [torch.randn(1, 1, 3, 5, dtype=torch.float64), torch.rand(1, 1, 3, dtype=torch.float64) + 0.5]
     q, v = torch.randn(1, 1, 2, 5, dtype=torch.float64), torch.randn(1, 1, 3, 2, dtype=torch.float64)
 

@@ -242,9 +242,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         return tokens + (added if self.batch_first or tokens.dim() == 2 else added.unsqueeze(1))
 
     def _move(self, place: int | Tensor, tokens: int, absent: Tensor | None, batch: int) -> None:
-        self.__dict__["_rows"] = (
-            batch  # for `clean_state`: one place for all rows does not tell how many rows there are
-        )
+        self.__dict__["_rows"] = batch  # `clean_state` needs it, because a single place for all rows hides their number
         self.hold((place + (tokens if absent is None else (~absent).sum(1))) % self.period)
 
     def _entries(self, value: int | Tensor) -> dict[str, Tensor]:

@@ -269,7 +269,9 @@ class StepOperator:
         None if there is none."""
         try:
             return self._ready.get(form) if form else None
-        except TypeError:  # for example a list as `impl` or as an int of the state: the path with checks names it
+        except (
+            TypeError
+        ):  # for a wrong type, such as a list as `impl`, the path with checks raises an error that names the argument
             return None
 
     def remember(self, form: Form | None, impl: str) -> None:
