@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cmab_kernels.layers import BlockStack
+from cmab_kernels.layers.stack.contract import kept_bytes
+
 native = pytest.importorskip("cmab_kernels._C", reason="the extension was not built")
 
 B, H, L, N, D, E, M, m = 2, 3, 4, 5, 6, 7, 2, 3
@@ -143,9 +146,9 @@ def _stack_state() -> dict[str, Any]:
 
 
 def _stack_kept() -> Tensor:
-    return torch.zeros(
-        native.block_stack_bytes(x=_rows(B, L, 6), num_heads=2, block_latents=m, depth=2) // 8, dtype=torch.float64
-    )
+    given = _stack()
+    stack = BlockStack(given["x"], None, None, None, None, given["parameters"], 2, 1e-5, "input")
+    return torch.zeros(kept_bytes(stack, 2) // 8, dtype=torch.float64)
 
 
 def _stack_forward() -> dict[str, Any]:

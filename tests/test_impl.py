@@ -12,7 +12,10 @@ import torch
 
 import cmab_kernels as ck
 from cmab_kernels.intention import variants
+from cmab_kernels.layers import block_stack
 from cmab_kernels.runtime import backends
+
+from .layers.stack.test_suite import parameters
 
 Q, K, V = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 3)
 FEW = K[:, :, :3]
@@ -20,6 +23,7 @@ STATE, SEEN = ck.ridge_state(K, V), ck.attention_state(Q, K, V)
 NYSTROM, EXACT = ck.continual_nystrom_init(K, K, K, num_landmarks=2), ck.continual_attention_init(K, K, K)
 TOKEN = torch.randn(1, 2, 1, 8)
 TOKENS, WEIGHTS = torch.randn(1, 5, 8), torch.randn(8, 8)
+BLOCK = parameters(WEIGHTS, [WEIGHTS[0]] * 28, [WEIGHTS] * 16, [WEIGHTS] * 4, [WEIGHTS[0]] * 4, [WEIGHTS[:, :4]] * 4)
 SYSTEM = torch.eye(4)
 LABELS = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1, 2]])
 
@@ -32,6 +36,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "remove_from_state": lambda impl: ck.remove_from_state(SEEN, Q, K, V, impl=impl),
     "attention_layer": lambda impl: ck.attention_layer(TOKENS, *(WEIGHTS,) * 4, num_heads=2, impl=impl),
     "feed_forward_layer": lambda impl: ck.feed_forward_layer(TOKENS, WEIGHTS, WEIGHTS, activation="gelu", impl=impl),
+    "block_stack": lambda impl: block_stack(TOKENS, TOKENS, BLOCK, num_heads=2, impl=impl),
     "prefix_attention_states": lambda impl: ck.prefix_attention_states(Q, K, V, every=4, impl=impl),
     "nystrom_attention": lambda impl: ck.nystrom_attention(K, K, V, 3, impl=impl),
     "iterative_pinv": lambda impl: ck.iterative_pinv(SYSTEM, impl=impl),

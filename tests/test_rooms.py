@@ -29,7 +29,6 @@ MAY = {
     "contract": {"contract", "operator"},
     "api": {"api", "contract", "schema", "reference", "state", "dual", "backends", "setting", "public", *SHARED},
     "dual": {"api", "contract", "schema", "reference", "operator", "backends", *SHARED},
-    "block": {"contract", "schema", "reference", "autograd", "backends", "public", *SHARED},
     "schema": {"contract", "schema", "reference", "state", "costs", "operator", "vmap", "backends", "flops", *SHARED},
     "reference": {"reference", "state", "constants", "dtypes", "tracing"},
     "state": {"backends", "checks", "dtypes"},
@@ -107,7 +106,7 @@ def test_no_room_is_missing(name: str) -> None:
     for room in ("__init__", "api", "schema", "reference"):
         assert (folder / f"{room}.py").exists(), f"{name} has no {room}.py"
     assert IMPLEMENTATIONS[name].keys() >= {"native"}
-    inner = ("variants", "solve", "continual", "prefix", "projected")
+    inner = ("variants", "solve", "continual", "prefix", "projected", "stack")
     known = {*MAY, "__init__"} | {path.name for path in folder.iterdir() if path.name in inner}
     strangers = [path.name for path in folder.iterdir() if path.stem not in known and path.name != "__pycache__"]
     assert not strangers, f"{name} has rooms that are none: {strangers}"
@@ -147,7 +146,7 @@ def test_every_room_of_modules_imports_what_it_may_and_no_more() -> None:
 
 def test_rooms_that_the_page_says_occur_once_do() -> None:
     found = Counter(room for _, room, _ in _files())
-    assert found["dual"] == found["costs"] == found["block"] == 1
+    assert found["dual"] == found["costs"] == 1
 
 
 def test_the_page_names_the_operator_sets() -> None:

@@ -17,7 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import cmab_kernels as ck
 from cmab_kernels import nn as modules
+from cmab_kernels.layers import block_stack
 from cmab_kernels.runtime import backends
+
+from .layers.stack.test_suite import parameters
 
 SHAPES = ((2, 2, 5, 8), (2, 2, 12, 8), (2, 2, 12, 3))
 """Shapes of query, key and value."""
@@ -32,6 +35,13 @@ def _layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Both layers, one after the other, with the first rows of the keys as weights."""
     x, square, expand = k[:, 0], k[1, 0, :8], k[0, :, :8].flatten(0, 1)
     return ck.feed_forward_layer(ck.attention_layer(x, square, square.mT, square, square, num_heads=2), expand, square)
+
+
+def _stack(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two blocks with the same parameters, which are parts of the keys."""
+    rows, network = k[0].flatten(0, 1), ([k[0].flatten(0, 1)] * 4, [k[0, :, :, 0].flatten()] * 4, [k[0, 0].mT] * 4)
+    block = parameters(k[1, 0, :4], [*rows, *rows[:4]], [k[1, 1, :8]] * 16, *network)
+    return block_stack(q[:, 0], k[:, 0], 2 * block, num_heads=2)
 
 
 def _remove(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -68,6 +78,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "feed_forward_layer": lambda q, k, v: ck.feed_forward_layer(
         k, k[0, :, :8].flatten(0, 1), k[1, 0, :8], norm=(k[0, 0, 0], k[0, 0, 1], 1e-3)
     ),
+    "block_stack": _stack,
     "remove_from_state": _remove,
     "nystrom_attention": lambda q, k, v: ck.nystrom_attention(q, k, v, 3),
     "iterative_pinv": lambda q, k, v: ck.iterative_pinv((q @ q.mT).softmax(-1)),

@@ -2,21 +2,22 @@
 connection."""
 
 from .api import attention_layer, check_residual, feed_forward_layer
-from .block import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
 from .contract import AttentionLayer, FeedForwardLayer
 from .schema import attention, feed_forward
+from .stack import BlockStack, BlockStackRead, block_stack, block_stack_op, block_stack_read_op, stacked
 
 __all__ = [
     "AttentionLayer",
+    "BlockStack",
+    "BlockStackRead",
     "FeedForwardLayer",
-    "Settings",
-    "attended_blocks",
     "attention",
     "attention_layer",
+    "block_stack",
+    "block_stack_op",
+    "block_stack_read_op",
     "check_residual",
-    "differentiated_blocks",
     "feed_forward",
     "feed_forward_layer",
-    "read_blocks",
-    "updated_blocks",
+    "stacked",
 ]

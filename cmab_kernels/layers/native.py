@@ -23,7 +23,7 @@ _C = load()
 
 _ACTIVATIONS = {"geglu": 0, "gelu": 1, "relu": 2}
 """Activation -> its number in csrc/linear/linear.h."""
-_RESIDUALS = {"input": 0, "normed": 1}
+RESIDUALS = {"input": 0, "normed": 1}
 """Residual -> its number in csrc/linear/linear.h."""
 
 
@@ -50,25 +50,24 @@ def _named(names: Sequence[str], inputs: Any) -> dict[str, Any]:
 # Sizes are therefore passed as ints, which torch parses in half the time of a shape, and empty results are allocated
 # only once.
 
-_NOTHING = {
+NOTHING = {
     dtype: tuple(torch.empty(0, dtype=dtype, device="cpu") for _ in range(4))
     for dtype in (torch.float32, torch.float64)
 }
-_NO_LSE = torch.empty(0, dtype=torch.float64, device="cpu")
-_OF_BLOCK, _OF_READING = int(_C.TENSORS_OF_BLOCK), int(_C.TENSORS_OF_READING)
-_NORM = range(1, 3)  # parameters of the norm of the block latents
-_READING = range(1, _OF_READING)  # parameters that only the first cross-attention uses, before its output projection
+NO_LSE = torch.empty(0, dtype=torch.float64, device="cpu")
 
 
-def _like(x: Tensor) -> Tensor:
+def like(x: Tensor) -> Tensor:
     """Return uninitialised contiguous memory with the shape of x.
 
     The result is contiguous for an empty x, too; torch regards an empty x as contiguous with any strides.
     """
+    if x.is_contiguous() and x.numel():  # the format takes torch as long to read as all else
+        return torch.empty_like(x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _sums(x: Tensor, *shape: int) -> Tensor:
+def sums(x: Tensor, *shape: int) -> Tensor:
     """Return uninitialised memory in the dtype of sums over x."""
     dtype = state_dtype(x.dtype)
     return x.new_empty(*shape) if x.dtype == dtype else x.new_empty(*shape, dtype=dtype)
@@ -80,14 +79,14 @@ def _gradients(arguments: Sequence[str], inputs: Any) -> tuple[tuple[Tensor, ...
     results, wanted = [], {}
     for argument, need in zip(arguments, inputs.needs, strict=True):
         tensor = getattr(inputs, argument)
-        result = wanted[f"d{argument}"] = _like(tensor) if need and tensor is not None else None
+        result = wanted[f"d{argument}"] = like(tensor) if need and tensor is not None else None
         results.append(inputs.x.new_empty(0) if result is None else result)
     return tuple(results), wanted
 
 
 def feed_forward_layer(inputs: FeedForwardLayer) -> Tensor:
     """Return y for rows x (R, C)."""
-    y = _like(inputs.x)
+    y = like(inputs.x)
     _C.feed_forward_layer(**_feed_forward_inputs(inputs), y=y)
     return y
 
@@ -95,7 +94,7 @@ def feed_forward_layer(inputs: FeedForwardLayer) -> Tensor:
 def _feed_forward_inputs(inputs: FeedForwardLayer | FeedForwardLayerBackward) -> dict[str, Any]:
     named = _named(NETWORK, inputs)
     named.update(
-        x=inputs.x, eps=inputs.eps, activation=_ACTIVATIONS[inputs.activation], residual=_RESIDUALS[inputs.residual]
+        x=inputs.x, eps=inputs.eps, activation=_ACTIVATIONS[inputs.activation], residual=RESIDUALS[inputs.residual]
     )
     return named
 
@@ -118,18 +117,18 @@ def attention_layer(inputs: AttentionLayer) -> tuple[Tensor, ...]:
     batch, latents, _ = x.shape
     keys = latents if context is None else context.shape[1]
     depth, width, rows, others = inputs.key_weight.shape[0], inputs.value_weight.shape[0], batch * latents, batch * keys
-    query, key, value = _sums(x, rows, depth), _sums(x, others, depth), _sums(x, others, width)
+    query, key, value = sums(x, rows, depth), sums(x, others, depth), sums(x, others, width)
     out, lse, y = (
-        _sums(x, batch, heads, latents, width // heads),
+        sums(x, batch, heads, latents, width // heads),
         x.new_empty(batch, heads, latents, dtype=torch.float64),
-        _like(x),
+        like(x),
     )
     if y.numel():
         _C.attention_layer(
             **_attention_inputs(inputs), query=query, key=key, value=value, out=out, lse=lse, y=y.flatten(0, 1)
         )
     if not inputs.keep:
-        return y, *_NOTHING[query.dtype], _NO_LSE
+        return y, *NOTHING[query.dtype], NO_LSE
     return y, query.view(batch, latents, depth), key.view(batch, keys, depth), value.view(batch, keys, width), out, lse
 
 
@@ -160,130 +159,5 @@ def _attention_inputs(inputs: AttentionLayer | AttentionLayerBackward) -> dict[s
     named.update(
         eps=inputs.eps, context_eps=inputs.context_eps, scale=inputs.scale, batch=x.shape[0], num_heads=inputs.num_heads
     )
-    named.update(residual=_RESIDUALS[inputs.residual])
+    named.update(residual=RESIDUALS[inputs.residual])
     return named
-
-
-def reads_heads(width: int) -> bool:
-    """True if blocks can read their inputs with heads of this width."""
-    return width <= int(_C.MAX_WIDTH)
-
-
-collect_parameters = _C.collect_parameters
-"""Look up the parameters of layers (csrc/layers/modules.cpp)."""
-
-
-Settings = tuple[int, float, str]
-"""The number of heads, the eps of all norms and the residual of stacked blocks."""
-
-
-def _stack_inputs(
-    x: Tensor, inputs: Any, mask: Any, parameters: tuple[Tensor, ...], settings: Settings
-) -> dict[str, Any]:
-    heads, eps, residual = settings
-    given = {
-        "x": x.contiguous(),
-        "inputs": inputs,
-        "key_padding_mask": mask,
-        "parameters": parameters,
-        "num_heads": heads,
-    }
-    return {**given, "scale": (x.shape[-1] // heads) ** -0.5, "eps": eps, "residual": _RESIDUALS[residual]}
-
-
-def block_stack(
-    x: Tensor,
-    inputs: Tensor | None,
-    mask: Tensor | None,
-    state: tuple[Tensor | None, Tensor | None],
-    attended: Tensor | None,
-    parameters: tuple[Tensor, ...],
-    settings: Settings,
-    *,
-    keep: bool,
-    all_blocks: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return (y, out, lse, kept) of stacked blocks, for `layers.block`.
-
-    If `attended` is given, `out` is `attended` and `lse` is None. `kept`, for the backward pass, is None unless `keep`.
-    """
-    given, heads = _stack_inputs(x, inputs, mask, parameters, settings), settings[0]
-    blocks, latents = len(parameters) // _OF_BLOCK, parameters[0].shape[0]
-    if attended is None:
-        out, lse = _new_state(x, blocks, heads, latents)
-    else:
-        out, lse = attended.contiguous(), None
-    y = x.new_empty(blocks, *x.shape) if all_blocks else _like(x)
-    last, between = (y[-1], y[:-1]) if all_blocks else (y, None)
-    kept = None
-    if keep:
-        size = _C.block_stack_bytes(x=given["x"], num_heads=heads, block_latents=latents, depth=blocks)
-        kept = torch.empty(size // 8, dtype=torch.float64, device="cpu")
-    _C.block_stack(
-        **given, state_out=state[0], state_lse=state[1], out=out, lse=lse, y=last, between=between, kept=kept
-    )
-    return y, out, lse, kept
-
-
-def _new_state(x: Tensor, blocks: int, heads: int, latents: int) -> tuple[Tensor, Tensor]:
-    """Return memory for the state of the first cross-attentions of stacked blocks, for inputs like x (B, ..., C)."""
-    sets, width = blocks * x.shape[0], x.shape[-1] // heads
-    return _sums(x, sets, heads, latents, width), x.new_empty(sets, heads, latents, dtype=torch.float64)
-
-
-def block_stack_read(
-    inputs: Tensor,
-    mask: Tensor | None,
-    state: tuple[Tensor | None, Tensor | None],
-    parameters: tuple[Tensor, ...],
-    settings: Settings,
-) -> tuple[Tensor, Tensor]:
-    """Return the state (out, lse) of the first cross-attentions of stacked blocks with these parameters."""
-    out, lse = _new_state(inputs, len(parameters) // _OF_READING, settings[0], parameters[0].shape[0])
-    given = _stack_inputs(inputs, inputs, mask, parameters, settings)
-    del given["x"], given["residual"]
-    _C.block_stack_read(**given, state_out=state[0], state_lse=state[1], out=out, lse=lse)
-    return out, lse
-
-
-def block_stack_backward(
-    dy: Tensor,
-    y: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    kept: Tensor,
-    x: Tensor,
-    inputs: Tensor | None,
-    mask: Tensor | None,
-    attended: Tensor | None,
-    parameters: tuple[Tensor, ...],
-    settings: Settings,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, inputs, attended and the parameters; None for each gradient that is not needed.
-
-    `y` holds the latents after each block, and `dy` is their gradient. If `y` is None, `dy` is the gradient of the last
-    block's latents alone.
-    """
-    slopes = dy.contiguous()
-    dx, dinputs = x.new_empty(x.shape), None if inputs is None or not needs[1] else inputs.new_empty(inputs.shape)
-    dattended = None if attended is None else torch.empty_like(out)
-    unused = () if attended is None else set(_READING) - set(_NORM if settings[2] == "normed" else ())
-    wanted = [i for i, need in enumerate(needs[4:]) if need and i % _OF_BLOCK not in unused]
-    gradients: list[Tensor | None] = [None] * len(parameters)
-    for i in wanted:
-        gradients[i] = parameters[i].new_empty(parameters[i].shape)
-    _C.block_stack_backward(
-        **_stack_inputs(x, inputs, mask, parameters, settings),
-        dy=slopes if y is None else slopes[-1],
-        dbetween=None if y is None else slopes[:-1],
-        between=None if y is None else y[:-1],
-        out=out,
-        lse=lse,
-        kept=kept,
-        dx=dx,
-        dinputs=dinputs,
-        dattended=dattended,
-        gradients=tuple(gradients),
-    )
-    return dx, dinputs, dattended, *gradients

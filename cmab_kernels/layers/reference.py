@@ -125,14 +125,14 @@ def attention_layer_reference(
     key = F.linear(normed_context, *in_dtype(dtype, key_weight, key_bias))
     value = F.linear(normed_context, *in_dtype(dtype, value_weight, value_bias))
     heads = [t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (query, key, value)]
-    out, lse = _attention(heads, key_padding_mask, scale)
+    out, lse = attend(heads, key_padding_mask, scale)
     added = F.linear(out.transpose(1, 2).flatten(-2), *in_dtype(dtype, output_weight, output_bias))
     y = (normed if residual == "normed" else rows) + added
     kept = (query, key, value, out, lse)
     return y.to(x.dtype), *(kept if keep else (t.new_empty(0) for t in kept))
 
 
-def _attention(heads: Sequence[Tensor], ignore: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend(heads: Sequence[Tensor], ignore: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of heads (B, H, L, D), (B, H, N, D) and (B, H, N, E); `ignore` (B, N) is True at ignored keys."""
     query, key, value = heads
     scores = scale * (query @ key.mT)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..runtime.dtypes import state_dtype
 from ..runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
 from ..runtime.tracing import is_differentiated, is_recorded
-from ..runtime.vmap import Rule
+from ..runtime.vmap import Rule, flat
 from .contract import (
     OF_ATTENTION,
     OF_FEED_FORWARD,
@@ -152,12 +152,13 @@ def _attention_backward(call: Call[AttentionLayer], dy: Tensor, *_: Any) -> Grad
     return dict(zip(OF_ATTENTION, _attention_backward_op(AttentionLayerBackward(*given)), strict=True))
 
 
-def _gradients_of(layer: Callable[[Any], Tensor], *arguments: str) -> Callable[[Any], Sequence[Tensor]]:
+def gradients_of(layer: Callable[[Any], Tensor], *arguments: str) -> Callable[[Any], Sequence[Tensor]]:
     """The formula of a backward operator: autograd through y = layer(inputs), with None for gradients that are not in
     `needs`."""
 
     def formula(inputs: Any) -> Sequence[Any]:
-        tensors = [getattr(inputs, argument) for argument, need in zip(arguments, inputs.needs, strict=True) if need]
+        given = flat([getattr(inputs, argument) for argument in arguments])
+        tensors = [tensor for tensor, need in zip(given, inputs.needs, strict=True) if need]
         grads = iter(torch.autograd.grad(layer(inputs), tensors, inputs.dy, create_graph=True, materialize_grads=True))
         return [next(grads) if need else None for need in inputs.needs]
 
@@ -194,7 +195,7 @@ _feed_forward_backward_op = Operator(
     tuple(f"d{argument}" for argument in OF_FEED_FORWARD),
     shapes=gradient_shapes(*OF_FEED_FORWARD),
     operations=_feed_forward_backward_operations,
-    backward=derivatives_of(_gradients_of(_feed_forward_again, *OF_FEED_FORWARD), "dy", *OF_FEED_FORWARD),
+    backward=derivatives_of(gradients_of(_feed_forward_again, *OF_FEED_FORWARD), "dy", *OF_FEED_FORWARD),
     # Each mapped element has a separate gradient of the weights.
     vmap=Rule(batched=("dy", "x"), loops=lambda inputs: any(inputs.needs[1:])),
 )
@@ -218,7 +219,7 @@ _attention_backward_op = Operator(
     tuple(f"d{argument}" for argument in OF_ATTENTION),
     shapes=gradient_shapes(*OF_ATTENTION),
     operations=_attention_backward_operations,
-    backward=derivatives_of(_gradients_of(_attention_again, *OF_ATTENTION), "dy", *OF_ATTENTION),
+    backward=derivatives_of(gradients_of(_attention_again, *OF_ATTENTION), "dy", *OF_ATTENTION),
     keeps=("dy", "key_padding_mask", *OF_ATTENTION),
     vmap=Rule(batched=("dy", "x", "context", "key_padding_mask", *_KEPT), loops=lambda inputs: any(inputs.needs[2:])),
 )

@@ -30,6 +30,7 @@ SETS = (
     "attention.prefix",
     "attention.projected",
     "layers",
+    "layers.stack",
     "nystrom",
     "nystrom.continual",
     "intention",
@@ -64,6 +65,7 @@ OPERATORS: dict[str, str] = {
     "projected_attention_state": "attention.projected",
     "attention_layer": "layers",
     "feed_forward_layer": "layers",
+    "block_stack": "layers.stack",
     "prefix_attention_states": "attention.prefix",
     "nystrom_attention": "nystrom",
     "iterative_pinv": "nystrom",
@@ -85,6 +87,7 @@ REFERENCE_COSTS: dict[str, str] = {
     "attention": "is dense in the number of keys",
     "attention.projected": "is dense in the number of inputs",
     "attention.prefix": "is dense in the number of keys times that of prefixes",
+    "layers.stack": "is dense in the number of inputs",
     "nystrom.continual": "reads the whole window at every step",
     "intention": "reads keys and values more than once, and copies them for sums in float64",
 }

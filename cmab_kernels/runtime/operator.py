@@ -1,9 +1,9 @@
 """An operator: its contract, which tells torch everything about it, and the choice between definition, kernel and
 dispatcher.
 
-The contract of an operator is a NamedTuple of its arguments. Its tensors come first, then numbers, then, if it belongs
-to a set, the name of the implementation, `impl`. The schema, the fake implementation, the vmap rule and the gradient
-name the fields they use.
+The contract of an operator is a NamedTuple of its arguments. Its tensors come first, of which the last may be a tuple
+of any number of tensors. Then come numbers, then, if the operator belongs to a set, the name of the implementation,
+`impl`. The schema, the fake implementation, the vmap rule and the gradient name the fields they use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .tracing import (
     records_no_function,
     under_transform,
 )
-from .vmap import Rule, mapped_rule
+from .vmap import Rule, flat, mapped_rule, nested
 
 LIB = torch.library.Library("cmab", "FRAGMENT")
 
@@ -36,8 +36,11 @@ Inputs = TypeVar("Inputs", bound=tuple)
 Extent = NewType("Extent", int)
 """An int of a contract that a compiler may trace as a symbol."""
 
-Gradients = dict[str, Tensor | None]
-"""Argument -> its gradient. Arguments without a gradient may be absent."""
+Gradients = dict[str, Any]
+"""Argument -> its gradient, or the gradients of a tuple of tensors. Arguments without a gradient may be absent."""
+
+GRADIENTS = ("gradients[]",)
+"""The `results` of an operator whose result is a list of tensors."""
 
 _TYPES = {
     Tensor: "Tensor",
@@ -49,23 +52,22 @@ _TYPES = {
     bool: "bool",
     str: "str",
 }
-"""Type of a field -> its type in a schema. A tuple of n bools is bool[n], likewise for ints."""
+"""Type of a field -> its type in a schema. A tuple of n bools is bool[n], and one of any number is bool[]; likewise for
+ints and tensors."""
 
 
 def schema_of(name: str, contract: type, results: Sequence[str]) -> str:
     """Return the schema of the operator `name`: its arguments are the fields of `contract`."""
     arguments = ", ".join(f"{_schema_type(kind)} {field}" for field, kind in get_type_hints(contract).items())
-    returned = "Tensor" if len(results) == 1 else f"({', '.join(f'Tensor {result}' for result in results)})"
+    single = "Tensor[]" if results == GRADIENTS else "Tensor"
+    returned = single if len(results) == 1 else f"({', '.join(f'Tensor {result}' for result in results)})"
     return f"{name}({arguments}) -> {returned}"
 
 
 def _schema_type(kind: Any) -> str:
     items = get_args(kind) if kind not in _TYPES else ()
-    return f"{_TYPES[items[0]]}[{len(items)}]" if items else _TYPES[kind]
-
-
-def _is_tensor(kind: Any) -> bool:
-    return _TYPES.get(kind, "").startswith("Tensor")
+    count = "" if Ellipsis in items else len(items)
+    return f"{_TYPES[items[0]]}[{count}]" if items else _TYPES[kind]
 
 
 def register_definition(operator: Any, definition: Callable[..., Any]) -> None:
@@ -82,11 +84,11 @@ class Call(Generic[Inputs]):
     `inputs` are the arguments; tensors that were not kept are None. `kept` are the results that were kept.
     """
 
-    def __init__(self, inputs: Inputs, kept: tuple[Tensor, ...], wanted: dict[str, bool]) -> None:
+    def __init__(self, inputs: Inputs, kept: tuple[Tensor, ...], wanted: dict[str, Any]) -> None:
         self.inputs, self.kept, self._wanted = inputs, kept, wanted
 
     def needs(self, *arguments: str) -> Any:
-        """Return whether the gradients of these arguments are needed."""
+        """Return whether the gradients of these arguments are needed; for a tuple of tensors, a tuple."""
         return tuple([self._wanted[argument] for argument in arguments])
 
 
@@ -99,7 +101,7 @@ _OPERATORS: dict[str, Operator[Any]] = {}
 reads neither methods nor objects from the cells of a function."""
 
 
-def _may_bypass_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
+def _may_bypass_dispatcher(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a call may bypass the dispatcher. Profiles show only calls that go through the dispatcher."""
     return may_bypass_dispatcher(*tensors) and not is_profiled()
 
@@ -137,11 +139,12 @@ class Operator(Generic[Inputs]):
             kernels: the set whose implementations have the kernel; or the kernel itself, if there is only one.
             name: the name of the operator in torch.
             contract: the NamedTuple of its arguments.
-            results: the names of its results, which are tensors.
+            results: the names of its results, which are tensors; or `GRADIENTS` for a list of them.
             shapes: return uninitialised results for arguments whose values must not be read.
             operations: return the FLOPs, for a contract that has shapes in place of tensors.
             backward: return the gradients of the arguments, by name, for a `Call` and the gradients of the results.
-            keeps: the arguments and results that the backward pass needs; None for all arguments and no result.
+            keeps: the arguments and results that the backward pass needs; None for all arguments and no result. A
+                tuple of tensors is always kept.
             constant: the results that have no gradient.
             vmap: how a mapped dimension is handled; None if all tensors have a batch into which it can be folded.
             reference: the definition. It is None for an operator with one kernel, and for a backward operator, because
@@ -152,14 +155,17 @@ class Operator(Generic[Inputs]):
         kinds = get_type_hints(contract)
         self.name, self._kernels, self._function, self._contract = name, kernels, function or name, contract
         self._fields = tuple(kinds)
-        self._tensors = sum(map(_is_tensor, kinds.values()))
+        types = [_schema_type(kind) for kind in kinds.values()]
+        self._tensors = sum(kind.startswith("Tensor") for kind in types)
+        self._has_list, self._numbers = "Tensor[]" in types, len(types) - self._tensors
         self._reference, self._check, self._gradients = reference, check, backward
         kept = set(self._fields if keeps is None else keeps)
-        self._dropped = [i for i in range(self._tensors) if self._fields[i] not in kept]
+        self._dropped = [i for i in range(self._tensors - self._has_list) if self._fields[i] not in kept]
         self._kept_results = [i for i, result in enumerate(results) if result in kept]
         self._constant = [i for i, result in enumerate(results) if result in set(constant)]
         with_gradient = [i for i in range(len(results)) if i not in self._constant]
-        self._only = with_gradient[0] if len(with_gradient) == 1 else None
+        self._listed = results == GRADIENTS
+        self._only = with_gradient[0] if len(with_gradient) == 1 and not self._listed else None
 
         LIB.define(schema_of(name, contract, results))
         self._overload = getattr(torch.ops.cmab, name).default
@@ -185,20 +191,36 @@ class Operator(Generic[Inputs]):
         if self._reference is not None and args[-1] == "reference":
             return self._by_definition(inputs)
         tensors = args[: self._tensors]
+        if self._has_list:
+            tensors = (*tensors[:-1], *tensors[-1])
         if is_differentiated(*tensors) and not records_no_function():
-            return self._differentiable(*args)
+            return self._differentiable(*tensors, *args[self._tensors :])
         return self._by_kernel(inputs) if _may_bypass_dispatcher(tensors) else self._overload(*args)
 
-    def _computed(self, *args: Any) -> Any:
+    def unseen(self, inputs: Inputs) -> Any:
+        """Run the kernel. The caller has found that the call has no gradient and may bypass the dispatcher.
+
+        A stack of blocks has hundreds of parameters. To look at each a second time would take 50 us.
+        """
+        return self._overload(*inputs) if is_profiled() else self._by_kernel(inputs)
+
+    def _args(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the arguments, given those of the autograd Function, which takes the items of a tuple of tensors."""
+        if not self._has_list:
+            return leaves
+        first, last = self._tensors - 1, len(leaves) - self._numbers
+        return *leaves[:first], leaves[first:last], *leaves[last:]
+
+    def _computed(self, *leaves: Any) -> Any:
         """Return the results without a gradient."""
-        return (
-            self._by_kernel(self._contract(*args))
-            if _may_bypass_dispatcher(args[: self._tensors])
-            else self._overload(*args)
-        )
+        args = self._args(leaves)
+        bypasses = _may_bypass_dispatcher(leaves[: len(leaves) - self._numbers])
+        results = self._by_kernel(self._contract(*args)) if bypasses else self._overload(*args)
+        return tuple(results) if self._listed else results
 
     def _dispatched(self, *args: Any) -> Any:
-        return self._by_kernel(self._contract(*args))
+        results = self._by_kernel(self._contract(*args))
+        return list(results) if self._listed else results
 
     def _by_kernel(self, inputs: Inputs) -> Any:
         self._check(inputs)
@@ -211,13 +233,14 @@ class Operator(Generic[Inputs]):
         The transforms of `torch.func` and forward mode cannot differentiate such a program. They raise an error,
         because otherwise the gradient would be 0.
         """
-        tensors = [tensor for tensor in args[: self._tensors] if tensor is not None]
+        tensors = [tensor for tensor in flat(args[: self._tensors]) if tensor is not None]
         differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if (differentiated and under_transform()) or has_tangent(*tensors):
             got = "a call of a recorded program under a transform of torch.func or in forward mode"
             raise RuntimeError(mismatch(self.name, got, "a call of the module itself, or gradients by autograd"))
         if differentiated:
-            return self._differentiable(*args)
+            results = self._differentiable(*flat(args[: self._tensors]), *args[self._tensors :])
+            return list(results) if self._listed else results
         with torch._C._AutoDispatchBelowAutograd():
             return self._overload(*args)
 
@@ -229,38 +252,41 @@ class Operator(Generic[Inputs]):
 
     # ---- gradients
 
-    def _save(self, ctx: Any, args: Any, output: Any) -> None:
+    def _save(self, ctx: Any, leaves: Any, output: Any) -> None:
         results = (output,) if isinstance(output, Tensor) else output
-        ctx.settings = args[self._tensors :]
+        count = len(leaves) - self._numbers
+        ctx.settings = leaves[count:]
         if self._constant:
             ctx.mark_non_differentiable(*[results[i] for i in self._constant])
         if self._only is not None:
-            ctx.set_materialize_grads(
-                False
-            )  # otherwise the backward pass would allocate zeros for all constant results
-        tensors = [*args[: self._tensors]]
+            ctx.set_materialize_grads(False)  # otherwise backward would allocate zeros for all constant results
+        tensors = [*leaves[:count]]
         for i in self._dropped:
             tensors[i] = None
         ctx.save_for_backward(*tensors, *[results[i] for i in self._kept_results])
 
     def _backward(self, ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if self._only is not None and grads[self._only] is None:
-            return (None,) * len(self._fields)
-        saved = ctx.saved_tensors
-        wanted = dict(zip(self._fields, ctx.needs_input_grad, strict=True))
-        call = Call(self._contract(*saved[: self._tensors], *ctx.settings), saved[self._tensors :], wanted)
+            return (None,) * len(ctx.needs_input_grad)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        count = len(needs) - self._numbers
+        wanted = dict(zip(self._fields, self._args(needs), strict=True))
+        call = Call(self._contract(*self._args((*saved[:count], *ctx.settings))), saved[count:], wanted)
         gradients = self._gradients(call, *grads)
-        return tuple([gradients.get(field) if need else None for field, need in wanted.items()])
+        found = [gradients.get(field) for field in self._fields]
+        if self._has_list:
+            found = flat(found)
+        return tuple([grad if need else None for grad, need in zip(found, needs, strict=True)])
 
 
 def gradient_shapes(*arguments: str) -> Callable[[Any], tuple[Tensor, ...]]:
-    """Return the `shapes` of a backward operator whose results are the gradients of these arguments.
+    """Return the `shapes` of a backward operator whose results are the gradients of these arguments, in one list.
 
     A gradient that is not in the field `needs` of the contract is an empty vector.
     """
 
     def shapes(inputs: Any) -> tuple[Tensor, ...]:
-        tensors = [getattr(inputs, argument) for argument in arguments]
+        tensors = flat([getattr(inputs, argument) for argument in arguments])
         like = next(tensor for tensor in tensors if tensor is not None)
         return tuple(
             like.new_empty(0) if tensor is None or not need else tensor.new_empty(tensor.shape)
@@ -274,8 +300,8 @@ def derivatives_of(formula: Callable[[Any], Sequence[Tensor]], *arguments: str) 
     """Return the `backward` of a backward operator: autograd through `formula`, which computes all results from the
     contract.
 
-    `arguments` are the fields in which `formula` is differentiable. Results that are not in the field `needs` of the
-    contract, if it has one, are left out. Derivatives of any order are supported.
+    `arguments` are the fields in which `formula` is differentiable, tensors or tuples of tensors. Results that are not
+    in the field `needs` of the contract, if it has one, are left out. Derivatives of any order are supported.
     """
 
     def backward(call: Call[Any], *directions: Tensor) -> Gradients:
@@ -285,9 +311,11 @@ def derivatives_of(formula: Callable[[Any], Sequence[Tensor]], *arguments: str) 
             return [result for result, need in zip(results, needs, strict=True) if need]
 
         def of_tensors(*tensors: Tensor | None) -> list[Tensor]:
-            return needed(formula(call.inputs._replace(**dict(zip(arguments, tensors, strict=True)))))
+            given = dict(zip(arguments, nested(tensors, like=fields), strict=True))
+            return needed(formula(call.inputs._replace(**given)))
 
-        tensors = [getattr(call.inputs, argument) for argument in arguments]
-        return dict(zip(arguments, gradient_of_formula(of_tensors, tensors, needed(directions)), strict=True))
+        fields = [getattr(call.inputs, argument) for argument in arguments]
+        gradients = gradient_of_formula(of_tensors, flat(fields), needed(directions))
+        return dict(zip(arguments, nested(gradients, like=fields), strict=True))
 
     return backward

@@ -4,6 +4,7 @@ element."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,20 @@ class Rule(NamedTuple):
     an argument that is not in `batched` is mapped."""
 
 
+def flat(values: Sequence[Any]) -> list[Any]:
+    """Return the values, with the items of a tuple or list in its place."""
+    return [item for value in values for item in (value if isinstance(value, tuple | list) else (value,))]
+
+
+def nested(items: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """Return the values that `flat` makes `items` of, where those of `like` have tuples of as many items."""
+    left = iter(items)
+    return [tuple(islice(left, len(value))) if isinstance(value, tuple | list) else next(left) for value in like]
+
+
 def mapped_rule(operator: Callable, contract: type, tensors: int, rule: Rule | None) -> Callable:
     """Return the vmap rule of `operator`, whose arguments are the fields of `contract` and begin with this number of
-    tensors.
+    tensors. The last of these may be a tuple of tensors; such an operator is always called once per element.
 
     A result that was not requested is an empty vector, and is not mapped.
     """
@@ -34,9 +46,13 @@ def mapped_rule(operator: Callable, contract: type, tensors: int, rule: Rule | N
         size, dims = info.batch_size, in_dims[:tensors]
         if size == 0:
             return _of_nothing(of_elements, info, in_dims, args)
-        mapped = [i for i, dim in enumerate(dims) if dim is not None]
-        alone = loops(contract(*args)) or any(i not in foldable for i in mapped)
-        results = _looped(operator, size, dims, args) if alone else _folded(operator, size, dims, args, foldable)
+        has_list = isinstance(args[tensors - 1], list)
+        alone = (
+            has_list
+            or loops(contract(*args))
+            or any(dim is not None and i not in foldable for i, dim in enumerate(dims))
+        )
+        results = _looped(operator, size, in_dims, args) if alone else _folded(operator, size, dims, args, foldable)
         results_dims = tuple(None if _is_absent(result) else 0 for result in results)
         return (results, results_dims) if len(results) > 1 else (results[0], results_dims[0])
 
@@ -54,10 +70,10 @@ def _folded(
     )
 
 
-def _looped(operator: Callable, size: int, dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    dims = (*dims, *[None] * (len(args) - len(dims)))
-    calls = [[a if dim is None else a.select(dim, i) for a, dim in zip(args, dims, strict=True)] for i in range(size)]
-    elements = [_results(operator, call) for call in calls]
+def _looped(operator: Callable, size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    leaves = [*zip(flat(args), flat(in_dims), strict=True)]
+    calls = [[a if dim is None else a.select(dim, i) for a, dim in leaves] for i in range(size)]
+    elements = [_results(operator, nested(call, like=args)) for call in calls]
     return tuple(parts[0] if _is_absent(parts[0]) else torch.stack(parts) for parts in zip(*elements, strict=True))
 
 
@@ -85,8 +101,8 @@ def _of_nothing(rule: Callable, info: Any, in_dims: Any, args: Sequence[Any]) ->
     """Apply a rule to a mapped dimension of size 0. The results get their shapes from a call on one element without
     values."""
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    element = (_without_values(arg, dim) for arg, dim in zip(args, in_dims, strict=True))
-    results, dims = rule(info._replace(batch_size=1), in_dims, *element)
+    leaves = [_without_values(arg, dim) for arg, dim in zip(flat(args), flat(in_dims), strict=True)]
+    results, dims = rule(info._replace(batch_size=1), in_dims, *nested(leaves, like=args))
     if isinstance(results, Tensor):
         return _nothing_of(results, dims, device), dims
     return tuple(_nothing_of(result, dim, device) for result, dim in zip(results, dims, strict=True)), dims

@@ -1,5 +1,7 @@
-// Looks up the parameters of layers for a call that replaces the calls of all their modules. A stack has hundreds of
-// parameters, and every streaming update looks at each of them.
+// Looks up the parameters of layers for a call that replaces the calls of all their modules. This is in C++ only for
+// speed. A stack of six blocks has 264 modules, and every streaming update must see that each is still what it was. The
+// same look-up in Python makes an update of one key longer by a quarter. No other part of the package reads modules in
+// C++.
 #include "common/arguments.h"
 #include "common/bindings.h"
 #include "common/python.h"

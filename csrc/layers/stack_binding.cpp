@@ -172,17 +172,6 @@ void* read_kept(Arguments& in, const BlockStack& stack, bool optional) {
   return kept.data;
 }
 
-// Reads no parameter, because the numbers contain all information.
-PyObject* stack_bytes(Arguments& in) {
-  LatentBlock block = read_common(in, in.contiguous("x", "BLC", kFloating));
-  block.latents = in.extent('L'), block.block_latents = in.integer("block_latents");
-  const int64_t depth = in.integer("depth");
-  in.require(depth >= 1, "depth", "is below 1");
-  BlockStack stack{};
-  stack.blocks.resize(depth, block);
-  return PyLong_FromSize_t(block_stack_bytes(stack));
-}
-
 // The incoming state and the new one, of all blocks.
 struct States {
   Operand before_out, before_lse;
@@ -237,6 +226,8 @@ void stack_backward(Arguments& in) {
   in.require(lse || !stack.reads, "lse", "is None");
   const TensorView dy = in.contiguous("dy", "BLC", dtype);
   const TensorView dbetween = in.optional_contiguous("dbetween", "WBLC", dtype);
+  in.require(!dbetween.data || dbetween.shape[0] == int64_t(stack.blocks.size()) - 1, "dbetween",
+             "is of another number of blocks");
   void* kept = read_kept(in, stack, false);
   BlockStackGradients to{};
   to.x = in.contiguous("dx", "BLC", dtype).data;
@@ -258,7 +249,6 @@ void stack_backward(Arguments& in) {
 void bind_stack(PyObject* module) {
   set_constant(module, "TENSORS_OF_BLOCK", kOfBlock);
   set_constant(module, "TENSORS_OF_READING", kOfReading);
-  define<stack_bytes>(module, "block_stack_bytes");
   define<stack_read>(module, "block_stack_read");
   define<stack_forward>(module, "block_stack");
   define<stack_backward>(module, "block_stack_backward");

@@ -91,7 +91,7 @@ SANITIZERS = {
                 "csrc/layers/crew.h",
                 "if (has_sets(sets)) return;\n#pragma omp barrier",
                 "if (sets >= 0) return;\n#pragma omp barrier",
-                "tests/layers/test_block.py::test_strides_and_threads_change_no_bit",
+                "tests/layers/stack/test_native.py::test_strides_and_threads_change_no_bit",
             ),
         ),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .fault import Fault
 
 SUITE = "tests/layers/test_suite.py"
-BLOCK = "tests/layers/test_block.py"
+BLOCK = "tests/layers/stack/test_native.py"
 RESIDUAL = "tests/nn/test_residual.py"
 REFERENCE = "tests/layers/test_reference.py"
 KERNELS = "tests/layers/test_kernels.py"
@@ -164,10 +164,16 @@ IN_CPP = {
 
 IN_PYTHON = {
     "a normed residual whose norm learns nothing, of blocks that do not read": Fault(
-        "cmab_kernels/layers/native.py",
-        'set(_NORM if settings[2] == "normed" else ())',
-        "set()",
+        "cmab_kernels/layers/stack/schema.py",
+        'range(3 if residual == "normed" else 1, OF_READING)',
+        "range(1, OF_READING)",
         f"{BLOCK}::test_only_the_gradients_that_are_needed_are_made",
+    ),
+    "latents between blocks that nothing has kept": Fault(
+        "cmab_kernels/layers/stack/native.py",
+        "between=None if given.keep else between",
+        "between=between",
+        f"{BLOCK}::test_the_latents_after_every_block",
     ),
     "one call for layers of several residuals": Fault(
         "cmab_kernels/nn/cmab/one_call.py",

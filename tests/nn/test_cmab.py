@@ -65,14 +65,14 @@ def test_block_latents_are_a_shared_query(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is one native call; with a hook on one part, there is one operator for each of the other layers."""
     calls = []
-    for place, name in ((one_call, "differentiated_blocks"), (layers, "feed_forward"), (layers, "attention")):
+    for place, name in ((one_call, "stacked"), (layers, "feed_forward"), (layers, "attention")):
         operator = getattr(place, name)
         monkeypatch.setattr(
             place, name, lambda *a, name=name, operator=operator, **k: calls.append(name) or operator(*a, **k)
         )
     module, (inputs, latents) = block(), points()
     module(inputs, latents)
-    assert calls == ["differentiated_blocks"]
+    assert calls == ["stacked"]
     with cmab_kernels.use_impl("reference"):
         module(inputs, latents)
     with torch.autocast("cpu", torch.bfloat16):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import LayerNorm, Linear
 
 from ...attention import AttentionState, check_state
-from ...layers import Settings, attended_blocks, differentiated_blocks, read_blocks, updated_blocks
+from ...layers import BlockStack, BlockStackRead, block_stack_op, block_stack_read_op, stacked
 from ...runtime.backends import kernel
 from ...runtime.dtypes import state_dtype
 from ...runtime.tracing import is_differentiated, is_observed, may_bypass_dispatcher
@@ -25,16 +25,22 @@ class Block(Protocol):
     retrieve: LatentLayer
 
 
-def attend(blocks: Sequence[Block], latents: Tensor, outs: Tensor, *, all_blocks: bool = False) -> Tensor | None:
-    """Return the latents (B, L, C) after all blocks, from `outs` (K B, H, M, D), the first cross-attentions' outputs.
+def forward(
+    blocks: Sequence[Block], inputs: Tensor, latents: Tensor, mask: Tensor | None, *, all_blocks: bool = False
+) -> Tensor | None:
+    """Return the latents (B, L, C) after all blocks, or with `all_blocks` (K, B, L, C), the latents after each block.
 
-    With `all_blocks` the latents after each block are (K, B, L, C). Return None if the modules must be called one by
-    one.
+    Return None if the modules must be called one by one.
     """
-    found = _callable(blocks, latents, outs)
-    if found is None:
-        return None
-    return attended_blocks(_over_batch(latents, outs.shape[0] // len(blocks)), outs, *found, all_blocks=all_blocks)
+    found = _found(blocks, latents, inputs, mask)
+    return None if found is None else _latents(found, latents, inputs.shape[0], (inputs, mask, None), all_blocks)
+
+
+def attend(blocks: Sequence[Block], latents: Tensor, outs: Tensor, *, all_blocks: bool = False) -> Tensor | None:
+    """Return what `forward` returns, from `outs` (K B, H, M, D), the first cross-attentions' outputs."""
+    found = _found(blocks, latents, outs)
+    batch = outs.shape[0] // len(blocks)
+    return None if found is None else _latents(found, latents, batch, (None, None, outs), all_blocks)
 
 
 def update(
@@ -50,13 +56,14 @@ def update(
     The state covers the inputs and those of `state`. `lead` is (K,) if a state has that dimension. Return None if a
     gradient may be taken, or if the modules must be called one by one.
     """
-    found = _callable(blocks, latents, inputs, mask)
+    found = _found(blocks, latents, inputs, mask)
     if found is None:
         return None
     shape, given = _before(blocks, inputs, state, lead)
     if is_differentiated(inputs, latents, *given, *found[0]) or not may_bypass_dispatcher(*given):
         return None
-    y, out, lse = updated_blocks(_over_batch(latents, inputs.shape[0]), inputs, mask, given, *found)
+    tensors: list[Any] = [_over_batch(latents, inputs.shape[0]), inputs, mask, *given]
+    y, out, lse, _ = block_stack_op.unseen(_stack(tensors, found))
     return y, AttentionState(out.view(shape), lse.view(shape[:-1]))
 
 
@@ -68,14 +75,36 @@ def read(
     lead: tuple[int, ...] = (),
 ) -> AttentionState | None:
     """Return only the state that `update` returns, or None where `update` returns None."""
-    found = _callable(blocks, blocks[0].latents, inputs, mask, _readings)
+    found = _found(blocks, blocks[0].latents, inputs, mask, ("compress",), _READING, _READ_OF_SIZE)
     if found is None:
         return None
     shape, given = _before(blocks, inputs, state, lead)
     if is_differentiated(inputs, *given, *found[0]) or not may_bypass_dispatcher(*given):
         return None
-    out, lse = read_blocks(inputs, mask, given, *found)
+    parameters, num_heads, eps, _ = found
+    out, lse = block_stack_read_op.unseen(BlockStackRead(inputs, mask, *given, parameters, num_heads, eps, "native"))
     return AttentionState(out.view(shape), lse.view(shape[:-1]))
+
+
+def _latents(
+    found: Found,
+    latents: Tensor,
+    batch: int,
+    read: tuple[Tensor | None, Tensor | None, Tensor | None],
+    all_blocks: bool,
+) -> Tensor:
+    """Return the latents after the blocks, which `read` inputs with their mask, or what was read of them."""
+    x = _over_batch(latents, batch)
+    given = _stack([x, *read, None], found, all_blocks)
+    if is_differentiated(x, given.inputs, given.state_out, *given.parameters):
+        return stacked(given)
+    y: Tensor = block_stack_op.unseen(given)[0]
+    return y
+
+
+def _stack(tensors: Sequence[Any], found: Found, all_blocks: bool = False) -> BlockStack:
+    given: list[Any] = [*tensors, *found, all_blocks, False, "native"]
+    return BlockStack(*given)
 
 
 def _before(
@@ -90,51 +119,14 @@ def _before(
     return shape, (state.out.flatten(0, 1), state.lse.flatten(0, 1)) if lead else state
 
 
-def forward(
-    blocks: Sequence[Block], inputs: Tensor, latents: Tensor, mask: Tensor | None, *, all_blocks: bool = False
-) -> Tensor | None:
-    """Return the latents after all blocks, or with `all_blocks` (K, B, L, C), the latents after each block.
-
-    Return None if the modules must be called one by one.
-    """
-    found = _callable(blocks, latents, inputs, mask)
-    if found is None:
-        return None
-    x = _over_batch(latents, inputs.shape[0])
-    if is_differentiated(inputs, latents, *found[0]):
-        return differentiated_blocks(x, inputs, mask, *found, all_blocks=all_blocks)
-    return updated_blocks(x, inputs, mask, (None, None), *found, all_blocks=all_blocks)[0]
-
-
 def _over_batch(latents: Tensor, batch: int) -> Tensor:
     return latents if latents.dim() == 3 else latents.expand(batch, -1, -1)
 
 
-Found = tuple[list[Tensor], Settings] | None
-
-
-def _callable(
-    blocks: Sequence[Block],
-    latents: Tensor,
-    read: Tensor,
-    mask: Tensor | None = None,
-    collect: Callable[[Sequence[Block]], Found] | None = None,
-) -> Found:
-    """Return the parameters of the blocks and their settings, as `layers.block` takes them.
-
-    Return None if one call cannot replace the modules. `read` is the inputs, or the attention's output over the inputs.
-    `collect` looks up the parameters; None means all parameters.
-    """
-    if is_observed() or layer_impl(latents) != "native" or not may_bypass_dispatcher(latents, read, mask):
-        return None
-    if not latents.numel() or not read.shape[0] or not blocks[0].latents.shape[0]:
-        return None
-    if not kernel("layers", "native", "reads_heads")(latents.shape[-1] // blocks[0].compress.cross_attention.num_heads):
-        return None
-    return (collect or _parameters)(blocks)
-
-
 # ---- the parameters
+
+Found = tuple[Any, ...]
+"""The parameters of the blocks, a tuple; their number of heads; the eps of all norms; and their residual."""
 
 Leaves = tuple[tuple[str, type[nn.Module], bool], ...]
 Layers = tuple[tuple[str, type[nn.Module], Leaves], ...]
@@ -142,24 +134,22 @@ _FEED_FORWARD = (("norm", LayerNorm, True), ("expand", Linear, True), ("contract
 _PROJECTIONS = (*((name, Linear, False) for name in ("query", "key", "value")), ("output", Linear, True))
 _SELF_ATTENTION = (("norm", LayerNorm, True), *_PROJECTIONS)
 _CROSS_ATTENTION = (("norm", LayerNorm, True), ("context_norm", LayerNorm, True), *_PROJECTIONS)
-"""The modules of a layer, their classes, and whether they have a bias, in the order of `layers.block`."""
+"""The modules of a layer, their classes, and whether they have a bias, in the order of `layers.stack`."""
 _HALF: Layers = (
     ("cross_attention", CrossAttention, _CROSS_ATTENTION),
     ("cross_feed_forward", FeedForward, _FEED_FORWARD),
     ("self_attention", SelfAttention, _SELF_ATTENTION),
     ("self_feed_forward", FeedForward, _FEED_FORWARD),
 )
-"""The layers of a `LatentLayer`, their classes and modules, also in the order of `layers.block`."""
+"""The layers of a `LatentLayer`, their classes and modules, also in the order of `layers.stack`."""
 _READING: Layers = (("cross_attention", CrossAttention, _CROSS_ATTENTION[:-1]),)
 _PLAIN = {nn.Parameter, Tensor}
 _is_negated = Tensor.is_neg
-
-
 _TELLING = {"query": "square", "value": "square", "expand": "hidden"}
 
 
 def _places(halves: int, layers: Layers) -> dict[int, str]:
-    """Return, for the tensors of a block that show its sizes, their index in `_collected` and the name of the size.
+    """Return, for the tensors of a block that show its sizes, their index in `_found` and the name of the size.
 
     Tensors with the same name of size must have the same shape.
     """
@@ -175,28 +165,35 @@ _OF_SIZE = _places(2, _HALF)
 _READ_OF_SIZE = _places(1, _READING)
 
 
-def _readings(blocks: Sequence[Block]) -> Found:
-    """Return what `_parameters` returns, but only for the first cross-attentions without their output projections."""
-    return _collected(blocks, ("compress",), _READING, _READ_OF_SIZE)
-
-
-def _parameters(blocks: Sequence[Block]) -> Found:
-    """Return the parameters of the blocks and their settings, or None if a module was replaced or hooked."""
-    return _collected(blocks, ("compress", "retrieve"), _HALF, _OF_SIZE)
-
-
-def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers, places: Mapping[int, str]) -> Found:
+def _found(
+    blocks: Sequence[Block],
+    latents: Tensor,
+    read: Tensor,
+    mask: Tensor | None = None,
+    halves: Sequence[str] = ("compress", "retrieve"),
+    layers: Layers = _HALF,
+    places: Mapping[int, str] = _OF_SIZE,
+) -> Found | None:
     """Return the block latents, the parameters of these layers in the halves of each block, and the settings.
 
-    Return None in these cases: a module or a layer was replaced or hooked; a parameter is absent, of a subclass, or
-    lazily negated; or the blocks differ in settings or in sizes. The tensors at `places` show the sizes.
+    Return None if one call cannot replace the modules: it is observed, as by a compiler, which cannot follow the
+    look-up of parameters in C++ and compiles the layers, each an operator; there is no kernel; a module or a layer was
+    replaced or hooked; a parameter is absent, of a subclass, or lazily negated; or the blocks differ in settings or in
+    sizes. `read` is the inputs, or the attention's output over the inputs. The tensors at `places` show the sizes.
     """
-    if has_other_forwards():
+    if is_observed() or layer_impl(latents) != "native" or not may_bypass_dispatcher(latents, read, mask):
         return None
-    collect = kernel("layers", "native", "collect_parameters")
+    if not latents.numel() or not read.shape[0] or not blocks[0].latents.shape[0]:
+        return None
+    first = blocks[0].compress.cross_attention
+    if (
+        not kernel("layers.stack", "native", "reads_heads")(latents.shape[-1] // first.num_heads)
+        or has_other_forwards()
+    ):
+        return None
+    collect = kernel("layers.stack", "native", "collect_parameters")
     tensors: list[Tensor] = []
     eps: set[float] = set()
-    first = blocks[0].compress.cross_attention
     settings = {"num_heads": first.num_heads, "residual": first.residual}
     for block in blocks:
         if type(block.latents) not in _PLAIN:
@@ -211,7 +208,7 @@ def _collected(blocks: Sequence[Block], halves: Sequence[str], layers: Layers, p
         return None
     if len(eps) != 1 or not _of_one_size(tensors, len(blocks), places):
         return None
-    return tensors, Settings(first.num_heads, eps.pop(), first.residual)
+    return tuple(tensors), first.num_heads, eps.pop(), first.residual
 
 
 def _of_one_size(tensors: list[Tensor], blocks: int, places: Mapping[int, str]) -> bool:

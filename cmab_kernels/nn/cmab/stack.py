@@ -92,23 +92,22 @@ class CMABStack(StreamingBlocks):
     ) -> Tensor:
         """Return the latents (B, L_I, dim) after the last block; with `all_blocks`, (K, B, L_I, dim) after each block.
 
-        `forward` reads and writes no state. It calls blocks one after the other if a block has hooks or a wrapper.
+        `forward` reads and writes no state. Plain blocks share one pass over the inputs. If a block has hooks or a
+        wrapper, the blocks are called one after the other.
         """
         all_blocks = as_flag("all_blocks", all_blocks)
-        if any(own_parameters(block, type(block)) is None for block in self.blocks):
-            # A hook must get the block itself, not a stand-in. The block then computes its parametrizations.
-            return _one_by_one(self.blocks, inputs, latents, key_padding_mask, all_blocks)
-        self = self._computed()
-        self._check(inputs, latents, key_padding_mask)
-        blocks = self._blocks
-        if all(plain_parameters(block, CMAB) is not None for block in blocks):
-            result = one_call.forward(blocks, inputs, latents, key_padding_mask, all_blocks=all_blocks)
-            if result is not None:
-                return result
-            state = None if any(map(calls_compress, blocks)) else self._read_at_once(inputs, None, key_padding_mask)
-            if state is not None:
-                return self._retrieve(latents, state, all_blocks)
-        return _one_by_one(blocks, inputs, latents, key_padding_mask, all_blocks)
+        # A hook must get the block itself, not a stand-in. The block then computes its parametrizations.
+        if all(own_parameters(block, type(block)) is not None for block in self.blocks):
+            self = self._computed()
+            self._check(inputs, latents, key_padding_mask)
+            together = self._together(inputs, latents, key_padding_mask, all_blocks)
+            if together is not None:
+                return together
+        after = []
+        for block in self.blocks:
+            latents = block(inputs, latents, key_padding_mask=key_padding_mask)
+            after.append(latents)
+        return torch.stack(after) if all_blocks else latents
 
     def read(
         self, new_inputs: Tensor, state: AttentionState | None = None, *, key_padding_mask: Tensor | None = None
@@ -279,6 +278,19 @@ class CMABStack(StreamingBlocks):
         query = torch.stack([layer.heads(layer.query, layer.norm(latents)) for latents, layer in layers])
         return query, (torch.stack(keys), torch.stack(values)), (torch.stack(scales), torch.stack(shifts), eps)
 
+    def _together(
+        self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, all_blocks: bool
+    ) -> Tensor | None:
+        """Return what `forward` returns, by one pass over the inputs; None if the blocks must be called."""
+        blocks = self._blocks
+        if any(plain_parameters(block, CMAB) is None for block in blocks):
+            return None
+        result = one_call.forward(blocks, inputs, latents, key_padding_mask, all_blocks=all_blocks)
+        if result is None and not any(map(calls_compress, blocks)):
+            state = self._read_at_once(inputs, None, key_padding_mask)
+            result = None if state is None else self._retrieve(latents, state, all_blocks)
+        return result
+
     def _read(self, inputs: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None) -> AttentionState:
         """Return one state that stacks the states of CA(L_B, X) of all blocks."""
         found = self._read_at_once(inputs, state, key_padding_mask)
@@ -326,18 +338,6 @@ class CMABStack(StreamingBlocks):
             latents = block._retrieve(latents, AttentionState(*own))
             after.append(latents)
         return torch.stack(after) if all_blocks else latents
-
-
-def _one_by_one(
-    blocks: Iterable[nn.Module], inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None, all_blocks: bool
-) -> Tensor:
-    """Call the blocks one after the other; return the last latents, or with `all_blocks` the latents after each
-    block."""
-    after = []
-    for block in blocks:
-        latents = block(inputs, latents, key_padding_mask=key_padding_mask)
-        after.append(latents)
-    return torch.stack(after) if all_blocks else latents
 
 
 def _readers(blocks: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

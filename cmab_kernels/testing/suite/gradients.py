@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from .declaration import Declaration, Results
@@ -27,7 +28,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace not in TORCHS_OWN and not any(func is seen for seen, _ in self.calls):
-            self.calls.append((func, tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)))
+            self.calls.append((func, tree_map_only(Tensor, lambda a: a.detach().clone(), args)))
         return func(*args, **kwargs or {})
 
 

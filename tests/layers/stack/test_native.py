@@ -1,30 +1,26 @@
-"""Stacked blocks in one native call equal their operators one after the other, derivatives included."""
+"""Stacked blocks in one native call equal their definition, derivatives included, whatever is kept of the call."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from cmab_kernels import explain
-from cmab_kernels.layers.block import (
-    PARTS,
-    Settings,
-    attended_blocks,
-    composed,
-    differentiated_blocks,
-    read_blocks,
-    updated_blocks,
-)
+from cmab_kernels import attention_layer, explain, feed_forward_layer
+from cmab_kernels.layers import BlockStack, BlockStackRead, block_stack, block_stack_op, block_stack_read_op
 from cmab_kernels.layers.reference import RESIDUALS
+from cmab_kernels.layers.stack.reference import OF_BLOCK, OF_READING
 
 pytestmark = pytest.mark.skipif(
-    not explain("feed_forward_layer", torch.ones(1, 1), torch.ones(2, 1), torch.ones(1, 1))[0].usable,
+    not explain("block_stack", torch.ones(1, 1, 1))[0].usable,
     reason="the extension was not built",
 )
 HEADS, EPS = 2, 1e-5
@@ -37,13 +33,13 @@ SHAPES = {
 }
 """Name -> B, L, M, N, C and the inner width of the feed-forward layers."""
 Given = list[Any]
-_settings = Settings(HEADS, EPS, "input")
+_residual = "input"
 
 
 @pytest.fixture(autouse=True, params=RESIDUALS)
 def residual(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test for both forms of the residual."""
-    monkeypatch.setattr(sys.modules[__name__], "_settings", Settings(HEADS, EPS, request.param))
+    monkeypatch.setattr(sys.modules[__name__], "_residual", request.param)
     form: str = request.param
     return form
 
@@ -56,7 +52,7 @@ def _parameters(width: int, block: int, inner: int) -> list[tuple[int, ...]]:
 
 
 def _given(shape: Sequence[int], dtype: torch.dtype = torch.float64, *, reads: bool = True, depth: int = 2) -> Given:
-    """The arguments of `composed`: x, inputs and their mask or `attended`, and the parameters of the blocks."""
+    """The arguments of `_run`: x, inputs and their mask or `attended`, and the parameters of the blocks."""
     batch, latents, block, rows, width, inner = shape
     first = (batch, rows, width) if reads else (depth * batch, HEADS, block, width // HEADS)
     shapes = [(batch, latents, width), first, *_parameters(width, block, inner) * depth]
@@ -66,40 +62,61 @@ def _given(shape: Sequence[int], dtype: torch.dtype = torch.float64, *, reads: b
     return [x, read, torch.rand(batch, rows) < 0.3, None, *parameters] if reads else [x, None, None, read, *parameters]
 
 
-def _fused(
+def _run(
     x: Tensor,
     inputs: Tensor | None,
     mask: Tensor | None,
     attended: Tensor | None,
     *parameters: Tensor,
     all_blocks: bool = False,
+    impl: str = "native",
 ) -> Tensor:
-    if attended is not None:
-        return attended_blocks(x, attended, parameters, _settings, all_blocks=all_blocks)
-    assert inputs is not None
-    return differentiated_blocks(x, inputs, mask, parameters, _settings, all_blocks=all_blocks)
+    options: dict[str, Any] = {"num_heads": HEADS, "eps": EPS, "residual": _residual, "all_blocks": all_blocks}
+    return block_stack(x, inputs, parameters, attended=attended, key_padding_mask=mask, **options, impl=impl)
 
 
-def _passing(
-    x: Tensor,
-    inputs: Tensor | None,
-    mask: Tensor | None,
-    attended: Tensor | None,
-    *parameters: Tensor,
-    all_blocks: bool = False,
+def _updated(
+    x: Tensor, inputs: Tensor, mask: Tensor | None, state: Any, parameters: Sequence[Tensor], impl: str = "native"
+) -> list[Tensor]:
+    """y, and the state after the inputs."""
+    given = BlockStack(x, inputs, mask, *state, tuple(parameters), HEADS, EPS, _residual, impl=impl)
+    return list(block_stack_op(given)[:3])
+
+
+def _by_layer(
+    x: Tensor, inputs: Tensor | None, mask: Tensor | None, attended: Tensor | None, *parameters: Tensor
 ) -> Tensor:
-    """The same results when nothing is kept."""
-    if attended is not None:
-        return attended_blocks(x, attended, parameters, _settings, all_blocks=all_blocks)
-    assert inputs is not None
-    return updated_blocks(x, inputs, mask, (None, None), parameters, _settings, all_blocks=all_blocks)[0]
+    """The same latents by one operator after the other."""
+    given = iter(parameters)
+
+    def forward(rows: Tensor) -> Tensor:
+        scale, shift, expand, expand_bias, contract, bias = islice(given, 6)
+        biases = {"expand_bias": expand_bias, "contract_bias": bias}
+        return feed_forward_layer(rows, expand, contract, norm=(scale, shift, EPS), residual=_residual, **biases)
+
+    def attend(rows: Tensor, context: Tensor | None = None, ignore: Tensor | None = None) -> Tensor:
+        norms: dict[str, Any] = {"norm": (*islice(given, 2), EPS)}
+        if context is not None:
+            norms |= {"context": context, "context_norm": (*islice(given, 2), EPS), "key_padding_mask": ignore}
+        *weights, bias = islice(given, 5)
+        return attention_layer(rows, *weights, num_heads=HEADS, output_bias=bias, residual=_residual, **norms)
+
+    outs = [None] * (len(parameters) // OF_BLOCK) if attended is None else attended.chunk(len(parameters) // OF_BLOCK)
+    for out in outs:
+        block = next(given).expand(len(x), -1, -1)
+        if out is None:
+            m = attend(block, inputs, mask)
+        else:
+            scale, shift, *_, weight, bias = islice(given, 9)
+            rows = F.layer_norm(block, block.shape[-1:], scale, shift, EPS) if _residual == "normed" else block
+            m = rows + F.linear(out.transpose(1, 2).flatten(2).to(x.dtype), weight, bias)
+        m = forward(attend(forward(m)))
+        x = forward(attend(forward(attend(x, m))))
+    return x
 
 
-def _by_layer(*given: Any, all_blocks: bool = False) -> Tensor:
-    return composed(*given, settings=_settings, all_blocks=all_blocks)
-
-
-_each, _each_by_layer = partial(_fused, all_blocks=True), partial(_by_layer, all_blocks=True)
+_defined = partial(_run, impl="reference")
+_each, _each_defined = partial(_run, all_blocks=True), partial(_defined, all_blocks=True)
 
 
 def _floating(given: Given) -> list[Tensor]:
@@ -130,10 +147,10 @@ both = pytest.mark.parametrize("reads", [True, False], ids=["inputs", "attended"
 def test_one_call_is_its_operators(shape: Sequence[int], dtype: torch.dtype, reads: bool) -> None:
     """The errors of results and gradients are as small as those of the operators."""
     given = _given(shape, dtype, reads=reads)
-    assert len(given) == 4 + 2 * sum(PARTS)
+    assert len(given) == 4 + 2 * OF_BLOCK
     dy = torch.randn(*shape[:2], shape[4])
-    ours, theirs = (_results(function, given, dy) for function in (_fused, _by_layer))
-    right = _results(_by_layer, [t.double() if t is not None and t.is_floating_point() else t for t in given], dy)
+    ours, theirs = (_results(function, given, dy) for function in (_run, _by_layer))
+    right = _results(_defined, [t.double() if t is not None and t.is_floating_point() else t for t in given], dy)
     largest = max(exact.norm() for exact in right)  # if one key's weight is 1, gradients through it cancel to 0
     for mine, other, exact in zip(ours, theirs, right, strict=True):
         assert mine.dtype == other.dtype
@@ -147,18 +164,18 @@ def test_one_call_is_its_operators(shape: Sequence[int], dtype: torch.dtype, rea
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_nothing_kept_changes_no_bit(shape: Sequence[int]) -> None:
     x, inputs, mask, _, *parameters = _given(shape, torch.float32)
-    y, out, _ = updated_blocks(x, inputs, mask, (None, None), parameters, _settings)
-    assert torch.equal(y, _fused(x, inputs, mask, None, *parameters))
+    y, out, _ = _updated(x, inputs, mask, (None, None), parameters)
+    assert torch.equal(y, _run(x, inputs, mask, None, *parameters))
     with torch.no_grad():
-        assert torch.equal(y, _fused(x, None, None, out, *parameters))
+        assert torch.equal(y, _run(x, None, None, out, *parameters))
 
 
 def test_chunks_and_their_states_are_the_whole() -> None:
     x, inputs, mask, _, *parameters = _given(SHAPES["rows of several tiles"])
-    whole = updated_blocks(x, inputs, mask, (None, None), parameters, _settings)
+    whole = _updated(x, inputs, mask, (None, None), parameters)
     state: tuple[Tensor | None, Tensor | None] = (None, None)
     for first, last in ((0, 5), (5, 5), (5, 33)):
-        y, *state = updated_blocks(x, inputs[:, first:last], mask[:, first:last], tuple(state), parameters, _settings)
+        y, *state = _updated(x, inputs[:, first:last], mask[:, first:last], tuple(state), parameters)
     _close([y, *state], whole, 1e-12)
 
 
@@ -173,7 +190,7 @@ def test_ignored_inputs_are_not_read() -> None:
         clean, dirty = (
             [given[0], given[1].detach().masked_fill(mask.unsqueeze(-1), v), mask, *given[3:]] for v in (0.0, torch.nan)
         )
-        ours, right = (_results(_fused, one, torch.ones(2, 5, 8)) for one in (dirty, clean))
+        ours, right = (_results(_run, one, torch.ones(2, 5, 8)) for one in (dirty, clean))
         assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
         assert not ours[2][mask].any()
 
@@ -189,11 +206,11 @@ def test_only_the_gradients_that_are_needed_are_made(reads: bool, residual: str)
         # Without inputs, the call has only the output projection of the first cross-attention, and the norm of its
         # residual.
         if not reads and (4 if residual == "input" else 6) < chosen <= 4 + 7:
-            assert torch.autograd.grad(_fused(*given).sum(), given[chosen], allow_unused=True)[0] is None
+            assert torch.autograd.grad(_run(*given).sum(), given[chosen], allow_unused=True)[0] is None
             continue
         ours, right = (
             torch.autograd.grad(f(*given).sin().sum(), given[chosen], materialize_grads=True)[0]
-            for f in (_fused, _by_layer)
+            for f in (_run, _defined)
         )
         _close([ours], [right], 1e-12)
 
@@ -204,21 +221,21 @@ def test_the_latents_after_every_block(reads: bool, depth: int) -> None:
     """Results between blocks, and their gradients, equal those of the operators, whether anything is kept or not."""
     given = _given(SHAPES["rows of several tiles"], reads=reads, depth=depth)
     dy = torch.randn(depth, *given[0].shape, dtype=torch.float64)
-    _close(_results(_each, given, dy), _results(_each_by_layer, given, dy), 1e-12)
+    _close(_results(_each, given, dy), _results(_each_defined, given, dy), 1e-12)
     plain = [t if t is None else t.detach() for t in given]
-    every = _passing(*plain, all_blocks=True)
-    assert torch.equal(every, _each(*given).detach()) and torch.equal(every[-1], _passing(*plain))
+    every = _run(*plain, all_blocks=True)
+    assert torch.equal(every, _each(*given).detach()) and torch.equal(every[-1], _run(*plain))
 
 
 def test_the_state_alone_is_that_of_an_update() -> None:
     x, inputs, mask, _, *parameters = (
         t if t is None else t.detach() for t in _given(SHAPES["rows of several tiles"], depth=3)
     )
-    readings = [t for k in range(3) for t in parameters[k * sum(PARTS) : k * sum(PARTS) + 8]]
+    readings = [t for k in range(3) for t in parameters[k * OF_BLOCK : k * OF_BLOCK + OF_READING]]
     state: tuple[Any, Any] = (None, None)
     for chunk, hidden in zip(inputs.split(20, 1), mask.split(20, 1), strict=True):
-        _, *right = updated_blocks(x, chunk, hidden, state, parameters, _settings)
-        state = read_blocks(chunk, hidden, state, readings, _settings)
+        _, *right = _updated(x, chunk, hidden, state, parameters)
+        state = block_stack_read_op(BlockStackRead(chunk, hidden, *state, tuple(readings), HEADS, EPS, "native"))
         assert all(torch.equal(a, b) for a, b in zip(state, right, strict=True))
 
 
@@ -227,7 +244,7 @@ def test_the_state_alone_is_that_of_an_update() -> None:
 def test_second_derivatives_are_those_of_the_definition(reads: bool, all_blocks: bool) -> None:
     given = _given((1, 2, 3, 3, 4, 3), reads=reads)
     seconds = []
-    for function in (_each, _each_by_layer) if all_blocks else (_fused, _by_layer):
+    for function in (_each, _each_defined) if all_blocks else (_run, _defined):
         first = torch.autograd.grad(
             function(*given).sin().sum(), _floating(given), create_graph=True, materialize_grads=True
         )
@@ -247,9 +264,44 @@ def test_strides_and_threads_change_no_bit(reads: bool, shape: str) -> None:
     for one, number in ((given, 1), (apart, 1), (given, 2), (given, 3), (given, 5)):
         torch.set_num_threads(number)
         leaves = [t if t is None or not t.is_floating_point() else t.detach().requires_grad_() for t in one]
-        result = _fused(*leaves)
+        result = _run(*leaves)
         slopes = torch.autograd.grad(result.sin().sum(), _floating(leaves), materialize_grads=True)
-        found.append([result.detach(), *slopes, _passing(*one)])
+        found.append([result.detach(), *slopes, _run(*one)])
     torch.set_num_threads(threads)
     assert torch.equal(found[0][0], found[0][-1])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@both
+def test_operations_are_those_of_the_layers(reads: bool) -> None:
+    """The counts of a training step are equal, of one set, whose queries no layer computes more than once."""
+    given, counts = _given(SHAPES["one set"], torch.float32, reads=reads), []
+    for function in (_run, _by_layer):
+        with FlopCounterMode(display=False) as counter:
+            function(*given).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_the_gradient_of_a_state_before_the_inputs_is_that_of_the_definition() -> None:
+    """This is so for y and for the state alone."""
+    x, inputs, _, _, *parameters = _given((1, 2, 3, 5, 4, 3), depth=1)
+    first, rest = (
+        BlockStackRead(part, None, None, None, tuple(parameters[:8]), HEADS, EPS) for part in inputs.split(3, 1)
+    )
+    found = []
+    for impl in ("native", "reference"):
+        state = block_stack_read_op(first._replace(impl=impl))
+        after = block_stack_read_op(rest._replace(state_out=state[0], state_lse=state[1], impl=impl))
+        y = _updated(x, rest.inputs, None, state, parameters, impl=impl)[0]
+        total = y.sin().sum() + sum(part.sin().sum() for part in after)
+        found.append(torch.autograd.grad(total, [inputs, *parameters[:8]]))
+    _close(*found, 1e-12)
+
+
+@pytest.mark.parametrize("all_blocks", [False, True])
+def test_the_result_may_be_written_to_before_the_backward_pass(all_blocks: bool) -> None:
+    given = _given(SHAPES["a few latents"])
+    y = _run(*given, all_blocks=all_blocks)
+    right = torch.autograd.grad(y.sum(), _floating(given), retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(y.mul_(2.0).sum() / 2.0, _floating(given)), right))
