@@ -28,7 +28,7 @@ has_memory: Callable[[Tensor], bool] = torch._C._has_storage
 """Whether a tensor has its own memory. The wrappers of `vmap`, `torch.func` and `is_grads_batched` have no memory: they
 represent a tensor that has."""
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_Parameter = torch.nn.Parameter
 
 
 def traced_as_constant(function: _F) -> _F:
@@ -158,7 +158,11 @@ def may_bypass_dispatcher(*tensors: Tensor | None) -> bool:
     if _is_compiling() or is_traced_by_jit() or _dispatch_modes() > 0:
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or not has_memory(tensor)):
+        if tensor is None:
+            continue
+        kind = type(tensor)
+        # The wrappers without memory are Tensors, so parameters, of which a stack has hundreds, need not be asked.
+        if (kind is not _Parameter and (kind is not Tensor or not has_memory(tensor))) or tensor.is_neg():
             return False
     return True
 
