@@ -11,6 +11,7 @@ from ..runtime.backends import choose, is_available, kernel
 from ..runtime.checks import (
     as_autocast,
     as_decay,
+    as_flag,
     check_dense,
     check_key_value,
     check_mask,
@@ -35,6 +36,7 @@ def latent_attention(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    enable_gqa: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """softmax(scale Q K') V for few queries and any number of keys. Memory does not grow with the number of keys.
@@ -49,6 +51,9 @@ def latent_attention(
             and the result have batch S. On a GPU the offsets are not read, because reading would make the program wait:
             wrong offsets make every result and gradient NaN there.
         scale: factor of the scores; None means D ** -0.5.
+        enable_gqa: as in torch's `scaled_dot_product_attention`, query and result may have a multiple of the heads Hk
+            of key and value: head h reads the keys of head h // (H / Hk). The keys are read once for all heads of a
+            group, and not copied.
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
@@ -65,8 +70,8 @@ def latent_attention(
     >>> cmab_kernels.latent_attention(latents, points, points).shape
     torch.Size([2, 4, 16, 8])
     """
-    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale)
-    return _state(inputs, None, impl).out.to(inputs.query.dtype)
+    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale, enable_gqa)
+    return _heads_apart(_state(inputs, None, impl).out.to(inputs.query.dtype), inputs.groups)
 
 
 def attention_state(
@@ -79,6 +84,7 @@ def attention_state(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    enable_gqa: bool = False,
     impl: str = "auto",
 ) -> AttentionState:
     """The attention state of these keys, merged with `state` if one is given. The cost depends on the new keys alone.
@@ -102,13 +108,13 @@ def attention_state(
     >>> torch.allclose(state.out, cmab_kernels.latent_attention(latents, points, points), atol=1e-5)
     True
     """
-    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale)
+    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale, enable_gqa)
     if state is not None:
         _check_incoming(state, inputs)
     if decay is not None:
-        decay = as_decay(decay, inputs.query.shape[:3], inputs.query.device)
+        decay = as_decay(decay, _rows_of(inputs), inputs.query.device)
         state = None if state is None else decayed(state, decay)
-    return _state(inputs, state, impl)
+    return _state_of_heads(_state(inputs, state, impl), inputs.groups)
 
 
 def merge_states(first: AttentionState, *others: AttentionState) -> AttentionState:
@@ -151,6 +157,7 @@ def remove_from_state(
     *,
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
+    enable_gqa: bool = False,
     impl: str = "auto",
 ) -> Removal:
     """`state` without these keys, as if it had never seen them. The cost depends on the removed keys alone.
@@ -169,19 +176,23 @@ def remove_from_state(
     >>> torch.allclose(state.out, rest.out, atol=1e-4), bool(reliable.all())
     (True, True)
     """
-    inputs = _inputs(query, key, value, key_padding_mask, None, scale)
+    inputs = _inputs(query, key, value, key_padding_mask, None, scale, enable_gqa)
     _check_incoming(state, inputs)
     chosen = choose("attention", impl, inputs.query, inputs.key, inputs.value)
     tensors = *state, inputs.query, inputs.key, inputs.value, inputs.key_padding_mask
     if chosen != "reference" and not is_differentiated(*tensors) and may_bypass_dispatcher(*tensors):
-        out, lse, reliable = kernel("attention", chosen, "attention_removal")(_contract(inputs, state, chosen))
+        out, lse, reliable = (
+            _heads_apart(part, inputs.groups)
+            for part in kernel("attention", chosen, "attention_removal")(_contract(inputs, state, chosen))
+        )
         return Removal(AttentionState(out, lse), reliable)
-    return subtract_state(state, _state(inputs, None, impl))
+    return subtract_state(state, _state_of_heads(_state(inputs, None, impl), inputs.groups))
 
 
 class _Inputs(NamedTuple):
-    """Validated arguments, in the dtype of autocast if it is on; query is (B, H, L, D), expanded over the batch.
+    """Validated arguments, in the dtype of autocast if it is on; query is (B, Hk, L, D), expanded over the batch.
 
+    Heads that read the same keys are more queries of one head: L is `groups` times the queries of a head.
     Callers pass the fields on by name: the compiler of torch 2.6 cannot slice a NamedTuple.
     """
 
@@ -191,12 +202,38 @@ class _Inputs(NamedTuple):
     key_padding_mask: Tensor | None
     cu_seqlens: Tensor | None
     scale: float
+    groups: int
+
+
+def _rows_of(inputs: _Inputs) -> tuple[int, int, int]:
+    """(B, H, L) as the caller has them."""
+    batch, heads, latents, _ = inputs.query.shape
+    return batch, heads * inputs.groups, latents // inputs.groups
 
 
 def _check_incoming(state: AttentionState, inputs: _Inputs) -> None:
     query = inputs.query
-    batch, heads, latents, _ = query.shape
-    check_state(state, (batch, heads, latents, inputs.value.shape[3]), state_dtype(query.dtype), query.device)
+    check_state(state, (*_rows_of(inputs), inputs.value.shape[3]), state_dtype(query.dtype), query.device)
+
+
+def _heads_together(part: Tensor, groups: int) -> Tensor:
+    """(B, H, L, ...) as (B, H / groups, groups L, ...): a view, unless the heads lie apart in memory."""
+    if groups == 1:
+        return part
+    batch, heads, latents = part.shape[:3]
+    return part.reshape(batch, heads // groups, groups * latents, *part.shape[3:])
+
+
+def _heads_apart(part: Tensor, groups: int) -> Tensor:
+    """(B, Hk, L, ...) as (B, groups Hk, L / groups, ...), a view of a result."""
+    if groups == 1:
+        return part
+    batch, heads, latents = part.shape[:3]
+    return part.reshape(batch, groups * heads, latents // groups, *part.shape[3:])
+
+
+def _state_of_heads(state: AttentionState, groups: int) -> AttentionState:
+    return AttentionState(*(_heads_apart(part, groups) for part in state)) if groups > 1 else state
 
 
 def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> AttentionState:
@@ -206,7 +243,7 @@ def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attentio
 
 
 def _contract(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attention:
-    out, lse = state or (None, None)
+    out, lse = (None, None) if state is None else (_heads_together(part, inputs.groups) for part in state)
     return Attention(
         inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, inputs.cu_seqlens, out, lse, inputs.scale, impl
     )
@@ -219,16 +256,32 @@ def _inputs(
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float | None,
+    enable_gqa: bool,
 ) -> _Inputs:
     check_operands(query=query, key=key, value=value)
     check_key_value(key, value)
     sets = key.shape[0] if cu_seqlens is None else check_offsets_shape(cu_seqlens, key, "key")
-    query = over_batch(query, key, sets)
+    groups = _groups(query, key, enable_gqa)
+    query = over_batch(query, key, sets, groups, _NAME_GQA)
     check_mask(key_padding_mask, key)
-    query, key, value = as_autocast(query, key, value)
-    return _Inputs(
-        query, key, value, key_padding_mask, cu_seqlens, float(key.shape[-1] ** -0.5) if scale is None else fixed(scale)
-    )
+    query, key, value = as_autocast(_heads_together(query, groups), key, value)
+    scale = float(key.shape[-1] ** -0.5) if scale is None else fixed(scale)
+    return _Inputs(query, key, value, key_padding_mask, cu_seqlens, scale, groups)
+
+
+_NAME_GQA = "; with enable_gqa=True a query may have a multiple of the heads of key"
+
+
+def _groups(query: Tensor, key: Tensor, enable_gqa: bool) -> int:
+    """How many heads of the query read one head of the key."""
+    if enable_gqa is False or not as_flag("enable_gqa", enable_gqa):
+        return 1
+    given, heads = query.shape[-3] if query.dim() in (3, 4) else key.shape[1], key.shape[1]
+    if given == heads:
+        return 1
+    if not heads or not given or given % heads:
+        raise ValueError(mismatch("query", f"{given} heads", f"a multiple of {heads}, the heads of key"))
+    return given // heads
 
 
 def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
