@@ -46,9 +46,10 @@ def latent_attention(
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
         key_padding_mask: (B, N) bool, True = ignore, as in `torch.nn.MultiheadAttention`.
-        cu_seqlens: (S + 1,) int32 or int64 offsets that rise from 0 to N. Key and value then have batch 1 and hold S
-            sets of keys, one after the other: set s goes from cu_seqlens[s] to cu_seqlens[s + 1]. A query (B, H, L, D)
-            and the result have batch S. On a GPU the offsets are not read, because reading would make the program wait:
+        cu_seqlens: (S + 1,) int32 or int64 offsets that rise from 0 to at most N. Key and value then have batch 1 and
+            hold S sets of keys, one after the other: set s goes from cu_seqlens[s] to cu_seqlens[s + 1]. Rows from
+            cu_seqlens[S] on belong to no set: they are never read, and their gradients are 0. A query (B, H, L, D) and
+            the result have batch S. key_padding_mask is then (1, N). On a GPU the offsets are not read, because reading would make the program wait:
             wrong offsets make every result and gradient NaN there.
         scale: factor of the scores; None means D ** -0.5.
         enable_gqa: as in torch's `scaled_dot_product_attention`, query and result may have a multiple of the heads Hk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -107,4 +108,14 @@ def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tenso
         dkey=dkey if needs[1] else None,
         dvalue=dvalue if needs[2] else None,
     )
+    if cu_seqlens is not None:
+        forget_beyond(cu_seqlens, [grad for grad, need in zip((dkey, dvalue), needs[1:], strict=True) if need], 2)
     return dquery, dkey, dvalue
+
+
+def forget_beyond(cu_seqlens: Tensor, gradients: Sequence[Tensor], dim: int) -> None:
+    """Fill gradients with zeros for the rows beyond the last of the packed sets, which kernels do not visit."""
+    end = int(cu_seqlens[-1])
+    for gradient in gradients:
+        if end < gradient.shape[dim]:
+            gradient.narrow(dim, end, gradient.shape[dim] - end).zero_()

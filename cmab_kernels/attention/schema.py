@@ -30,21 +30,21 @@ def _definition(inputs: Attention) -> AttentionState:
 
 
 def refused_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
-    """True unless offsets rise from 0 to `length`, as a tensor on the device of the offsets."""
-    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != length) | (cu_seqlens.diff() < 0).any()
+    """True unless offsets rise from 0 to at most `length`, as a tensor on the device of the offsets."""
+    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] > length) | (cu_seqlens.diff() < 0).any()
 
 
 def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
-    """Raise unless the offsets of packed sets rise from 0 to the number of keys.
+    """Raise unless the offsets of packed sets rise from 0 to at most the number of keys.
 
     Offsets on a GPU are not checked, because the host would have to wait for them.
     """
     if cu_seqlens is None or cu_seqlens.is_cuda or not has_values(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
+    if offsets[0] != 0 or offsets[-1] > length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
-        raise ValueError(mismatch("cu_seqlens", shown, f"offsets that rise from 0 to N = {length} and never fall"))
+        raise ValueError(mismatch("cu_seqlens", shown, f"offsets that rise from 0 to at most N = {length} and never fall"))
 
 
 def _shapes(inputs: Attention) -> tuple[Tensor, Tensor]:

@@ -423,7 +423,8 @@ def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tenso
         value.dtype, key.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32()
     )
     sums = torch.promote_types(query.dtype, torch.float32)
-    fresh = torch.empty_like if B * L else torch.zeros_like  # without queries no kernel runs
+    # Without queries no kernel runs; keys beyond the last packed set belong to no run.
+    fresh = torch.empty_like if B * L and cu_seqlens is None else torch.zeros_like
     given = ((query, query.dtype), (key, value.dtype), (value, value.dtype))
     grads = [
         fresh(x, dtype=dtype, memory_format=torch.contiguous_format) if need else None
