@@ -12,7 +12,9 @@ from ..runtime.checks import (
     as_autocast,
     as_decay,
     as_flag,
+    check_broadcast,
     check_dense,
+    check_floats,
     check_key_value,
     check_mask,
     check_operands,
@@ -36,6 +38,7 @@ def latent_attention(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    key_bias: Tensor | None = None,
     enable_gqa: bool = False,
     impl: str = "auto",
 ) -> Tensor:
@@ -52,14 +55,18 @@ def latent_attention(
             the result have batch S. key_padding_mask is then (1, N). On a GPU the offsets are not read, because reading would make the program wait:
             wrong offsets make every result and gradient NaN there.
         scale: factor of the scores; None means D ** -0.5.
+        key_bias: a floating tensor that broadcasts to (B, H, N), with the heads of key: it is added to every score of
+            its key, after the scale. log(w) gives a key the weight w. Broadcast axes are not expanded in memory. A key
+            with a bias of -inf is ignored; NaN and +inf make every row NaN that sees the key. Biases are added in
+            float32 (float64 for float64 inputs).
         enable_gqa: as in torch's `scaled_dot_product_attention`, query and result may have a multiple of the heads Hk
             of key and value: head h reads the keys of head h // (H / Hk). The keys are read once for all heads of a
             group, and not copied.
         impl: "auto", "reference", "native" or "triton".
 
     Returns:
-        (B, H, L, E) in the dtype of query; 0 where a query sees no key. Differentiable to any order in query, key and
-        value.
+        (B, H, L, E) in the dtype of query; 0 where a query sees no key. Differentiable to any order in query, key,
+        value and key_bias.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -71,7 +78,7 @@ def latent_attention(
     >>> cmab_kernels.latent_attention(latents, points, points).shape
     torch.Size([2, 4, 16, 8])
     """
-    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale, enable_gqa)
+    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale, key_bias, enable_gqa)
     return _heads_apart(_state(inputs, None, impl).out.to(inputs.query.dtype), inputs.groups)
 
 
@@ -85,6 +92,7 @@ def attention_state(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    key_bias: Tensor | None = None,
     enable_gqa: bool = False,
     impl: str = "auto",
 ) -> AttentionState:
@@ -92,7 +100,7 @@ def attention_state(
 
     Arguments and errors are those of `latent_attention`. `state` summarises other keys for the same queries: out
     (B, H, L, E) in float32 (float64 for float64 inputs) and lse (B, H, L) in float64. `state` is not changed. Gradients
-    flow to query, key, value and the state's `out` and `lse`. A row whose lse is -inf is empty, whatever `out` holds.
+    flow to query, key, value, key_bias and the state's `out` and `lse`. A row whose lse is -inf is empty, whatever `out` holds.
     An lse of +inf, or an lse of NaN in a row whose `out` holds numbers, is a `ValueError` on the CPU; on a GPU and in
     traces it makes its row NaN.
 
@@ -109,7 +117,7 @@ def attention_state(
     >>> torch.allclose(state.out, cmab_kernels.latent_attention(latents, points, points), atol=1e-5)
     True
     """
-    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale, enable_gqa)
+    inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale, key_bias, enable_gqa)
     if state is not None:
         _check_incoming(state, inputs)
     if decay is not None:
@@ -158,6 +166,7 @@ def remove_from_state(
     *,
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
+    key_bias: Tensor | None = None,
     enable_gqa: bool = False,
     impl: str = "auto",
 ) -> Removal:
@@ -177,10 +186,10 @@ def remove_from_state(
     >>> torch.allclose(state.out, rest.out, atol=1e-4), bool(reliable.all())
     (True, True)
     """
-    inputs = _inputs(query, key, value, key_padding_mask, None, scale, enable_gqa)
+    inputs = _inputs(query, key, value, key_padding_mask, None, scale, key_bias, enable_gqa)
     _check_incoming(state, inputs)
     chosen = choose("attention", impl, inputs.query, inputs.key, inputs.value)
-    tensors = *state, inputs.query, inputs.key, inputs.value, inputs.key_padding_mask
+    tensors = *state, inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, inputs.key_bias
     if chosen != "reference" and not is_differentiated(*tensors) and may_bypass_dispatcher(*tensors):
         out, lse, reliable = (
             _heads_apart(part, inputs.groups)
@@ -202,6 +211,7 @@ class _Inputs(NamedTuple):
     value: Tensor
     key_padding_mask: Tensor | None
     cu_seqlens: Tensor | None
+    key_bias: Tensor | None
     scale: float
     groups: int
 
@@ -246,7 +256,16 @@ def _state(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attentio
 def _contract(inputs: _Inputs, state: AttentionState | None, impl: str) -> Attention:
     out, lse = (None, None) if state is None else (_heads_together(part, inputs.groups) for part in state)
     return Attention(
-        inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, inputs.cu_seqlens, out, lse, inputs.scale, impl
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        inputs.key_padding_mask,
+        inputs.cu_seqlens,
+        out,
+        lse,
+        inputs.key_bias,
+        inputs.scale,
+        impl,
     )
 
 
@@ -257,6 +276,7 @@ def _inputs(
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float | None,
+    key_bias: Tensor | None,
     enable_gqa: bool,
 ) -> _Inputs:
     check_operands(query=query, key=key, value=value)
@@ -267,7 +287,18 @@ def _inputs(
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(_heads_together(query, groups), key, value)
     scale = float(key.shape[-1] ** -0.5) if scale is None else fixed(scale)
-    return _Inputs(query, key, value, key_padding_mask, cu_seqlens, scale, groups)
+    if key_bias is not None:
+        key_bias = of_keys(key_bias, key)
+    return _Inputs(query, key, value, key_padding_mask, cu_seqlens, key_bias, scale, groups)
+
+
+def of_keys(key_bias: Tensor, key: Tensor) -> Tensor:
+    """A bias that broadcasts to (B, H, N) as a view of that shape, in `state_dtype`. Raise if it does not fit."""
+    if not isinstance(key_bias, Tensor):
+        raise TypeError(not_a_tensor("key_bias", key_bias, "a floating torch.Tensor"))
+    check_floats("key_bias", key_bias)
+    check_broadcast("key_bias", key_bias, key.shape[:3], key.device)
+    return key_bias.to(key.device, state_dtype(key.dtype)).expand(key.shape[:3])
 
 
 _NAME_GQA = "; with enable_gqa=True a query may have a multiple of the heads of key"

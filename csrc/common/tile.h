@@ -21,6 +21,19 @@ struct Present {
   uint8_t row[kKeyTile];  // indices of the present keys in the tile, ascending
 };
 
+// Removes the keys whose bias is -inf; T is the type of the bias.
+template <class T>
+inline void leave_out_excluded(const Keys& keys, int64_t first, Present& present) {
+  const T* bias = static_cast<const T*>(keys.bias) + first * keys.bias_stride;
+  int kept = 0;
+  for (int i = 0; i < present.count; ++i) {
+    present.row[kept] = present.row[i];
+    kept += bias[present.row[i] * keys.bias_stride] != T(-kInfinity);
+  }
+  present.count = kept;
+}
+
+template <class T>
 inline Present present_keys(const Keys& keys, int64_t first) {
   Present present;
   const int64_t left = keys.count - first;
@@ -30,8 +43,19 @@ inline Present present_keys(const Keys& keys, int64_t first) {
     present.row[present.count] = uint8_t(k);
     present.count += !keys.ignored || !keys.ignored[(first + k) * keys.ignored_stride];
   }
+  if (keys.bias) leave_out_excluded<T>(keys, first, present);
   present.all = present.count == kKeyTile;
   return present;
+}
+
+// The biases of the present keys in base 2, padded with zeros as a tile is, in `copy`; null if keys have none.
+template <class T>
+inline const T* load_bias(const Keys& keys, int64_t first, const Present& present, T* copy) {
+  if (!keys.bias) return nullptr;
+  const T* bias = static_cast<const T*>(keys.bias) + first * keys.bias_stride;
+  for (int i = 0; i < present.count; ++i) copy[i] = T(bias[present.row[i] * keys.bias_stride] * kLog2E);
+  for (int i = present.count; i < kKeyTile; ++i) copy[i] = 0;
+  return copy;
 }
 
 // Rows in the compute type T; the elements of a row are contiguous.
