@@ -44,7 +44,9 @@ def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] > length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
-        raise ValueError(mismatch("cu_seqlens", shown, f"offsets that rise from 0 to at most N = {length} and never fall"))
+        raise ValueError(
+            mismatch("cu_seqlens", shown, f"offsets that rise from 0 to at most N = {length} and never fall")
+        )
 
 
 def _shapes(inputs: Attention) -> tuple[Tensor, Tensor]:

@@ -86,3 +86,17 @@ def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl
     elif RAGGED:
         keep = keys < last
     return keep
+
+
+@triton.jit
+def biased_keys(bias, strides, keep, batch, head, start, last, BLOCK: tl.constexpr):
+    """Which keys of a tile take part, and the bias of each, None if there is none. A bias of -inf excludes its key."""
+    biases = None
+    if bias is not None:
+        keys = start + tl.arange(0, BLOCK)
+        first = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+        biases = tl.load(bias + (first + keys.to(tl.int64) * strides[2]), mask=keys < last, other=float("-inf"))
+        seen = biases != float("-inf")
+        keep = seen if keep is None else keep & seen
+        biases = tl.where(seen, biases, 0.0)
+    return keep, biases

@@ -87,11 +87,11 @@ def _launches(
     before = (out, lse) if state else (None, None)
 
     def call() -> tuple[Tensor, ...]:
-        results = kernels.attention_forward(Attention(q, k, v, ignore, None, *before, 1.0))
+        results = kernels.attention_forward(Attention(q, k, v, ignore, None, *before, scale=1.0))
         return (
             *results,
             *kernels.attention_backward(
-                AttentionBackward(out, lse, q, k, v, ignore, None, out, lse, 1.0, (True, True, True))
+                AttentionBackward(out, lse, q, k, v, ignore, None, out, lse, None, 1.0, (True, True, True, False))
             ),
         )
 

@@ -76,7 +76,17 @@ def attention_layer_backward(inputs: AttentionLayerBackward) -> tuple[Tensor, ..
             kept = inputs.out.contiguous(), inputs.lse.contiguous()
             dheads = attention_backward(
                 AttentionBackward(
-                    dout, None, query, key, value, inputs.key_padding_mask, None, *kept, None, inputs.scale, (*wanted, False)
+                    dout,
+                    None,
+                    query,
+                    key,
+                    value,
+                    inputs.key_padding_mask,
+                    None,
+                    *kept,
+                    None,
+                    inputs.scale,
+                    (*wanted, False),
                 )
             )[:3]
         of_matrices = [
