@@ -101,7 +101,7 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
     """
     query, key, value = scores.new_ones(1, 1, 1, 1), scores.view(1, 1, -1, 1), values.view(1, 1, -1, 1)
     ones = torch.ones_like(out), torch.ones_like(lse)
-    dquery, dkey, dvalue = kernels.attention_backward(
+    dquery, dkey, dvalue, _ = kernels.attention_backward(
         AttentionBackward(*ones, query, key, value, None, None, out, lse, None, scale, EVERYTHING)
     )
     assert all(grad.isfinite().all() for grad in (dquery, dkey, dvalue))
@@ -125,7 +125,7 @@ def test_a_lone_largest_score_has_weight_one() -> None:
     scale = 8**-0.5
     out, lse = kernels.attention_forward(Attention(query, key, value, scale=scale))
     slopes = torch.ones_like(out), torch.zeros_like(lse)
-    _, _, dvalue = kernels.attention_backward(
+    _, _, dvalue, _ = kernels.attention_backward(
         AttentionBackward(*slopes, query, key, value, None, None, out, lse, None, scale, EVERYTHING)
     )
     assert torch.equal(dvalue[..., 0], torch.eye(13, dtype=torch.float64)[12].expand(1, 64, 13))

@@ -89,7 +89,7 @@ def _check(
         AttentionBackward(dout, dlse, query, key, value, mask, cu, out, lse, None, scale, ALL)
     )
     right = attention_backward_reference(dout.double(), dlse, *wide, mask, cu, right_out, right_lse, scale)
-    for name, mine, expected, like in zip("qkv", ours, right, (query, key, value), strict=True):
+    for name, mine, expected, like in zip("qkv", ours[:3], right[:3], (query, key, value), strict=True):
         assert mine.shape == like.shape and mine.dtype == like.dtype and mine.is_contiguous()
         assert _row_error(mine, expected, floor=0.1) <= 4 * tolerance, name
 
@@ -297,14 +297,14 @@ def test_a_bad_query_stays_in_its_row(isa: str, dtype: torch.dtype, bad: float) 
     )
 
 
-@pytest.mark.parametrize("needs", list(product([True, False], [True, False], [True, False], [False])))
+@pytest.mark.parametrize("needs", list(product([True, False], repeat=4)))
 @pytest.mark.parametrize("latents, keys", [(20, 300), (600, 70)])
 def test_needs(isa: str, needs: tuple[bool, ...], latents: int, keys: int) -> None:
-    inputs = _case(1, 2, latents, keys, 8, 12, torch.float32)
-    out, lse = native.attention_forward(Attention(*inputs, scale=1.0))
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    everything = native.attention_backward(AttentionBackward(dout, dlse, *inputs, None, None, out, lse, None, 1.0, ALL))
-    some = native.attention_backward(AttentionBackward(dout, dlse, *inputs, None, None, out, lse, None, 1.0, needs))
+    inputs, bias = _case(1, 2, latents, keys, 8, 12, torch.float32), torch.randn(1, 2, keys)
+    out, lse = native.attention_forward(Attention(*inputs, key_bias=bias, scale=1.0))
+    given = torch.randn_like(out), torch.randn_like(lse), *inputs, None, None, out, lse, bias, 1.0
+    everything = native.attention_backward(AttentionBackward(*given, (True,) * 4))
+    some = native.attention_backward(AttentionBackward(*given, needs))
     for need, mine, full in zip(needs, some, everything, strict=True):
         assert torch.equal(mine, full) if need else mine.shape == (0,)
 
@@ -330,7 +330,7 @@ def test_rows_without_a_key_contribute_nothing(isa: str) -> None:
         )
     )
     lse[:, :, 0], out[:, :, 0], dout[:, :, 0], dlse[:, :, 0] = -math.inf, 0.0, math.nan, math.nan
-    dquery, dkey, dvalue = native.attention_backward(
+    dquery, dkey, dvalue, _ = native.attention_backward(
         AttentionBackward(dout, dlse, query, key, value, None, None, out, lse, None, 1.0, ALL)
     )
     assert (dquery[:, :, 0] == 0).all() and torch.equal(dquery[:, :, 1:], right[0])
