@@ -166,18 +166,18 @@ class TestPackedSets(Variant):
 
 
 class TestKeyBias(Variant):
-    """`attention_state` with a bias of each key, shared over the batch."""
+    """`attention_state` with a bias of each key."""
 
-    arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "key_bias": "HN"}
+    arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "key_bias": "BHN"}
     autocast = ()
 
     def oracle(
         self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, key_padding_mask: Tensor | None = None
     ) -> Results:
-        return oracles.attention(query, key, value, key_padding_mask, key_bias=key_bias[None])
+        return oracles.attention(query, key, value, key_padding_mask, key_bias=key_bias)
 
     def in_torch(self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor) -> Results:
-        added = key_bias[:, None].expand(-1, query.shape[2], -1)
+        added = key_bias[:, :, None].expand(-1, -1, query.shape[2], -1)
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, added)
         return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
 
