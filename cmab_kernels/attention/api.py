@@ -52,8 +52,8 @@ def latent_attention(
         cu_seqlens: (S + 1,) int32 or int64 offsets that rise from 0 to at most N. Key and value then have batch 1 and
             hold S sets of keys, one after the other: set s goes from cu_seqlens[s] to cu_seqlens[s + 1]. Rows from
             cu_seqlens[S] on belong to no set: they are never read, and their gradients are 0. A query (B, H, L, D) and
-            the result have batch S. key_padding_mask is then (1, N). On a GPU the offsets are not read, because reading would make the program wait:
-            wrong offsets make every result and gradient NaN there.
+            the result have batch S. key_padding_mask is then (1, N). On a GPU the offsets are not read, because reading
+            would make the program wait: wrong offsets make every result and gradient NaN there.
         scale: factor of the scores; None means D ** -0.5.
         key_bias: a floating tensor that broadcasts to (B, H, N), with the heads of key: it is added to every score of
             its key, after the scale. log(w) gives a key the weight w. Broadcast axes are not expanded in memory. A key
@@ -77,6 +77,13 @@ def latent_attention(
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
     >>> cmab_kernels.latent_attention(latents, points, points).shape
     torch.Size([2, 4, 16, 8])
+    >>> counts = torch.full((1000,), 3.0)  # how often each point counts
+    >>> weighted = cmab_kernels.latent_attention(latents, points, points, key_bias=counts.log())
+    >>> thrice = points.repeat(1, 1, 3, 1)
+    >>> torch.allclose(weighted, cmab_kernels.latent_attention(latents, thrice, thrice), atol=1e-5)
+    True
+    >>> cmab_kernels.latent_attention(torch.randn(8, 16, 8), points, points, enable_gqa=True).shape
+    torch.Size([2, 8, 16, 8])
     """
     inputs = _inputs(query, key, value, key_padding_mask, cu_seqlens, scale, key_bias, enable_gqa)
     return _heads_apart(_state(inputs, None, impl).out.to(inputs.query.dtype), inputs.groups)
@@ -98,11 +105,11 @@ def attention_state(
 ) -> AttentionState:
     """The attention state of these keys, merged with `state` if one is given. The cost depends on the new keys alone.
 
-    Arguments and errors are those of `latent_attention`. `state` summarises other keys for the same queries: out
-    (B, H, L, E) in float32 (float64 for float64 inputs) and lse (B, H, L) in float64. `state` is not changed. Gradients
-    flow to query, key, value, key_bias and the state's `out` and `lse`. A row whose lse is -inf is empty, whatever `out` holds.
-    An lse of +inf, or an lse of NaN in a row whose `out` holds numbers, is a `ValueError` on the CPU; on a GPU and in
-    traces it makes its row NaN.
+    Arguments and errors are those of `latent_attention`. `state` summarises other keys for the same queries: out (B, H,
+    L, E) in float32 (float64 for float64 inputs) and lse (B, H, L) in float64. `state` is not changed. Gradients flow
+    to query, key, value, key_bias and the state's `out` and `lse`. A row whose lse is -inf is empty, whatever `out`
+    holds. An lse of +inf, or an lse of NaN in a row whose `out` holds numbers, is a `ValueError` on the CPU; on a GPU
+    and in traces it makes its row NaN.
 
     `decay` lets old keys fade: it multiplies the weight exp(S) of every key in `state`, and so adds log(decay) to its
     logit S and to the state's lse. After t further calls a key has the weight decay^t exp(S). `decay` is a number in
@@ -172,12 +179,12 @@ def remove_from_state(
 ) -> Removal:
     """`state` without these keys, as if it had never seen them. The cost depends on the removed keys alone.
 
-    Arguments and errors are those of `attention_state`. `reliable` (B, H, L) says which rows can be trusted. It is
-    False where less than sqrt(eps) of a row's mass is left: cancellation then costs more than half of the digits. A row
-    with no mass left becomes empty. `reliable` is also False where removed keys have logits near the largest one and
-    less than 32 eps abs(lse) of the mass is left. This rest may be rounding, because logits may have been computed in
-    another way when the keys were added. Logits beyond 2^18 in float32 and 2^47 in float64 always meet this condition
-    on the mass.
+    Arguments and errors are those of `attention_state`, and keys need the `key_bias` that they were added with.
+    `reliable` (B, H, L) says which rows can be trusted. It is False where less than sqrt(eps) of a row's mass is left:
+    cancellation then costs more than half of the digits. A row with no mass left becomes empty. `reliable` is also
+    False where removed keys have logits near the largest one and less than 32 eps abs(lse) of the mass is left. This
+    rest may be rounding, because logits may have been computed in another way when the keys were added. Logits beyond
+    2^18 in float32 and 2^47 in float64 always meet this condition on the mass.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> state = cmab_kernels.attention_state(q, k, v)

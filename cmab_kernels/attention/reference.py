@@ -1,7 +1,7 @@
 """The definition of latent cross-attention, in plain PyTorch.
 
-For each query row q and the keys k_i, values v_i that it may see, with S_i = scale q k_i' + b_i, where the bias b_i is 0
-if there is none, and a key with a bias of -inf may not be seen:
+For each query row q and the keys k_i, values v_i that it may see, with S_i = scale q k_i' + b_i, where the bias b_i is
+0 if there is none, and a key with a bias of -inf may not be seen:
 
     lse = log sum_i exp(S_i)            out = sum_i exp(S_i - lse) v_i
 

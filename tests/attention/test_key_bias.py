@@ -211,11 +211,11 @@ def test_errors() -> None:
     for call in (ck.latent_attention, ck.attention_state, lambda *a, **b: ck.remove_from_state(state, *a, **b)):
         with pytest.raises(ValueError, match=r"^key_bias: got shape \(2, 133\).*\(2, 3, 133\)"):
             call(q, k, v, key_bias=bias[:, 0])
-        with pytest.raises(TypeError, match="^key_bias: got a float, expected a floating torch.Tensor"):
+        with pytest.raises(TypeError, match=r"^key_bias: got a float, expected a floating torch\.Tensor"):
             call(q, k, v, key_bias=0.5)
-        with pytest.raises(TypeError, match="^key_bias: got torch.bool, expected float64"):
+        with pytest.raises(TypeError, match=r"^key_bias: got torch\.bool, expected float64"):
             call(q, k, v, key_bias=bias > 0)
-        with pytest.raises(TypeError, match="^key_bias: got torch.sparse_coo, expected a dense tensor"):
+        with pytest.raises(TypeError, match=r"^key_bias: got torch\.sparse_coo, expected a dense tensor"):
             call(q, k, v, key_bias=bias.to_sparse())
-        with pytest.raises(ValueError, match="^key_bias: got device meta"):
+        with pytest.raises(ValueError, match=r"^key_bias: got device meta"):
             call(q, k, v, key_bias=bias.to("meta"))

@@ -229,7 +229,8 @@ def _backward_in_parts(
     PIECE: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """dK, dV and the gradient of the bias of one run of keys, and its share of dQ in its slot of `shares`, for all queries, BLOCK_L at a time.
+    """dK, dV and the gradient of the bias of one run of keys, and its share of dQ in its slot of `shares`, for all
+    queries, BLOCK_L at a time.
 
     The columns of a tile are multiplied PIECE at a time. If PIECE is None, they are multiplied all at once, and tiles
     of the queries and of dout are held in registers.

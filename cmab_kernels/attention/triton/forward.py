@@ -66,8 +66,8 @@ def absorb(
     Scaling and subtracting the maximum are one multiply-add. The maximum is kept as a score. Its product with the scale
     is rounded, but the multiply-add does not round its own product. The sum of weights cancels this difference, unless
     scores are LARGE. Such scores are so far apart that a power of two, `coarse`, can serve as the scale, and it rounds
-    nothing. Weights are multiplied by LIFT in the product with the values, but not in their sum.
-    With `biases` of the keys, scores are first multiplied by `gain`, and `scale` is that of base 2 alone.
+    nothing. Weights are multiplied by LIFT in the product with the values, but not in their sum. With `biases` of the
+    keys, scores are first multiplied by `gain`, and `scale` is that of base 2 alone.
     """
     scores = product_of_wide(queries, tl.trans(keys), OPERAND, PRECISION, HIDDEN)
     if biases is not None:
@@ -209,8 +209,8 @@ def _forward(
     """Compute the state of one run of keys for one block of queries, merged with the incoming state if there is one.
 
     Keys may be wider than OPERAND, the dtype of the values. The maximum needs a positive scale, so the queries take its
-    `sign`. Weights reach up to LIFT, because float16 has few digits below 2**-14. With a `bias`, `gain` is the scale, and
-    the other three are those of the scale 1.
+    `sign`. Weights reach up to LIFT, because float16 has few digits below 2**-14. With a `bias`, `gain` is the scale,
+    and the other three are those of the scale 1.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)

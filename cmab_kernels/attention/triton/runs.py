@@ -11,8 +11,8 @@ r` instead. Only the last run of a set is shorter than GRAIN keys, so slots of d
 program finds its set by bisection.
 
 The host does not wait for the values of `cu_seqlens`. The first kernel validates the offsets, and all kernels read the
-validated offsets: they rise from 0 to at most N whatever was given, so nothing is read or written out of bounds. If the given
-offsets were invalid, every result is NaN.
+validated offsets: they rise from 0 to at most N whatever was given, so nothing is read or written out of bounds. If the
+given offsets were invalid, every result is NaN.
 """
 
 from functools import lru_cache
