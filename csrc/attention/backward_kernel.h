@@ -242,12 +242,13 @@ struct Backward {
     const int dkey_width = padded_width<T>(shape.key_width), dvalue_width = padded_width<T>(shape.value_width);
     const int64_t apart = in_place<T>(shape, blocks, count);
     for (int64_t first = 0; first < keys.count; first += kKeyTile) {
-      const Present present = present_keys<T>(keys, first);
+      Present present = present_keys(keys, first);
+      if (keys.bias) leave_out_excluded<T>(keys, first, present);
       const auto key = load_tile(shape.dtype, keys.key, first, present, shape.key_width, round_up(shape.key_width, 4),
                                  apart, scratch.key);
       const auto value = load_tile(shape.dtype, keys.value, first, present, shape.value_width,
                                    round_up(shape.value_width, 4), apart, scratch.value);
-      const T* bias = load_bias(keys, first, present, scratch.bias);
+      const T* bias = keys.bias ? load_bias(keys, first, present, scratch.bias) : nullptr;
       if (bias) __builtin_memset(scratch.dbias, 0, sizeof(T) * kKeyTile);
       __builtin_memset(scratch.dkey, 0, sizeof(T) * kKeyTile * dkey_width);
       __builtin_memset(scratch.dvalue, 0, sizeof(T) * kKeyTile * dvalue_width);

@@ -196,8 +196,8 @@ CMAB_INLINE V anchor(V reference) {
 }
 
 // weights[key][row] = exp2(logit - reference) for a tile of `count` keys, and their sums, for the columns of the
-// register tile that starts at `column`.
-template <class B, class T>
+// register tile that starts at `column`. Without a bias, not even a branch is left of it.
+template <class B, bool kBiased, class T>
 __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, State<T> state,
                                           int column, int value_rows, T* weights, const T* bias) {
   using V = typename B::V;
@@ -218,7 +218,7 @@ __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> k
     V s[kKeys][kColumns] = {};
     multiply_add<V, kKeys, kColumns>(s, keys.rows + k * keys.stride, keys.stride, 1, queries + column * kVectorRows,
                                      B::kRows, depth);
-    if (bias)
+    if constexpr (kBiased)
 #pragma GCC unroll 16
       for (int r = 0; r < kKeys; ++r)
 #pragma GCC unroll 8
@@ -272,7 +272,7 @@ inline bool few(const Shape& shape, int rows) {
 
 // weights[key] = logit of one query (packed) for a tile of `count` keys, and -inf for keys that fill up the last
 // vector. Returns the largest logit.
-template <class T>
+template <bool kBiased, class T>
 CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* weights, const T* bias) {
   using V = Vector<T>;
   constexpr int kLanes = lanes<V>();
@@ -288,7 +288,7 @@ CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* 
       }
     }
     V logits = lane_numbers<V>() < T(count - k) ? sum_lanes(part) : broadcast<V>(T(-kInfinity));
-    if (bias) logits += load<V>(bias + k);
+    if constexpr (kBiased) logits += load<V>(bias + k);
     store(weights + k, logits);
     top = maximum(top, logits);
   }
@@ -317,11 +317,11 @@ CMAB_INLINE void add_values(const T* weights, Tile<T> values, int count, int wid
 }
 
 // Processes one query against a tile of `count` keys; `state` is of its row alone.
-template <class T>
+template <bool kBiased, class T>
 __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> keys, Tile<T> values, int count,
                                           State<T> state, int value_width, T* weights, const T* bias) {
   using V = Vector<T>;
-  const T largest = score_keys(query, depth, keys, count, weights, bias);
+  const T largest = score_keys<kBiased>(query, depth, keys, count, weights, bias);
   if (largest > *state.reference + T(kSlack)) {
     const T factor = exp2(broadcast<V>(*state.reference - largest))[0];
     *state.reference = largest;
@@ -390,43 +390,51 @@ struct Forward {
   }
 
   static void attend(const Shape& shape, const QueryBlock* blocks, int count, const Keys& keys, void* memory) {
+    if (keys.bias) return attend_keys<true>(shape, blocks, count, keys, memory);
+    attend_keys<false>(shape, blocks, count, keys, memory);
+  }
+
+  template <bool kBiased>
+  static void attend_keys(const Shape& shape, const QueryBlock* blocks, int count, const Keys& keys, void* memory) {
     const Scratch scratch(shape, memory);
     const int value_rows = round_up(shape.value_width, 4);
     const int64_t apart = in_place<T>(shape, blocks, count);
     for (int64_t first = 0; first < keys.count; first += kKeyTile) {
-      const Present present = present_keys<T>(keys, first);
+      Present present = present_keys(keys, first);
+      if constexpr (kBiased) leave_out_excluded<T>(keys, first, present);
       if (present.count == 0) continue;
       const auto key =
           load_tile(shape.dtype, keys.key, first, present, shape.key_width, shape.key_width, apart, scratch.key);
       const auto value =
           load_tile(shape.dtype, keys.value, first, present, shape.value_width, value_rows, apart, scratch.value);
-      const T* bias = load_bias(keys, first, present, scratch.bias);
+      const T* bias = kBiased ? load_bias(keys, first, present, scratch.bias) : nullptr;
       for (const QueryBlock* block = blocks; block < blocks + count; ++block)
-        attend_tile(shape, *block, key, value, present.count, scratch.weights, bias);
+        attend_tile<kBiased>(shape, *block, key, value, present.count, scratch.weights, bias);
     }
   }
 
+  template <bool kBiased>
   static void attend_tile(const Shape& shape, const QueryBlock& block, Tile<T> key, Tile<T> value, int count,
                           T* weights, const T* bias) {
     const T* queries = static_cast<const T*>(block.packed);
     const State<T> state = state_of<T>(block.rows, block.state);
     if (!few<T>(shape, block.rows))
       return with_block<T>(block.rows, [&](auto kind) {
-        attend_block<decltype(kind)>(shape, queries, key, value, count, state, weights, bias);
+        attend_block<decltype(kind), kBiased>(shape, queries, key, value, count, state, weights, bias);
       });
     const int depth = shape.key_width, width = shape.value_width;
     for (int row = 0; row < block.rows; ++row)
-      attend_one(queries + row * depth, depth, key, value, count,
+      attend_one<kBiased>(queries + row * depth, depth, key, value, count,
                  {state.reference + row, state.sum + row, state.acc + row * width}, width, weights, bias);
   }
 
-  template <class B>
+  template <class B, bool kBiased>
   static void attend_block(const Shape& shape, const T* queries, Tile<T> key, Tile<T> value, int count, State<T> state,
                            T* weights, const T* bias) {
     const int value_rows = round_up(shape.value_width, 4);
     for (int c = 0; c < B::kRows / kVectorLanes<T>; c += B::kColumns) {
       const int at = c * kVectorLanes<T>;
-      weigh_keys<B>(queries, shape.key_width, key, count, state, c, value_rows, weights, bias);
+      weigh_keys<B, kBiased>(queries, shape.key_width, key, count, state, c, value_rows, weights, bias);
       accumulate_rows<B>(state.acc + at, value_rows, value, weights + at, count);
     }
   }

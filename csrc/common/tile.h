@@ -21,6 +21,19 @@ struct Present {
   uint8_t row[kKeyTile];  // indices of the present keys in the tile, ascending
 };
 
+inline Present present_keys(const Keys& keys, int64_t first) {
+  Present present;
+  const int64_t left = keys.count - first;
+  const int rows = left < kKeyTile ? int(left) : int(kKeyTile);
+  present.count = 0;
+  for (int k = 0; k < rows; ++k) {
+    present.row[present.count] = uint8_t(k);
+    present.count += !keys.ignored || !keys.ignored[(first + k) * keys.ignored_stride];
+  }
+  present.all = present.count == kKeyTile;
+  return present;
+}
+
 // Removes the keys whose bias is -inf; T is the type of the bias.
 template <class T>
 inline void leave_out_excluded(const Keys& keys, int64_t first, Present& present) {
@@ -31,27 +44,12 @@ inline void leave_out_excluded(const Keys& keys, int64_t first, Present& present
     kept += bias[present.row[i] * keys.bias_stride] != T(-kInfinity);
   }
   present.count = kept;
+  present.all = kept == kKeyTile;
 }
 
-template <class T>
-inline Present present_keys(const Keys& keys, int64_t first) {
-  Present present;
-  const int64_t left = keys.count - first;
-  const int rows = left < kKeyTile ? int(left) : int(kKeyTile);
-  present.count = 0;
-  for (int k = 0; k < rows; ++k) {
-    present.row[present.count] = uint8_t(k);
-    present.count += !keys.ignored || !keys.ignored[(first + k) * keys.ignored_stride];
-  }
-  if (keys.bias) leave_out_excluded<T>(keys, first, present);
-  present.all = present.count == kKeyTile;
-  return present;
-}
-
-// The biases of the present keys in base 2, padded with zeros as a tile is, in `copy`; null if keys have none.
+// The biases of the present keys in base 2, padded with zeros as a tile is, in `copy`.
 template <class T>
 inline const T* load_bias(const Keys& keys, int64_t first, const Present& present, T* copy) {
-  if (!keys.bias) return nullptr;
   const T* bias = static_cast<const T*>(keys.bias) + first * keys.bias_stride;
   for (int i = 0; i < present.count; ++i) copy[i] = T(bias[present.row[i] * keys.bias_stride] * kLog2E);
   for (int i = present.count; i < kKeyTile; ++i) copy[i] = 0;

@@ -122,7 +122,7 @@ struct PrefixBackwardKernel {
     const int d = whole_vectors<T>(shape.key_width), e = whole_vectors<T>(shape.value_width);
     Run runs[kKeyTile];
     for (int64_t start = (in.keys.count - 1) / kKeyTile * kKeyTile; start >= 0; start -= kKeyTile) {
-      const Present present = present_keys<T>(in.keys, start);
+      const Present present = present_keys(in.keys, start);
       const auto key = copy_tile(shape.dtype, in.keys.key, start, present, shape.key_width, scratch.key);
       const auto value = copy_tile(shape.dtype, in.keys.value, start, present, shape.value_width, scratch.value);
       __builtin_memset(scratch.dkey, 0, sizeof(T) * kKeyTile * d);

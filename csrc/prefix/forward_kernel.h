@@ -160,7 +160,7 @@ struct PrefixForwardKernel {
     begin(in, first, rows, state);
     Run runs[kKeyTile];
     for (int64_t start = 0; start < in.keys.count; start += kKeyTile) {
-      const Present present = present_keys<T>(in.keys, start);
+      const Present present = present_keys(in.keys, start);
       const auto key =
           load_tile(shape.dtype, in.keys.key, start, present, shape.key_width, shape.key_width, INT64_MAX, scratch.key);
       const auto value = copy_tile(shape.dtype, in.keys.value, start, present, shape.value_width, scratch.value);

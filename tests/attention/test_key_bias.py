@@ -17,8 +17,8 @@ def _inputs(
     shape: tuple[int, ...] = (2, 3, 133), latents: int = 5, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    keys = shape[-1]
-    shapes = (2, 3, latents, 8), (2, 3, keys, 8), (2, 3, keys, 7), shape
+    keys, width = shape[-1], 7 if latents > 1 else 8  # single queries of whole vectors have a path of their own
+    shapes = (2, 3, latents, 8), (2, 3, keys, 8), (2, 3, keys, width), shape
     q, k, v, b = (torch.randn(each, generator=generator, dtype=torch.float64).to(dtype) for each in shapes)
     return q, k, v, 3 * b
 
