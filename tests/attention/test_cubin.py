@@ -97,9 +97,7 @@ def _launches(
         results = kernels.attention_forward(Attention(q, k, v, ignore, None, *before, bias, 1.0))
         return (
             *results,
-            *kernels.attention_backward(
-                AttentionBackward(out, lse, q, k, v, ignore, None, out, lse, bias, 1.0, needs)
-            ),
+            *kernels.attention_backward(AttentionBackward(out, lse, q, k, v, ignore, None, out, lse, bias, 1.0, needs)),
         )
 
     return record(call)
@@ -185,8 +183,10 @@ def test_compiled_with_mask_and_state(dtype: torch.dtype, tmp_path: Path) -> Non
 @pytest.mark.parametrize("latents", [300, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_compiled_with_a_bias(dtype: torch.dtype, latents: int, tmp_path: Path) -> None:
+    """One kernel spills a few registers: the sums for the gradient of the bias come on top of a full block."""
+    spilling = {"_backward": 0.01} if (dtype, latents) == (torch.bfloat16, 128) else None
     found = _launches(dtype, 16, latents, mask=True, biased=True)
-    assert wrong(found, 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS)) == []
+    assert wrong(found, 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS), spilling) == []
 
 
 @pytest.mark.nightly

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, on_device, triton_dtype
 from ...runtime.triton_products import in_place, product, product_of_wide
-from ...runtime.triton_rows import biased_keys, kept_keys, load_tile, rows_at, tile_at
+from ...runtime.triton_rows import biases_of, kept_keys, load_tile, rows_at, tile_at
 from ..contract import AttentionBackward
 from .backward_in_parts import _backward_in_parts
 from .forward import IN_SHARED, LOG2_E
@@ -171,8 +171,8 @@ def _pull(
     HIDDEN: tl.constexpr = WIDEST < IN_SHARED or WIDEST > 128
     _, key_strides, value_strides, mask_strides = strides
     queries, douts, _, _, _ = rows
-    keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)
-    keep, biases = biased_keys(bias, bias_strides, keep, batch, head, start, last, BLOCK_N)
+    biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+    keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED, biases)
     keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
     values = keys
     if SLOPES:
@@ -372,8 +372,8 @@ def _backward_keys(
     log2_scale = (tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(DTYPE)
     gain = tl.full([1], scale, DTYPE)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
-        keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True)
-        keep, biases = biased_keys(bias, bias_strides, keep, store, head, start, last, BLOCK_N)
+        biases = biases_of(bias, bias_strides, store, head, start, last, BLOCK_N)
+        keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True, biases)
         keys = load_tile(tile_at(key, key_strides, store, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, store, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E).to(
             OPERAND
@@ -508,7 +508,7 @@ def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tenso
             (B, H, L, N),
             (cut.runs, cut.most_runs),
             scale,
-            None if key_bias is None else key_bias.stride(),
+            (0, 0, 0) if key_bias is None else key_bias.stride(),
         )
         at_once = cut.runs == 1 and cu_seqlens is None and N > 0
         shares = dquery

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...runtime.triton_launch import kernel
 from ...runtime.triton_products import in_place, parts, product, product_of_parts
-from ...runtime.triton_rows import biased_keys, kept_keys, load_tile, rows_from, tile_at
+from ...runtime.triton_rows import biases_of, kept_keys, load_tile, rows_from, tile_at
 from .forward import LOG2_E
 from .runs import locate
 
@@ -152,8 +152,8 @@ def _pull(
     high, low, delta = terms
     inside = first + tl.arange(0, BLOCK_L) < sizes[2]
     row = tl.multiple_of(first, BLOCK_L) + tl.arange(0, BLOCK_L).to(tl.int64)
-    keep = kept_keys(mask, mask_strides, 0, start, last, BLOCK_N, RAGGED)
-    keep, biases = biased_keys(bias, bias_strides, keep, 0, 0, start, last, BLOCK_N)
+    biases = biases_of(bias, bias_strides, 0, 0, start, last, BLOCK_N)
+    keep = kept_keys(mask, mask_strides, 0, start, last, BLOCK_N, RAGGED, biases)
     scores = _scores(keys, start, keep, queries, first, inside, held[0], D, ALIGN[0], BLOCK_L, BLOCK_N, PIECE)
     if biases is not None:
         scores = tl.fma(scores, scale, biases[:, None])

@@ -13,7 +13,7 @@ from ...runtime.dtypes import state_dtype
 from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, on_device
 from ...runtime.triton_products import in_place, product, product_of_wide
-from ...runtime.triton_rows import biased_keys, kept_keys, load_tile, rows_at, tile_at
+from ...runtime.triton_rows import biases_of, kept_keys, load_tile, rows_at, tile_at
 from ..contract import Attention
 from .launch import WIDEST_BLOCK, forward_constants, merge_constants, tile_alignment
 from .runs import checked_offsets, count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad
@@ -241,8 +241,8 @@ def _forward(
     gain_ = None if bias is None else tl.full([1], gain, DTYPE)
     whole = first + (last - first) // BLOCK_N * BLOCK_N
     for start in range(first, whole, BLOCK_N):
-        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False)
-        keep, biases = biased_keys(bias, bias_strides, keep, batch, head, start, last, BLOCK_N)
+        biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False, biases)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         peak, total, acc = absorb(
@@ -264,8 +264,8 @@ def _forward(
             gain=gain_,
         )
     for start in tl.range(whole, last, BLOCK_N, num_stages=1):
-        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
-        keep, biases = biased_keys(bias, bias_strides, keep, batch, head, start, last, BLOCK_N)
+        biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True, biases)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         peak, total, acc = absorb(
@@ -400,8 +400,8 @@ def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
             (B, H, L, N),
             (runs, most_runs),
             *units(scale if key_bias is None else 1.0),
-            None if key_bias is None else key_bias.stride(),
-            None if key_bias is None else scale,
+            (0, 0, 0) if key_bias is None else key_bias.stride(),
+            scale,
         )
         if at_once:
             return out, lse
