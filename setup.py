@@ -1,11 +1,12 @@
-"""Builds cmab_kernels._C from csrc, and cmab_kernels._cuda on request, with ninja. Needs no torch, no GPU, no network.
+"""Builds cmab_kernels._C from csrc, and cmab_kernels._cuda on request, with ninja. The build needs no torch, no GPU and
+no network.
 
 Files named kernels.cpp and bf16_kernels.cpp are compiled once for each instruction set. CMAB_KERNELS_BUILD=auto
-(default): what does not build is left out, and `_build.json` in the package says why; 1: a failed build is an error; 0:
-no build. CMAB_KERNELS_CUDA says the same
-of _cuda: 0 (default): no build; auto: built where there is nvcc, in CUDA_HOME or on the PATH; 1: an error without nvcc,
-too. CMAB_KERNELS_WERROR=1 makes warnings errors, for CI: with a compiler newer than this code they would cost users
-their kernels.
+(default): an extension that fails to build is left out, and `_build.json` in the package says why; 1: a failed build is
+an error; 0: no build. CMAB_KERNELS_CUDA says the same
+about _cuda: 0 (default): no build; auto: it is built if there is nvcc, in CUDA_HOME or on the PATH; 1: a missing nvcc
+is also an error. CMAB_KERNELS_WERROR=1 makes warnings errors, for CI. With a compiler newer than this code, such errors
+would leave users without kernels.
 """
 
 import fcntl
@@ -38,7 +39,7 @@ OBJECTS = ROOT / "build" / f"objects.{sysconfig.get_platform()}-{sys.implementat
 """Where object files are kept from one build to the next: pip builds in temporary folders, and would compile everything
 each time."""
 WANTED = os.environ.get("CMAB_KERNELS_BUILD", "auto")
-WANTED_CUDA = "auto" if WANTED == "0" else os.environ.get("CMAB_KERNELS_CUDA", "0")  # without _C its reason is told
+WANTED_CUDA = "auto" if WANTED == "0" else os.environ.get("CMAB_KERNELS_CUDA", "0")  # without _C its reason is given
 _SHARED = runpy.run_path(str(ROOT / "cmab_kernels" / "runtime" / "constants.py"))
 CONSTANTS = {name: value for name, value in _SHARED.items() if name.isupper()}
 DEFINES = " ".join(f"-DCMAB_{name}={value}" for name, value in CONSTANTS.items())
@@ -52,28 +53,28 @@ VECTORS = {
     "avx2": "-DCMAB_VECTOR_BYTES=32 -mavx2 -mfma -mf16c",
     "avx512": f"-DCMAB_VECTOR_BYTES=64 {AVX512}",
 }
-"""The instruction sets that each kernels.cpp is compiled for, with their flags."""
+"""The instruction sets for which each kernels.cpp is compiled, with their flags."""
 ENGINES = {
     "avx512bf16": f"-DCMAB_ENGINE=DotEngine {BF16}",
     "amx": f"'-DCMAB_ENGINE=TileEngine<HardwareTiles>' {BF16} -mamx-tile -mamx-bf16",
     "amx_emulated": f"'-DCMAB_ENGINE=TileEngine<EmulatedTiles>' {BF16}",
 }
-"""The instruction sets that bf16_kernels.cpp is compiled for, with their flags."""
-# The platform that is built for, which need not be this one.
+"""The instruction sets for which bf16_kernels.cpp is compiled, with their flags."""
+# The platform for which the build runs, which may differ from this one.
 ON_X86 = sysconfig.get_platform().lower().endswith(("x86_64", "amd64"))
 GPUS = {"sm_80": "80", "sm_90a": "90a", "sm_100": "100", "sm_120": "120"}
-"""The GPU architectures to compile machine code for, with their compute capabilities. That of sm_80 runs on 8.6 and 8.9
-too, as that of sm_100 on 10.3 and that of sm_120 on 12.1."""
+"""The GPU architectures for which machine code is compiled, with their compute capabilities. The code of sm_80 also
+runs on 8.6 and 8.9, that of sm_100 also on 10.3, and that of sm_120 also on 12.1."""
 PTX = "100"
-"""The compute capability whose PTX is added, for GPUs that no machine code is for: the driver compiles it there."""
+"""The compute capability whose PTX is added, for GPUs without machine code: the driver compiles it there."""
 NVCC_FLAGS = f"{DEFINES} -O3 -std=c++17 -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
 NVCC_FLAGS += " -Xcompiler -Werror -Werror all-warnings" if STRICT else ""
 
 
 def cpu_sources() -> list[tuple[Path, str]]:
-    """Each source of _C with the instruction set that it is compiled for; "" if it is compiled once, for any CPU.
+    """Each source of _C with the instruction set for which it is compiled; "" if it is compiled once, for any CPU.
 
-    Kernels, which take longest, come first: so both of two processors have work to the end.
+    Kernels, which take longest, come first, so that both of two processors have work until the end.
     """
     sources = []
     for source in sorted(
@@ -101,7 +102,7 @@ def flags(instruction_set: str) -> str:
 
 
 def find_compiler() -> list[str]:
-    """The words of the command: CXX may hold a launcher before the compiler and flags after it, or a path with
+    """The words of the command. CXX may contain a launcher before the compiler and flags after it, or a path with
     spaces."""
     given = os.environ.get("CXX", "").strip()
     words = [given] if shutil.which(given) else shlex.split(given)
@@ -112,7 +113,7 @@ def find_compiler() -> list[str]:
 
 
 def for_nvcc(compiler: list[str]) -> list[str]:
-    """The options by which nvcc takes a compiler and its flags. It knows no launcher before it."""
+    """The options that pass a compiler and its flags to nvcc. nvcc does not support a launcher before it."""
     programs = list(itertools.takewhile(lambda word: not word.startswith("-"), compiler))
     return ["-ccbin", programs[-1], *(word for flag in compiler[len(programs) :] for word in ("-Xcompiler", flag))]
 
@@ -123,7 +124,8 @@ def find_nvcc() -> str | None:
 
 
 def pybind11_headers() -> Path:
-    """The folder of the headers of pybind11 3 or newer: those of its package, else the copy that a torch may bring."""
+    """The folder of the headers of pybind11 3 or newer: those of its package, else the copy that a torch may
+    contain."""
     for spec in map(importlib.util.find_spec, ("pybind11", "torch")):
         for folder in spec.submodule_search_locations or () if spec else ():
             if Path(folder, "include", "pybind11", "critical_section.h").exists():  # version 2 has none
@@ -132,12 +134,12 @@ def pybind11_headers() -> Path:
 
 
 def shell_words(*command: str | Path) -> str:
-    """Words of a command, as a shell in a ninja file takes them."""
+    """Words of a command, quoted for a shell in a ninja file."""
     return shlex.join(map(str, command)).replace("$", "$$")
 
 
 def ninja_path(path: Path) -> str:
-    """A path as a ninja file has it: relative to ROOT, whose own name may then hold anything."""
+    """A path in the form of a ninja file: relative to ROOT, whose own name may then contain any character."""
     return re.sub(r"[$ :]", r"$\g<0>", os.path.relpath(path, ROOT))
 
 
@@ -145,8 +147,8 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: list[str], nvcc: s
     """The text of build.ninja, which makes the extensions `cpu` and, given nvcc, `cuda`, with objects in `folder`.
     ninja runs in ROOT.
 
-    Each object depends on a file with the version of its compiler, too: another compiler in the same place compiles all
-    anew.
+    Each object also depends on a file with the version of its compiler, so that another compiler in the same place
+    compiles everything again.
     """
     includes = shell_words("-Icsrc", f"-I{sysconfig.get_path('include')}", "-isystem", pybind11_headers())
     extra = os.environ.get("CXXFLAGS", "").replace("$", "$$").replace("\n", " ")
@@ -188,7 +190,7 @@ def ninja_file(cpu: Path, cuda: Path, folder: Path, compiler: list[str], nvcc: s
 
 
 def kernels_in(log: str) -> list[dict]:
-    """What ptxas reports about each kernel: its mangled name, target, registers a thread, and bytes of stack and
+    """The report of ptxas on each kernel: its mangled name, target, registers per thread, and bytes of stack and
     spills."""
     entry = re.compile(
         r"Compiling entry function '(?P<kernel>\w+)' for '(?P<target>\w+)'.*?"
@@ -259,7 +261,7 @@ class NinjaBuild(build_ext):
 
 
 def jobs() -> list[str]:
-    """ninja's option for the number of compilers at once, which MAX_JOBS limits as it does in torch's builds."""
+    """ninja's option for the number of compilers at once, which MAX_JOBS limits as in torch's builds."""
     most = os.environ.get("MAX_JOBS", "").strip()
     if most and not (most.isdecimal() and int(most)):
         raise OSError(f"MAX_JOBS is {most!r}: a number of at least 1 is needed")
@@ -268,7 +270,7 @@ def jobs() -> list[str]:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder, and wait until no other build of these sources is at work in it."""
+    """Make the folder, and wait until no other build of these sources uses it."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -276,14 +278,15 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def keep(path: Path, text: str) -> None:
-    """Write a file whose text has changed: ninja makes anew what depends on a file that was written."""
+    """Write a file only if its text has changed, because ninja builds everything again that depends on a written
+    file."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
 def attempt(build: Callable[[], dict], variable: str, wanted: str) -> dict:
-    """Run one build and report on it, in the form of `_build.json`; raises on failure only if `wanted`, the variable's
-    value, is 1."""
+    """Run one build and report on it, in the form of `_build.json`. A failure raises an error only if `wanted`, the
+    value of the variable, is 1."""
     report = {"built": False, "reason": "", "compiler": "", "targets": []}
     if wanted == "0":
         return report | {"reason": f"{variable}=0"}
@@ -296,7 +299,7 @@ def attempt(build: Callable[[], dict], variable: str, wanted: str) -> dict:
 
 
 def version(*compiler: str) -> list[str]:
-    """The lines that `compiler --version` prints; one that is empty if it prints nothing."""
+    """The lines that `compiler --version` prints; one empty line if it prints nothing."""
     return subprocess.run([*compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout.strip().splitlines() or [
         ""
     ]
@@ -306,7 +309,7 @@ def version(*compiler: str) -> list[str]:
 
 
 class BilledWheel(bdist_wheel):
-    """A wheel with a bill of materials, an SPDX document, in the folder that PEP 770 names."""
+    """A wheel with a software bill of materials, an SPDX document, in the folder that PEP 770 specifies."""
 
     def egg2dist(self, egginfo_path: str, distinfo_path: str) -> None:
         super().egg2dist(egginfo_path, distinfo_path)
@@ -319,8 +322,8 @@ class BilledWheel(bdist_wheel):
 
 
 def bill_of_materials(distribution: Distribution, nvcc: str) -> dict:
-    """The package, what it needs from the index, and the CUDA runtime that `nvcc` (its version, or "") linked into it,
-    in SPDX 2.3."""
+    """The package, its requirements from the index, and the CUDA runtime that `nvcc` (its version, or "") linked into
+    it, in SPDX 2.3."""
     name, version = distribution.get_name(), distribution.get_version()
     needed = [re.match(r"[\w.-]+", requirement)[0] for requirement in distribution.install_requires]
     contained = [material("cudart", nvcc)] if nvcc else []
@@ -349,7 +352,7 @@ def bill_of_materials(distribution: Distribution, nvcc: str) -> dict:
 
 
 def material(name: str, version: str, locator: str = "") -> dict:
-    """A package of the bill, with its version and its address among packages where they are known."""
+    """A package of the bill, with its version and its package URL if they are known."""
     reference = {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": locator}
     known = ({"versionInfo": version} if version else {}) | ({"externalRefs": [reference]} if locator else {})
     entry = {"SPDXID": f"SPDXRef-{name}", "name": name, "downloadLocation": "NOASSERTION", "filesAnalyzed": False}
@@ -361,8 +364,8 @@ def material(name: str, version: str, locator: str = "") -> dict:
 
 
 def warn(report: dict) -> None:
-    """Say on stderr, and on the terminal if pip keeps stderr to itself, that and why the kernels are missing, unless
-    that was asked for."""
+    """Say on stderr, and on the terminal if pip does not show stderr, that the kernels are missing and why, unless this
+    was requested."""
     if report["built"] or WANTED == "0":
         return
     text = f"""

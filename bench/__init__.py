@@ -1,1 +1,2 @@
-"""Time, memory, FLOPs and error of the operators, beside their peers: `python -m cmab_kernels bench [--quick]`."""
+"""Time, memory, FLOPs and error of the operators, compared with their peers: `python -m cmab_kernels bench
+[--quick]`."""

@@ -1,12 +1,12 @@
-"""`python -m bench.adoption [MODEL ...]`: models of other packages as they are, and with this package's attention in
+"""`python -m bench.adoption [MODEL ...]`: models of other packages unchanged, and with this package's attention in
 them.
 
-Weights are random; sizes are those of small published models. All ways compute the same, which is checked first against
-the original model in float64. Models with torch's own layers run with torch's fast path on and off, those of
-`transformers` with each of their attentions: a ratio is to the fastest of these. The figure is the least CPU time of
-one thread, over calls that take turns; other programs disturb it less than wall-clock time. It writes
-`bench/results/adoption.json`, in which models that are not named keep their rows; `--page` writes the table of
-docs/use_it_in.md from it.
+Weights are random; sizes are those of small published models. All versions compute the same result. This is first
+checked against the original model in float64. Models with torch's own layers run with torch's fast path on and off;
+models of `transformers` run with each of their attentions. The ratio is to the fastest of these. The figure is the
+least CPU time of one thread, over calls of the versions in turn; other programs disturb it less than wall-clock time.
+It writes `bench/results/adoption.json`, where models that are not named keep their rows. `--page` writes the table of
+docs/use_it_in.md from this file.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Subject(NamedTuple):
     """A model from another package."""
 
     told: str
-    """Its description in the table."""
+    """The model's description in the table."""
     make: Callable[[], tuple[nn.Module, Inputs]]
     ways: Callable[[nn.Module], dict[str, Way]]
-    """The model -> ways to run it; names of this package's ways begin with "cmab"."""
+    """The model -> the versions of it that are run; names of this package's versions begin with "cmab"."""
 
 
 # ---- ways ------------------------------------------------------------------------------------------------------------
 
 
 def by_name(model: nn.Module) -> dict[str, Way]:
-    """A model of `transformers`, by the name of its attention; some have no "sdpa"."""
+    """A model of `transformers`, by the name of its attention; some models have no "sdpa"."""
     register_transformers()
 
     def way(name: str) -> Way:
@@ -102,7 +102,7 @@ def by_modules(model: nn.Module) -> dict[str, Way]:
 
 
 def encoder(batch: int, tokens: int, heads: int, width: int) -> Callable[[], tuple[nn.Module, Inputs]]:
-    """Two of torch's encoder layers over their own tokens."""
+    """Two of torch's encoder layers with self-attention."""
 
     def make() -> tuple[nn.Module, Inputs]:
         features = heads * width
@@ -150,7 +150,7 @@ def of_transformers(
     kind: str, inputs: Callable[[], Inputs], sizes: Mapping[str, Any], part: str = ""
 ) -> Callable[[], tuple[nn.Module, Inputs]]:
     """A model of `transformers` by the name of its class, without dropout;
-    `part`: the module of it to call, if not all."""
+    `part`: the module of the model to call, if it is not the whole model."""
 
     def make() -> tuple[nn.Module, Inputs]:
         import transformers
@@ -279,8 +279,8 @@ SUBJECTS = {
 
 
 def rows_of(key: str) -> Iterator[dict[str, Any]]:
-    """The results for a model: least CPU seconds and error of each way in each mode,
-    and the load from other programs."""
+    """The results for a model: least CPU seconds and error of each version in each mode, and the load from other
+    programs."""
     subject = SUBJECTS[key]
     torch.manual_seed(0)
     model, inputs = subject.make()
@@ -314,7 +314,7 @@ def rows_of(key: str) -> Iterator[dict[str, Any]]:
 
 
 def _results(way: Way, inputs: Inputs, training: bool) -> tuple[Tensor, ...]:
-    """The output; in training also the gradients of the inputs, while parameters accumulate theirs."""
+    """The output, and in training also the gradients of the inputs; parameters accumulate their gradients."""
     if not training:
         with torch.no_grad():
             return (way(inputs),)
@@ -326,12 +326,12 @@ def _results(way: Way, inputs: Inputs, training: bool) -> tuple[Tensor, ...]:
 
 @cache
 def _direction(shape: torch.Size) -> Tensor:
-    """A gradient of the output that no earlier norm makes vanish."""
+    """A gradient of the output that does not vanish in a norm."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 def _least(ways: Mapping[str, Way], inputs: Inputs, training: bool) -> dict[str, float]:
-    """Least CPU seconds of a call of each way, in turn."""
+    """Least CPU seconds of a call of each version, in turn."""
     samples: dict[str, list[float]] = {name: [] for name in ways}
     start = time.process_time()
     while len(samples[next(iter(ways))]) < 4 or (
@@ -348,7 +348,7 @@ def _least(ways: Mapping[str, Way], inputs: Inputs, training: bool) -> dict[str,
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """One line for each model, those with the largest gain in evaluation first, and the machine."""
+    """One line for each model, sorted by the gain in evaluation, and the machine."""
     seconds = {(row["model"], row["pass"], row["implementation"]): row["seconds"] for row in found["rows"]}
     lines = [
         (ratio_of(seconds, key, PASSES[0])[0], _line(seconds, key))
@@ -358,14 +358,17 @@ def table(found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     machine = f"{found['processor']} ({found['native_instruction_set']}), 1 thread, {versions}, {found['date'][:10]}"
     share = max(row["others"] or 0.0 for row in found["rows"])
-    load = f"Least CPU time of calls that take turns; other programs took up to {share:.0%} of the processors."
+    load = (
+        "The table has the minimum CPU time of calls that are timed in turn; other programs took up to "
+        f"{share:.0%} of the processors."
+    )
     where = f"{load} {machine}, commit {found['commit'][:10]}, `{RESULTS.name}`."
     head = ["| model | as it was | with ours | evaluation | training |", "|---|---|---|---|---|"]
     return "\n".join([*head, *(line for _, line in sorted(lines)), "", where])
 
 
 def ratio_of(seconds: Mapping[tuple[str, str, str], float], key: str, mode: str) -> tuple[float, str, str]:
-    """Our least time over that of the fastest of the others, and the names of both."""
+    """Our least time divided by that of the fastest other version, and the names of both."""
     names = [name for model, which, name in seconds if (model, which) == (key, mode)]
     mine, theirs = (
         min((name for name in names if name.startswith("cmab") == own), key=lambda name: seconds[key, mode, name])
@@ -400,8 +403,8 @@ def main() -> None:
 
 
 def measured(keys: list[str], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Measures models,
-    and keeps the rows of others if they were measured in the same commit and on the same machine."""
+    """Measures models, and keeps the rows of other models if they were measured in the same commit and on the same
+    machine."""
     machine = provenance.machine()
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "torch_geometric")}
     head = {

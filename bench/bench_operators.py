@@ -1,8 +1,9 @@
-"""`pytest bench [--quick] [--device cuda] [-k SCAN]`: the same cases under pytest-benchmark, each row by itself.
+"""`pytest bench [--quick] [--device cuda] [-k SCAN]`: the same cases under pytest-benchmark, with each row timed
+separately.
 
-Memory, error, FLOPs and bytes of a step, the steps of a call, and the ratio to the fastest baseline are its
-`extra_info`. In the runs of `python -m cmab_kernels bench` the rows of a group take turns, which makes their ratios
-steadier: those are committed and compared.
+`extra_info` has the memory, error, FLOPs and bytes of a step, the steps of a call, and the ratio to the fastest
+baseline. In the runs of `python -m cmab_kernels bench`, the rows of a group are timed in turn, which makes their ratios
+more constant, so those runs are committed and compared.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ MEDIANS: dict[str, dict[str, float]] = {}
 
 @lru_cache(maxsize=1)
 def prepared(case: Case) -> tuple[Any, dict[str, Results]]:
-    """Inputs and expected results of a case; its rows follow each other."""
+    """Inputs and expected results of a case; the rows of a case come one after the other."""
     inputs = case.inputs(0)
     return inputs, case.expected(inputs)
 
 
 def _finished(call: Callable[[Any], Any], inputs: Any) -> None:
-    """Call, and wait for a GPU, because the host's clock does not see a launch's work."""
+    """Call, and wait for a GPU, because the host's clock does not include the work of a launch."""
     call(inputs)
     if device() == "cuda":
         torch.cuda.synchronize()

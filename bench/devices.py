@@ -21,7 +21,7 @@ def device() -> str:
 def measure_on(device: str) -> None:
     """Choose the device.
 
-    It is not torch's default device, because that is a mode, which every call would go through.
+    It is not torch's default device, because that is a mode, through which every call would go.
     """
     global _device
     _device = device
@@ -29,8 +29,8 @@ def measure_on(device: str) -> None:
 
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Set the number of threads of torch and of this package,
-    here and in the memory-measuring process; None leaves it."""
+    """Set the number of threads of torch and of this package, here and in the process that measures memory; None keeps
+    it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -53,17 +53,17 @@ def tf32(allowed: bool) -> Iterator[None]:
 def generator(seed: int) -> torch.Generator:
     """The source of random numbers for `normal` on the measured device.
 
-    A CPU takes seconds to draw numbers that a GPU reads in 1 ms.
+    A CPU needs seconds to draw numbers that a GPU reads in 1 ms.
     """
     return torch.Generator(device()).manual_seed(seed)
 
 
 def normal(random: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
-    """Normal numbers on the measured device; `grad`: they require gradients."""
+    """Normally distributed numbers on the measured device; `grad`: they require gradients."""
     return torch.randn(*shape, generator=random, device=random.device).to(dtype).requires_grad_(grad)
 
 
 def lacking_memory(needed: float) -> str | None:
-    """Report if `needed` bytes would take more than half of the free memory."""
+    """Return a report if `needed` bytes would take more than half of the free memory."""
     left = available_memory(device())
     return f"needs {needed / 2**30:.1f} GiB, of {left / 2**30:.1f} available" if needed > left / 2 else None

@@ -1,4 +1,4 @@
-"""The least time for a result: its exponentials, products and memory traffic over the rates of a machine.
+"""The least time for a result: its exponentials, products and memory traffic, divided by the rates of a machine.
 
 Formulas count the work that any implementation must do: each score's exponential once, keys and values moved once. They
 leave out small terms (queries, latents, states), and all data that a cache holds from one call to the next.
@@ -13,8 +13,8 @@ from cmab_kernels.nystrom.costs import SCHEMES, executed_on_average, nystrom_att
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PADS = {"cpu": (1, 1), "cuda": (16, 8)}
-"""The multiple to which a GPU's matrix units round inner and outer widths;
-a CPU's lanes are queries, which are not a width."""
+"""The multiple to which a GPU's matrix units round inner and outer widths. The lanes of a CPU hold queries, so no width
+is rounded."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,15 @@ class Rates:
     exponentials: float
     memory: float
     matrix: Mapping[str, float]
-    """On a GPU "float32" is the rate of exact products, each several of the matrix units,
-    and "tf32" that of one rounded product."""
+    """On a GPU, "float32" is the rate of exact products, each of which takes several products of the matrix units, and
+    "tf32" is the rate of one rounded product."""
     together: bool = False
     """Whether exponentials and products take turns on the same units, as on a CPU."""
 
 
 Passes = Work | Sequence[Work]
-"""The work of a pass, or of several one after the other: a backward pass begins when the forward pass has ended."""
+"""The work of a pass, or of several passes one after the other: a backward pass begins when the forward pass has
+ended."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Floor:
 
     @property
     def bound(self) -> str:
-        """The kind of work that takes the time; if two kinds take turns, the greater of them."""
+        """The kind of work that determines the time; if two kinds take turns, the larger of them."""
         if self.together and self.memory < self.seconds:
             return max("exponentials", "matrix", key=lambda name: getattr(self, name))
         return max("exponentials", "matrix", "memory", key=lambda name: getattr(self, name))
@@ -121,10 +122,10 @@ def rounded(work: Passes) -> Passes:
 def attention_work(
     scores: int, pairs: int, width: int, value_width: int, dtype: str, backward: bool = False, device: str = "cpu"
 ) -> Work:
-    """The work of `scores` = B H L N scores, and `pairs` = B H N keys with their values.
+    """The work of `scores` = B H L N scores, and of `pairs` = B H N keys with their values.
 
     Forward: an exponential and two products per score, Q K' and P V. Backward alone: the exponential again, five
-    products (Q K', dO V', dS' Q, dS K, P' dO), and gradients as large as the operands.
+    products (Q K', dO V', dS' Q, dS K, P' dO), and gradients that are as large as the operands.
     """
     inner, outer = (-(-size // pad) * pad for size, pad in zip((width, value_width), PADS[device], strict=True))
     widths, passes = (3 * inner + 2 * outer, 2) if backward else (inner + outer, 1)
@@ -137,10 +138,10 @@ def attention_work(
 def ridge_work(
     keys: int, width: int, value_width: int, dtype: str, backward: bool = False, exact: bool = False
 ) -> Work:
-    """The sums K'K (half of it: it is symmetric) and K'V over `keys` = B H N keys; backward their gradients K (dG +
-    dG') + V dM', K dM.
+    """The sums K'K (half of it, because it is symmetric) and K'V over `keys` = B H N keys; in the backward pass their
+    gradients K (dG + dG') + V dM', K dM.
 
-    `exact`: products in float64, as a state's are.
+    `exact`: products in float64, as for a state.
     """
     squares, crossed = keys * width * width, keys * width * value_width
     products = 2 * squares + 4 * crossed if backward else squares + 2 * crossed
@@ -149,7 +150,7 @@ def ridge_work(
 
 
 def rows_work(rows: int, width: int, value_width: int, dtype: str, backward: bool = False) -> Work:
-    """`rows` = B H M queries times a solution; backward both of its gradients."""
+    """`rows` = B H M queries times a solution; in the backward pass both gradients of the product."""
     passes = 2 if backward else 1
     return Work(
         0.0, passes * 2 * rows * width * value_width, passes * rows * (width + value_width) * BYTES[dtype], dtype
@@ -183,7 +184,8 @@ def pinv_work(matrices: int, landmarks: int, iterations: int, dtype: str) -> Wor
 def nystrom_work(
     heads: int, tokens: int, landmarks: int, width: int, value_width: int, iterations: int, dtype: str
 ) -> Work:
-    """A whole window, forward: as many queries as keys. Queries, keys and values are read, the output is written."""
+    """A whole window, forward, with as many queries as keys. Queries, keys and values are read, the output is
+    written."""
     exponentials = 2 * tokens * landmarks + landmarks**2
     products = nystrom_attention_operations(tokens, landmarks, width, value_width, iterations)
     return Work(

@@ -1,12 +1,12 @@
 """Check, time and tune the kernels on the GPU of this machine: `python bench/gpu_check.py`.
 
-It runs the package's own tests on the GPU, times the operators beside their floors and peers, runs the tests under
-sanitizers, and finds the block sizes that are fastest. They go to `cmab_kernels/runtime/tiles.json`, with a copy beside
-the results, and are tested in turn. A call takes 8 minutes at most. What it has found stands in
-`bench/results/gpu_check_<gpu>_<date>.json`, what was compiled in `compiled` beside it, and the same command goes on
-where it stopped: what is complete and right is not run again unless --sections names it. A table comes last. Exit
-codes: 0 all is right, 1 something is wrong or not done, 2 it cannot run: without a GPU, or with sources that are in no
-commit.
+It runs the package's own tests on the GPU, times the operators and compares them with their floors and peers, runs the
+tests under sanitizers, and finds the fastest block sizes. These block sizes are written to
+`cmab_kernels/runtime/tiles.json`, with a copy beside the results, and are then tested. A call takes 8 minutes at most.
+Its results are in `bench/results/gpu_check_<gpu>_<date>.json`, and compiled kernels are in `compiled` beside it. The
+same command continues where it stopped: results that are complete and right are not measured again unless --sections
+names them. A table comes last. Exit codes: 0 everything is right, 1 something is wrong or not done, 2 the check cannot
+run: there is no GPU, or the sources are not committed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BUDGET = 480.0
 TO_FINISH = 10.0
 """Seconds of the budget that are reserved to stop workers, to write and to print."""
 WORTH_BEGINNING = 30.0
-"""A section does not begin with fewer seconds left: workers take some to start."""
+"""A section does not begin if fewer seconds are left, because workers take some seconds to start."""
 
 COMPILERS = max(8, (os.cpu_count() or 8) - 2)
 """Workers if nothing is timed and the CPU compiles most of the time: one per core, except for the watchers."""
@@ -58,7 +58,8 @@ SECTIONS = {
     "tuned_timings": Section("bench.gpu.timings:tuned_tasks", judged=False, after="tune"),
     "compiled_timings": Section("bench.gpu.timings:compiled_tasks", counted=40, judged=False),
 }
-"""The sections in the best order for a rare hour: correctness, then speed, last what may crash or takes long."""
+"""The sections in the best order if time on a GPU is scarce: correctness first, then speed, and last the sections that
+may crash or take long."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -128,7 +129,7 @@ def run_all(report: Report, named: list[str], device: str, end: float) -> list[s
         if outcome.right:
             outcome = Outcome()
             for other in [other for other in report.outcomes if SECTIONS[other].after == name]:
-                del report.outcomes[other]  # its rows came from rows that are made again
+                del report.outcomes[other]  # its rows depend on rows that are made again
         report.outcomes[name] = outcome
         before = {other: made.rows for other, made in report.outcomes.items()}
         run(section, device, outcome, before, seconds, report.save)

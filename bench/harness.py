@@ -1,4 +1,5 @@
-"""Measurement of a case on a CPU or a GPU: implementations take turns, and a speed counts only with a right result."""
+"""Measurement of a case on a CPU or a GPU: implementations are timed in turn, and a speed counts only with a right
+result."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from .runs import FAULTS, Row, Spread, fastest, of_this_package
 from .scans.case import COLD_BYTES, COMPILED, IN_TF32, Case, Implementation, Results
 
 ERROR_BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""The relative RMS error beyond which a result is wrong, and has no speed. One key of 100,000 left out makes 2e-3."""
+"""The relative RMS error beyond which a result is wrong, and has no speed. If one key of 100,000 is left out, the error
+is 2e-3."""
 
 TF32_BOUND = 2e-3
 """The same limit if float32 is multiplied in tf32."""
@@ -59,11 +61,11 @@ class Problem(Exception):
 def measure(
     case: Case, names: Iterable[str], budget: float, expected: Mapping[str, Results] | None = None, capture: bool = True
 ) -> Group:
-    """Measures implementations of a case: first memory, result and FLOPs one by one, then time, for about `budget`
+    """Measures implementations of a case: first memory, result and FLOPs one by one, and then time, for about `budget`
     seconds.
 
-    For time, all take turns. `expected`: the results for the inputs of seed 0, if known. `capture`: on a GPU, time
-    replays of captured graphs.
+    For time, all implementations are called in turn. `expected`: the results for the inputs of seed 0, if known.
+    `capture`: on a GPU, time the replays of captured graphs.
     """
     inputs = case.inputs(0)
     expected = expected or case.expected(inputs)
@@ -94,11 +96,11 @@ def measure(
 
 
 def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, Any]:
-    """Memory, operations and error of an implementation, or Problem."""
+    """Memory, operations and error of an implementation, or a Problem."""
     if reason := case.refusal(name):
         raise Problem(reason)
     try:
-        compiles = name.endswith(COMPILED) or device() == "cuda"  # for a shape, which must have been done
+        compiles = name.endswith(COMPILED) or device() == "cuda"  # for a shape, because the counter must have run
         before = case if compiles else case.small()
         peak = peak_memory(prepare, case, name, warm_up=(before, name), device=device(), limit=TIME_LIMIT)
         results, flops = _counted(case, name, inputs)
@@ -115,14 +117,14 @@ def examine(case: Case, name: str, inputs: Any, expected: Results) -> dict[str, 
 
 
 def prepare(case: Case, name: str) -> Task:
-    """A task whose memory can be measured in a process of its own."""
+    """A task whose memory can be measured in a separate process."""
     return partial(case.implementations[name], case.inputs(0))
 
 
 def _counted(case: Case, name: str, inputs: Any) -> tuple[Results, int]:
     """Results and operations.
 
-    The counter cannot see into compiled code: what does the same products is counted instead.
+    The counter cannot count in compiled code, so a function with the same products is counted instead.
     """
     run = partial(case.implementations[name], inputs)
     if not name.endswith(COMPILED):
@@ -169,12 +171,12 @@ _UNCOUNTED = {
     torch.ops.aten.linalg_cholesky_ex: _cholesky_flops,
     torch.ops.aten.cholesky_solve: _cholesky_solve_flops,
 }
-"""torch counts its attention on GPUs, but neither that on CPUs nor factorisations."""
+"""torch counts its attention on GPUs, but not its attention on CPUs, and no factorisations."""
 
 
 def relative_error(results: Results, expected: Results) -> float:
-    """RMS of the difference over RMS of what is expected, for the worst result;
-    infinity for anything not finite or of another shape."""
+    """RMS of the difference divided by the RMS of the expected result, for the worst result; infinity if a result is
+    not finite or has another shape."""
     if [r.shape for r in results] != [e.shape for e in expected]:
         return math.inf
     errors = [float((r.double() - e).norm() / e.norm()) for r, e in zip(results, expected, strict=True)]
@@ -199,7 +201,7 @@ def timed_call(implementation: Implementation, copies: Sequence[Any], capture: b
 
 
 def replays(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """The replays of the calls as graphs; the calls themselves if they cannot be captured, as for some peers."""
+    """The replays of the calls as graphs, or the calls themselves if they cannot be captured, as for some peers."""
     try:
         return [captured(call) for call in calls]
     except RuntimeError:
@@ -210,7 +212,7 @@ def replays(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     """The replay of a call. A first call on a side stream prepares compiled kernels and handles.
 
-    A stream that goes on replaces the tensors of its state, but the graph keeps reading their memory: they are kept.
+    A stream that continues replaces the tensors of its state, but the graph still reads their memory, so they are kept.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -232,9 +234,10 @@ def _replay(graph: torch.cuda.CUDAGraph, read: list[Tensor]) -> None:
 def take_samples(
     calls: Mapping[str, Callable[[], Any]], budget: float
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of a call, in rounds in which all take turns, for about `budget` seconds; and the calls per sample."""
+    """Seconds of a call, in rounds in which all calls alternate, for about `budget` seconds; and the number of calls
+    per sample."""
     repeats, once, again = dict.fromkeys(calls, 1), {}, calls
-    for _ in range(2):  # the first call of some microseconds takes ten times as long
+    for _ in range(2):  # the first call of a function of some microseconds takes ten times as long
         once |= {name: samples[-1] for name, samples in interleave(again, 2, device(), repeats).items()}
         repeats = {name: max(1, min(1000, int(SAMPLE_SECONDS / once[name]))) for name in calls}
         again = {name: call for name, call in calls.items() if repeats[name] > 1}
@@ -259,7 +262,7 @@ def _rows(
     samples: Mapping[str, Sequence[float]],
     repeats: Mapping[str, int],
 ) -> dict[str, Row]:
-    """The rows of a group, each beside its floor, the fastest baseline, and our fastest kernel."""
+    """The rows of a group, each compared with its floor, the fastest baseline, and our fastest kernel."""
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     baseline = min((name for name in case.baselines if name in medians), key=lambda name: medians[name], default=None)
     shared = {"group": case.name, "scan": case.scan, "baseline": baseline}

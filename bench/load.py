@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 STAT = Path("/proc/stat")
 NOISY = 0.05
-"""The share of all processors beyond which neighbours may have disturbed a time: a tenth of one of two."""
+"""The share of all processors beyond which other programs may have disturbed a time: a tenth of one of two
+processors."""
 
 
 class Usage(NamedTuple):
@@ -24,7 +25,7 @@ class Usage(NamedTuple):
 
 
 def usage() -> Usage | None:
-    """The seconds used so far; None if the system does not report them, as anywhere but on Linux."""
+    """The seconds used so far; None if the system does not report them, which is the case except on Linux."""
     if not STAT.exists():
         return None
     user, nice, system, idle, waiting, *interrupts_and_stolen = map(
@@ -44,7 +45,7 @@ def others_since(before: Usage | None) -> float | None:
 
 
 def others(seconds: float) -> float | None:
-    """The share that other programs take now, while this process sleeps."""
+    """The share that other programs take now, measured while this process sleeps."""
     before = usage()
     time.sleep(seconds)
     return others_since(before)

@@ -1,8 +1,9 @@
-"""`python -m bench.online_regression`: what an example of a stream takes, predicted and then learned, by `OnlineRidge`
-and by its peers.
+"""`python -m bench.online_regression`: the time for one example of a stream, which is predicted and then learned, by
+`OnlineRidge` and by its peers.
 
-Peers that compute the same result agree with it to 1e-9 before anything is timed. Those of gradient descent compute
-something else: their error stands beside ours. All take turns. river and scikit-learn are measured if installed.
+Peers that compute the same result agree with it to 1e-9 before anything is timed. Peers with gradient descent compute
+something else: their error is shown with ours. All methods are timed in turn. river and scikit-learn are measured if
+they are installed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Learner = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def of_estimator(model: Any, fitted: str) -> Learner:
-    """A learner from a scikit-learn estimator, which has the attribute `fitted` when it has learned something."""
+    """A learner made from a scikit-learn estimator, which has the attribute `fitted` when it has learned something."""
 
     def learn(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         guess = model.predict(x) if hasattr(model, fitted) else np.zeros(len(x))
@@ -39,12 +40,12 @@ def ridge(fit_intercept: bool) -> Learner:
 
 
 def one_by_one() -> Learner:
-    """`OnlineRidge` by its methods for one example, which takes dicts, as river does."""
+    """`OnlineRidge` with its methods for one example, which take dicts, as in river."""
     return of_dicts(OnlineRidge(ALPHA))
 
 
 def recursive_least_squares(width: int) -> Learner:
-    """Ridge regression without an intercept, by the inverse of its system, updated for each example."""
+    """Ridge regression without an intercept, by the inverse of its system, which is updated for each example."""
     inverse, weight = np.eye(width) / ALPHA, np.zeros(width)
 
     def one(x: np.ndarray, y: float) -> float:
@@ -92,8 +93,8 @@ def learners(width: int) -> Iterator[tuple[str, Learner]]:
 
 
 def measured(width: int, block: int) -> Iterator[tuple[str, float, list[float]]]:
-    """Name, root mean squared error after 500 examples,
-    and quartiles of microseconds per example, the least before them."""
+    """Name, root mean squared error after 500 examples, and quartiles of microseconds per example, with the minimum
+    before them."""
     random = np.random.default_rng(0)
     x = random.normal(size=(WARM + block * CALLS * ROUNDS, width))
     y = x @ random.normal(size=width) + 0.1 * random.normal(size=len(x))

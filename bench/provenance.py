@@ -1,7 +1,7 @@
 """The circumstances of a run: processor, versions, commit and sources, and the state of the GPU.
 
-`python -m bench.provenance` prints commit and sources of a clean checkout, for the GPU check in a copy of it that has
-no git.
+`python -m bench.provenance` prints the commit and the sources of a clean checkout, for the GPU check in a copy without
+git.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Python, this package, and the packages for or beside its measurement; None for those not installed."""
+    """Python, this package, and the packages that are used or compared; None for packages that are not installed."""
     own = {"python": platform.python_version(), "cmab_kernels": cmab_kernels.__version__}
     return (
         own | {name: _version(name) for name in PACKAGES} | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
@@ -73,7 +73,7 @@ COMPILED = ROOT / "bench" / "results" / "compiled"
 """The files that torch and Triton compile in a run."""
 FOLDERS = ("bench", "cmab_kernels", "csrc", "tests")
 SOURCE = re.compile(r"csrc/.+|.+\.py")
-"""The sources that are measured, measure or test; tiles.json, which tuning writes, is not one."""
+"""The sources that are measured, that measure, or that test; tiles.json is not included, because tuning writes it."""
 _FOR_CUDA = r"csrc/(.+\.cuh?|common/(dtype|host_device|stream)\.h|continual/schedule\.h|solve/info\.h)"
 _IN_PYTHON = r"cmab_kernels/(.+/(?:triton|kernels)/.+|.+/cuda|runtime/(triton_.+|cuda_launch))\.py"
 KERNEL = re.compile(f"{_FOR_CUDA}|{_IN_PYTHON}")
@@ -95,7 +95,7 @@ def sources() -> dict[str, bytes]:
 
 
 def sources_of(commit: str) -> dict[str, bytes]:
-    """The sources of a commit. `ValueError` if git does not know it."""
+    """The sources of a commit. Raises a `ValueError` if git does not know it."""
     try:
         command = ["git", "-C", str(ROOT), "archive", commit, *FOLDERS]
         packed = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
@@ -118,13 +118,13 @@ _IMPORTS = re.compile(rb"^(?:from \S+ )?import (?:\([^)]*\)|.*)\n", re.MULTILINE
 _STRING = rb'"(?:\\.|[^"\\\n])*"'
 _PROSE_IN_PYTHON = re.compile(rb'^ *"""(?:.|\n)*?"""$|(' + _STRING + rb")|#.*", re.MULTILINE)
 _PROSE_IN_CPP = re.compile(rb"(" + _STRING + rb")|//.*|/\*(?:.|\n)*?\*/")
-"""Docstrings and comments; or a string, as a group, which is no comment whatever it holds."""
+"""Docstrings and comments; or a string, as a group, which is not a comment whatever it contains."""
 
 
 def kernel_digests(files: Sources) -> dict[str, str]:
     """Path -> a hash of each kernel source, without its path and without imports, docstrings, comments and line breaks.
 
-    A file that was only moved, or whose comments alone have changed, has the same hash.
+    A file that was only moved, or in which only comments have changed, has the same hash.
     """
     return {name: digest({"": _code(name, files[name])}) for name in sorted(files) if KERNEL.fullmatch(name)}
 
@@ -138,7 +138,8 @@ def _code(name: str, source: bytes) -> bytes:
 def clean_commit(told: str = "") -> str:
     """The commit whose sources are those of the checkout; `ValueError` if there is none.
 
-    `told`: if git cannot tell it, "COMMIT:SOURCES" as this module prints it in the checkout.
+    `told`: "COMMIT:SOURCES" as this module prints it in the checkout, for a copy in which git cannot determine the
+        commit.
     """
     here, named = sources(), commit()
     if named == "unknown":
@@ -211,7 +212,7 @@ def _native_instruction_set() -> str | None:
 
 
 def rates(device: str, thread_counts: set[int]) -> dict[str, Any]:
-    """The rates behind the floors: of the GPU, or by number of threads."""
+    """The rates from which floors are computed: of the GPU, or by number of threads."""
     if device == "cuda":
         return {device: asdict(rates_of(device))}
     measured = {}
@@ -226,7 +227,7 @@ def rates(device: str, thread_counts: set[int]) -> dict[str, Any]:
 STATE = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
 LIMITS = ("clocks.max.sm", "clocks.max.mem", "power.limit")
 THROTTLING = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""The same by its newer and its older name."""
+"""The same field by its newer and its older name."""
 
 
 def gpu(commit: str) -> dict[str, Any]:

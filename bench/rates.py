@@ -1,5 +1,5 @@
-"""The rates of this machine for the floors: exponentials, products and bytes per second,
-the best of a few measurements."""
+"""The rates of this machine for the floors: exponentials, products and bytes per second, each as the best of a few
+measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .floors import Rates
 FMA_AN_EXPONENTIAL = 7
 """CPU multiply-add instructions for a float32 exponential without hardware support.
 
-Two reduce the argument, five compute a polynomial; this is the shortest that we know (notes/attention.md).
+Two instructions reduce the argument, and five compute a polynomial; this is the shortest sequence that we know
+(notes/attention.md).
 """
 
 EXPONENTIALS_PER_CLOCK = 16
@@ -25,9 +26,10 @@ EXPONENTIALS_PER_CLOCK = 16
 instructions)."""
 
 TF32_AN_EXACT_PRODUCT = 3
-"""Products of matrix units in tf32 for one product of float32: each operand in two parts, low times low left out.
+"""Products of matrix units in tf32 for one product of float32: each operand is split into two parts, and low times low
+is left out.
 
-Six products of bfloat16, in three parts, take as long.
+Six products of bfloat16, with three parts, take as long.
 """
 
 ORDER = {"cpu": 1024, "cuda": 8192}
@@ -37,7 +39,7 @@ ROUNDS = 5
 
 @cache
 def rates_of(device: str, threads: int | None = None) -> Rates:
-    """Rates of the GPU, or of so many threads of the CPU; None means torch's current number."""
+    """Rates of the GPU, or of this number of threads of the CPU; None means torch's current number."""
     if device == "cpu" and threads is None:
         return rates_of(device, torch.get_num_threads())
     dtypes = (torch.float64, torch.float32, torch.bfloat16)

@@ -34,7 +34,7 @@ Value = int | str
 
 
 class BadRun(Exception):
-    """A file that is not a run: which one, the finding, and the remedy."""
+    """A file that is not a run: its name, the reason, and the remedy."""
 
 
 def is_ours(implementation: str) -> bool:
@@ -67,7 +67,7 @@ class Row:
     parameters: Mapping[str, Value]
     """Sizes and choices, by the letters of the formulas."""
     seconds: Spread
-    """Time of one call, or of one step if a call does several."""
+    """The time of one call, or of one step if a call does several steps."""
     rounds: int
     """The number of samples."""
     repeats: int
@@ -82,11 +82,11 @@ class Row:
     baseline: str | None = None
     """The implementation to which ratios of this group refer."""
     ratio: Spread | None = None
-    """Time over that of the baseline: of the medians, and the quartiles of the ratios within each round."""
+    """Time divided by that of the baseline: of the medians, and the quartiles of the ratios within each round."""
     speed_up: Spread | None = None
-    """The time of a peer over that of our fastest kernel; None for others."""
+    """The time of a peer divided by that of our fastest kernel; None for other rows."""
     floor: float | None = None
-    """The seconds that the machine needs at least."""
+    """The least number of seconds that the machine needs."""
     bound: str | None = None
     """The kind of work that takes the floor's time: exponentials, matrix or memory."""
     others: float | None = None
@@ -99,13 +99,13 @@ class Row:
 
     @property
     def peer(self) -> bool:
-        """Whether nothing of this package is in it:
-        its time changes only with the machine and the software around it."""
+        """Whether the implementation contains nothing of this package: its time then changes only with the machine and
+        other software."""
         return not self.ours and self.implementation != DEFINITION
 
     @property
     def noisy(self) -> bool:
-        """Whether other programs took so much of the machine that its ratio is not a verdict."""
+        """Whether other programs took so much of the machine that the ratio is not conclusive."""
         return self.others is not None and self.others > NOISY
 
     @property
@@ -114,7 +114,7 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """Interquartile range of the time over its median."""
+        """Interquartile range of the time divided by its median."""
         return (self.seconds.high - self.seconds.low) / self.seconds.median
 
     @property
@@ -140,7 +140,7 @@ class Run:
     date: str
     commit: str
     dirty: bool
-    """The tree had changes that the commit does not hold."""
+    """The tree had uncommitted changes."""
     quick: bool
     threads: int
     device: str
@@ -149,7 +149,7 @@ class Run:
     machine: Mapping[str, Any]
     versions: Mapping[str, str | None]
     rates: Mapping[str, Any]
-    """The rates behind the floors, by number of threads or by device."""
+    """The rates from which floors are computed, by number of threads or by device."""
     figures: Mapping[str, float]
     notes: Sequence[str]
     """Caveats about this run."""
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def revision(self) -> str:
-        """Ten digits of the commit; `+` where the tree had changes that it does not hold."""
+        """Ten digits of the commit, and `+` if the tree had uncommitted changes."""
         return (self.commit[:10] if len(self.commit) == 40 else self.commit) + ("+" if self.dirty else "")
 
     @property
@@ -187,7 +187,7 @@ class Run:
 
     @cached_property
     def implementations(self) -> tuple[str, ...]:
-        """Our implementations first, the definition last, peers by their number of rows."""
+        """Our implementations first, then peers by their number of rows, and the definition last."""
         count = Counter(row.implementation for row in self.rows)
         return tuple(sorted(count, key=lambda name: (not is_ours(name), name == DEFINITION, -count[name], name)))
 
@@ -200,7 +200,7 @@ def _by(name: str, rows: Iterable[Row]) -> dict[str, tuple[Row, ...]]:
 
 
 def called(implementation: str) -> str:
-    """The name for readers who do not know that `native` is ours."""
+    """The name for readers who do not know that `native` is our kernel."""
     return (
         f"cmab_kernels, {implementation}"
         if is_ours(implementation) and "cmab_kernels" not in implementation
@@ -209,9 +209,9 @@ def called(implementation: str) -> str:
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
-    """Our kernel of a group: the one that "auto" takes if there are several.
+    """Our kernel of a group: if there are several, the kernel that "auto" takes.
 
-    A variant (`native, exact`) counts only if nothing else of ours is there, as it may compute something else.
+    A variant (`native, exact`) counts only if there is no other kernel of ours, because it may compute something else.
     """
     ours = [row for row in rows if row.ours]
     auto = [row for row in ours if row.implementation == AUTO]
@@ -220,7 +220,7 @@ def fastest(rows: Iterable[Row]) -> Row | None:
 
 
 def beyond_results(row: Row) -> str:
-    """Its memory beyond inputs and results, as text; small negative values become 0."""
+    """Memory beyond inputs and results, as text; small negative values become 0."""
     size = round(row.scratch / 2**20, 1)
     return f"{size:+.1f} MiB" if size else "0.0 MiB"
 
@@ -238,13 +238,13 @@ def save(run: Run, path: Path) -> None:
 
 
 def told(row: Row, whole: bool = False) -> dict[str, Any]:
-    """A row as JSON, without None and, unless it is wanted whole, without the fields of its group."""
+    """A row as JSON, without None and, unless `whole`, without the fields of its group."""
     shared = () if whole else OF_GROUP[1:]
     return {name: _digits(value) for name, value in asdict(row).items() if name not in shared and value is not None}
 
 
 def _digits(value: Any) -> Any:
-    """Floats with six digits: a timing is good to three."""
+    """Floats with six digits; a timing has three significant digits."""
     if isinstance(value, (list, tuple)):
         return [_digits(part) for part in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -258,7 +258,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _lines(content: Any) -> str:
-    """JSON with a line for each row, so that a difference between two files shows which row it is of."""
+    """JSON with a line for each row, so that a difference between two files shows the row."""
     if isinstance(content, Mapping) and any(map(_has_rows, content.values())):
         return "{\n" + ",\n".join(f"{json.dumps(name)}: {_lines(value)}" for name, value in content.items()) + "\n}"
     if isinstance(content, list) and content and isinstance(content[0], Mapping):
@@ -353,7 +353,7 @@ def _json(path: Path) -> Any:
 
 
 def _check(found: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
-    """`found`, if every field is there and has its type."""
+    """`found`, if every field is present and has its type."""
     if not isinstance(found, dict):
         raise _Damage(f"{found!r:.40} where a mapping is due")
     for name, kind in kinds.items():

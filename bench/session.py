@@ -1,4 +1,4 @@
-"""A run: all requested cases one after the other, with a line for each on the way and a table at the end."""
+"""A run: all requested cases one after the other, with a line for each case while it runs and a table at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOK = 0.5
 """Seconds for which a run observes the machine before it begins."""
 
 THREADS = 2
-"""Threads if neither a case nor the caller sets them, if torch has as many."""
+"""The number of threads if neither a case nor the caller sets it, provided that torch has as many."""
 
 
 def measured(
@@ -36,7 +36,7 @@ def measured(
 ) -> Run:
     """Measures the cases of these scans and the cases of these names, or all.
 
-    The definition is left out: it is not a peer, and takes longer than all else.
+    The definition is left out, because it is not a peer, and takes longer than everything else.
     """
     versions = provenance.versions()
     measure_on(device)
@@ -85,7 +85,7 @@ def _errors_of_a_million_additions() -> Mapping[str, float]:
 
 
 def _warn_of_others() -> None:
-    """Report before any measurement that the machine is busy."""
+    """Before any measurement, report if the machine is busy."""
     share = others(LOOK)
     if share is not None and share > NOISY:
         print(
@@ -110,7 +110,7 @@ def _notes(rows: Collection[Row]) -> list[str]:
 
 
 def _tell_progress(name: str, group: Group, done: str, left: float) -> None:
-    """A line for a group: how far the run is, and what came out."""
+    """A line for a group: the progress of the run, and the result."""
     waiting = f"about {left / 60:.0f} min left" if left > 90 else f"about {left:.0f} s left"
     print(f"[{done}] {name:<66} {brief(tuple(group.rows.values()), group.problems):<36}  {waiting}", flush=True)
 

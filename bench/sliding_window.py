@@ -1,9 +1,9 @@
 """`python -m bench.sliding_window`: the error of a window's state after many steps, without and with subtraction, and
-what a step takes.
+the time of a step.
 
-A stream of single keys slides through a window under four laws of logits. Queries are 1, keys are the logits and the
-scale is 1, so that every output is the weighted mean of the values in the window. All methods are compared with this
-mean in float64. The laws are four streams of one batch.
+A stream of single keys slides through a window; the logits have four distributions. Queries are 1, keys are the logits
+and the scale is 1, so that every output is the weighted mean of the values in the window. All methods are compared with
+this mean in float64. The distributions are four streams of one batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "N(0, 1), every 50,000th + 40": lambda numbers: torch.randn(len(numbers)) + 40 * (numbers % 50_000 == 49_999),
 }
 WRONG, BLOCK = 1e-2, 10_000
-"""An error of a mean of values from N(0, 1) that makes it useless, and the steps between two comparisons."""
+"""The error of a mean of values from N(0, 1) from which on it is useless, and the steps between two comparisons."""
 
 Method = Callable[[ck.AttentionState, ck.AttentionState | None], ck.AttentionState]
 """A function from the state of the newest key, and of the key that leaves, to the state of the window."""
@@ -70,7 +70,7 @@ def of_subtraction(dtype: torch.dtype) -> Method:
 
 
 def errors(steps: int, size: int) -> Iterator[dict[str, Tensor]]:
-    """The errors of each method in a block of steps, (laws, steps); the first `size` steps are left out."""
+    """The errors of each method in a block of steps, (distributions, steps); the first `size` steps are left out."""
     methods = {
         "`StateWindow`": of_window(size),
         "`StateTree`": of_tree(size),
@@ -120,7 +120,7 @@ def table_of_errors(steps: int, size: int) -> None:
 def table_of_times(chunk: int, rounds: int) -> None:
     """Time of a step: the state of a chunk, a push and a read, compared with attention over all keys of the window.
 
-    The slowest step of a round is the one with n merges; of each time, the least of all rounds counts."""
+    The slowest step of a round is the step with n merges; for each time, the minimum of all rounds counts."""
     print(f"| chunks of {chunk} keys | keys in the window | a step, median | slowest step | the window anew |")
     print("|---|---|---|---|---|")
     query = torch.randn(4, 32, 16)

@@ -51,11 +51,11 @@ from .runtime.backends import Explanation, explain, use_impl
 from .runtime.calls import ModuleExplanation
 from .window import StateTree, StateWindow
 
-# `torch.load` reads states as `torch.save` wrote them: these classes hold tensors and ints, and to make one executes
-# nothing.
+# `torch.load` reads states in the form that `torch.save` wrote: these classes hold only tensors and ints, and
+# constructing them executes no other code.
 torch.serialization.add_safe_globals([AttentionState, RidgeState, ContinualAttentionState, ContinualNystromState])
 
-# The function `intention` hides the subpackage of the same name, so it carries the estimators:
+# The function `intention` hides the subpackage of the same name, so the estimators are an attribute of the function:
 # `cmab_kernels.intention.variants`.
 intention.variants = variants  # type: ignore[attr-defined]  # a function has no such attribute by itself
 

@@ -15,7 +15,7 @@ from . import __version__
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Where the encoding lacks a letter, as ASCII does, another stands for it.
+            # If the encoding has no such letter, as in ASCII, a replacement is written.
             stream.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(prog="python -m cmab_kernels", description=__doc__)
     parser.add_argument("--version", action="version", version=f"cmab_kernels {__version__}")
@@ -81,7 +81,7 @@ def main() -> None:
     if arguments.command == "info":
         from .info import report
 
-        with suppress(BrokenPipeError):  # whoever reads it, `head` say, may have read enough
+        with suppress(BrokenPipeError):  # the reader of the pipe, for example `head`, may have closed it
             print(report(), flush=True)
     elif arguments.command == "demo":
         try:

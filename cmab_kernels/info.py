@@ -67,7 +67,7 @@ def _extension() -> Iterator[str]:
         yield f"runs {load().instruction_set()} on this processor"
     except ImportError as error:
         yield f"cannot be loaded: {error}; reinstall with this Python"
-    except RuntimeError as error:  # the environment asks for instructions that this processor lacks
+    except RuntimeError as error:  # the environment requests instructions that this processor does not have
         yield str(error)
 
 
@@ -120,9 +120,11 @@ def _implementations() -> Iterator[str]:
 
 
 def _choice(operator: str, operator_set: str, device: str, notes: dict[str, int]) -> tuple[str, str, str, str]:
-    """Return a row: operator, device, the implementation that "auto" takes there, and those that cannot run.
+    """Return a row: operator, device, the implementation that "auto" takes there, and the implementations that cannot
+    run.
 
-    Each implementation that cannot run has the number of its reason. A new reason enters `notes` with the next number.
+    Each implementation that cannot run has the number of its reason. A new reason is added to `notes` under the next
+    number.
     """
     rows = explain(operator, *_sample(operator_set, device))
     taken = next(row.impl for row in rows if row.usable)

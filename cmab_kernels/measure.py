@@ -42,8 +42,8 @@ def interleave(
     """Measure every call once in each of `rounds` rounds, in a rotating order; return `rounds` samples of each.
 
     Samples are in seconds. The rotation lets a change of clock frequency, or other load on the machine, affect all
-    calls. A sample is the mean of `repeats[name]` consecutive calls (default: 1). There is no warm-up: make each call
-    once before.
+    calls. A sample is the mean of `repeats[name]` consecutive calls (default: 1). There is no warm-up, so make each
+    call once before.
 
     >>> calls = {"one": lambda: torch.zeros(10), "other": lambda: torch.ones(10)}
     >>> samples = cmab_kernels.measure.interleave(calls, rounds=3)
@@ -105,7 +105,7 @@ def peak_memory(
         "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     )
     if sys.platform != "win32":
-        # Imported once, before children are forked.
+        # The modules are imported once, before child processes are forked.
         context.set_forkserver_preload(["torch", "cmab_kernels", prepare.__module__])
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(
@@ -152,7 +152,7 @@ def _left_in_container() -> float:
     group = Path("/sys/fs/cgroup")
     try:
         return int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no such file, or "max"
+    except (OSError, ValueError):  # the file does not exist, or holds "max"
         return float("inf")
 
 
@@ -204,7 +204,7 @@ def _high_water() -> int:
     found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
     if found:
         return int(found[1]) * 1024
-    import resource  # absent on some systems without /proc
+    import resource  # some systems without /proc do not have this module
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

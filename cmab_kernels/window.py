@@ -1,8 +1,8 @@
-"""The state of a set that points leave, without subtraction: a sliding window, and a tree for points that leave in any
-order.
+"""The state of a set from which points can be removed without subtraction: a sliding window, and a tree for points that
+are removed in any order.
 
-States merge, so both hold the states of the points that are there, and partial merges of them. Nothing is ever
-subtracted, so that no digits are lost, however little is left.
+States can be merged, so both classes hold the states of the current points, and partial merges of these states. Nothing
+is ever subtracted, so no digits are lost, even if few points are left.
 """
 
 from __future__ import annotations
@@ -28,8 +28,15 @@ def merge(*states: State) -> State:
     return cast("State", union_of(*states))
 
 
+def _partial(*states: State) -> State:
+    """The merge of states that is kept for later calls. It is recorded whatever the grad mode of this call: gradients
+    must not depend on which call a merge happens to fall into."""
+    with torch.enable_grad():
+        return merge(*states)
+
+
 def check_fits(state: Any, like: Any, name: str) -> None:
-    """Raise unless `state` is a state that can be merged with the state `like`; None stands for any."""
+    """Raise an error unless `state` is a state that can be merged with the state `like`; None allows any state."""
     kind = type(state if like is None else like)
     if kind is AttentionState:
         check_mergeable(state, name, like)
@@ -46,7 +53,7 @@ class Held(ABC, Generic[State]):
     @property
     @abstractmethod
     def state(self) -> State:
-        """The merge of all states that are held, in new memory. `ValueError` if there are none."""
+        """The merge of all states that are held, in new memory. Raises a `ValueError` if there are none."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -54,14 +61,14 @@ class Held(ABC, Generic[State]):
 
     @abstractmethod
     def parts(self) -> Sequence[State]:
-        """The states, and partial merges, from which all else that is held can be computed."""
+        """The states, and partial merges, from which everything else that is held can be computed."""
 
     def _refuse_nothing(self) -> None:
         if not len(self):
             raise ValueError(mismatch(type(self).__name__, "no state that is held", "at least one"))
 
     def _stacked(self) -> dict[str, Tensor]:
-        """The tensors of all `parts`, stacked in a new first dimension, in memory of their own and without graphs."""
+        """The tensors of all `parts`, stacked in a new first dimension, in new memory and without graphs."""
         parts = self.parts()
         names = parts[0]._fields if parts else ()
         return {
@@ -71,7 +78,7 @@ class Held(ABC, Generic[State]):
 
 
 def _unstacked(entries: Mapping[str, Tensor]) -> list[Any]:
-    """The states that `_stacked` stacked, in memory of their own; other entries are ignored."""
+    """The states that `_stacked` stacked, in new memory; other entries are ignored."""
     kind = AttentionState if "out" in entries else RidgeState
     tensors = [entries[name].detach() for name in kind._fields if name in entries]
     return [
@@ -81,7 +88,7 @@ def _unstacked(entries: Mapping[str, Tensor]) -> list[Any]:
 
 
 def _count(entries: Mapping[str, Any], prefix: str) -> int:
-    """The number of states that `_stacked` stacked. Raise for what cannot be states."""
+    """The number of states that `_stacked` stacked. Raise an error for entries that cannot be states."""
     if not entries:
         return 0
     kind = next((kind for kind in (AttentionState, RidgeState) if {*kind._fields} & {*entries}), None)
@@ -112,7 +119,7 @@ def _count(entries: Mapping[str, Any], prefix: str) -> int:
 
 
 def _refuse_names(entries: Any, needed: Sequence[str], prefix: str) -> dict[str, Any]:
-    """The entries other than those that are `needed`. Raise if one of these is missing."""
+    """The entries other than those that are `needed`. Raise an error if one of these is missing."""
     if not isinstance(entries, Mapping):
         raise TypeError(mismatch(prefix.rstrip("."), kind_of(entries), "a mapping from names to tensors"))
     for name in needed:
@@ -122,26 +129,27 @@ def _refuse_names(entries: Any, needed: Sequence[str], prefix: str) -> dict[str,
 
 
 class StateWindow(Held[State]):
-    """The state of the newest chunks of a stream, exactly: each push lets the oldest chunk go, and nothing is
-    subtracted.
+    """The exact state of the newest chunks of a stream: each push drops the oldest chunk, and nothing is subtracted.
 
     The window is a queue of two stacks. `push` merges the new state into the merge of the newer part. The older part
-    holds the merges of all its ends, so that `pop` only drops the outermost one. When the older part is used up, the
-    newer part becomes the older part, with a merge for each of its states. A push therefore takes two merges on
-    average, but n in one push of n. `StateTree` never takes more than log2(n). Memory is that of at most n + 1 states.
+    holds the merges of all its suffixes, so that `pop` only drops the outermost merge. When the older part is empty,
+    the newer part becomes the older part, with a merge for each of its states. So a push takes two merges on average,
+    but one push in n takes n merges. A `StateTree` never takes more than log2(n) merges. The window needs memory for at
+    most n + 1 states.
 
     Args:
-        size: n, how many states are held at most; an int >= 1 (`ValueError` otherwise).
+        size: n, the largest number of states that are held; an int >= 1 (`ValueError` otherwise).
 
     States may be `AttentionState`s, also with further dimensions before L, or `RidgeState`s. All states of a window
-    must have the kind, shapes, dtypes and device of the others. The window holds the tensors themselves, like the
-    stream of a module: do not write to them. If grad mode is on, merges are recorded, and gradients flow from `state`
-    to all states that are held; the graphs of states that have left are freed.
+    must have the same kind, shapes, dtypes and device. The window holds the tensors themselves, like the stream of a
+    module: do not write to them. If grad mode is on when `state` is read, gradients flow to all states that are held
+    and require a gradient. The grad mode of `push` and `pop` does not matter. The graphs of states that have left are
+    freed.
 
     `state_dict` returns tensors: the parts of the states, stacked in a new first dimension, and the ints `front` and
-    `size` (). `load_state_dict` takes them into a window of the same size, which then goes on with the same bits (up to
-    rounding if merges were recorded). Entries that no window can have are a `ValueError` or `TypeError`, and leave the
-    window as it was. `copy.copy` returns a window that goes on independently.
+    `size` (). `load_state_dict` loads them into a window of the same size, which then continues with the same bits (up
+    to rounding if merges were recorded). Entries that no window can have raise a `ValueError` or `TypeError`, and the
+    window does not change. `copy.copy` returns an independent window.
 
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
     >>> window = cmab_kernels.StateWindow(3)
@@ -155,7 +163,8 @@ class StateWindow(Held[State]):
     def __init__(self, size: int) -> None:
         self.size = check_count("size", size)
         self._front: list[State] = []
-        """The older part: the last is the merge of all its states, the one before is without the oldest, and so on."""
+        """The older part: the last entry is the merge of all its states, the entry before is the merge without the
+        oldest state, and so on."""
         self._back: list[State] = []
         """The states of the newer part, oldest first."""
         self._total: State | None = None
@@ -176,41 +185,41 @@ class StateWindow(Held[State]):
         return merge(*parts) if self._total is None else merge(*parts, self._total)
 
     def push(self, state: State) -> None:
-        """Take the state of one chunk, and let go of the oldest if more than `size` are then held."""
+        """Add the state of one chunk, and drop the oldest state if more than `size` states are then held."""
         check_fits(state, self._total or next(iter(self._front), None), "state")
         full = len(self) == self.size
         if full and not self._front:
             self._turn()
-        total = state if self._total is None else merge(self._total, state)
+        total = state if self._total is None else _partial(self._total, state)
         if full:
             self._front.pop()
         self._back.append(state)
         self._total = total
 
     def pop(self) -> None:
-        """Let go of the oldest state. `ValueError` if there is none."""
+        """Drop the oldest state. Raises a `ValueError` if there is none."""
         self._refuse_nothing()
         if not self._front:
             self._turn()
         self._front.pop()
 
     def _turn(self) -> None:
-        """Make the newer part the older part, which is used up."""
+        """Make the newer part the older part, which is empty."""
         front: list[State] = []
         for state in reversed(self._back):
-            front.append(merge(state, front[-1]) if front else state)
+            front.append(_partial(state, front[-1]) if front else state)
         self._front, self._back, self._total = front, [], None
 
     def parts(self) -> list[State]:
         return self._front + self._back
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the window as tensors, in memory of their own, for `torch.save` or a file of safetensors."""
+        """Return the window as tensors in new memory, for `torch.save` or a file of safetensors."""
         front, size = (torch.tensor(count, device="cpu") for count in (len(self._front), self.size))
         return {**self._stacked(), "front": front, "size": size}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str = "state_dict.") -> None:
-        """Hold what `state_dict` returned, in memory of its own. `prefix` comes before names in error messages."""
+        """Hold the states that `state_dict` returned, in new memory. `prefix` comes before names in error messages."""
         parts = _refuse_names(state_dict, ("front", "size"), prefix)
         for name in ("front", "size"):
             entry = state_dict[name]
@@ -230,7 +239,8 @@ class StateWindow(Held[State]):
         self.restore(state_dict)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """`load_state_dict` for entries that are known to be those of a window, whatever their values."""
+        """Do the same as `load_state_dict`, for entries that are known to be those of a window, whatever their
+        values."""
         states, front = _unstacked(entries), int(entries["front"])
         total = None
         for state in states[front:]:
@@ -239,13 +249,14 @@ class StateWindow(Held[State]):
 
 
 class StateTree(Held[State]):
-    """The state of a set whose members come and go in any order, exactly: nothing is subtracted.
+    """The exact state of a set whose members are added and removed in any order: nothing is subtracted.
 
     The states are the leaves of a binary tree, and every other node is the merge of the two below it. Among n states,
-    `put` takes at most log2(n) merges, rounded up, and `discard` twice as many. Memory is that of 2 n states.
+    `put` takes at most log2(n) merges, rounded up, and `discard` takes twice as many. The tree needs memory for 2 n
+    states.
 
-    States, gradients and saving are as in `StateWindow`. Keys are hashable (`TypeError` otherwise). `state_dict` has
-    the list `keys` beside the stacked parts. `torch.load` reads it with `weights_only=True` if keys are strings,
+    States, gradients and saving are as in `StateWindow`. Keys are hashable (`TypeError` otherwise). The `state_dict`
+    has the list `keys` beside the stacked parts. `torch.load` reads it with `weights_only=True` if keys are strings,
     numbers, or tuples of them.
 
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
@@ -266,8 +277,8 @@ class StateTree(Held[State]):
         self._places: dict[Hashable, int] = {}
         """The place of each key in this list."""
         self._levels: list[list[State]] = [[]]
-        """The leaves, then the merges of pairs of neighbours, and so on up to the root; a last node without a neighbour
-        goes up as it is."""
+        """The leaves, then the merges of pairs of neighbours, and so on up to the root. A last node without a neighbour
+        moves up unchanged."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -276,8 +287,8 @@ class StateTree(Held[State]):
         return key in self._places
 
     def __iter__(self) -> Iterator[Hashable]:
-        """Iterate over the keys."""
-        return iter(self._keys)
+        """Iterate over the keys that are held now, so that a loop may discard them."""
+        return iter(tuple(self._keys))
 
     def __copy__(self) -> StateTree[State]:
         made: StateTree[State] = StateTree()
@@ -291,7 +302,7 @@ class StateTree(Held[State]):
         return merge(self._levels[-1][0])
 
     def put(self, key: Hashable, state: State) -> None:
-        """Hold a state under a key, in the place of the state that the key had, if any."""
+        """Hold a state under a key. It replaces the earlier state of the key, if any."""
         _refuse_unhashable(key)
         check_fits(state, next(iter(self._levels[0]), None), "state")
         place = self._places.get(key, len(self))
@@ -301,7 +312,7 @@ class StateTree(Held[State]):
             self._places[key] = place
 
     def discard(self, key: Hashable) -> None:
-        """Let go of the state of a key. A key without a state is no error."""
+        """Drop the state of a key. A key without a state is not an error."""
         _refuse_unhashable(key)
         place, last = self._places.get(key), len(self) - 1
         if place is None:
@@ -313,7 +324,7 @@ class StateTree(Held[State]):
         del self._places[key]
 
     def _write(self, leaves: dict[int, State], count: int) -> None:
-        """Write leaves to their places, keep `count` leaves, and compute all that lies above what has changed."""
+        """Write leaves to their places, keep `count` leaves, and compute all nodes above a leaf that has changed."""
         levels, changed, counts, shrinks = self._levels, [leaves], [count], count < len(self._levels[0])
         while counts[-1] > 1:
             below, known, length = (
@@ -321,7 +332,7 @@ class StateTree(Held[State]):
                 levels[len(counts) - 1] if len(counts) <= len(levels) else [],
                 counts[-1],
             )
-            # This pair may have lost a node.
+            # This pair of nodes may have lost one.
             pairs = {place // 2 for place in below} | ({(length - 1) // 2} if shrinks else set())
             nodes: dict[int, State] = {}
             for pair in pairs:
@@ -329,7 +340,7 @@ class StateTree(Held[State]):
                     below[place] if place in below else known[place]
                     for place in range(2 * pair, min(2 * pair + 2, length))
                 ]
-                nodes[pair] = merge(*two) if len(two) == 2 else two[0]
+                nodes[pair] = _partial(*two) if len(two) == 2 else two[0]
             changed.append(nodes)
             counts.append((length + 1) // 2)
         for level, (nodes, length) in enumerate(zip(changed, counts, strict=True)):
@@ -344,11 +355,11 @@ class StateTree(Held[State]):
         return self._levels[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tree as a list of keys, and as tensors in memory of their own."""
+        """Return the tree as a list of keys, and as tensors in new memory."""
         return {**self._stacked(), "keys": list(self)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hold what `state_dict` returned, in memory of its own."""
+        """Hold the states that `state_dict` returned, in new memory."""
         prefix = "state_dict."
         count = _count(_refuse_names(state_dict, ("keys",), prefix), prefix)
         keys: Any = state_dict["keys"]

@@ -1,6 +1,7 @@
 // Runs the CUDA kernels on one CPU thread, for tests: blocks in random order, and the threads of every phase of a block
-// in ascending or descending order. Shared memory starts as NaNs. Tests compile this file alone, into a module with the
-// functions of cmab_kernels._cuda for tensors on the CPU, and `set_seed`, which chooses the orders.
+// in ascending or descending order. Shared memory is filled with NaNs at the start. Tests compile only this file, into
+// a module with the functions of cmab_kernels._cuda for tensors on the CPU. The module also has `set_seed`, which
+// chooses the orders.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
@@ -15,7 +16,6 @@
 #include "common/tensor_view.cpp"
 #include "continual/cuda_binding.cpp"
 #include "continual/fields.cpp"
-#include "intention/cuda_binding.cpp"
 #include "solve/cuda_binding.cpp"
 
 const cmab::Device cmab::kDevice = cmab::Device::kCpu;
@@ -40,19 +40,6 @@ void play_launch(int64_t blocks, int threads, int shared_bytes, std::mt19937& ra
 }
 
 template <class T>
-void play_ridge(const RidgeCall& call, std::mt19937& random) {
-  const int64_t matrices = call.batch * call.heads;
-  const Cut cut = make_cut(call.keys, call.key_width, call.value_width);
-  const int bytes = ridge_shared_bytes<T>(call.key_width, call.value_width);
-  for (int64_t first = 0; first < matrices; first += call.together) {
-    const int64_t blocks = std::min(call.together, matrices - first) * cut.leaves * cut.panels;
-    play_launch(blocks, kThreads, bytes, random, [&](const Block& block, int64_t index) {
-      std::make_unique<RidgeBlock<T>>(block, call, cut, first, index)->run();
-    });
-  }
-}
-
-template <class T>
 void play_solve(const SolveCall& call, std::mt19937& random) {
   const int bytes = SolveBlock<T>::shared_bytes(call.order, call.columns);
   play_launch(call.matrices, solve_threads(call.order), bytes, random, [&](const Block& block, int64_t index) {
@@ -73,11 +60,6 @@ void play_step(const Call& call, int landmarks) {
 }
 
 }  // namespace
-
-void ridge_solve(const RidgeCall& call, Stream) {
-  std::mt19937 random(seed);
-  with_type(call.dtype, [&](auto element) { play_ridge<decltype(element)>(call, random); });
-}
 
 void regularised_solve(const SolveCall& call, Stream) {
   std::mt19937 random(seed);

@@ -3,7 +3,7 @@
 
 #include "common/cuda_bindings.h"
 
-// What pybind11/pytypes.h needs of the rest of pybind11, in the files that include it alone (common/python.h).
+// The parts of pybind11 that pybind11/pytypes.h needs, for files that include only that header (common/python.h).
 template std::string pybind11::handle::cast<std::string>() const;
 
 const cmab::Device cmab::kDevice = cmab::Device::kCuda;

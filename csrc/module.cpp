@@ -1,12 +1,12 @@
 // The extension module cmab_kernels._C: the usable instruction sets, and the bindings of each family. Python allocates
-// the outputs, C++ fills them.
+// the outputs, and C++ fills them.
 #include <pybind11/pybind11.h>
 
 #include "common/arguments.h"
 #include "common/bindings.h"
 #include "common/instruction_sets.h"
 
-// What pybind11/pytypes.h needs of the rest of pybind11, in the files that include it alone (common/python.h).
+// The parts of pybind11 that pybind11/pytypes.h needs, for files that include only that header (common/python.h).
 template std::string pybind11::handle::cast<std::string>() const;
 
 const cmab::Device cmab::kDevice = cmab::Device::kCpu;

@@ -1,2 +1,2 @@
-"""A GPU made of software, which runs compiled kernels on the CPU: for the tests, and for those of the benchmarks
-(docs/gpu_machine.md)."""
+"""A GPU simulated in software, which runs compiled kernels on the CPU, for the tests of the package and of the
+benchmarks (docs/gpu_machine.md)."""

@@ -35,7 +35,7 @@ def _compute(team: Team, one: Instruction, function: Callable[..., Any], count: 
 
 
 def _compute_packed(team: Team, one: Instruction, function: Callable[..., Any], count: int) -> None:
-    """Apply a function to both halves of registers of 32 bits."""
+    """Apply a function to both halves of 32-bit registers."""
     kind, result = PACKED[one.kind], np.uint32(0)
     words = [np.atleast_1d(team.read(source, "b32")) for source in one.operands[1 : count + 1]]
     for half in (0, 16):
@@ -113,15 +113,15 @@ def fma(team: Team, one: Instruction) -> None:
 
 
 def _fma_half(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return a b + c of half-precision numbers as float32, from which one more rounding leads to the right result but
-    for ties."""
+    """Return a b + c of half-precision numbers as float32. One more rounding then gives the right result, except for
+    ties."""
     return fma32(a.astype(np.float32), b.astype(np.float32), c.astype(np.float32))
 
 
 @opcode("div")
 def div(team: Team, one: Instruction) -> None:
-    """`div.full` and `div.approx` are at most 2 units in the last place off on hardware, unless they divide by a power
-    of two."""
+    """On hardware, the error of `div.full` and `div.approx` is at most 2 units in the last place, except for a division
+    by a power of two."""
 
     def rough(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(np.frexp(np.abs(b))[0] == 0.5, a / b, floats.off_by_two(a / b))
@@ -136,7 +136,7 @@ def rem(team: Team, one: Instruction) -> None:
 
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the quotient of integers, rounded towards zero; all ones for a division by zero, as hardware does."""
+    """Return the quotient of integers, rounded towards zero. A division by zero gives all ones, as on hardware."""
     safe = np.where(b == 0, b.dtype.type(1), b)
     down = a // safe
     towards_zero = down + ((down * safe != a) & ((a < 0) != (b < 0))).astype(a.dtype)
@@ -214,10 +214,10 @@ def rcp(team: Team, one: Instruction) -> None:
 
 
 def _function(team: Team, one: Instruction, function: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Compute in float64 and round; `.approx.ftz.f64` gives the upper 32 bits of the result, and zeros below.
+    """Compute in float64 and round; `.approx.ftz.f64` gives the upper 32 bits of the result, and zeros in the lower 32.
 
-    Approximations in float32 are some units in the last place off on hardware, and so on a rough machine, but for
-    powers of two.
+    On hardware, approximations in float32 have errors of some units in the last place, and so they have on a rough
+    machine, except for powers of two.
     """
     kind, ftz = one.kind, one.has("ftz")
     x = team.number(one.operands[1], kind, ftz and kind == "f32")
@@ -301,7 +301,7 @@ def bitwise_not(team: Team, one: Instruction) -> None:
 
 @opcode("lop3")
 def lop3(team: Team, one: Instruction) -> None:
-    """Any logical function of three operands; bit 4 a + 2 b + c of the table is its value."""
+    """Any logical function of three operands; its value is bit 4 a + 2 b + c of the table."""
     a, b, c = (team.read(source, "b32") for source in one.operands[1:4])
     table, result = int(one.operands[4].value("u32")), np.uint32(0)
     for row in range(8):
@@ -338,7 +338,7 @@ def shf(team: Team, one: Instruction) -> None:
 
 @opcode("bfe")
 def bfe(team: Team, one: Instruction) -> None:
-    """The bits of the first operand from a position on, of this number; past the end, the sign."""
+    """This number of bits of the first operand, starting at a position; past the end, the sign is repeated."""
     value = team.read(one.operands[1], one.kind)
     position, length = (team.read(source, "u32") & np.uint32(255) for source in one.operands[2:4])
     bits = np.uint32(8 * value.dtype.itemsize)
@@ -350,7 +350,7 @@ def bfe(team: Team, one: Instruction) -> None:
 
 @opcode("bfi")
 def bfi(team: Team, one: Instruction) -> None:
-    """The first operand's low bits, in place of those of the second from a position on."""
+    """The first operand's low bits replace those of the second operand, starting at a position."""
     source, into = (team.read(operand, one.kind) for operand in one.operands[1:3])
     position, length = (team.read(operand, "u32") & np.uint32(255) for operand in one.operands[3:5])
     one_bit, bits = source.dtype.type(1), 8 * source.dtype.itemsize
@@ -362,7 +362,7 @@ def bfi(team: Team, one: Instruction) -> None:
 
 @opcode("prmt")
 def prmt(team: Team, one: Instruction) -> None:
-    """Four bytes chosen from the eight of two registers, or the signs of such bytes."""
+    """Four bytes chosen from the eight bytes of two registers, or the signs of such bytes."""
     if len(one.modifiers) > 1:
         raise Unknown("this mode of prmt")
     low, high, chosen = (team.read(source, "b32").astype(np.uint64) for source in one.operands[1:4])

@@ -1,4 +1,4 @@
-"""Branches, barriers, and what the threads of a warp exchange."""
+"""Branches, barriers, and the exchange of values between the threads of a warp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .team import Team
 
 @opcode("bra")
 def bra(team: Team, one: Instruction) -> bool:
-    """A jump of those threads for which the guard holds; without a guard, of all."""
+    """A jump of the threads for which the guard is true; without a guard, of all threads."""
     if one.guard is None:
         team.place[team.who] = one.target
         return True
@@ -41,7 +41,8 @@ def trap(team: Team, one: Instruction) -> None:
 
 @opcode("bar", "barrier")
 def bar(team: Team, one: Instruction) -> bool:
-    """A barrier for all threads of the block, `bar.red` with a vote of theirs, or one for the threads of a warp."""
+    """A barrier for all threads of the block, `bar.red` with a vote of the threads, or a barrier for the threads of a
+    warp."""
     if one.has("warp"):
         _all_there(team, team.read(one.operands[0], "u32"))
         return False
@@ -57,15 +58,15 @@ def bar(team: Team, one: Instruction) -> bool:
 
 
 def counted(one: Instruction, votes: np.ndarray) -> np.ndarray:
-    """Return what every thread gets of the votes of all of them at a barrier `bar.red`."""
+    """Return the value that every thread gets from the votes of all threads at a barrier `bar.red`."""
     if one.has("popc"):
         return votes.sum(dtype=np.uint32)
     return votes.any() if one.has("or") else votes.all()
 
 
 def _all_there(team: Team, members: np.ndarray) -> np.ndarray:
-    """Return the active threads as positions in the team; raise `Fault` if one of a warp's `members` is not active
-    there."""
+    """Return the active threads as positions in the team; raise `Fault` if one of a warp's `members` is not active at
+    this place."""
     positions = team.positions
     present = np.zeros(len(team.threads), np.uint32)
     present[positions] = np.uint32(1) << team.lanes[positions].astype(np.uint32)
@@ -117,14 +118,14 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @opcode("redux")
 def redux(team: Team, one: Instruction) -> None:
-    """Each member of a warp gets the sum, the least, ... of the members' values."""
+    """Each member of a warp gets the sum, the minimum, ... of the members' values."""
     operation = next(REDUCTIONS[part] for part in one.modifiers if part in REDUCTIONS)
     _for_each_warp(team, one, lambda values: reduce(operation, values))
 
 
 @opcode("vote")
 def vote(team: Team, one: Instruction) -> None:
-    """Each member of a warp learns for which, for any, or for all members a predicate holds."""
+    """Each member of a warp gets the result of a vote: for which, for any, or for all members a predicate is true."""
     if one.has("uni"):
         raise Unknown("this vote")
 
@@ -138,7 +139,7 @@ def vote(team: Team, one: Instruction) -> None:
 
 
 def _for_each_warp(team: Team, one: Instruction, function: Callable[[np.ndarray], Any], ballot: bool = False) -> None:
-    """Write to the active threads of each warp what the function makes of their values."""
+    """Write to the active threads of each warp the results of the function for their values."""
     target, source, members = one.operands
     positions = _all_there(team, team.read(members, "u32"))
     kind = "pred" if one.opcode == "vote" else one.kind
@@ -164,4 +165,4 @@ def activemask(team: Team, one: Instruction) -> None:
 
 @opcode("nanosleep")
 def nanosleep(team: Team, one: Instruction) -> None:
-    """Time does not pass here."""
+    """The machine has no clock."""

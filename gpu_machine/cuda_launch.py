@@ -1,5 +1,5 @@
-"""CUDA kernels go to the machine: nvcc compiles csrc to PTX, and a C++ compiler the host's part, whose launches are
-recorded."""
+"""CUDA kernels run on the machine: nvcc compiles csrc to PTX, and a C++ compiler compiles the host code, whose launches
+are recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .parse import parse
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 CONSTANTS = [f"-DCMAB_{name}={value}" for name, value in vars(constants).items() if name.isupper()]
-SOURCES = ("solve/regularised_solve", "intention/ridge_solve", "continual/nystrom_step", "continual/attention_step")
+SOURCES = ("solve/regularised_solve", "continual/nystrom_step", "continual/attention_step")
 HERE = Path(__file__).parent / "cuda"
 HOST = "launches.so"
 
@@ -41,14 +41,15 @@ def nvcc() -> str | None:
 
 
 class Built(NamedTuple):
-    """The host's part of the CUDA kernels, a module as `cmab_kernels._cuda`, and the PTX of each kernel by its name."""
+    """The host code of the CUDA kernels, as a module like `cmab_kernels._cuda`, and the PTX of each kernel by its
+    name."""
 
     module: ModuleType
     texts: dict[str, str]
 
 
 def build(folder: Path) -> Built:
-    """Compile the host's part into `folder`, and the kernels to PTX for compute capability 8.0."""
+    """Compile the host code into `folder`, and the kernels to PTX for compute capability 8.0."""
     includes = [f"-I{path}" for path in (HERE, ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
     flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
     host = [str(HERE / "launches.cpp"), "-o", str(folder / HOST)]
@@ -59,7 +60,7 @@ def build(folder: Path) -> Built:
 
 
 def built_in(folder: Path) -> Built:
-    """Load what `build` has compiled into `folder`."""
+    """Load the files that `build` has compiled into `folder`."""
     spec = importlib.util.spec_from_file_location("launches", folder / HOST)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -78,8 +79,8 @@ def _compile_ptx(folder: Path, source: str) -> None:
 
 @contextmanager
 def cuda_on_machine(machine: Machine, built: Built, *launchers: ModuleType) -> Iterator[None]:
-    """Within this context the functions of `launchers`, such as `cmab_kernels.intention.cuda`, run their kernels on the
-    machine."""
+    """Within this context, the functions of `launchers`, such as `cmab_kernels.intention.cuda`, run their kernels on
+    the machine."""
 
     def on_launch(kernel: str, kind: str, blocks: int, threads: int, shared: int, arguments: tuple[bytes, ...]) -> None:
         name = _entry(built.texts, kernel.partition("<")[0], kind)

@@ -1,8 +1,8 @@
-"""A stub of NVIDIA's driver library (`driver.c`) under Triton's own launcher: kernels on CPU tensors are compiled,
-loaded and launched as on a GPU, and then do nothing, or what a callback does with them.
+"""A stub of NVIDIA's driver library (`driver.c`) under Triton's own launcher. Kernels on CPU tensors are compiled,
+loaded and launched as on a GPU. Then they do nothing, or a callback runs them.
 
-It is for counting launches and programs, for the time that the host takes, and for running the compiled kernels on a
-software machine.
+It is used to count launches and programs, to measure the time that the host takes, and to run the compiled kernels on a
+simulated machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cmab_kernels.testing.cubin import as_if_on
 
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_uint64, *[ctypes.c_uint32] * 5, ctypes.POINTER(ctypes.c_void_p))
 _PTX: dict[int, Path] = {}
-"""Handle of a loaded function -> the PTX that it was assembled from."""
+"""Handle of a loaded function -> the PTX from which it was assembled."""
 
 
 class Launched(NamedTuple):
@@ -43,7 +43,7 @@ class Launched(NamedTuple):
 
 
 class Stub:
-    """The stub while it is in place."""
+    """The stub while it is active."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -57,10 +57,10 @@ class Stub:
 
 @contextlib.contextmanager
 def stub(capability: int = 80, run: Callable[[Launched], None] | None = None) -> Iterator[Stub]:
-    """Within this context Triton's kernels take CPU tensors, and are compiled for this compute capability; `run` is
-    called for a launch.
+    """Within this context, Triton's kernels take CPU tensors and are compiled for this compute capability; `run` is
+    called for each launch.
 
-    An exception of `run` is raised where the context ends.
+    An exception of `run` is raised at the end of the context.
     """
     library, failures = _library(), []
 
@@ -68,7 +68,7 @@ def stub(capability: int = 80, run: Callable[[Launched], None] | None = None) ->
         try:
             if run and not failures:
                 run(Launched(_PTX[function], (x, y, z), threads, shared, parameters))
-        except BaseException as error:  # it must not pass through C
+        except BaseException as error:  # an exception must not pass through C
             failures.append(error)
 
     callback = _SIGNATURE(on_launch)
@@ -90,8 +90,8 @@ _entered = itertools.count()
 
 
 class _Driver(nvidia.CudaDriver):
-    """Triton's driver for a device that is new each time, so that nothing is cached for it; its number ends in its
-    compute capability."""
+    """Triton's driver for a device that is new each time, so that nothing is cached for it; the last digits of its
+    number are its compute capability."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Driver(nvidia.CudaDriver):
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The stub, compiled and loaded for the rest of the process under the name by which the driver's library is
+    """The stub, compiled, and loaded for the rest of the process under the name by which the driver's library is
     opened."""
     folder = tempfile.mkdtemp()
     path = Path(folder, "libcuda.so.1")

@@ -19,8 +19,8 @@ def flush(x: np.ndarray) -> np.ndarray:
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Return a b + c of float32 numbers, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd where rounding it twice could differ from rounding it
-    once: where it lies midway between two float32 numbers, and where it is subnormal.
+    The product is exact in float64. The sum is rounded to odd if rounding it twice could differ from rounding it once:
+    if it is midway between two float32 numbers, and if it is subnormal.
     """
     a, b, c = np.broadcast_arrays(a, b, c)
     product, wide = a.astype(np.float64) * b, c.astype(np.float64)
@@ -47,7 +47,8 @@ def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _odd_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a + b, rounded to the neighbour with an odd last bit where it is not exact (Boldo and Melquiond, 2008)."""
+    """Return a + b. If it is not exact, it is rounded to the neighbour with an odd last bit (Boldo and Melquiond,
+    2008)."""
     total, error = _two_sum(a, b)
     even = (total.view(np.uint64) & np.uint64(1)) == 0
     moved = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
@@ -55,7 +56,7 @@ def _odd_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _two_product(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a b rounded, and its error (Dekker), for numbers far from the ends of the range."""
+    """Return a b rounded, and its error (Dekker), for numbers that are far from the ends of the range."""
     product = a * b
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
@@ -68,8 +69,8 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return a b + c of float64 numbers, rounded once (Boldo and Melquiond, 2008); by fractions near the ends of the
-    range."""
+    """Return a b + c of float64 numbers, rounded once (Boldo and Melquiond, 2008); near the ends of the range it is
+    computed with fractions."""
     a, b, c = (np.asarray(x, np.float64) for x in np.broadcast_arrays(a, b, c))
     product, low = _two_product(a, b)
     high, middle = _two_sum(c, low)
@@ -95,8 +96,8 @@ def _fma_of_fractions(a: float, b: float, c: float) -> float:
 
 
 def off_by_two(x: np.ndarray) -> np.ndarray:
-    """Return float32 numbers up to two units in the last place off, each as its bits say; 0, subnormal and infinite
-    ones and NaN stay."""
+    """Return float32 numbers with an error of up to two units in the last place, which depends on their bits. 0,
+    subnormal and infinite numbers and NaN do not change."""
     x = np.asarray(x, np.float32)
     bits = x.view(np.uint32)
     units = ((bits * np.uint32(0x9E3779B1)) >> np.uint32(16)) % np.uint32(5)

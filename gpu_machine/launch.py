@@ -1,4 +1,4 @@
-"""Triton's launches go to the machine: within `on_machine`, operators run their Triton kernels on tensors on the
+"""Triton's launches run on the machine: within `on_machine`, operators run their Triton kernels on tensors on the
 CPU."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .parse import parse
 def on_machine(machine: Machine) -> Iterator[None]:
     """Within this context Triton's kernels are compiled for compute capability 8.0 and executed by the machine.
 
-    They may access the tensors that they are called with. What `torch.empty` and its relatives return is memory that
-    nobody wrote.
+    The kernels may access the tensors with which they are called. The memory that `torch.empty` and similar functions
+    return counts as unwritten.
     """
     stops: list[BaseException] = []
 
@@ -32,7 +32,7 @@ def on_machine(machine: Machine) -> Iterator[None]:
         if not stops:
             try:
                 _execute(machine, launched)
-            except Exception as stop:  # it must not pass through the driver, which is written in C
+            except Exception as stop:  # an exception must not pass through the driver, which is written in C
                 stops.append(stop)
 
     def call(kernel: Kernel, programs: int, *arguments: Any, **constants: Any) -> None:
@@ -53,7 +53,8 @@ def on_machine(machine: Machine) -> Iterator[None]:
 
 @contextmanager
 def fresh_memory(machine: Machine) -> Iterator[None]:
-    """Within this context what `torch.empty` and its relatives return is memory of the machine that nobody wrote."""
+    """Within this context, the memory that `torch.empty` and similar functions return belongs to the machine and counts
+    as unwritten."""
 
     def given(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def made(*arguments: Any, **options: Any) -> Tensor:
@@ -70,7 +71,7 @@ def fresh_memory(machine: Machine) -> Iterator[None]:
 
 
 def _execute(machine: Machine, launched: Launched) -> None:
-    """Give the machine a launch as the driver sees it; the PTX says how many bytes each parameter has."""
+    """Pass a launch to the machine as the driver sees it; the PTX gives the number of bytes of each parameter."""
     text = launched.ptx.read_text()
     ((name, kernel),) = parse(text).items()
     sizes = kernel.parameters.values()

@@ -21,22 +21,22 @@ KNOWS = (arithmetic, control, mma, moves)
 class Machine:
     """A GPU of compute capability 8.0 that executes PTX on the CPU.
 
-    `memory` are the tensors that kernels may access. `seed` chooses the order of blocks, and in which teams and in
-    which order the warps
-    of a block run: with 0 all together and blocks in order, otherwise at random.
+    `memory` are the tensors that kernels may access. `seed` chooses the order of blocks, and the teams and the order in
+    which the warps
+    of a block run. With 0, all warps run together and blocks in order; otherwise at random.
 
-    With `lenient`, shared memory that nobody wrote is NaN and may be read, and races there show only where bits depend
-    on the order: csrc computes with elements above a matrix's diagonal, and beyond the last row and column, and then
-    leaves the results out.
+    With `lenient`, unwritten shared memory is NaN and may be read, and races there are noticed only if bits depend on
+    the order. csrc needs this: it computes with elements above a matrix's diagonal, and beyond the last row and column,
+    and then leaves out the results.
 
-    With `rough`, approximations in float32 (`ex2`, `lg2`, `rsqrt`, `div.full`) are up to two units in the last place
-    off, as on hardware.
+    With `rough`, approximations in float32 (`ex2`, `lg2`, `rsqrt`, `div.full`) have errors of up to two units in the
+    last place, as on hardware.
     """
 
     def __init__(self, seed: int = 0, lenient: bool = False, rough: bool = False) -> None:
         self.memory, self.seed, self.lenient, self.rough = Global(), seed, lenient, rough
         self.ran: list[tuple[str, int]] = []
-        """The kernels that were launched, each with a number that stands for all results so far, bit by bit."""
+        """The kernels that were launched, each with a number that represents all results so far, bit by bit."""
 
     def launch(
         self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]
@@ -65,7 +65,7 @@ class Machine:
 
 
 def _program(kernel: Kernel) -> list[Operation]:
-    """Return the operation of each instruction; raise `Unknown` where there is none."""
+    """Return the operation of each instruction; raise `Unknown` if there is none."""
     unknown = [one for one in kernel.instructions if one.opcode not in OPCODES]
     if unknown:
         stop = Unknown(f"the machine does not know: {', '.join(sorted({one.opcode for one in unknown}))}")
@@ -96,7 +96,7 @@ def _special(number: int, grid: Sequence[int], threads: int) -> dict[str, int]:
 
 
 def _teams(block: Block, threads: int, random: np.random.Generator | None) -> list[Team]:
-    """Return one team of all warps, or at random two teams, of which either may be empty and left out."""
+    """Return one team of all warps, or at random two teams; either may be empty, and is then left out."""
     warps = np.arange(-(-threads // 32))
     if threads % 32:
         raise Unknown("blocks that do not consist of whole warps")
@@ -107,7 +107,7 @@ def _teams(block: Block, threads: int, random: np.random.Generator | None) -> li
 
 
 def _run(block: Block, teams: list[Team]) -> None:
-    """Run a block: every team up to its next barrier, until all threads are done."""
+    """Run a block: run every team up to its next barrier, until all threads have ended."""
     block.barrier()
     while True:
         for team in teams:
@@ -129,7 +129,7 @@ def _run(block: Block, teams: list[Team]) -> None:
 
 
 def _check_barrier(block: Block, waiting: np.ndarray, places: np.ndarray) -> None:
-    """Raise `Fault` if some threads are done while the others wait, or if they wait at different barriers."""
+    """Raise `Fault` if some threads have ended while the others wait, or if they wait at different barriers."""
     lines = sorted({block.kernel.instructions[place - 1].where for place in places})
     where = f"{block.kernel.name}, " + " and ".join(lines)
     if not waiting.all():

@@ -1,4 +1,5 @@
-"""Memory that knows of each byte whether it was written, and which warps wrote and read it since the last barrier."""
+"""Memory that records for each byte whether it was written, and which warps have written and read it since the last
+barrier."""
 
 from __future__ import annotations
 
@@ -14,17 +15,18 @@ from .report import Fault
 
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BYTES = {size: unit(0x0101010101010101 & (1 << 8 * size) - 1) for size, unit in UNITS.items()}
-"""A number of each size all of whose bytes are 1."""
+"""For each size, a number whose bytes are all 1."""
 WRITTEN, IN_FLIGHT = 0xFF, 0x7F
 FILLING = 0xFF
-"""What bytes are before they are written: NaN."""
+"""The value of bytes before they are written: NaN."""
 
 
 class Bytes:
-    """The addresses from `start` on, `size` of them, over `data` where there is some, else over memory of its own.
+    """The `size` addresses from `start` on, over `data` if it is given, else over new memory.
 
-    Each byte has three shadows: `written`; and `writers` and `readers` since the last barrier, a bit a warp. Warps that
-    are eight apart share a bit, and a race between these two alone is missed. Where `races` is False none is reported.
+    Each byte has three shadow values: `written`; and `writers` and `readers` since the last barrier, with one bit for
+    each warp. Warps whose numbers differ by eight share a bit, so a race between only these two is not noticed. If
+    `races` is False, no race is reported.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Bytes:
         self.writers, self.readers = np.zeros(room, np.uint8), np.zeros(room, np.uint8)
 
     def read(self, addresses: np.ndarray, size: int, warps: np.ndarray) -> np.ndarray:
-        """Return `size` bytes from each address, (n, units); `warps` are those that read."""
+        """Return `size` bytes from each address, (n, units); `warps` are the warps that read."""
         unit, index, mine = self._places(addresses, size, warps, "read")
         if self.written.view(unit)[index].min() != np.iinfo(unit).max:
             self._unwritten(addresses, size)
@@ -66,20 +68,20 @@ class Bytes:
         self._put(unit, index, mine, addresses, values)
 
     def promise(self, addresses: np.ndarray, size: int, warps: np.ndarray) -> None:
-        """Note that a copy to these addresses is under way, and has not arrived."""
+        """Record that a copy to these addresses has started and has not arrived."""
         unit, index, mine = self._places(addresses, size, warps, "copy to")
         self._no_race(unit, index, mine, addresses, None)
         self.written.view(unit)[index] = _BYTES[unit(0).itemsize] * unit(IN_FLIGHT)
         _mark(self.writers.view(unit), index, mine)
 
     def land(self, addresses: np.ndarray, values: np.ndarray, warps: np.ndarray) -> None:
-        """A copy arrives, for those that waited for it."""
+        """A copy arrives, for the threads that have waited for it."""
         unit, index, mine = self._places(addresses, values.shape[1] * values.itemsize, warps, "copy to")
         self._put(unit, index, mine, addresses, values.view(unit))
 
     def exchange(self, address: np.ndarray, size: int, value: np.ndarray | None) -> np.ndarray:
-        """Return `size` bytes at one address, and put a value there if there is one: a step of an atomic operation,
-        which cannot race."""
+        """Return `size` bytes at one address, and write a value there if one is given. This is a step of an atomic
+        operation, which cannot race."""
         unit, index, _ = self._places(address, size, np.zeros(1, np.int64), "access")
         if self.written.view(unit)[index].min() != np.iinfo(unit).max:
             self._unwritten(address, size)
@@ -89,7 +91,7 @@ class Bytes:
         return old
 
     def barrier(self) -> None:
-        """What was written and read before is before everything that follows."""
+        """All earlier reads and writes come before everything that follows."""
         self.writers.fill(0)
         self.readers.fill(0)
 
@@ -122,7 +124,8 @@ class Bytes:
     def _no_race(
         self, unit: type, index: np.ndarray, mine: np.ndarray, addresses: np.ndarray, values: np.ndarray | None
     ) -> None:
-        """Raise `Fault` if another warp read these places since the last barrier, or wrote another value there."""
+        """Raise `Fault` if another warp has read these places since the last barrier, or has written another value
+        there."""
         if not self.races:
             return
         if (others := self.readers.view(unit)[index] & ~mine).any():
@@ -159,18 +162,19 @@ def _mark(shadow: np.ndarray, index: np.ndarray, mine: np.ndarray) -> None:
 
 
 class Global:
-    """Global memory: the tensors that kernels may access, each with bounds of its own. It keeps them alive."""
+    """Global memory: the tensors that kernels may access; each has its own bounds. The object keeps the tensors
+    alive."""
 
     def __init__(self) -> None:
         self.parts: list[Bytes] = []
         self.results: list[Bytes] = []
-        """The parts that had no values when they were given, in that order."""
+        """The parts that had no values when they were passed, in that order."""
         self._starts = np.zeros(0, np.int64)
         self._tensors: list[Tensor] = []
 
     def give(self, tensor: Tensor, name: str, written: bool = True) -> None:
-        """Let kernels access a tensor on the CPU, unless it lies in one that they may; `written` says that it has
-        values."""
+        """Let kernels access a tensor on the CPU, unless it is part of a tensor that they may access; `written` says
+        that it has values."""
         size = _extent(tensor)
         if size == 0 or any(
             part.start <= tensor.data_ptr() and tensor.data_ptr() + size <= part.end for part in self.parts
@@ -191,8 +195,8 @@ class Global:
         self._tensors.append(tensor)
 
     def notice_the_host(self) -> None:
-        """Take those results for written in which the host has written since: those whose filling has changed. They are
-        no results then."""
+        """Treat those results as written to which the host has written since then: those whose filling has changed.
+        They are then no longer results."""
         for part in list(self.results):
             if (part.data[part.inside][part.written[part.inside] != WRITTEN] != FILLING).any():
                 part.written.fill(WRITTEN)
@@ -221,7 +225,7 @@ class Global:
             part.barrier()
 
     def _parts_of(self, addresses: np.ndarray, size: int) -> Iterator[tuple[Bytes, Any]]:
-        """Yield the tensors that the addresses lie in, each with the threads that mean it."""
+        """Yield the tensors to which the addresses belong, each with the threads that use it."""
         which = np.searchsorted(self._starts, addresses, "right") - 1
         if len(which) and which[0] >= 0 and (which == which[0]).all():
             yield self.parts[which[0]], slice(None)

@@ -1,9 +1,9 @@
 """Matrix instructions of a warp, and the loads of their operands.
 
-Products are exact. NVIDIA's tensor cores do not round the terms of a sum one after the other: for half precision,
-bfloat16 and tf32 a few products and the accumulator are shifted to the largest exponent among them, cut off, added, and
-cut off again to 24 bits. Compute capability 8.0 adds eight products (tf32: four) at a time, with one bit more than the
-24; float64 is rounded to nearest after each product. This is what was found by experiment:
+Products are exact. NVIDIA's tensor cores do not round the terms of a sum one after the other. For half precision,
+bfloat16 and tf32, a few products and the accumulator are shifted to the largest exponent among them, cut off, added,
+and cut off again to 24 bits. Compute capability 8.0 adds eight products at a time (four for tf32), with one bit more
+than the 24; float64 is rounded to nearest after each product. Experiments found these rules:
 
 - M. Fasi, N. J. Higham, M. Mikaitis, S. Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science
 7:e330, 2021;
@@ -26,11 +26,11 @@ from .team import Team
 SIGNIFICANT_BITS = 25
 """The bits of a term that are kept, counted from the largest term's highest."""
 TERMS = {"f16": 8, "bf16": 8, "tf32": 4}
-"""How many products compute capability 8.0 adds at a time."""
+"""The number of products that compute capability 8.0 adds at a time."""
 
 
 def _whole_warps(team: Team) -> int:
-    """Return the number of active warps; raise `Fault` if a thread of one is not active."""
+    """Return the number of active warps; raise `Fault` if a thread of one of them is not active."""
     positions = team.positions
     if len(positions) % 32 or (positions.reshape(-1, 32) != positions[::32, None] + np.arange(32)).any():
         raise Fault("a matrix instruction without all threads of the warp")
@@ -44,7 +44,7 @@ def _fragment(team: Team, operand: Vector, kind: str) -> np.ndarray:
 
 
 def _numbers(words: np.ndarray, kind: str) -> np.ndarray:
-    """Return the numbers in registers as float64, with a last dimension for those in one register."""
+    """Return the numbers in registers as float64, with a last dimension for numbers in the same register."""
     if kind == "tf32":
         return (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)[..., None]
     halves = np.ascontiguousarray(words)[..., None].view(np.uint16)
@@ -53,7 +53,7 @@ def _numbers(words: np.ndarray, kind: str) -> np.ndarray:
 
 @opcode("mma")
 def mma(team: Team, one: Instruction) -> None:
-    """`mma.sync`: D = A B + C for each warp; the fragments lie as the PTX manual says."""
+    """`mma.sync`: D = A B + C for each warp; the fragments have the layout in the PTX manual."""
     if not one.has("sync") or not one.has("row") or not one.has("col") or one.has("sp", "satfinite"):
         raise Unknown("this matrix instruction")
     warps = _whole_warps(team)
@@ -81,11 +81,11 @@ def mma(team: Team, one: Instruction) -> None:
 
 
 def truncated_sum(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
-    """Return the accumulator plus the products of a and b along the last dimension, as a tensor core adds them, in
+    """Return the accumulator plus the products of a and b along the last dimension, added as by a tensor core, in
     float32.
 
-    The exponent of a product is the sum of its factors', which hardware knows before it multiplies: the product may be
-    twice as large.
+    The exponent of a product is taken as the sum of those of its factors, which hardware knows before it multiplies;
+    the product may be twice as large.
     """
     wide = accumulator.astype(np.float64)
     terms = np.concatenate([a * b, wide[..., None]], -1)
@@ -96,7 +96,8 @@ def truncated_sum(a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.n
 
 
 def _exponent(x: np.ndarray) -> np.ndarray:
-    """Return the exponent of 2 in numbers whose first bit is the 1 before the point; a very small one for 0."""
+    """Return the exponent of 2 in numbers whose first bit is the 1 before the point; for 0, return a very small
+    exponent."""
     return np.where(x == 0, -5000, np.frexp(x)[1] - 1)
 
 
@@ -135,7 +136,7 @@ def ldmatrix(team: Team, one: Instruction) -> None:
 
 @opcode("stmatrix")
 def stmatrix(team: Team, one: Instruction) -> None:
-    """The reverse of `ldmatrix`."""
+    """The inverse of `ldmatrix`."""
     warps, sources = _whole_warps(team), one.operands[1].parts
     words = np.stack([team.read(source, "b32").reshape(warps, 32) for source in sources], 1)
     matrices = words.view(np.uint16).reshape(warps, len(sources), 8, 8)

@@ -17,7 +17,7 @@ ROUNDINGS = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 @opcode("mov")
 def mov(team: Team, one: Instruction) -> None:
-    """A copy; to or from a vector the parts are next to each other in the bits, the first lowest."""
+    """A copy. The parts of a vector are adjacent in the bits, with the first part lowest."""
     target, source = one.operands
     if isinstance(source, Vector):
         team.write(target, _packed(team, source, one.kind))
@@ -63,7 +63,7 @@ def cvt(team: Team, one: Instruction) -> None:
 
 
 def _convert_two(team: Team, one: Instruction, into: str, kind: str) -> None:
-    """Two float32 numbers become halves; the first is the upper one."""
+    """Two float32 numbers become half-precision numbers; the first is the upper one."""
     high, low = (
         _half(team.number(source, kind), into.removesuffix("x2"), one).astype(np.uint32) for source in one.operands[1:3]
     )
@@ -117,7 +117,7 @@ def _to_float(values: np.ndarray, into: str, one: Instruction) -> np.ndarray:
 
 
 def _to_integer(values: np.ndarray, into: np.dtype[Any]) -> np.ndarray:
-    """Return whole numbers as integers; those out of range become the nearest, NaN becomes 0."""
+    """Return whole numbers as integers. Numbers out of range become the nearest integer, and NaN becomes 0."""
     wide = np.nan_to_num(values.astype(np.float64), nan=0.0)
     limits = np.iinfo(into)
     inside = (wide > float(limits.min) - 1) & (wide < float(limits.max) + (into.itemsize < 8))
@@ -171,8 +171,8 @@ ATOMS: dict[str, Any] = {
 
 @opcode("atom", "red")
 def atom(team: Team, one: Instruction) -> None:
-    """One thread after the other, each reads a number, and writes what becomes of it. Atomic operations do not race
-    with one another."""
+    """Each thread, one after the other, reads a number and writes the result of the operation. Atomic operations do not
+    race with one another."""
     target = one.operands[0] if one.opcode == "atom" else Register(-1, np.uint64)
     address, *sources = one.operands[one.opcode == "atom" :]
     kind, space = one.kind, team.space(_space(one))
@@ -200,7 +200,7 @@ def _exchanged(one: Instruction, old: Any, given: list[Any]) -> Any:
 
 @opcode("cp")
 def cp(team: Team, one: Instruction) -> None:
-    """`cp.async`: a copy from global to shared memory that arrives when its thread waits for it, not before."""
+    """`cp.async`: a copy from global to shared memory that arrives when its thread waits for it, and not before."""
     if not one.has("async"):
         raise Unknown("this copy")
     if one.has("commit_group", "wait_group", "wait_all"):
@@ -252,4 +252,4 @@ def createpolicy(team: Team, one: Instruction) -> None:
 
 @opcode("fence", "membar")
 def fence(team: Team, one: Instruction) -> None:
-    """Writes are visible to everybody at once here: a fence that is missing is not seen."""
+    """Writes are visible to all threads at once here, so a missing fence is not noticed."""

@@ -1,4 +1,4 @@
-"""The table of instructions: a function for each opcode, which executes it for the active threads of a team."""
+"""The table of instructions: for each opcode, a function that executes it for the active threads of a team."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from .team import Team
 
 Operation = Callable[["Team", "Instruction"], bool | None]
-"""Executes an instruction; returns True where threads may now be at different places, which the operation has noted."""
+"""Executes an instruction; returns True if threads may now be at different places, which the operation has recorded."""
 
 OPCODES: dict[str, Operation] = {}
 
 
 def opcode(*names: str) -> Callable[[Operation], Operation]:
-    """Enter a function into the table, as the meaning of these opcodes."""
+    """Add a function to the table, as the meaning of these opcodes."""
 
     def enter(operation: Operation) -> Operation:
         OPCODES.update(dict.fromkeys(names, operation))

@@ -1,4 +1,4 @@
-"""A check in several orders of blocks and warps, whose results must have the same bits."""
+"""A check in several orders of blocks and warps; its results must have the same bits in all orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def in_orders(
     """Run a check within `place(machine)` in several orders; return the names of the kernels that ran.
 
     The results of every kernel are compared bit by bit. Random numbers of the check are the same each time.
-    Approximations are as rough as on hardware.
+    Approximations have errors as on hardware.
     """
     found = []
     for seed in range(orders):

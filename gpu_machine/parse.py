@@ -1,4 +1,4 @@
-"""PTX text as instructions with their operands and the lines of the source that they were compiled from."""
+"""Parses PTX text into instructions with their operands and the source lines from which they were compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Register:
-    """A register, or with index -1 the sink `_`; `negated` is for predicates."""
+    """A register, or with index -1 the sink `_`; `negated` is used for predicates."""
 
     index: int
     width: type
@@ -72,14 +72,14 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Vector:
-    """Several operands in braces, or two that a `|` parts."""
+    """Several operands in braces, or two operands that a `|` separates."""
 
     parts: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Address:
-    """What stands in brackets: a register or the name of a variable, and an offset in bytes."""
+    """The contents of brackets: a register or the name of a variable, and an offset in bytes."""
 
     base: Any
     offset: int
@@ -87,8 +87,8 @@ class Address:
 
 @dataclass
 class Instruction:
-    """One instruction: `ld` with the modifiers ("global", "v4", "b32"), its guard or None, and where in the source it
-    comes from."""
+    """One instruction: `ld` with the modifiers ("global", "v4", "b32"), its guard or None, and its place in the
+    source."""
 
     opcode: str
     modifiers: tuple[str, ...]
@@ -98,7 +98,7 @@ class Instruction:
     text: str
     number: int
     target: int = -1
-    """The number of the instruction that a branch leads to."""
+    """The number of the instruction to which a branch leads."""
 
     @functools.cached_property
     def kind(self) -> str:
@@ -128,7 +128,7 @@ class Kernel:
     variables: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     """The space, alignment and size of each variable; dynamic shared memory has size 0."""
     threads: int = 0
-    """The number of threads that a block must have, or 0 if any will do."""
+    """The number of threads that a block must have, or 0 if any number is allowed."""
 
 
 _DECLARATION = re.compile(
@@ -173,8 +173,8 @@ class _Body:
         self.kernel, self.files = kernel, files
         self.where, self.pending = "unknown line", ""
         self.scopes: list[dict[str, Register]] = [{}]
-        """The registers by name, those of an inner scope last: inline assembly declares names that may stand outside
-        for others."""
+        """The registers by name, with those of an inner scope last: inline assembly declares names that may have
+        another meaning outside."""
 
     def read(self, body: str) -> None:
         for line in body.splitlines():
@@ -258,7 +258,7 @@ class _Body:
 
 
 def _split(operands: str) -> list[str]:
-    """Split at the commas that stand in no brackets."""
+    """Split at the commas that are not in brackets."""
     parts, depth = [""], 0
     for letter in operands:
         depth += (letter in "{[(") - (letter in "}])")

@@ -1,4 +1,4 @@
-"""What the machine reports: a fault of a kernel, or an instruction that the machine does not know."""
+"""The errors that the machine reports: a fault of a kernel, or an instruction that the machine does not know."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Stop(Exception):
 
 
 class Fault(Stop):
-    """A kernel did what no kernel may do: it read what nobody wrote, left an allocation, raced, or missed a barrier."""
+    """A kernel violated a rule: it read unwritten memory, accessed memory outside of an allocation, raced, or missed a
+    barrier."""
 
 
 class Unknown(Stop):

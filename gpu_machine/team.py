@@ -1,4 +1,5 @@
-"""Threads that are executed together: their registers, places in the program, and what each is waiting for."""
+"""Threads that are executed together: their registers, their places in the program, and the barrier for which each one
+waits."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
     from .opcodes import Operation
 
 POISON = 0x5EADBEEF5EADBEEF
-"""What a register holds before it is written."""
+"""The value of a register before it is written."""
 
 
 class Block:
-    """What the threads of a block share."""
+    """The data that the threads of a block share."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Block:
     def place_variables(self, dynamic_bytes: int, lenient: bool) -> None:
         """Lay out shared memory, variables of fixed size first, then the dynamic part; parameters are 16 bytes apart.
 
-        With `lenient` it holds NaN at the start, which may be read, and races in it are not reported.
+        With `lenient`, shared memory holds NaN at the start, which may be read, and races in it are not reported.
         """
         end = 0
         for name, size in self.kernel.parameters.items():
@@ -82,7 +83,7 @@ class Team:
         self.open_copies: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def advance(self) -> None:
-        """Run until every thread waits at a barrier or is done. Of threads that parted, those that are behind run
+        """Run until every thread waits at a barrier or has ended. If threads have diverged, those that are behind run
         first."""
         while not (idle := self.waiting | self.done).all():
             ready = np.where(idle, np.iinfo(np.int64).max, self.place)
@@ -93,7 +94,7 @@ class Team:
             self._run(int(behind), int(min(ahead, len(self.block.program))))
 
     def _run(self, start: int, stop: int) -> None:
-        """Run the active threads from one instruction to another, or until they part."""
+        """Run the active threads from one instruction to another, or until they diverge."""
         code, program = self.block.kernel.instructions, self.block.program
         at = start
         try:
@@ -115,7 +116,7 @@ class Team:
 
     @contextmanager
     def guarded(self, guard: Register) -> Iterator[bool]:
-        """Within this context those threads are active for which the guard holds; False if none is."""
+        """Within this context, only those threads are active for which the guard is true; False if there are none."""
         everybody, holds = self.who, self.read(guard, "pred")
         if not holds.all():
             self.who = np.arange(len(self.threads))[self.who][holds]
@@ -123,7 +124,7 @@ class Team:
         self.who = everybody
 
     def move_on(self, instruction: Instruction) -> None:
-        """Note that the active threads are past this instruction."""
+        """Record that the active threads are past this instruction."""
         self.place[self.who] = instruction.number + 1
 
     @property
@@ -155,7 +156,7 @@ class Team:
         raise Unknown(f"the operand {operand}")
 
     def write(self, register: Register, values: np.ndarray) -> None:
-        """Write values of any type; signed ones are extended with their sign, others with zeros."""
+        """Write values of any type; signed values are extended with their sign, others with zeros."""
         if register.index < 0:
             return
         values = np.asarray(values)
@@ -164,15 +165,15 @@ class Team:
         self.registers[register.index][self.who] = values
 
     def number(self, operand: Any, kind: str, flushed: bool = False) -> np.ndarray:
-        """Return a floating-point operand as NumPy numbers: bfloat16 as float32, with zeros for subnormal ones where
-        `flushed`."""
+        """Return a floating-point operand as NumPy numbers: bfloat16 as float32, and with zeros for subnormal numbers
+        if `flushed`."""
         values = self.read(operand, kind)
         if kind == "bf16":
             return widen_bfloat16(values)
         return flush(values) if flushed else values
 
     def put_number(self, register: Register, values: np.ndarray, kind: str, flushed: bool = False) -> None:
-        """Write floating-point numbers, rounded to bfloat16 where that is the type."""
+        """Write floating-point numbers; they are rounded to bfloat16 if that is the type."""
         if kind == "bf16":
             values = to_bfloat16(values)
         self.write(register, flush(values) if flushed else np.asarray(values, TYPES[kind]))

@@ -1,4 +1,4 @@
-"""Fixtures for the whole suite: seeds and threads, and the instruction sets and implementations that tests run for."""
+"""Fixtures for the whole suite: seeds and threads, and the instruction sets and implementations for which tests run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from cmab_kernels.testing import OperatorSuite
 from .forked import Forks
 
 TESTS = Path(__file__).parent
-# Triton kernels run in the interpreter, in a process of their own that tests/test_interpreter.py starts.
+# Triton kernels run in the interpreter, in a separate process that tests/test_interpreter.py starts.
 collect_ignore_glob = [] if testing.INTERPRETING else ["*/test_kernels*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `-m gpu`, suites run for the implementations of a GPU, or, in Triton's interpreter, of its kernels."""
+    """With `-m gpu`, suites run for the implementations of a GPU. In Triton's interpreter, they run for the Triton
+    kernels."""
     OperatorSuite.gpu = config.option.markexpr == "gpu" and (torch.cuda.is_available() or testing.INTERPRETING)
     if OperatorSuite.gpu:
         # Torch's own products have the same bits on every run.
@@ -33,10 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep the tests and their modules out of garbage collections.
+    """Exclude the tests and their modules from garbage collections.
 
-    They are more than a million objects that stay to the end, and half the time of reading the tests went to looking at
-    them again and again, as did a second of each later `gc.collect()`.
+    They are more than a million objects that exist until the end. Half of the time for reading the tests was spent on
+    examining them again and again, and so was a second of each later `gc.collect()`.
     """
     gc.disable()
     try:
@@ -47,8 +48,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu`, read only the files with tests for it:
-    others import packages that a machine with a GPU may not have."""
+    """With `-m gpu`, read only the files that have tests for it, because others import packages that a machine with a
+    GPU may not have."""
     others = (
         collection_path.suffix == ".py"
         and collection_path.name != "test_suite.py"
@@ -65,8 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the sample that `--one-in` asks for. Mark suites on a GPU, so that `-m gpu` selects them, and put slow tests
-    first, so that no process ends with one alone."""
+    """Take the sample that `--one-in` requests. Mark suites on a GPU, so that `-m gpu` selects them, and put slow tests
+    first, so that no process ends with a single slow test."""
     items[:] = list(_sample(items, config.option.one_in))
     items.sort(key=lambda item: item.path.name != "test_interpreter.py")
     for item in items:
@@ -97,8 +98,8 @@ def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
 
 
 def _compiles_a_variant_for_one_shape(item: pytest.Item) -> bool:
-    """Return whether a suite compiles a kernel for one shape that it also compiles for any,
-    and that the suite from which it inherits compiles for one, too."""
+    """Return whether a suite compiles a kernel for one shape that it also compiles for any shape, and that the suite
+    from which it inherits also compiles for one shape."""
     suite = getattr(item, "cls", None) or object
     if not issubclass(suite, OperatorSuite) or item.originalname != "test_compile":
         return False
@@ -108,10 +109,10 @@ def _compiles_a_variant_for_one_shape(item: pytest.Item) -> bool:
 
 
 def _is_beyond_pairs(item: pytest.Item) -> bool:
-    """Return whether the accuracy of a suite is checked for this dtype, law and shape without need.
+    """Return whether the accuracy test of a suite for this dtype, distribution and shape is redundant.
 
-    What fails for three of them together fails for two of them. All pairs are checked, which the two longest lists have
-    with one element of the third each, in turn.
+    A fault that shows for a combination of three of them also shows for two of them. All pairs are tested: each pair of
+    the two longest lists is combined with one element of the third list, in turn.
     """
     if OperatorSuite.gpu or not isinstance(item, pytest.Function) or item.originalname != "test_accuracy":
         return False
@@ -132,9 +133,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _as_on_a_gpu() -> Iterator[None]:
-    """With `-m gpu`, leave products unrounded in the interpreter if a GPU's compiler fuses them with a sum.
+    """With `-m gpu`, do not round products in the interpreter if a GPU's compiler fuses them with a sum.
 
-    Scores of 2^20 rely on that.
+    Scores of 2^20 depend on this.
     """
     if not (OperatorSuite.gpu and testing.INTERPRETING):
         yield
@@ -147,7 +148,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture
 def _sums_in_one_order() -> Iterator[None]:
-    """For interpreter tests that compare the bits of a row with those that it has elsewhere in a tile."""
+    """For interpreter tests that compare the bits of a row with those of the same row elsewhere in a tile."""
     from cmab_kernels.testing.fused import sums_in_one_order
 
     with sums_in_one_order():
@@ -178,7 +179,7 @@ def narrow_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _operator_set(path: Path) -> str:
-    """Return the operator set whose tests lie in this folder: nystrom.continual for tests/nystrom/continual."""
+    """Return the operator set whose tests are in this folder: nystrom.continual for tests/nystrom/continual."""
     name = ".".join(path.parent.relative_to(TESTS).parts)
     return max((known for known in backends.SETS if name.startswith(known)), key=len)
 
@@ -192,14 +193,14 @@ def _importable(request: pytest.FixtureRequest, impl: str) -> str:
 
 @pytest.fixture(params=["reference", "native"])
 def impl(request: pytest.FixtureRequest) -> str:
-    """Run a test for every implementation on the CPU of the operator set whose tests lie in this folder; the value is
+    """Run a test for every implementation on the CPU of the operator set whose tests are in this folder; the value is
     its name."""
     return _importable(request, request.param)
 
 
 @pytest.fixture
 def impls(request: pytest.FixtureRequest) -> list[str]:
-    """The implementations of `impl` that can be imported, for a test whose expected values are costly."""
+    """The implementations of `impl` that can be imported, for a test whose expected values take long to compute."""
     return [
         name
         for name in ("reference", "native")

@@ -1,5 +1,4 @@
-"""The CUDA kernels of csrc on the CPU: `csrc/cuda_emulated.cpp` is compiled here,
-and takes the place of `cmab_kernels._cuda`."""
+"""The CUDA kernels of csrc on the CPU: `csrc/cuda_emulated.cpp` is compiled here, and replaces `cmab_kernels._cuda`."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ CONSTANTS = [f"-DCMAB_{name}={value}" for name, value in vars(constants).items()
 
 
 def build(folder: Path, *flags: str) -> Path:
-    """Compile the emulated extension into `folder`, with more flags such as a sanitizer's, and return its path."""
+    """Compile the emulated extension into `folder`, with additional flags such as a sanitizer's, and return its
+    path."""
     library = folder / LIBRARY
     source = ROOT / "csrc" / "cuda_emulated.cpp"
     includes = [f"-I{folder}" for folder in (ROOT / "csrc", sysconfig.get_path("include"), pybind11.get_include())]
@@ -60,8 +60,8 @@ def shared(factory: pytest.TempPathFactory) -> Path:
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """Return a folder of this name, which the first process of a run fills by `make`, while the others wait."""
-    own = factory.getbasetemp()  # a worker's folder lies in that of the run
+    """Return a folder of this name. The first process of a run fills it by `make`, and the other processes wait."""
+    own = factory.getbasetemp()  # a worker's folder is in that of the run
     folder = (own.parent if own.name == f"popen-{os.environ.get('PYTEST_XDIST_WORKER')}" else own) / name
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
@@ -107,7 +107,7 @@ def launch(function: Callable[..., None], device: Any, **arguments: Any) -> None
 
 
 def run_under_sanitizers(file: str, chosen: str) -> None:
-    """Run the tests of `file` that the expression `chosen` selects in a process with the address and
+    """Run those tests of `file` that the expression `chosen` selects, in a process with the address and
     undefined-behaviour sanitizers."""
     preload = [
         subprocess.run(

@@ -1,5 +1,5 @@
-"""The map of docs/architecture.md, a line for each folder and each shared module:
-`python -m tests.folders` writes it anew."""
+"""The map of docs/architecture.md, a line for each folder and each shared module: `python -m tests.folders` writes it
+again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MAP = re.compile(r"(?<=<!-- map: begin -->\n).*?(?=\n<!-- map: end -->)", flags=
 TOPS = ("csrc", "cmab_kernels", "python", "bench", "gpu_machine", "tests")
 SOURCES = {".py", ".h", ".cpp", ".cu"}
 ROOMS = {"triton", "__pycache__"}
-"""Folders that the map leaves out: the Triton kernels of each operator set are a room of it."""
+"""Folders that the map leaves out: the Triton kernels of each operator set are one of its rooms (parts with a fixed
+purpose)."""
 
 TOLD = {
     "bench/tests": "The tests of the benchmarks and of the GPU check.",
@@ -40,8 +41,8 @@ TOLD = {
 
 
 def listed() -> list[Path]:
-    """Return the folders that hold sources, those of tests but the first left out,
-    each after the folder that it lies in."""
+    """Return the folders that hold sources, without those of tests except the first; each folder comes after its
+    parent."""
     found = {file.parent for top in TOPS[:-1] for file in (ROOT / top).rglob("*") if file.suffix in SOURCES} | {
         ROOT / "tests"
     }
@@ -64,7 +65,7 @@ def said(file: Path) -> str:
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """Yield each folder, and each module that all folders of cmab_kernels share, with what it holds."""
+    """Yield each folder, and each module that all folders of cmab_kernels share, with its description."""
     for folder in listed():
         name = folder.as_posix()
         held = TOLD.get(name) or said(ROOT / folder / "__init__.py")

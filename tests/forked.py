@@ -1,6 +1,6 @@
-"""Programs in processes of their own that need not import torch: forks of a process that has imported it.
+"""Programs in separate processes that need not import torch: forks of a process that has imported it.
 
-A new process takes two to four seconds to import torch and this package, and most programs of tests take less.
+A new process takes two to four seconds to import torch and this package, and most test programs take less.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import TracebackType
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTS = "import torch, cmab_kernels"
 LIMIT = 120
-"""The most seconds that a program may take; a signal ends it then."""
+"""The largest number of seconds that a program may take; then a signal ends it."""
 
 _SERVER = """
 import json, os, runpy, signal, sys, traceback
@@ -79,8 +79,8 @@ class Forks:
     def run(
         self, scratch: Path, arguments: Sequence[str] = ("",), program: str = ""
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program, or the file or module that the first of the arguments names, in the root of the checkout; what
-        it prints is kept in the folder `scratch`."""
+        """Run a program, or the file or module that the first argument names, in the root of the checkout. The printed
+        text is kept in the folder `scratch`."""
         out, err = scratch / "stdout", scratch / "stderr"
         request = {"program": program, "arguments": list(arguments), "out": str(out), "err": str(err)}
         assert self._server.stdin is not None and self._server.stdout is not None

@@ -1,6 +1,6 @@
 """Measure the errors of every operator, the accuracy of solves, and the size of states, for `python -m tests.numbers`.
 
-It writes bench/results/numbers.json; `python -m bench.report.numbers` makes a section of docs/numerics.md of it.
+It writes bench/results/numbers.json, from which `python -m bench.report.numbers` makes a section of docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _impl(operator: str) -> str:
 
 
 def operators() -> dict[str, Any]:
-    """Return operator -> dtype -> law -> the spread of errors, for each operator's declaration with most of both."""
+    """Return operator -> dtype -> distribution -> the spread of errors, for the declaration of each operator with most
+    dtypes and distributions."""
     widest: dict[str, type[OperatorSuite]] = {}
     for suite in sorted(declarations(), key=lambda suite: -len(suite.dtypes) * len(suite.laws)):
         widest.setdefault(suite.operator, suite)
@@ -118,7 +119,7 @@ SIZES = {"H": 4, "L": 128, "D": 16, "E": 16, "n": 1024, "m": 16}
 
 
 def states() -> dict[str, int]:
-    """Return the bytes of each kind of state of one batch element, in float32."""
+    """Return the bytes of each kind of state for one batch element, in float32."""
     h, latents, d, e, n, m = SIZES.values()
     query, key, value = (torch.zeros(1, h, rows, width) for rows, width in ((latents, d), (n, d), (n, e)))
     exact = ck.continual_attention_init(key, key, value)

@@ -37,7 +37,7 @@ def run(page: Path) -> None:
     """Run the programs of a page one after the other in one module, which torch.compile looks up by its name."""
     torch.use_deterministic_algorithms(False)
     module = ModuleType(f"page_{page.stem}")
-    sys.modules[module.__name__] = module  # a program's imports stay: parts of torch cannot be imported twice
+    sys.modules[module.__name__] = module  # imports are kept: parts of torch cannot be imported twice
     try:
         for program in programs(page):
             exec(compile(program, str(page), "exec"), module.__dict__)
@@ -61,7 +61,7 @@ def tables(page: Path) -> list[list[str]]:
 
 
 def repeated_rows(page: Path) -> list[str]:
-    """Return rows that occur twice in a table, and pages that two rows of a table link to."""
+    """Return rows that occur twice in a table, and pages to which two rows of a table link."""
     counts: list[Counter[str]] = []
     for table in tables(page):
         counts += [

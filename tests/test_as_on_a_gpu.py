@@ -1,5 +1,5 @@
-"""What a machine without a GPU can test of one:
-a compiler's trace of the choice of an implementation, and CPU tensors."""
+"""The properties of a GPU that can be tested without one: a compiler's trace of the choice of an implementation, and
+CPU tensors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_compiler_traces_the_choice(operator_set: str, impl: str, dynamic: bool, gpu: None) -> None:
-    """There is one graph for all sizes: a compiler traces no function of an extension."""
+    """There is one graph for all sizes, because a compiler traces no function of an extension."""
     torch._dynamo.reset()
     chosen = []
 

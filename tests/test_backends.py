@@ -177,7 +177,7 @@ def test_a_generator_that_ends_in_another_task_changes_nothing_there() -> None:
 
     async def main() -> str:
         generator = steps()
-        await asyncio.create_task(anext(generator))  # the block begins in a task of its own
+        await asyncio.create_task(anext(generator))  # the block begins in a separate task
         with ck.use_impl("native"):
             await generator.aclose()
             return backends.current_impl()
@@ -243,7 +243,7 @@ def test_calls_from_now_on_take_no_memory() -> None:
 
 
 def test_compiled_code_follows_each_thread_and_task() -> None:
-    """Compiled code is compiled again if another implementation is chosen, but not if it has run before."""
+    """Compiled code is compiled again if another implementation is chosen, but not if it has been chosen before."""
 
     @torch.compile(fullgraph=True, backend="eager")
     def chosen(x: torch.Tensor) -> torch.Tensor:
@@ -328,8 +328,8 @@ def without_the_extension() -> Iterator[Forks]:
 def test_without_the_extension_the_first_call_says_so_once(
     name: str, without_the_extension: Forks, tmp_path: Path
 ) -> None:
-    """A call that runs no native code anyway does not warn: by its own choice, on another device, or because it only
-    asks."""
+    """A call that runs no native code in any case does not warn: because of its own choice, on another device, or
+    because it only asks."""
     code = f"""
 import warnings
 import torch, cmab_kernels as ck
@@ -392,7 +392,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _there(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
-    """A tensor on a GPU, as far as the choice of an implementation reads it."""
+    """A tensor on a GPU, with the attributes that the choice of an implementation reads."""
     return SimpleNamespace(
         shape=shape, device=torch.device("cuda", 0), dtype=dtype, is_cuda=True, is_meta=False, dim=lambda: len(shape)
     )

@@ -323,7 +323,8 @@ def test_a_wrong_tensor_is_refused(call: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_wrong_list_of_arguments_is_refused(call: str) -> None:
-    """A missing argument, an unknown one, a None where a tensor is needed, and arguments by position are refused."""
+    """A missing argument, an unknown argument, None where a tensor is needed, and arguments by position raise an
+    error."""
     name, arguments = CALLS[call]
     function, right = getattr(native, name), arguments()
     function(**right)
@@ -355,7 +356,7 @@ def test_what_is_filled_is_contiguous(call: str) -> None:
 
 
 def test_what_has_no_memory_is_refused() -> None:
-    """A tensor of zeros that torch never wrote, which it may pass to a backward pass, has a shape and no address."""
+    """A tensor of zeros without memory, which torch may pass to a backward pass, has a shape and no address."""
     arguments = _attention() | _state() | {"key": torch._efficientzerotensor(B, H, N, D)}
     with pytest.raises(ValueError, match="`key` is not a dense tensor"):
         native.attention_forward(**arguments)
@@ -399,7 +400,7 @@ def test_wrong_descriptions_of_modules_are_refused() -> None:
 
 
 def test_parameters_and_views_cross_as_they_are() -> None:
-    """A parameter, and a tensor that requires a gradient and has unusual strides, are read as they are."""
+    """A parameter, and a tensor that requires a gradient and has unusual strides, are read like other tensors."""
     arguments = _attention() | _state()
     native.attention_forward(**arguments)
     wanted = arguments["out"].clone()

@@ -40,7 +40,7 @@ def test_a_module_made_inside_is_none_of_explains() -> None:
 
 
 def test_nothing_stays_when_threads_overlap_or_fail() -> None:
-    """The first to begin ends first; a third fails in its call."""
+    """The call that begins first ends first; a third call fails."""
     part = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
     begun, ended, rows, call = threading.Event(), threading.Event(), {}, nn.Module.__call__
 

@@ -67,7 +67,8 @@ def test_a_number_costs_one_fill() -> None:
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_a_negative_weight_that_is_not_read_is_nan(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the host does not wait for the values, a negative weight spoils its own head only, and not under the mask."""
+    """If the host does not wait for the values, a negative weight affects only its own head, and has no effect under
+    the mask."""
     monkeypatch.setattr(checks, "is_read", lambda tensor: False)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     key, value = torch.randn(3, 1, 9, 4), torch.randn(3, 1, 9, 2)
@@ -82,8 +83,8 @@ def test_a_negative_weight_that_is_not_read_is_nan(form: str, monkeypatch: pytes
 
 
 def test_a_label_that_is_not_read_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A label outside the classes spoils its own head only, and not under the mask;
-    nothing is gathered out of bounds."""
+    """A label outside the classes affects only its own head, and has no effect under the mask; nothing is gathered out
+    of bounds."""
     monkeypatch.setattr(checks, "is_read", lambda tensor: False)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     key, labels = torch.randn(4, 1, 9, 2), torch.arange(9).expand(4, 9) % 3
@@ -101,8 +102,8 @@ def test_a_label_that_is_not_read_is_nan(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("module", [nn.MultiheadIntention, nn.MultiheadSigmaIntention, nn.NystromAttention])
 def test_a_float_mask_that_is_not_read_is_nan(module: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that is neither 0 nor -inf would be refused if read;
-    here it makes every result NaN, without an assertion."""
+    """A number that is neither 0 nor -inf would raise an error if it were read; here it makes every result NaN, without
+    an assertion."""
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     options = {"num_landmarks": 3} if module is nn.NystromAttention else {}
     layer, points, mask = module(8, 2, batch_first=True, **options), torch.randn(2, 6, 8), torch.zeros(2, 6)
@@ -128,7 +129,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 def test_a_count_may_be_one_of_numpys(count: Any) -> None:
-    """A count may be a NumPy integer, as sizes of modules may; True is refused."""
+    """A count may be a NumPy integer, like the sizes of modules; True raises an error."""
     for number in (np.int64(3), np.uint8(3)):
         torch.testing.assert_close(count(number), count(3), rtol=0, atol=0)
     for wrong in (True, np.bool_(True), 3.0, "3", np.int64(0), torch.tensor(3)):
@@ -157,7 +158,8 @@ def test_a_check_of_weights_copies_nothing() -> None:
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
                 ck.ridge_state(key, key, weights=given, key_padding_mask=padding)
             most = max(event.cpu_memory_usage for event in watched.events())
-            # Only if some weights are negative, perhaps under the mask, are they checked one by one, with a byte each.
+            # Only if some weights are negative, perhaps under the mask, are they checked one by one, with one byte
+            # each.
             assert most <= (heads * keys if given.isnan().any() else 8192), (given.stride(), padding is not None, most)
 
 
@@ -190,7 +192,8 @@ def test_a_penalty_of_a_wider_dtype_must_fit() -> None:
 
 @pytest.mark.parametrize("call", ["ridge_state", "intention", "ridge_step", "class_moments"])
 def test_weights_that_float32_cannot_hold_are_named(call: str) -> None:
-    """Keys in float32 take weights in float64, from forgetting by growing weights, and so do keys in float64."""
+    """Keys in float32 accept weights in float64, for example growing weights that let old keys fade, and so do keys in
+    float64."""
     key, grown = torch.randn(1, 1, 400, 2), 1.25 ** torch.arange(400, dtype=torch.float64)[None]
     run = {
         "ridge_state": lambda rows, w: ck.ridge_state(rows, rows, weights=w).gram,
@@ -206,5 +209,5 @@ def test_weights_that_float32_cannot_hold_are_named(call: str) -> None:
         with pytest.raises(ValueError, match=r"^weights: got .* as the largest, expected .* float32"):
             run(key, weights)
         assert run(key.double(), weights).isfinite().all()
-    faded = grown / grown.max()  # the smallest become 0 beside 1
+    faded = grown / grown.max()  # the smallest weights become 0 compared with 1
     torch.testing.assert_close(run(key, faded).double(), run(key.double(), faded), rtol=1e-4, atol=1e-5)

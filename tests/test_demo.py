@@ -1,4 +1,4 @@
-"""The demos run, their comparisons are right, and they name missing packages."""
+"""The demos run, their comparisons are right, and their errors name missing packages."""
 
 from __future__ import annotations
 

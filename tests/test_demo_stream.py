@@ -1,5 +1,5 @@
-"""The demo of streams: its comparisons are right, it draws its measurements,
-and a bad option gives one line of error."""
+"""The demo of streams: its comparisons are right, it draws its measurements, and a wrong option gives one line of
+error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_noise_is_as_told_and_the_same_each_time():
 
 
 def test_attention_is_non_local_means():
-    """Logits come from distances between features.
+    """The logits are computed from distances between features.
 
     These are almost the distances between patches, since only the least of 48 components is missing.
     """
@@ -75,7 +75,7 @@ def test_landmarks_are_learnt_from_other_photographs():
     query, key = t.learnt_landmarks(6)
     assert query.shape == key.shape == (1, 6, 48) and (query[..., -1] - 1).abs().max() < 1e-5
     patches = t.to_patches(t.noisy())
-    # Two noisy patches are 10 NOISE apart if the same.
+    # Two noisy patches of the same content are 10 NOISE apart.
     assert torch.cdist(t.training()[::50], patches[::50]).min() > 0.5
     assert len(t.training()) > 6000 and query.isfinite().all()
 

@@ -67,7 +67,7 @@ def test_lost_descriptors_are_reported(between: tuple[str, ...]) -> None:
 
 
 def test_both_factors_have_descriptors() -> None:
-    """A first factor in shared memory has a descriptor of its own, before that of the second."""
+    """A first factor in shared memory has its own descriptor, before that of the second factor."""
     both = "HGMMA.64x16x8.F32.TF32 R24, gdesc[UR4].tnspA, R24, gsb0"
     assert _found(*ADDRESS, both) == []
     assert [fault.split()[-1] for fault in _found(*ADDRESS, "UMOV UR4, 0x1", "UMOV UR5, 0x40000040", both)] == ["UR4"]

@@ -32,7 +32,7 @@ def printed(forks: Forks, tmp_path: Path) -> Printed:
 
 
 def printed_alone(name: str) -> str:
-    """Run an example that starts processes: each of these reads its file again, so that it must be that of a
+    """Run an example that starts processes. Each of these reads its file again, so the file must be that of a
     process."""
     environment = {
         **os.environ,

@@ -48,8 +48,8 @@ def _latent_attention(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
 
 
 def _kernel_features(x: Tensor, context: Tensor, weight: Tensor) -> Tensor:
-    """Keys at equal distances, two of them given twice: the recorded operations have no gradient where eigenvalues are
-    equal."""
+    """Keys at equal distances, with two keys given twice: the recorded operations have no gradient where eigenvalues
+    are equal."""
     key = torch.eye(9, 16) + context - context.detach()
     query, key = torch.cat([x @ weight, key], 1), torch.cat([key, key[:, :2]], 1)
     return ck.intention.variants.kernel_features(query[:, None].double(), key[:, None].double(), 0.1)

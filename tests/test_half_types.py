@@ -1,9 +1,9 @@
-"""On the CPU a half type costs only the rounding of the result.
+"""On the CPU, a half type costs only the rounding of the result.
 
 Kernels widen float16 and bfloat16 to float32. Results are those of the same numbers in float32, rounded once: to half a
-step of the type. Below 6e-5 float16 has steps of 2^-24 whatever the size of the number, and rounding alone may be any
-error relative to a small result, such as a gradient of small inputs and scales. So a bound on the relative error has to
-allow for half a step, as a bound by torch's own error does, which includes the same rounding.
+step of the type. Below 6e-5, the spacing of float16 numbers is always 2^-24, and rounding alone may be any error
+relative to a small result, such as a gradient of small inputs and scales. So a bound on the relative error has to allow
+for half a step. A bound from torch's own error includes the same rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _gradients(inputs: list[Tensor], dout: Tensor, scale: float) -> tuple[Tensor
 def test_gradients_are_those_of_float32_rounded(
     isa: str, width: int, value_width: int, keys: int, dtype: torch.dtype
 ) -> None:
-    """Gradients are right for values of size 0.01 and a scale of 1e-3 as well, where they are as small as 1e-10."""
+    """Gradients are also right for values of size 0.01 and a scale of 1e-3, where they are as small as 1e-10."""
     latents = int(_pick(1, 3, 40))
     for size, scale in ((0.01, 1e-3), (0.01, width**-0.5), (1.0, 1e-3), (1.0, width**-0.5)):
         inputs = [
@@ -90,7 +90,7 @@ def test_gradients_are_right_to_half_a_step(isa: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("exact", [False, True], ids=["nystrom", "attention"])
 @pytest.mark.parametrize("output", ["single", "retroactive"])
 def test_streams_are_those_of_float32_rounded(isa: str, output: str, exact: bool, dtype: torch.dtype) -> None:
-    """Streams of values of size 1e-4, which are subnormal in float16, are those of float32, rounded."""
+    """Streams of values of size 1e-4, which are subnormal in float16, equal those of float32, rounded."""
     for size, value_size in ((1.0, 1.0), (0.01, 1e-4), (3.0, 1e-2)):
         tokens = [
             (factor * torch.randn(1, 2, 90, width)).to(dtype)

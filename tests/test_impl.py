@@ -1,4 +1,5 @@
-"""An implementation that is named runs or raises. An unknown name is an error that lists the known ones."""
+"""An implementation that is named runs or raises an error. An unknown name raises an error that lists the known
+names."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_an_unknown_implementation_is_an_error(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("impl", ["triton", "cuda"])
 def test_what_the_set_does_not_have_is_an_error_and_what_cannot_run_says_why(name: str, impl: str) -> None:
-    """On a CPU without Triton's interpreter a named GPU implementation raises; nothing else runs in its place."""
+    """On a CPU without Triton's interpreter, a named GPU implementation raises an error; nothing else runs in its
+    place."""
     has = impl in backends.IMPLEMENTATIONS[backends.OPERATORS[name]]
     with pytest.raises(
         RuntimeError if has else ValueError, match=rf"^impl: (got )?'{impl}'(, expected one of| cannot run here: )"

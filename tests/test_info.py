@@ -42,7 +42,8 @@ def test_every_operator_has_a_line_whose_words_are_apart(printed: str) -> None:
 
 
 def test_one_reason_stands_once(printed: str) -> None:
-    """An operator names the numbers of the reasons why others cannot run; the reasons follow below, each once."""
+    """An operator shows the numbers of the reasons why other implementations cannot run; the reasons follow below, each
+    once."""
     section = printed.partition("Implementations\n")[2]
     notes = re.findall(r"^  \[(\d+)\] (.+)$", section, flags=re.MULTILINE)
     assert len({reason for _, reason in notes}) == len(notes)

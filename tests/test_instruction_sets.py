@@ -1,5 +1,5 @@
-"""Promise P2 for the vectors that this processor has but does not choose:
-the suites alone run none of their kernels."""
+"""Promise P2 for the vector widths that this processor has but does not choose; the suites alone run none of their
+kernels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_huge_logits(narrow_isa: str, suite: OperatorSuite) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("vectors", load().instruction_sets()[:-1])
 def test_all_native_tests(vectors: str, family: str) -> None:
-    """The ordinary tests of native kernels, except those that choose their vectors, in a process with these vectors."""
+    """The ordinary tests of native kernels, except those that choose their vector width, in a process with this
+    width."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/{family}", "-k", CHOSEN]
     run = subprocess.run(command, cwd=ROOT, env={**os.environ, "CMAB_KERNELS_ISA": vectors})
     assert run.returncode == 0

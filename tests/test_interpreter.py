@@ -1,4 +1,4 @@
-"""The Triton kernels of every family in Triton's interpreter, each file in a process of its own."""
+"""The Triton kernels of every family in Triton's interpreter, each file in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurements of the demos and the benchmarks: peak memory, and calls that take turns."""
+"""The measurements of the demos and the benchmarks: peak memory, and calls that are timed in turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ HELD = [(0, 4, 0, 1), (3, 4, 0, 1), (100, 4, 0, 1), (8, 2 * MIB, 0, 1), (8, 4, 3
 
 @pytest.mark.parametrize(("size", "result", "leftover", "warm_up"), HELD)
 def test_memory_probe_sees_what_was_held(size: int, result: int, leftover: int, warm_up: int) -> None:
-    """Peak memory counts the task alone: neither freed preparation nor an earlier task; results are counted apart."""
+    """Peak memory counts only the task: neither freed memory of the preparation nor an earlier task; results are
+    counted separately."""
     peak = peak_memory(planted, size * MIB, result, leftover * MIB, warm_up=(warm_up * MIB,))
     assert peak.results == result and abs(peak.extra - size * MIB - result) < TOLERANCE
 

@@ -35,7 +35,7 @@ REASONS = {
 
 
 def _called(tree: ast.AST) -> set[str]:
-    """Return the names of the functions and methods that are called anywhere in it."""
+    """Return the names of the functions and methods that are called anywhere in the code."""
     calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return {
         call.id if isinstance(call, ast.Name) else call.attr
@@ -45,7 +45,7 @@ def _called(tree: ast.AST) -> set[str]:
 
 
 def _makers() -> set[str]:
-    """Return the names of the functions that return what `mismatch` wrote."""
+    """Return the names of the functions that return the result of `mismatch`."""
     returned: dict[str, set[str]] = {}
     for module in MODULES.values():
         for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):

@@ -1,5 +1,5 @@
-"""The figures of the numerics page are measured: the record is complete,
-sizes follow formulas, errors have not grown."""
+"""The figures of the numerics page are measured: the record is complete, sizes agree with the formulas, and errors have
+not grown."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def _faulty(suite: type[OperatorSuite]) -> type[OperatorSuite]:
 
 @pytest.mark.parametrize("operator", ["latent_attention", "intention", "regularised_solve"])
 def test_errors_are_as_they_were(operator: str) -> None:
-    """A new measurement of the median float32 error is within four times the record, on any machine; a fault shows."""
+    """A new measurement of the median float32 error is within four times the record, on any machine; a fault is
+    found."""
     suite = next(suite for suite in declarations() if suite.operator == operator and torch.float32 in suite.dtypes)
     kept = record.read("numbers")["operators"][operator]["float32"]["normal"]["results"][0]
     assert numbers.errors_of(suite, torch.float32, "normal")["results"][0] < 4 * kept

@@ -1,4 +1,5 @@
-"""Ridge regression that forgets, as a scikit-learn estimator: equal to its `Ridge`, and it passes its checks."""
+"""Ridge regression that forgets, as a scikit-learn estimator: it equals scikit-learn's `Ridge`, and passes
+scikit-learn's checks."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 
-# All of them apply where nothing is forgotten; `check_array_api_input` skips itself, with its reason, unless
+# All of the checks apply if nothing is forgotten; `check_array_api_input` skips itself, with its reason, unless
 # SCIPY_ARRAY_API is set.
 def do_not_apply(estimator: OnlineRidge) -> dict[str, str]:
     """Return the checks that an estimator cannot pass, and why."""
@@ -101,7 +102,7 @@ def test_what_was_never_held_is_not_blamed_on_alpha() -> None:
 
 
 class Frame:
-    """A data frame, as far as it is read."""
+    """A data frame with the attributes that are read."""
 
     def __init__(self, rows: np.ndarray, columns: str) -> None:
         self.rows, self.columns = rows, list(columns)
@@ -130,7 +131,7 @@ def test_numbers_of_numpy(number: Any) -> None:
 
 @pytest.mark.parametrize("number", [np.float32, np.float16])
 def test_a_forgetting_factor_of_few_digits_is_as_exact(number: Any) -> None:
-    """Powers of a NumPy number have only its digits, so the result depended on the cuts of a stream."""
+    """Powers of a NumPy number have only its digits, so the result depended on how a stream was cut."""
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((400, 3)), rng.standard_normal((400, 1))
     at_once, in_parts = (_streamed(OnlineRidge(forgetting=number(0.99)), x, y, size=size) for size in (400, 40))
@@ -165,7 +166,8 @@ def test_far_from_zero(offset: float, spread: float) -> None:
 
 
 def test_the_range_of_the_docstring() -> None:
-    """With an intercept the offset of the columns costs no digits; without, an error of 2e-16 offset^2."""
+    """With an intercept, the offset of the columns costs no digits; without one, it causes an error of 2e-16
+    offset^2."""
     generator = np.random.default_rng(0)
     near, weight = generator.standard_normal((200, 3)), np.array([1.0, -2.0, 3.0])
 
@@ -181,7 +183,7 @@ def test_the_range_of_the_docstring() -> None:
 
 
 def test_far_from_the_first_examples() -> None:
-    """Sums far from the first examples keep few digits of the spread of the others, and a warning says so."""
+    """Sums far from the first examples keep few digits of the spread of the others, and a warning reports this."""
     x, y, _ = _data()
     model = OnlineRidge().fit(x, y).partial_fit(x + 1.5e7, y).forget(x, y)
     assert model.info_ == 2
@@ -352,7 +354,7 @@ def test_with_the_tools_of_scikit_learn() -> None:
 
 
 def test_weights_are_routed() -> None:
-    """With scikit-learn's metadata routing, a search passes on the weights that its estimator, or a clone, requests."""
+    """With scikit-learn's metadata routing, a search passes the weights that its estimator, or a clone, requests."""
     x, y, weights = _data()
     with config_context(enable_metadata_routing=True):
         with pytest.raises(UnsetMetadataPassedError, match="OnlineRidge"):
@@ -389,7 +391,7 @@ def test_an_intercept_cannot_come_or_go_between_examples() -> None:
 
 
 def test_rows_of_no_weight_may_hold_anything() -> None:
-    """They do not move the origin, from which the others would then be too far."""
+    """They do not move the origin; otherwise the other examples would be too far from it."""
     x, y, weights = _data()
     for anything in (1e17, 1e200):
         filled, counted = (
@@ -489,7 +491,7 @@ def test_the_worst_penalty_of_any_target_decides() -> None:
 @pytest.mark.parametrize("number", [2.0, 2, np.float32(2), np.int64(2), True])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_one_weight_for_all_examples(number: Any, offset: float) -> None:
-    """scikit-learn accepts it like this, in every method with weights."""
+    """scikit-learn accepts weights like this, in every method with weights."""
     x, y, _ = _data()
     x, y = (x + offset) - offset, (y + offset) - offset
     theirs = Ridge(0.3).fit(x, y, sample_weight=number)

@@ -68,8 +68,8 @@ def _outside() -> dict[str, str]:
 
 
 def _run(folder: Path, *arguments: str) -> str:
-    """Return what Python prints when the package is found in `folder` only:
-    -S turns off an editable installation's finder."""
+    """Return the printed text of a Python that finds the package only in `folder`: -S turns off an editable
+    installation's finder."""
     environment = {**_outside(), "PYTHONPATH": os.pathsep.join([str(folder), str(DEPENDENCIES)])}
     done = subprocess.run(
         [sys.executable, "-S", *arguments], cwd=folder, env=environment, capture_output=True, text=True
@@ -193,7 +193,8 @@ def test_the_extension_links_to_what_wheels_may() -> None:
 
 @pytest.mark.nightly
 def test_a_wheel_with_the_extension_runs_the_examples(sdist: Path, tmp_path: Path) -> None:
-    """pip installs the wheel into its own environment, which takes torch and other dependencies from this one."""
+    """pip installs the wheel into its own environment, which uses torch and other dependencies from this
+    environment."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("there is no compiler on the PATH")
     wheel = _build("wheel", sdist, tmp_path / "wheel", CMAB_KERNELS_BUILD="1")

@@ -52,9 +52,10 @@ from cmab_kernels.runtime.triton_launch import Kernel, alignment, kernel
 from gpu_machine.driver import Launched, stub
 
 MOST = 4
-"""The most programs of a kernel for one dtype, width and block size; and the most block sizes."""
+"""The largest number of programs of a kernel for one dtype, width and block size; and the largest number of block
+sizes."""
 LEVELS = 2
-"""The most programs with the same optional arguments and results: with assumed alignment, or without."""
+"""The largest number of programs with the same optional arguments and results: with assumed alignment, or without."""
 SIZES = (1, 2, 3, 16, 17, 64, 100, 128, 129, 300, 1024, 5003, 65536, 10**6)
 BLOCKS = (
     "BLOCK_L",
@@ -169,7 +170,8 @@ def _ridge_prefixes(every: tuple[int, int], given: str) -> None:
 
 
 def _projected(dtype: torch.dtype, given: str = "") -> None:
-    """The number of heads is a width of the projections, for which kernels are compiled as for those of a layer."""
+    """The number of heads is a width of the projections; kernels are compiled for each, as for each width of a
+    layer."""
     K, H, (B, L, N) = 2, 3, (random.choice(SIZES[:most]) for most in (5, 11, len(SIZES)))
     sums = torch.promote_types(dtype, torch.float32)
     q, out, lse = _some(K, B, H, L, 16, dtype=sums), _some(K, B, H, L, 16), _some(K, B, H, L, dtype=torch.float64)
@@ -319,12 +321,12 @@ def test_every_kernel_is_counted(programs: list[Program]) -> None:
     assert len(there) > 15 and {program.kernel for program in programs} == there
 
 
-# ---- planted faults: what each kernel does with N, the number of keys
+# ---- planted faults: uses of N, the number of keys, in each kernel
 
 
 @triton.jit
 def _guessed(x, N):
-    """N as Triton types it by its value."""
+    """N, with the type that Triton gives it because of its value."""
 
 
 @kernel("x")
@@ -361,8 +363,8 @@ def test_a_planted_fault_is_seen(fault: str, programs: list[Program]) -> None:
 
 
 def test_one_program_is_loaded_and_launched_for_all_shapes() -> None:
-    """Really compiled, through Triton's launcher and the driver's library,
-    with lengths and strides that Triton would specialise."""
+    """Really compiled, through Triton's launch code and the driver's library, with lengths and strides for which Triton
+    would specialise."""
     launched: list[Launched] = []
     with stub(80, launched.append):
         for batch, keys in [(1, 1), (2, 16), (3, 7), (16, 1000)]:

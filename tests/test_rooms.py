@@ -1,4 +1,5 @@
-"""Every operator set has its rooms, and each room imports only what it may: docs/architecture.md as a test."""
+"""Every operator set has its rooms (files with a fixed purpose), and each room imports only what it may:
+docs/architecture.md as a test."""
 
 from __future__ import annotations
 
@@ -47,15 +48,15 @@ MAY = {
     },
     "costs": {"reference", "checks", "constants"},
 }
-"""The imports that each room may have from its own family; "public" stands for the public names of another family."""
+"""The imports that each room may have from its own family; "public" means the public names of another family."""
 
 BUILT_ON = {("layers", "triton"): {"the insides of attention"}}
-"""(Family, room) -> its further imports:
-the Triton layers run attention kernels, and project with those of attention over projected inputs."""
+"""(Family, room) -> its further imports: the Triton layers run attention kernels, and project with the kernels of
+attention over projected inputs."""
 
 
 def _imports(file: Path) -> Iterator[tuple[str, ...]]:
-    """Return what a file imports from this package, as paths from its root, such as ("intention", "solve", "api")."""
+    """Return the imports of a file from this package, as paths from its root, such as ("intention", "solve", "api")."""
     inside = file.relative_to(HOUSE).parts[:-1]
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -67,7 +68,7 @@ def _imports(file: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _room(path: tuple[str, ...], family: str) -> str:
-    """Return the room, or the shared module, that an import belongs to."""
+    """Return the room, or the shared module, to which an import belongs."""
     if path[0] == "runtime":
         return path[-1]
     if path[0] not in {name.split(".")[0] for name in SETS}:
@@ -126,8 +127,8 @@ ROOMS_OF_NN = {
 
 
 def wrong_imports_of_nn() -> list[str]:
-    """Return a room's imports of another room of `nn` that it may not know,
-    or of the inside of a family or of another room."""
+    """Return a room's imports of another room of `nn` that are not allowed, or of the inside of a family or of another
+    room."""
     found = []
     for file in (HOUSE / "nn").rglob("*.py"):
         room = file.relative_to(HOUSE / "nn").parts[0].removesuffix(".py")
@@ -155,13 +156,13 @@ def test_the_page_names_the_operator_sets() -> None:
 
 
 def test_the_map_is_that_of_the_tree() -> None:
-    """`python -m tests.folders` mends it."""
+    """`python -m tests.folders` updates it."""
     assert folders.MAP.search(folders.PAGE.read_text())[0] == folders.written()  # type: ignore[index]  # a page without the map fails here too
     assert folders.TOLD.keys() <= {folder.as_posix() for folder in folders.listed()}
 
 
 def test_tests_and_benchmarks_import_nothing_of_each_other() -> None:
-    """Code that both use lies beside them, in `gpu_machine`."""
+    """Code that both use is beside them, in `gpu_machine`."""
     found = []
     for folder, stranger in (
         ("tests", "bench"),
@@ -206,7 +207,7 @@ def _calls() -> dict[str, Callable[[], Any]]:
 
 
 def _modules(frame: FrameType | None) -> list[str]:
-    """Return the modules of this package that a frame was called through, the outermost first."""
+    """Return the modules of this package through which a frame was called, the outermost first."""
     inside: list[str] = []
     while frame is not None:
         file, frame = Path(frame.f_code.co_filename), frame.f_back
@@ -216,7 +217,7 @@ def _modules(frame: FrameType | None) -> list[str]:
 
 
 def _ways(call: Callable[[], Any]) -> str:
-    """Return the paths by which a call reaches kernels of the extension, as the page writes them."""
+    """Return the paths by which a call reaches kernels of the extension, in the form of the page."""
     extension = {
         id(function): name for name, function in vars(sys.modules["cmab_kernels._C"]).items() if callable(function)
     }
@@ -242,5 +243,5 @@ def test_calls_go_the_ways_that_the_page_shows() -> None:
     shown = dict(re.findall(r"^\| (.+?) \| (`\w+/.+?) \|$", table, re.MULTILINE))
     calls = _calls()
     for call in calls.values():
-        call()  # now all imports on first use have happened
+        call()  # by now all imports at first use have happened
     assert {name: _ways(call) for name, call in calls.items()} == shown

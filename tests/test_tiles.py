@@ -1,5 +1,5 @@
-"""The table of tuned block sizes: an entry is used, a missing one falls back to the default,
-and an invalid one is refused."""
+"""The table of tuned block sizes: an entry is used, a missing entry means the default, and an invalid entry raises an
+error."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_the_launchers_take_planted_tiles(dtype: torch.dtype) -> None:
 
     def as_launched(kernel: str) -> dict[str, Any]:
         named = dict(zip(FIELDS[kernel], PLANTED[kernel], strict=True))
-        return named | ({"TILE": None} if "TILE" in named else {})  # TILE_D and TILE_E come from it and the widths
+        return named | ({"TILE": None} if "TILE" in named else {})  # TILE_D and TILE_E follow from it and the widths
 
     kinds = dict.fromkeys(FIELDS, "half" if dtype == torch.bfloat16 else "double") | {
         "nystrom.forward": "double",

@@ -14,7 +14,7 @@ import cmab_kernels as ck
 from cmab_kernels.testing import row_error
 
 TINY = 2.0**-133
-"""A float32 below the smallest normal one, 2^-126."""
+"""A float32 number below the smallest normal number, 2^-126."""
 
 pytestmark = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="other processors keep such numbers"
@@ -88,7 +88,7 @@ CASES: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_are_0(threads: Callable[[int], None], case: str, count: int) -> None:
-    """This holds on every thread of a call; afterwards the caller's arithmetic is as before."""
+    """This holds on every thread of a call; afterwards the caller's arithmetic is the same as before."""
     threads(count)
     assert CASES[case]().eq(0).all()
     assert (torch.tensor(2.0**-100) * 2.0**-33).item() == TINY
@@ -107,7 +107,7 @@ def test_operands_keep_their_value() -> None:
 
 @pytest.mark.parametrize("size", [1e-19, 1e15])
 def test_intention_of_small_keys(size: float) -> None:
-    """Sums of squares may be as small as the smallest normal number: 1e-38 is not small beside others there."""
+    """Sums of squares may be as small as the smallest normal number: 1e-38 is not small compared with others there."""
     query, key, value = size * torch.randn(1, 2, 20, 16), size * torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 8)
     alpha = 300 * size**2
     right = ck.intention(query.double(), key.double(), value.double(), alpha, impl="reference")
@@ -115,7 +115,7 @@ def test_intention_of_small_keys(size: float) -> None:
 
 
 def test_sums_of_a_state_may_be_of_any_size() -> None:
-    """They are float64, where the product of any two float32 is exact."""
+    """They are float64, where the product of any two float32 numbers is exact."""
     key, value = 1e-36 * torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 8)
     weight, info = ck.solve_ridge(ck.ridge_state(key, value, impl="native"), 0.0, impl="native")
     right = torch.linalg.lstsq(1e36 * key.double(), value.double()).solution

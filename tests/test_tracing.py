@@ -164,7 +164,7 @@ def test_every_operator_is_traced_here() -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_a_traced_function_computes_what_it_traced(name: str, impl: str) -> None:
-    """A traced function is right on inputs that the trace has not seen,
+    """A traced function is right on inputs that were not used for the trace,
     and writes all memory: unwritten memory is NaN."""
     function = OPERATORS[name]
     with ck.use_impl(impl):
@@ -216,9 +216,9 @@ def test_every_module_is_exported_here() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_export_of_a_module(name: str) -> None:
-    """The exported program computes what the module computes.
+    """The exported program computes the same as the module.
 
-    Parameters record gradients, so that calls reach the dispatcher and the program has the operators in it.
+    Parameters record gradients, so that calls reach the dispatcher and the program contains the operators.
     """
     module, inputs = _module(name)
     program = torch.export.export(module, inputs, strict=False)
@@ -228,7 +228,7 @@ def test_export_of_a_module(name: str) -> None:
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_exported_update_takes_any_number_of_inputs(plain: bool) -> None:
-    """So does a module whose projections have hooks and are called one by one."""
+    """The same for a module whose projections have hooks and are called one by one."""
 
     class Update(nn.Module):
         def __init__(self) -> None:
@@ -299,8 +299,8 @@ with torch.no_grad():
 
 @pytest.mark.parametrize(("name", "options"), [("NystromAttention", "num_landmarks=4"), ("MultiheadIntention", "")])
 def test_the_first_call_of_a_process_may_be_a_compiled_one(name: str, options: str) -> None:
-    """The first call imports implementations while the compiler traces;
-    it must see those it did not know when it began."""
+    """The first call imports implementations while the compiler traces; the compiler must see those that it did not
+    know when it began."""
     program = _FIRST_CALL.format(name=name, options=options)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -308,8 +308,8 @@ def test_the_first_call_of_a_process_may_be_a_compiled_one(name: str, options: s
 
 @pytest.mark.parametrize("train", [True, False])
 def test_padding_on_the_meta_device(train: bool) -> None:
-    """torch's encoder makes a float mask of a bool one;
-    on the meta device there are no values to tell whether it may be one."""
+    """torch's encoder makes a float mask from a bool mask; on the meta device there are no values that show whether it
+    may do so."""
     tokens, padding = torch.empty(2, 12, 16, device="meta"), torch.zeros(2, 12, dtype=torch.bool, device="meta")
     for kind in (modules.TransformerEncoderLayer, modules.InformerEncoderLayer):
         encoder = nn.TransformerEncoder(kind(16, 2, 32, batch_first=True, device="meta"), 2, enable_nested_tensor=False)

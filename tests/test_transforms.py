@@ -1,4 +1,5 @@
-"""Transforms of `torch.func` nest: second derivatives equal autograd's, also in maps and in batches of directions."""
+"""Transforms of `torch.func` can be nested: second derivatives equal autograd's, also in maps and in batches of
+tangents."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_second_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_map_of_nothing(name: str) -> None:
-    """Results and gradients have the shapes of one element, and none of it."""
+    """Results and gradients of an empty map have the shapes of one element, but contain no element."""
     call, at = CALLS[name]
     nothing = at[None][:0]
     assert vmap(call)(nothing).shape == (0, *call(at).shape)
@@ -90,7 +91,7 @@ def test_a_map_of_no_offsets() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_batch_of_directions(name: str) -> None:
-    """`is_grads_batched` and the vectorised jacobians of autograd pass them like this."""
+    """`is_grads_batched` and the vectorised jacobians of autograd pass them in this way."""
     call, at = CALLS[name]
     x = at.clone().requires_grad_()
     y = call(x)
@@ -101,7 +102,7 @@ def test_a_batch_of_directions(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_pull_back_after_its_transform(name: str) -> None:
-    """It holds tensors of a finished `vjp`: a kernel could not read their memory."""
+    """It holds tensors of a finished `vjp`, whose memory a kernel could not read."""
     call, at = CALLS[name]
     out, pull_back = vjp(call, at)
     direction = torch.randn_like(out)
@@ -116,7 +117,7 @@ def test_a_pull_back_after_its_transform(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_forward_mode(name: str) -> None:
-    """Derivatives of first and second order are those of reverse mode, whatever implementation is asked for."""
+    """Derivatives of first and second order equal those of reverse mode, whatever implementation is requested."""
     call, at = CALLS[name]
     direction = torch.randn_like(at)
     theirs = torch.autograd.functional.jvp(call, at, direction)[1]
@@ -130,7 +131,8 @@ def test_forward_mode(name: str) -> None:
 
 
 def test_what_forward_mode_refuses() -> None:
-    """The backward pass of an outside call is a kernel's, without a derivative; no other implementation steps in."""
+    """The backward pass of an outside call is that of a kernel, without a derivative; no other implementation replaces
+    it."""
     k = K.clone().requires_grad_()
     out = ck.latent_attention(Q, k, V, impl="native")
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
@@ -175,7 +177,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", OF_SCALE)
 def test_a_scale_that_is_no_constant_is_refused(name: str, transform: str) -> None:
-    """Its derivative would silently be 0."""
+    """Otherwise its derivative would be 0, without an error."""
     with pytest.raises(TypeError, match=r"^scale: got .*multiply the query by what is learned"):
         TRANSFORMS[transform](OF_SCALE[name])
 
@@ -231,16 +233,16 @@ def test_a_solve_in_forward_mode_reads_one_triangle() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, of its folding of constants
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, from folding constants
 def test_graphs(name: str) -> None:
-    """`linearize` and `make_fx` record a call: the graph depends on no number that the call was recorded with."""
+    """`linearize` and `make_fx` record a call: the graph depends on no number with which the call was recorded."""
     function, x = CALLS[name]
     close(linearize(function, x)[1](x), jvp(function, (x,), (x,))[1])
     close(make_fx(function)(x)(x.flip(-1)), function(x.flip(-1)))
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of its attention under vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, from its attention under vmap
 def test_compiled_transforms(name: str) -> None:
     """Gradients and maps that are taken within a compiled region."""
     call, at = CALLS[name]
@@ -274,7 +276,7 @@ TWICE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", TWICE)
 def test_one_tensor_as_two_arguments(name: str) -> None:
-    """It is compiled into one graph, and its gradient is the sum of those of its places."""
+    """The solve is compiled into one graph, and its gradient is the sum of those of its places."""
     call, x = TWICE[name], torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)
     torch._dynamo.reset()
     ours, right = torch.compile(call, backend="eager", fullgraph=True)(x), call(x)

@@ -50,6 +50,6 @@ def test_results_of_steps_have_one_type_which_names_their_state() -> None:
     token = torch.randn(1, 1, 4, 2)
     nystrom = ck.continual_nystrom_step(ck.continual_nystrom_init(*3 * [token], num_landmarks=2), *3 * [token])
     exact = ck.continual_attention_step(ck.continual_attention_init(*3 * [token]), *3 * [token])
-    # As torch knows a NamedTuple.
+    # In the way that torch recognises a NamedTuple.
     assert type(nystrom) is type(exact) is ck.StepResult and ck.StepResult.__bases__ == (tuple,)
     assert type(pickle.loads(pickle.dumps(exact))) is ck.StepResult

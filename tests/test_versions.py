@@ -1,4 +1,4 @@
-"""The oldest and newest torch and Triton: refusals, each Triton's launch, and the suite on both ends."""
+"""The oldest and newest torch and Triton: errors, each Triton's launch, and the suite with both versions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SAMPLE = [
     *sorted(map(str, Path("tests").glob("**/test_suite.py"))),
 ]
 WHOLE = "nn or continual or saved_states or backends or info"
-"""Words in the names of files and folders of the sample that run whole: tests that a torch version may break."""
+"""Words in the names of files and folders that the sample runs completely: tests that a torch version may break."""
 NEEDED = ["pytest", "hypothesis", "pytest-xdist", "scikit-learn", "continual-inference", "safetensors"]
-"""The packages that the sample imports beside this one, torch and NumPy."""
+"""The packages that the sample imports in addition to this package, torch and NumPy."""
 UNPROMISED = {
     "torch._C._are_functorch_transforms_active",
     "torch._C._cuda_getCurrentRawStream",
@@ -56,7 +56,7 @@ UNPROMISED = {
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map",
 }
-"""Names of torch that it does not promise to keep. Each is in torch 2.6, too: check that before adding one."""
+"""Names of torch that it does not promise to keep. Each of them is also in torch 2.6; check this before you add one."""
 
 
 # ---- Triton
@@ -81,8 +81,8 @@ print(explain("latent_attention", *[torch.zeros(1, 1, 1, 16)] * 3)[1].reason, in
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["as 3.6", "as 3.7 and newer"])
 def test_each_triton_is_asked_in_its_own_order(gathered: bool) -> None:
-    """Triton 3.7 and newer have one launcher for all kernels: hooks come before scratch memory,
-    and the arguments are one tuple."""
+    """Triton 3.7 and newer have one launch function for all kernels: hooks come before scratch memory, and the
+    arguments are one tuple."""
     triton = pytest.importorskip("triton")
     from cmab_kernels.runtime.triton_launch import Kernel
 
@@ -122,7 +122,8 @@ def _names_of_torch(code: ast.AST) -> Iterator[str]:
 
 
 def test_what_torch_does_not_promise_is_in_the_oldest_too() -> None:
-    """A name of newer versions only would break the import of the package, and no ordinary test runs the oldest."""
+    """A name that only newer versions have would break the import of the package, and no ordinary test runs the oldest
+    version."""
     sources = [*ROOT.glob("cmab_kernels/**/*.py"), *ROOT.glob("python/cmab_models/**/*.py")]
     names = {name for source in sources for name in _names_of_torch(ast.parse(source.read_text()))}
     private = {
@@ -134,7 +135,7 @@ def test_what_torch_does_not_promise_is_in_the_oldest_too() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("wanted", [["torch==2.6.0", "numpy<2"], ["torch", "numpy"]], ids=["oldest", "newest"])
 def test_a_share_of_the_suite(wanted: list[str], tmp_path: Path) -> None:
-    """It runs in an environment of its own, with this one's native extension, which depends on Python only."""
+    """It runs in its own environment, with the native extension of this environment, which depends only on Python."""
     python = tmp_path / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
     install = [python, "-m", "pip", "install", "--no-cache-dir", *wanted, *NEEDED]

@@ -1,5 +1,5 @@
-"""States of sets that points leave: equal to recomputation after any steps, without drift, saved, copied, refused
-whole."""
+"""States of sets from which points are removed: equal to recomputation after any steps, without drift; saved and
+copied; an error changes nothing."""
 
 from __future__ import annotations
 
@@ -212,8 +212,31 @@ def test_gradients_reach_what_is_held(make: Maker) -> None:
 
 
 @KINDS
+def test_gradients_do_not_depend_on_the_mode_of_earlier_calls(make: Maker) -> None:
+    """A merge falls into whichever call happens to need it, also into a `pop` under `no_grad`."""
+
+    def leaf() -> Any:
+        state = make()
+        return type(state)(*(part.requires_grad_() if part.is_floating_point() else part for part in state))
+
+    states = [leaf() for _ in range(4)]
+    window, tree = StateWindow(4), StateTree()
+    with torch.no_grad():
+        for key, state in enumerate(states):
+            window.push(state)
+            tree.put(key, state)
+        window.pop()
+        tree.discard(0)
+        assert not any(part.requires_grad for holder in (window, tree) for part in holder.state)
+    for holder in (window, tree):
+        out = sum(part.sin().sum() for part in holder.state if part.is_floating_point())
+        found = torch.autograd.grad(out, [state[0] for state in states], allow_unused=True)
+        assert [slope is not None for slope in found] == [False, True, True, True]
+
+
+@KINDS
 def test_what_is_pushed_and_returned_is_apart(make: Maker) -> None:
-    """The holder does not write to a state that it is given, and what it returns may be written to."""
+    """The holder does not write to a state that it is given, and the state that it returns may be written to."""
     for holder in (StateWindow(2), StateTree()):
         add = holder.push if isinstance(holder, StateWindow) else lambda state, tree=holder: tree.put(len(tree), state)
         states = [make() for _ in range(3)]
@@ -334,6 +357,12 @@ def test_what_is_not_there() -> None:
     with pytest.raises(ValueError, match=r"^StateWindow: got no state"):
         StateWindow(2).pop()
     StateTree().discard("absent")
+    tree = StateTree()
+    for key in range(6):
+        tree.put(key, attention())
+    for key in tree:
+        tree.discard(key)
+    assert len(tree) == 0
     for size in (0, -1, 2.5, True, "3", None):
         with pytest.raises(ValueError, match=r"^size: got .*, expected an int >= 1"):
             StateWindow(size)
@@ -359,7 +388,7 @@ def test_an_emptied_holder_takes_any_kind() -> None:
 def test_a_failing_merge_leaves_what_is_held(
     make: Maker, pushed: int, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory may run out in any merge of a change: it then changes nothing."""
+    """Memory may run out in any merge of a change; then the change has no effect."""
     merge, calls = module.merge, []
 
     def fail(*states: State) -> State:
@@ -373,7 +402,7 @@ def test_a_failing_merge_leaves_what_is_held(
         for key in range(pushed):
             holder.push(make()) if isinstance(holder, StateWindow) else holder.put(key, make())
         if isinstance(holder, StateWindow) and pushed == 8 and (change == "pop" or failing == 3):
-            continue  # this needs one merge or none
+            continue  # this needs one merge or no merge
         before, count = holder.state, len(holder)
         calls.clear()
         with monkeypatch.context() as patched, pytest.raises(MemoryError):
@@ -457,7 +486,7 @@ def test_a_ridge_file_is_read_with_its_own_rules() -> None:
 
 
 def test_compiled() -> None:
-    """A compiled step pushes and reads, as the step itself."""
+    """A compiled step pushes and reads in the same way as the step itself."""
     query, points = torch.randn(3, 2, 4), torch.randn(1, 3, 15, 4)
 
     def step(window: StateWindow, chunk: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Wrong kinds of arguments, for every tensor of every public function:
-the error names the argument and what is needed."""
+"""Wrong kinds of arguments, for every tensor of every public function: the error names the argument and the expected
+value."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ OTHERS = {"empty_state", "empty_ridge", "explain", "use_impl"}
 ALONE = {"iterative_pinv", "regularised_inverse"}
 """Functions of one tensor, with any dimensions before the last two."""
 NUMBERS = {"alpha", "decay", "gamma", "shrinkage", "regularisation"}
-"""Arguments that may be a number, be it of NumPy's."""
+"""Arguments that may be a number, including a NumPy number."""
 
 
 def _changed(kind: str, given: Any) -> Any:

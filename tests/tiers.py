@@ -1,4 +1,4 @@
-"""What each tier of the tests covers.
+"""The tests that each tier covers.
 
 `python -m tests.tiers` counts the tests of every folder, and the planted faults that each tier catches.
 """
@@ -22,7 +22,7 @@ TIERS = {
 """Command -> the marks that it selects. `make nightly` also runs the other two."""
 
 SAMPLED = re.compile(r"test_kernels\w*\.py")
-"""Files that run in Triton's interpreter: in part in the ordinary tier, as a whole in the thorough one."""
+"""Files that run in Triton's interpreter: partly in the ordinary tests, and completely in the thorough tests."""
 
 
 def collected(marks: str) -> list[str]:

@@ -1,2 +1,2 @@
-"""Checks of the kernels on a GPU: whether they are right, repeat,
-and how far they are from the floor (`bench/gpu_check.py`)."""
+"""Checks of the kernels on a GPU: whether they are right and repeatable, and how far their times are from the floor
+(`bench/gpu_check.py`)."""

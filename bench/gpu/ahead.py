@@ -1,10 +1,10 @@
 """Compile the kernels of the GPU check where there is no GPU: `python -m bench.gpu.ahead FILE`, for `bench/gpu_check.py
 --compiled FILE`.
 
-The check's tests, candidates and timings run over the stub of the driver (gpu_machine/driver.py), on tensors on the
-CPU: what they launch is compiled, and does nothing. It takes an hour on two cores, and five minutes of a GPU's time
-less. The file holds what Triton's cache needs of each kernel, for any version of Python. This module is a pytest plugin
-too, under which the tests for a GPU are compiled.
+The check's tests, candidates and timings run with the stub of the driver (gpu_machine/driver.py), on tensors on the
+CPU: the kernels that they launch are compiled, and the launch does nothing. This takes an hour on two cores, and saves
+five minutes of time on the GPU. The file holds the parts of each kernel that Triton's cache needs, for any version of
+Python. This module is also a pytest plugin, with which the tests for a GPU are compiled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from .candidates import Target, candidates, prepared, targets
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare suites as on a GPU, with tensors on the CPU; one law of the inputs has all kernels."""
+    """Declare suites as on a GPU, with tensors on the CPU. One distribution of the inputs is enough to reach all
+    kernels."""
 
     def move(suite: type[OperatorSuite]) -> None:
         plain(suite)
@@ -65,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _calls() -> Iterator[Callable[[], Any]]:
-    """The calls of the other sections, which this compiles."""
+    """The calls of the other sections, whose kernels this module compiles."""
     place = torch.device("cpu")
     for target in targets():
         for chosen in candidates(target, place):
@@ -89,7 +90,8 @@ def _tried(target: Target, key: tiles.Key, chosen: tuple[int, ...]) -> None:
 
 
 def _compile(part: int, parts: int, capability: int) -> None:
-    """Run a share of the calls. Calls that fail, because no kernel wrote their inputs, have compiled nevertheless."""
+    """Run a share of the calls. Calls that fail, because no kernel has written their inputs, have nevertheless compiled
+    their kernels."""
     same_keys()
     torch.set_num_threads(1)
     measure_on("cpu")

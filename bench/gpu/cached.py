@@ -1,4 +1,4 @@
-"""Triton's cache as a file that can be carried to another machine."""
+"""Triton's cache as a file that can be copied to another machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import triton
 from triton.runtime import cache
 
 KEPT = (".cubin", ".json")
-"""The files to load; the stages of compilation are ten times as large."""
+"""The files to load; the files of the stages of compilation are ten times as large."""
 
 
 def same_keys() -> None:
-    """Let the cache find kernels whatever Python compiled them: keys have Triton's version, not a hash of its files."""
+    """Let the cache find kernels that another Python compiled: keys contain Triton's version, not a hash of its
+    files."""
     cache.triton_key = lambda: triton.__version__
 
 
 def pack(folder: Path, file: Path) -> int:
-    """Write the kernels of a cache to a file (.tar.xz); return how many there are."""
+    """Write the kernels of a cache to a file (.tar.xz); return the number of kernels."""
     groups = sorted(each for each in folder.iterdir() if any(each.glob("*.cubin")))
     with tarfile.open(file, "w:xz") as packed:
         for path in itertools.chain.from_iterable(sorted(group.iterdir()) for group in groups):
@@ -30,9 +31,9 @@ def pack(folder: Path, file: Path) -> int:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Put the kernels of a file into a cache folder, in which each group names its files by their whole path.
+    """Put the kernels of a file into a cache folder. There, each group names its files by their whole path.
 
-    `ValueError` for any other file.
+    Raises a `ValueError` for any other file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""The targets and candidates of tuning: each kernel with a table, on a shape that stands for its width."""
+"""The targets and candidates of tuning: each kernel with a table, on a shape that represents its width."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Results = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Target:
-    """A kernel whose tiles are to be chosen, for one dtype and one width of heads."""
+    """A kernel whose tiles are chosen, for one dtype and one width of heads."""
 
     kernel: str
     dtype: str
@@ -40,7 +40,7 @@ class Target:
 
     @property
     def latents(self) -> int:
-        """The number of queries for attention: one block of them, or several."""
+        """The number of queries for attention: one block of queries, or several blocks."""
         return 512 if self.kernel == "attention.backward_keys" else 128
 
     def products(self, device: torch.device) -> Any:
@@ -76,14 +76,14 @@ class Target:
 
 
 def _of_rows(tiles: Any) -> tuple[int, ...]:
-    """TILE_D stands for TILE_E as well: with heads as wide as this, both are the widest tile."""
+    """TILE_D is also used as TILE_E: with heads of this width, both are the widest tile."""
     return (tiles.TILE_D, tiles.BLOCK_N, tiles.num_warps, tiles.num_stages)
 
 
 def targets() -> Iterator[Target]:
-    """The most used targets first: half precision and float32 at narrow heads.
+    """The targets that are used most come first: half precision and float32 at narrow heads.
 
-    float64, and heads of which few fit, keep the built-in tiles.
+    float64, and heads that are so wide that few fit, keep the built-in tiles.
     """
     yield from _of_attention(("bfloat16", "float32"), (16, 64))
     for dtype, width in itertools.product(("float32", "bfloat16"), (64, 16)):
@@ -101,7 +101,7 @@ def _of_attention(dtypes: tuple[str, ...], widths: tuple[int, ...]) -> Iterator[
     for dtype, width in itertools.product(dtypes, widths):
         yield Target("attention.forward", dtype, width)
         yield Target("attention.backward", dtype, width)
-        if dtype != "float32":  # its gradients, in parts, are one kernel
+        if dtype != "float32":  # its gradients in parts are one kernel
             yield Target("attention.backward_keys", dtype, width)
 
 
@@ -122,7 +122,7 @@ TRIED: dict[str, dict[str, tuple[int, ...]]] = {
 
 MOST_OF_BUILT_IN = 2
 LEAST_OF_BUILT_IN = 1 / 4
-"""The sizes of a tile, as shares of the built-in one, beyond which it is not tried: the largest fits just about."""
+"""The sizes of a tile, relative to the built-in tile, beyond which it is not tried; the largest tile only just fits."""
 
 
 def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
@@ -130,7 +130,7 @@ def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
     start, fields = target.built_in(device), FIELDS[target.kernel]
     tried = TRIED[target.kernel]
     values = [tried.get(name, (value,)) for name, value in zip(fields, start, strict=True)]
-    most = {"TILE": max(target.width, 16), "BLOCK_L": target.latents}  # what is larger is cut to this, and so not seen
+    most = {"TILE": max(target.width, 16), "BLOCK_L": target.latents}  # larger values are cut to this
     in_one_block = target.kernel == "attention.backward" and target.products(device).kind != "tf32x3"
     whole = {"BLOCK_L": min(target.latents, start[0])} if in_one_block else {}  # else another kernel computes dK and dV
     found = [
@@ -146,7 +146,7 @@ def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
 
 
 def _size(fields: Iterable[str], tiles: tuple[int, ...]) -> int:
-    """The numbers in a tile."""
+    """The numbers that a tile consists of."""
     return math.prod(size for name, size in zip(fields, tiles, strict=True) if not name.startswith("num_"))
 
 
@@ -154,13 +154,14 @@ def _size(fields: Iterable[str], tiles: tuple[int, ...]) -> int:
 
 
 LENGTHS = {"small": 5003, "large": 200_000}
-"""The number of keys; large calls have so many with heads of 64, and as many bytes at other widths."""
+"""The number of keys. Large calls have this number with heads of 64, and the same number of bytes at other widths."""
 SET = 1021
-"""The keys of one of Intention's sets, as in training."""
+"""The keys of one set in Intention, as in training."""
 
 
 def prepared(target: Target, device: str, size: str, wide: bool = False) -> Callable[[], Results]:
-    """A call in which the kernel takes most of the time; `size` "small" tests its result, "large" its speed.
+    """A call in which the kernel takes most of the time. `size` is "small" for a test of its result, and "large" for
+    its speed.
 
     `wide`: the same inputs, to the bit, in float64.
     """
@@ -205,7 +206,7 @@ def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
 
 
 def _nystrom(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:
-    """A diagonally dominant matrix, so that the iteration does not magnify rounding errors."""
+    """A diagonally dominant matrix, so that the iteration does not increase rounding errors."""
     module = implementation("nystrom", "triton")
     a = draw(max(keys // 50, 1), target.width, target.width).softmax(-1)
     a = a + 2 * torch.eye(target.width, dtype=a.dtype, device=a.device)

@@ -11,10 +11,10 @@ CUDA = "_cuda*.so"
 
 
 def adopt_installed(checkout: Path, places: Iterable[str] | None = None) -> None:
-    """Copy the extensions of an installed package (of `places`, by default Python's path) into a checkout that has no
-    `_cuda`.
+    """Copy the extensions of an installed package (found in `places`, by default Python's path) into a checkout that
+    has no `_cuda`.
 
-    `ValueError` if the installed package is of other sources: its kernels are not those to be checked.
+    Raises a `ValueError` if the installed package has other sources, because its kernels are not those to be checked.
     """
     package = checkout / "cmab_kernels"
     if any(package.glob(CUDA)):

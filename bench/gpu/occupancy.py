@@ -1,6 +1,6 @@
-"""What a GPU's multiprocessor holds of each Triton kernel, as compiled here: `python -m bench.gpu.occupancy --write`
-writes the page docs/gpu_occupancy.md, in half an hour on two cores; `--kernels _pinv _solve` only their rows. Without
-`--write` it says which are stale."""
+"""The number of blocks of each Triton kernel that a GPU's multiprocessor holds, as compiled here: `python -m
+bench.gpu.occupancy --write` writes the page docs/gpu_occupancy.md, in half an hour on two cores; with `--kernels _pinv
+_solve` it writes only the rows of these kernels. Without `--write` it says which rows are out of date."""
 
 from __future__ import annotations
 
@@ -66,15 +66,16 @@ CHIPS = {
     100: Chip("B200", 148, 228 * 1024),
     120: Chip("RTX 5090", 170, 100 * 1024, 48, 24),
 }
-"""By compute capability (CUDA C++ Programming Guide, technical specifications; data sheets)."""
+"""The limits by compute capability (CUDA C++ Programming Guide, technical specifications; data sheets)."""
 
 
 def blocks_held(capability: int, registers: int, shared: int, warps: int, tensor_columns: int = 0) -> tuple[int, str]:
-    """How many blocks a multiprocessor holds, and the limiting resource, by the rules of NVIDIA's cuda_occupancy.h.
+    """The number of blocks that a multiprocessor holds, and the limiting resource, by the rules of NVIDIA's
+    cuda_occupancy.h.
 
-    `registers` of a thread; bytes of shared memory, warps, and columns of tensor memory of a block. A warp's registers
-    come in units of 256 from its scheduler's 16,384. The system takes 1 KiB of each block's shared memory, which comes
-    in units of 128 bytes.
+    The arguments are the `registers` of a thread, and the bytes of shared memory, the warps, and the columns of tensor
+    memory of a block. The registers of a warp are allocated in units of 256 from the 16,384 of its scheduler. The
+    system takes 1 KiB of each block's shared memory, which is allocated in units of 128 bytes.
     """
     chip, of_warp = CHIPS[capability], -(-max(registers, 1) * 32 // 256) * 256
     room = {
@@ -186,7 +187,7 @@ def _solve(dtype: torch.dtype) -> Call:
 
 
 def _steps() -> None:
-    with torch.device("cpu"):  # a stream begins with a real window
+    with torch.device("cpu"):  # a stream begins with the values of a real window
         rows, token = torch.zeros(16, 4, 64, 64), torch.zeros(16, 4, 1, 64)
         continual.continual_attention_step(ck.continual_attention_init(rows, rows, rows), token, token, token, False)
         continual.continual_nystrom_step(ck.continual_nystrom_init(rows, rows, rows, 16), token, token, token, False)
@@ -217,9 +218,9 @@ Key = tuple[str, str]
 
 
 def launches() -> dict[Key, dict[int, Launch]]:
-    """The launches by the compute capability of the GPU that has them.
+    """The launches, by the compute capability of the GPU that makes them.
 
-    A kernel stands once for each dtype and width of rows, with the first call that launches it.
+    A kernel has one row for each dtype and width of rows, with the first call that launches it.
     """
     found: dict[Key, dict[int, Launch]] = {}
     for capability in CHIPS:
@@ -238,8 +239,8 @@ def launches() -> dict[Key, dict[int, Launch]]:
 
 
 def row(key: Key, on_chips: Mapping[int, Launch], folder: Path) -> str:
-    """A line of the table, compiled now: of each figure one for every chip, or one for all where it is the same;
-    "-" where another kernel runs."""
+    """A line of the table, compiled now. Each figure is given for every chip, or once if it is the same for all; "-"
+    means that another kernel runs."""
     of_chips = [_figures(on_chips[chip], chip, folder) if chip in on_chips else ["-"] * 9 for chip in CHIPS]
     cells = (" / ".join(cell) if len(set(cell)) > 1 else cell[0] for cell in zip(*of_chips, strict=True))
     return f"| {' | '.join([*key, *cells, _on_amd(next(iter(on_chips.values())))])} |"
@@ -260,7 +261,7 @@ def _figures(launch: Launch, capability: int, folder: Path) -> list[str]:
 
 
 def _on_amd(launch: Launch) -> str:
-    """Vector registers, those that were spilled, and KiB of LDS, as Triton compiles a launch for AMD's gfx942."""
+    """Vector registers, spilled registers, and KiB of LDS, as Triton compiles a launch for AMD's gfx942."""
     source, options = launch.kernel.source(*launch.args, **launch.options)
     kernel = triton.compile(source, target=GPUTarget("hip", "gfx942", 64), options=options)
     registers, spilled = (
@@ -270,7 +271,7 @@ def _on_amd(launch: Launch) -> str:
 
 
 def written() -> dict[Key, str]:
-    """The rows of the page that is there."""
+    """The rows of the existing page."""
     lines = re.findall(r"(?m)^\| `.*$", PAGE.read_text()) if PAGE.exists() else []
     return {(line.split(" | ")[0][2:], line.split(" | ")[1]): line for line in lines}
 

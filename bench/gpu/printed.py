@@ -1,4 +1,4 @@
-"""The printed table: correctness, speed beside floor and peers, gains of tuning, and what was not run."""
+"""The printed table: correctness, speed compared with floor and peers, gains of tuning, and what was not run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .results import Report
 from .sections import Outcome, Row, Section
 
 MOST_WRONG = 20
-"""Rows of a section that are printed in full; the file has all."""
+"""The number of rows of a section that are printed in full; the file has all rows."""
 MOST_KERNELS = 6
-"""The printed kernels of a call: those that take longest."""
+"""The number of kernels of a call that are printed: those that take longest."""
 
 
 def table(report: Report, sections: Mapping[str, Section]) -> str:
@@ -38,7 +38,7 @@ def _judged(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
 
 
 def _faults(wrong: list[Row]) -> Iterator[str]:
-    """Failed rows by their cause, the others in full."""
+    """Failed rows sorted by their cause, and the other rows in full."""
     off = [row for row in wrong if "problem" not in row]
     for problem, keys in _grouped(wrong, "problem").items():
         yield f"  WRONG, {problem}: {'; '.join(keys[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
@@ -68,7 +68,7 @@ def _passed_over(report: Report) -> Iterator[str]:
 
 
 def _timed(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:
-    """Sections of figures, case by case, the fastest first."""
+    """Sections of figures, case by case, with the fastest first."""
     for name, outcome in report.outcomes.items():
         if sections[name].judged:
             continue

@@ -1,5 +1,5 @@
-"""The JSON of a check: written as a whole or not at all,
-and continued by a later run of the same GPU, sources and day."""
+"""The JSON of a check: it is written completely or not at all, and continued by a later run of the same GPU, sources
+and day."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sections import Outcome, Row
 
 FORMAT = 4
 SAME = ("gpu", "commit", "sources")
-"""The fields that must be equal to continue a file; the day is in its name."""
+"""The fields that must be equal to continue a file; the day is part of the file's name."""
 
 
 @dataclass
@@ -41,7 +41,8 @@ def file_name(machine: dict[str, Any]) -> str:
 
 
 def opened(folder: Path, machine: dict[str, Any], force: bool) -> Report:
-    """Return a new report, or the existing one to continue. `ValueError` for another check's file, unless `force`."""
+    """Return a new report, or the existing one to continue. Raises a `ValueError` for the file of another check, unless
+    `force`."""
     path = folder / file_name(machine)
     if force or not path.exists():
         return Report(path, machine)

@@ -1,7 +1,8 @@
-"""compute-sanitizer on tests of every family, and on a planted fault, which shows that its silence means something.
+"""compute-sanitizer on tests of every family, and on a planted fault, which shows that the sanitizer does report
+faults.
 
-Its initcheck is not among the tools: the tests fill all memory with NaN before a kernel sees it, and so find themselves
-what nobody wrote.
+Its initcheck is not among the tools, because the tests fill all memory with NaN before a kernel sees it, and so find
+reads of unwritten memory themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ FAMILIES = ("attention", "intention", "nystrom")
 """Folders of tests."""
 TOOLS = ("memcheck", "racecheck", "synccheck")
 LIMIT = 100.0
-"""Seconds to compile the kernels of a family, and again to run them: a sanitizer slows a program tenfold or more."""
+"""Seconds to compile the kernels of a family, and the same again to run them: a sanitizer makes a program ten times
+slower or more."""
 FOUND = 77
 """Exit code of the sanitizer if it found something."""
 REFUSAL = "Device not supported"
@@ -64,9 +66,9 @@ def must_see(sanitizer: str, tool: str, command: Sequence[str]) -> Row:
 
 
 def is_silent(sanitizer: str, tool: str, command: Sequence[str]) -> Row:
-    """A row is right if the verdict is no error.
+    """A row is right if the tool reports no error.
 
-    The command first runs by itself, so that the watched run need not compile.
+    The command first runs without the tool, so that nothing is compiled in the run under the tool.
     """
     code, text = _output(command)
     if code != 0:
@@ -82,8 +84,8 @@ def is_silent(sanitizer: str, tool: str, command: Sequence[str]) -> Row:
 def looked_at(sanitizer: str, tool: str, command: Sequence[str]) -> tuple[int, str]:
     """Exit code and output under a sanitizer.
 
-    Errors that the driver returns are left to the program: torch and Triton ask for what older drivers lack, and go on
-    without it.
+    Errors that the driver returns are not reported: torch and Triton request features that older drivers lack, and
+    continue without them.
     """
     options = [
         "--tool",
@@ -99,7 +101,8 @@ def looked_at(sanitizer: str, tool: str, command: Sequence[str]) -> tuple[int, s
 
 
 def _output(command: Sequence[str]) -> tuple[int, str]:
-    """Exit code and output of a command. Allocations are not cached, because else tensors would adjoin one another."""
+    """Exit code and output of a command. Allocations are not cached, because otherwise tensors would be adjacent in
+    memory."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     try:
         run = subprocess.run(
@@ -126,7 +129,7 @@ def verdict(text: str) -> str:
 
 
 def first_lines(text: str, most: int = 12) -> list[str]:
-    """The first lines of the tool's findings, or else the last lines of the program."""
+    """The first lines of the tool's findings; if there are none, the last lines of the program."""
     lines = [line.rstrip()[:200] for line in text.splitlines() if line.strip()]
     findings = [line for line in lines if line.startswith("=========") and "COMPUTE-SANITIZER" not in line]
     return findings[:most] if len(findings) > 1 else lines[-most:]

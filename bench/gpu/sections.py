@@ -1,8 +1,9 @@
-"""Sections are run row by row, in processes of their own and within a limit: a hang or a crash costs only its row.
+"""Sections are run row by row, in separate processes and with a time limit: a hang or a crash costs only its row.
 
-A section is a list of tasks, each with a stable key. Its workers claim them one by one, note on file when they begin
-one, and add the row when it is made. The watcher stops a worker whose row takes too long, starts another in its place,
-and stops them all when the time is up. The rows so far are kept, and a later run continues after them.
+A section is a list of tasks, each with a stable key. Its workers take the tasks one by one, write to a file when they
+begin one, and add the row when it is finished. The watcher stops a worker whose row takes too long, starts another
+worker instead, and stops all workers when the time is up. The rows so far are kept, and a later run continues after
+them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 POLL = 0.1
 DEVICE_LOST = 70
-"""Exit code of a worker whose GPU an error made unusable."""
+"""Exit code of a worker whose GPU became unusable because of an error."""
 
 
 class Task(NamedTuple):
-    """A row to make; for a peer, a failure is a fact and not a fault."""
+    """A row to make; if a peer fails, this is reported and is not a fault."""
 
     key: str
     make: Callable[[], Row]
@@ -50,14 +51,14 @@ class Section:
 
     tasks: str
     counted: float = 25.0
-    """Seconds that the kernels of a row take to compile, as counted (bench/notes/benchmarks.md),
-    and to run; it may take twice as long."""
+    """Seconds that the kernels of a row take to compile, as counted (bench/notes/benchmarks.md), and to run; a row may
+    take twice as long."""
     workers: int = 1
-    """More than one if nothing is timed: compilers on the CPU then take most of the time."""
+    """More than one if nothing is timed, because compilers on the CPU then take most of the time."""
     judged: bool = True
     """Whether rows are right or wrong; otherwise they are figures."""
     after: str = ""
-    """The section that must be complete before; its rows give these a meaning."""
+    """The section that must be complete before; its rows are needed to interpret these rows."""
 
     @property
     def row_limit(self) -> float:
@@ -86,7 +87,7 @@ class Outcome:
 
 
 def perform(tasks: str, device: str, before: Mapping[str, list[Row]], make: Perform) -> None:
-    """Give the tasks of a section, named "module:function", to `make`."""
+    """Pass the tasks of a section, named "module:function", to `make`."""
     module, function = tasks.split(":")
     found = getattr(importlib.import_module(module), function)(device, before)
     if callable(found):
@@ -106,10 +107,10 @@ def first_line(error: BaseException) -> str:
 def _work(
     section: Section, device: str, before: Mapping[str, list[Row]], outcome: Outcome, folder: str, number: int
 ) -> None:
-    """End without cleanup: a crash in it would look like a crash of a row."""
-    os.setsid()  # what a row starts is stopped with it
+    """End without cleanup, because a crash during cleanup would look like a crash of a row."""
+    os.setsid()  # processes that a row starts are stopped with it
     if "TRITON_CACHE_DIR" in os.environ:
-        from .cached import same_keys  # Triton, where rows need it: a worker starts in a tenth of the time
+        from .cached import same_keys  # Triton, only if rows need it: without it a worker starts in a tenth of the time
 
         same_keys()
     with open(os.path.join(folder, f"{number}.jsonl"), "a") as file:
@@ -137,7 +138,7 @@ def _work(
 
 
 def _waiting(tasks: Iterable[Task], outcome: Outcome, folder: str) -> Iterator[Task]:
-    """The tasks that are neither done nor claimed by another worker; earlier failures come last."""
+    """The tasks that are neither done nor taken by another worker; tasks that failed earlier come last."""
     known = {row["key"]: row.get("ok", True) for row in outcome.rows}
     left = [(number, task) for number, task in enumerate(tasks) if not known.get(task.key, False)]
     for number, task in sorted(left, key=lambda pair: pair[1].key in known):
@@ -149,7 +150,7 @@ def _waiting(tasks: Iterable[Task], outcome: Outcome, folder: str) -> Iterator[T
 
 
 def _made(task: Task, device: str) -> tuple[Row, bool]:
-    """The row, and whether this process has lost the GPU."""
+    """The row, and whether this process can no longer use the GPU."""
     start, lost = time.perf_counter(), False
     try:
         row = task.make()
@@ -164,10 +165,11 @@ def failure(peer: bool, problem: str) -> Row:
 
 
 def _recovered(device: str) -> bool:
-    """Whether the GPU is lost: out of memory passes, but after an illegal access every later call fails."""
+    """Whether the GPU is lost for this process: after an out-of-memory error it can be used again, but after an illegal
+    access every later call fails."""
     if not device.startswith("cuda"):
         return True
-    import torch  # only if rows need it: a worker starts ten times as fast without
+    import torch  # only if rows need it: without it a worker starts ten times as fast
 
     gc.collect()
     try:
@@ -196,7 +198,7 @@ class _Worker:
         self.process.start()
 
     def news(self) -> Iterator[Row]:
-        """The rows since the last call. A half-written line waits."""
+        """The rows since the last call. A half-written line is read later."""
         lines = self.path.read_text().split("\n")[:-1] if self.path.exists() else []
         for line in map(json.loads, lines[self.read :]):
             self.read += 1
@@ -211,9 +213,9 @@ class _Worker:
                 self.failed = line["failed"]
 
     def stop(self) -> None:
-        """Stop the process with all that it has started."""
+        """Stop the process and all processes that it has started."""
         assert self.process.pid is not None
-        with contextlib.suppress(ProcessLookupError):  # it has not started that yet
+        with contextlib.suppress(ProcessLookupError):  # it has not started the task yet
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
@@ -227,7 +229,7 @@ def run(
     seconds: float,
     keep: Callable[[], None] = lambda: None,
 ) -> None:
-    """Continue with `outcome` for at most so many seconds; `keep` is called whenever there is more of it."""
+    """Continue with `outcome` for at most this number of seconds; `keep` is called whenever there is a new result."""
     outcome.complete, outcome.problem = False, ""
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -263,7 +265,7 @@ def run(
 
 
 def _look_after(worker: _Worker, section: Section, outcome: Outcome) -> bool:
-    """Take the worker's rows, end it if it hangs, and return whether it still works."""
+    """Take the worker's rows, end the worker if it hangs, and return whether it still works."""
     alive = worker.process.is_alive()
     for row in worker.news():
         outcome.add(row)

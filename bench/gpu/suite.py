@@ -1,7 +1,7 @@
 """The package's own tests on the GPU, as a section: a row for each test that `pytest -m gpu` selects.
 
-Every worker collects the tests in a pytest session of its own and runs those that it claims, so that a test that hangs
-or crashes costs its row alone, and a later call goes on with those that have not passed.
+Every worker collects the tests in its own pytest session and runs those that it takes. So if a test hangs or crashes,
+only its row is lost, and a later call continues with the tests that have not passed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], N
 
 
 def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None] | list[Task]:
-    """The tests of numbers again, if something was tuned meanwhile."""
+    """The tests of accuracy again, if tiles were tuned in the meantime."""
     return (
         partial(run_tests, [str(TESTS), "-k", OF_TILES])
         if any(row.get("written") for row in before.get("tune", []))
@@ -38,7 +38,8 @@ def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perfo
 
 
 def run_tests(arguments: Sequence[str], perform: Perform) -> None:
-    """Collect the tests of these arguments, and pass them to `perform`. `RuntimeError` if they cannot be collected."""
+    """Collect the tests of these arguments, and pass them to `perform`. Raises a `RuntimeError` if they cannot be
+    collected."""
     options = [
         "-m",
         "gpu",
@@ -88,8 +89,8 @@ class _Loop:
 
 
 def _shuffled(item: pytest.Item) -> int:
-    """An order in which every family comes early, in case time runs out,
-    and in which workers seldom compile the same."""
+    """An order in which every family comes early, in case the time is not sufficient, and in which workers seldom
+    compile the same kernels."""
     return zlib.crc32(item.nodeid.encode())
 
 

@@ -1,7 +1,7 @@
-"""Our kernels beside every peer on a GPU, each beside its floor: cases of the scans, at the shapes of the targets.
+"""Our kernels and every peer on a GPU, each compared with its floor: cases of the scans, at the shapes of the targets.
 
-A row is one implementation of one case. It is made in a process that can be stopped, and a peer's rounds take turns
-with ours, so that the ratio between them does not depend on the clocks of the moment.
+A row is one implementation of one case. It is made in a process that can be stopped. The rounds of a peer and of our
+kernel alternate, so that the ratio between them does not depend on changes of the clock rate.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def nystrom_cases() -> Iterator[Case]:
 
 
 def continual_cases() -> Iterator[Case]:
-    """As many tokens as four landmarks take, because a graph of a peer's 64 steps takes seconds to capture."""
+    """As many tokens as four landmarks need, because capturing a graph of 64 steps of a peer takes seconds."""
     yield from (continual.step(heads=heads, fixed=False, calls=16) for heads in (1, 64, 1024))
 
 
 def layer_cases() -> Iterator[Case]:
-    """Blocks and their parts, at the papers' sizes, in training and in use."""
+    """Blocks and their parts, at the papers' sizes, in training and in inference."""
     for backward in (False, True):
         yield layers.stack(backward=backward)
         yield layers.stack(32, 32, depth=2, backward=backward)
@@ -80,7 +80,8 @@ def layer_cases() -> Iterator[Case]:
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """First the rates for the floors, then our kernels at all shapes, which the check is for, then peers."""
+    """First the rates for the floors, then our kernels at all shapes, because the check is for these, and then
+    peers."""
     rates = Task("rates", lambda: {"rates": asdict(rates_of(device))})
     return [rates, *of_cases(attention_cases, device, compiled=False)]
 
@@ -94,7 +95,7 @@ def nystrom_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def continual_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """Steps from a graph, and steps called from Python."""
+    """Steps replayed from a graph, and steps called from Python."""
     return [*of_cases(continual_cases, device), *of_cases(continual_cases, device, capture=False)]
 
 
@@ -103,21 +104,21 @@ def layer_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """Our kernels again, if something was tuned meanwhile."""
+    """Our kernels again, if tiles were tuned in the meantime."""
     if not any(row.get("written") for row in before.get("tune", [])):
         return []
     return [task for task in of_cases(attention_cases, device, compiled=False) if not task.peer]
 
 
 def compiled_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """Peers that take seconds to prepare."""
+    """Peers that need seconds to prepare."""
     return [*of_cases(attention_cases, device, compiled=True), *of_cases(layer_cases, device, compiled=True)]
 
 
 def of_cases(
     cases: Callable[[], Iterable[Case]], device: str, compiled: bool | None = None, capture: bool = True
 ) -> list[Task]:
-    """A task for each implementation; `compiled`: only those that `torch.compile` makes, or only the others."""
+    """A task for each implementation. `compiled` selects only those that `torch.compile` makes, or only the others."""
     measure_on(device)
     made = [
         Task(f"{case}; {name}{'' if capture else EAGERLY}", partial(timed, case, name, capture), not is_ours(name))
@@ -131,7 +132,7 @@ def of_cases(
 def timed(case: Case, name: str, capture: bool = True) -> Row:
     """The row of an implementation.
 
-    A peer is timed beside "auto", in tf32 if it may be. A wrong result of ours is a fault.
+    A peer is timed together with "auto", in tf32 if that is allowed. A wrong result of ours is a fault.
     """
     ours = next(other for other in case.implementations if is_ours(other) and (IN_TF32 in other) == (IN_TF32 in name))
     names = dict.fromkeys((name,) if is_ours(name) else (ours, name))
@@ -144,7 +145,7 @@ def timed(case: Case, name: str, capture: bool = True) -> Row:
 
 @lru_cache(maxsize=1)
 def _expected(case: Case) -> Mapping[str, Results]:
-    """The expected results of a case; its rows follow each other."""
+    """The expected results of a case; the rows of a case come one after the other."""
     return case.expected(case.inputs(0))
 
 
@@ -155,9 +156,9 @@ MESA = "flash-linear-attention, mesa_net"
 
 @declared()
 def a_solve_a_token(batch: int = 256, length: int = 1024, width: int = 64) -> Case:
-    """Ridge regression with keys of norm 1, beside mesa_net, which makes one for each token over those before it, by 30
-    steps of conjugate gradients, and is right where its last token is. It computes more than one solution for each set:
-    it has no share of our floor."""
+    """Ridge regression with keys of norm 1, compared with mesa_net. mesa_net solves one regression for each token over
+    the tokens before it, by 30 steps of conjugate gradients, and its result is right at its last token. It computes
+    more than one solution for each set, so our floor does not apply to it."""
     ours = intention.layer(length, batch=batch, width=width, dtype=HALF)
 
     def inputs(seed: int) -> tuple[Tensor, Tensor]:

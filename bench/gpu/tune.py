@@ -1,9 +1,9 @@
-"""The fastest block sizes on this GPU: tried, checked, timed beside the built-in ones, and written to the package's
-table.
+"""The fastest block sizes on this GPU: they are tried, checked, timed together with the built-in sizes, and written to
+the package's table.
 
 There are two sections. `candidates` compiles each candidate and compares its results with float64, in many processes,
-because compiling takes long and may crash. `tune` times those that were right, all in turn, and writes the fastest if
-it beats the built-in one by more than two timings of the built-in one differ.
+because compiling takes long and may crash. `tune` times the candidates that were right, all in turn. It writes the
+fastest if its gain over the built-in tiles exceeds the difference between two timings of the built-in tiles.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from .sections import Row, Task
 LEAST_GAIN = 0.01
 BUILT_IN, AGAIN = "built-in", "built-in again"
 FIRST_ROUNDS, FINALISTS, ROUNDS = 3, 4, 21
-"""Rounds in which all take part, how many go on, and the rounds of these beside the built-in tiles."""
+"""Rounds in which all candidates take part, the number of candidates that remain, and the rounds of these together with
+the built-in tiles."""
 SAMPLE = 1e-3
-"""Least seconds of a sample, as a row of calls: an event's own cost is some microseconds."""
+"""Least seconds of a sample, which consists of successive calls, because an event itself takes some microseconds."""
 
 
 # ---- candidates
 
 
 def candidate_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """A candidate that does not compile or fit is not a fault; but the built-in tiles must."""
+    """If a candidate does not compile or fit, this is not a fault, but the built-in tiles must compile and fit."""
     return [
         Task(_name(target, tiles), lambda target=target, tiles=tiles: check(target, tiles, device), peer=number > 0)
         for target in targets()
@@ -49,8 +50,8 @@ def _name(target: Target, tiles: Sequence[int]) -> str:
 
 
 def check(target: Target, tiles: tuple[int, ...], device: str) -> Row:
-    """Whether tiles are sound: their error is at most twice that of the built-in ones,
-    and their bits are the same each time."""
+    """Whether tiles are sound: their error is at most twice that of the built-in tiles, and their bits are the same
+    each time."""
     key = target.key(torch.device(device))
     with table.using({}):
         right = prepared(target, device, "small", wide=True)()
@@ -75,7 +76,7 @@ def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def tune(target: Target, sound: Mapping[str, bool], device: str, path: Path = table.FILE) -> Row:
-    """The row has the result; the table has an entry only if it gains over the built-in tiles."""
+    """The row has the result. The table gets an entry only if this entry is faster than the built-in tiles."""
     place = torch.device(device)
     built_in, *others = candidates(target, place)
     if not sound[_name(target, built_in)]:
@@ -94,8 +95,8 @@ def tune(target: Target, sound: Mapping[str, bool], device: str, path: Path = ta
 def fastest(
     target: Target, built_in: tuple[int, ...], others: Sequence[tuple[int, ...]], device: str
 ) -> dict[str, Any]:
-    """The best of `others` beside the built-in tiles: timed with all of them,
-    then with the best few, and once more alone with these."""
+    """The best of `others`, compared with the built-in tiles: timed with all of them, then with the best few, and once
+    more with only the best."""
     key = target.key(torch.device(device))
     choices = {BUILT_IN: built_in, AGAIN: built_in, **{" ".join(map(str, tiles)): tiles for tiles in others}}
     call, calls = prepared(target, device, "large"), {}
@@ -127,14 +128,14 @@ def fastest(
 
 
 def samples_of(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call, all of them in turn within a round."""
+    """Seconds of a call; within a round, all tiles are timed in turn."""
     once = {name: taken[-1] for name, taken in interleave(calls, 3, "cuda").items()}
     repeats = {name: max(1, min(500, int(SAMPLE / max(seconds, 1e-7)))) for name, seconds in once.items()}
     return interleave(calls, rounds, "cuda", repeats)
 
 
 def put(path: Path, key: table.Key, entry: Mapping[str, Any] | None) -> None:
-    """The table with this entry in place of any other of its key, or without one."""
+    """The table with this entry in place of any other entry of its key, or without one."""
     others = [table.as_entry(*one) for one in table.entries(path) if one[0] != key]
     entries = sorted(
         [*others, *([] if entry is None else [entry])],

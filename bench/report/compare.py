@@ -1,10 +1,10 @@
 """Two runs side by side: which of our rows changed by more than the noise.
 
-Peers are the control. Their code is the same in both runs, so their changes show the machine alone. The median of them
-is the drift of the whole machine, which is taken out. The rest is the noise between runs: the usual noise of all peers,
-or more if the peers of the same group changed more, since some groups are disturbed and most are not. The quartiles of
-the samples are the noise within a run. If the machine, the threads or torch differ, times say nothing about our code:
-ratios to the baseline are compared instead, which say little.
+Peers are used as a control. Their code is the same in both runs, so their changes show only changes of the machine. The
+median of these changes is the drift of the whole machine, which is removed. The rest is the noise between runs: the
+usual noise of all peers, or more if the peers of the same group changed more, because a few groups are disturbed and
+most are not. The quartiles of the samples are the noise within a run. If the machine, the threads or torch differ,
+times say nothing about our code. Then ratios to the baseline are compared instead, which say little.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from cmab_kernels.measure import readable
 from ..runs import FAULTS, Row, Run
 
 BOUND = 4.0
-"""Standard deviations beyond which a row counts as changed; they are themselves known to a fifth.
+"""The number of standard deviations beyond which a row counts as changed; the standard deviations themselves are known
+to a fifth.
 
-Of some hundred rows without a change, at most one in ten such comparisons calls a single one faster or slower.
+For some hundred rows without a change, at most one in ten such comparisons reports a single row as faster or slower.
 """
 
 ORDINARY = 2.0
-"""Standard deviations by which some peer of a group may be off without the group being a noisy one."""
+"""The number of standard deviations by which a peer of a group may be off before the group counts as noisy."""
 
 CONTROLS = 8
 """With fewer rows of peers, the noise between runs is unknown."""
 
 UNKNOWN = 0.05
-"""The standard deviation between runs if too few peers tell: 5 %, as seen on a shared machine."""
+"""The standard deviation between runs if there are too few peers to determine it: 5 %, as observed on a shared
+machine."""
 
 MEMORY_BYTES, MEMORY_SHARE = 2**19, 0.02
-"""A peak has changed if it changed by more than both."""
+"""A peak counts as changed if it changed by more than both limits."""
 
 LESS_EXACT = 3.0
-"""The factor of the error beyond another order of sums."""
+"""The factor of the error that another order of sums cannot explain."""
 
 ROUNDING = 1e-15
-"""Errors below this count as none."""
+"""Errors below this are treated as none."""
 
 QUARTILES = 1.349
 """Interquartile range of a normal distribution of standard deviation 1."""
@@ -55,7 +57,8 @@ By = Literal["time", "ratio"]
 class Change:
     """The verdict on one row of ours.
 
-    `change` is new over old without the machine's drift; within `noise` of 1 it is nothing.
+    `change` is new divided by old without the machine's drift. If it differs from 1 by no more than `noise`, it counts
+    as no change.
     """
 
     group: str
@@ -71,7 +74,7 @@ class Change:
 
     @property
     def memory(self) -> str:
-        """more, less, or nothing."""
+        """Return more, less, or nothing."""
         if not (self.old and self.new):
             return ""
         before, after = self.old.extra_memory, self.new.extra_memory
@@ -85,7 +88,7 @@ class Change:
 
     @property
     def wrong(self) -> bool:
-        """It gave a right result before, and does not now."""
+        """The row had a right result before, and does not now."""
         return self.verdict == "gone" and self.why.startswith(FAULTS)
 
     @property
@@ -101,7 +104,7 @@ class Comparison:
     new: Run
     by: By
     different: tuple[str, ...]
-    """The reasons why times are incomparable; empty if they are compared."""
+    """The reasons why times cannot be compared; empty if they are compared."""
     drift: float
     """The factor by which peers were slower, due to the machine and not to our code."""
     between: float
@@ -177,7 +180,7 @@ def _within(row: Row, by: By) -> float:
 
 
 def _deviation(moves: Sequence[float]) -> float:
-    """The standard deviation that half of the changes imply, so that disturbed rows do not decide it."""
+    """The standard deviation that follows from half of the changes, so that disturbed rows do not affect it."""
     return 2 * statistics.median(abs(move) for move in moves) / QUARTILES
 
 
@@ -252,7 +255,7 @@ def basis(comparison: Comparison) -> list[str]:
 
 
 def table(comparison: Comparison) -> Iterator[str]:
-    """A line per row, changes first; for unchanged rows, their number."""
+    """A line per row, with changed rows first; for unchanged rows, only their number."""
     yield from basis(comparison)
     yield ""
     yield f"{'group, implementation':<72}{'old':>10}{'new':>10}{'change':>9}{'noise':>8}  verdict"
@@ -270,7 +273,7 @@ def table(comparison: Comparison) -> Iterator[str]:
 
 
 def ordered(comparison: Comparison) -> list[Change]:
-    """What is worst first."""
+    """The worst change comes first."""
     return sorted(
         comparison.changes,
         key=lambda change: (not change.wrong, not change.less_exact, not change.notable, -(change.change or 1)),

@@ -1,7 +1,7 @@
 """Drawing of figures: one panel each, as wide as a phone, with the same colour for the same implementation everywhere.
 
-A panel becomes an SVG for a page, whose text stays text and takes the page's colours, or stands with others on a sheet,
-which is a PNG.
+A panel becomes an SVG for a page, whose text remains text and has the page's colours, or is placed with others on a
+sheet, which is a PNG.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from ..runs import DEFINITION, Run, is_ours
 
 INK, FAINT, PAPER = "#1f2328", "#d8dee5", "#fffffe"
-"""Text, grid and ground of a sheet; on a page, the page's own."""
+"""The colours of text, grid and background of a sheet; on a page, the colours of the page are used."""
 
 OURS = "#d55e00"
 PEERS = ("#0072b2", "#009e73", "#9a4ea3", "#a6761d", "#3d8fb8", "#c2578a")
@@ -36,15 +36,15 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 WIDTH = 3.75
-"""Inches of a panel: 390 pixels of a phone show its text at its size."""
+"""Inches of a panel: with 390 pixels, a phone shows its text at the intended size."""
 
 LEFT, RIGHT, TITLE, LINE, UNIT, BOTTOM, ENTRY = 0.68, 0.16, 0.3, 0.145, 0.26, 0.5, 0.17
-"""Inches: beside the axes; of the title, of a line under it, of the axes' heading;
-of ticks and the axis' name; of a line of the legend."""
+"""Inches: beside the axes; of the title, of a line under it, and of the heading of the axes; of ticks and the name of
+the axis; of a line of the legend."""
 
 DPI = 160
 NAME_SIZE, NAME_SPACING = 10, 1.2
-"""The size of names beside lines, in points, and how many times that a line of text takes."""
+"""The size of names beside lines, in points, and the height of a line of text as a multiple of this size."""
 
 LEGEND: dict[str, Any] = {"fontsize": 7.2, "borderaxespad": 0, "labelspacing": 0.35, "columnspacing": 1.2}
 
@@ -77,7 +77,7 @@ class Style:
     dashes: Any = "-"
     width: float = 1.4
     rank: int = 2
-    """Lines with higher numbers lie on top."""
+    """Lines with higher numbers are drawn on top."""
 
     def line(self) -> dict[str, Any]:
         size = 4.5 if self.width > 2 else 3.5
@@ -92,8 +92,8 @@ class Style:
 
 
 def styles(run: Run) -> dict[str, Style]:
-    """The style of each implementation of a run: ours in one colour and broad,
-    our variants dashed, the definition grey."""
+    """The style of each implementation of a run: ours has one colour and a broad line, our variants are dashed, and the
+    definition is grey."""
     ours = [name for name in run.implementations if is_ours(name)]
     peers = [name for name in run.implementations if name not in ours and name != DEFINITION]
     chosen = {
@@ -106,7 +106,7 @@ def styles(run: Run) -> dict[str, Style]:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: its heading, its text for readers who do not see it, and its drawing function."""
+    """One plot: its heading, its text for readers who cannot see it, and the function that draws it."""
 
     name: str
     """A name of letters, digits, - and _ that no other panel has."""
@@ -140,7 +140,7 @@ class Panel:
         )
 
     def onto(self, figure: Figure, x: float = 0.0, y: float = 0.0) -> None:
-        """Draw the panel with its upper left corner `x` and `y` inches from the figure's."""
+        """Draw the panel with its upper left corner `x` and `y` inches from that of the figure."""
         wide, high = figure.get_size_inches()
 
         def at(right: float, down: float) -> tuple[float, float]:
@@ -159,8 +159,8 @@ class Panel:
 
 
 def svg(panel: Panel) -> str:
-    """The panel as an SVG for a page: text stays text, in the colours of the page,
-    and every identifier is the panel's own."""
+    """The panel as an SVG for a page: text remains text, in the colours of the page, and every identifier occurs only
+    in this panel."""
     with matplotlib.rc_context(STYLE):
         figure = Figure((WIDTH, panel.inches))
         panel.onto(figure)
@@ -187,12 +187,12 @@ def svg(panel: Panel) -> str:
 
 
 def _rounded(attribute: re.Match[str]) -> str:
-    """Two places are a fiftieth of a pixel, and save a third of a page."""
+    """Two decimal places are a fiftieth of a pixel, and make a page a third smaller."""
     return re.sub(r"(\.\d\d)\d+", r"\1", attribute[0])
 
 
 def sheet(panels: Sequence[Panel], path: Path) -> None:
-    """All panels in one PNG, each under the shortest column."""
+    """All panels in one PNG; each panel is placed in the shortest column."""
     depths = [0.0] * min(4, len(panels))
     places = []
     for panel in panels:
@@ -223,7 +223,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def log_scale(axis: Any, values: Iterable[float], say: Callable[[float], str], pad: float = 1.35) -> None:
-    """Make an axis logarithmic, with room around `values` and a few ticks that `say` writes."""
+    """Make an axis logarithmic, with room around `values` and a few ticks that `say` formats."""
     low, high = min(values := list(values)) / pad, max(values) * pad
     which = axis.axis_name
     getattr(axis.axes, f"set_{which}scale")("log")
@@ -238,7 +238,7 @@ def _ticks(axis: Any, places: Sequence[float], say: Callable[[float], str]) -> N
 
 
 def sizes_axis(axes: Axes, values: Sequence[int]) -> None:
-    """Ticks at the measured sizes, without overlapping labels; at even steps if they grow by factors."""
+    """Ticks at the measured sizes, without overlapping labels; at even steps if the sizes grow by factors."""
     low, high = min(values), max(values)
     if low > 0 and high / low >= 8:
         axes.set_xscale("log")
@@ -268,10 +268,10 @@ def mebibytes(value: float) -> str:
 
 
 def name_ends(axes: Axes, ends: Mapping[str, tuple[float, Style]]) -> None:
-    """Writes each name in the colour of its line right of the axes, at the height of the line's end, or lower where
-    another name stands.
+    """Writes each name in the colour of its line, to the right of the axes. The name is at the height of the line's
+    end, or lower if another name is there.
 
-    `ends` is name -> the line's last value, and how it looks.
+    `ends` is name -> the line's last value, and the style of the line.
     """
     to_axes = (axes.transData + axes.transAxes.inverted()).transform
     inches = axes.get_position().height * axes.get_figure().get_size_inches()[1]
@@ -286,7 +286,7 @@ def name_ends(axes: Axes, ends: Mapping[str, tuple[float, Style]]) -> None:
 
 
 def name_y(axes: Axes, name: str) -> None:
-    """Write the name of the y axis above the axes, where it is read without turning one's head."""
+    """Write the name of the y axis above the axes, where it can be read horizontally."""
     axes.set_title(name, loc="left", fontsize=7, pad=4)
 
 

@@ -1,10 +1,10 @@
-"""docs/measured.md, its plots, the headline of the README, the table of docs/when_not.md: `python -m
+"""docs/measured.md, its plots, the headline table of the README, and the table of docs/when_not.md: `python -m
 bench.report.measured` writes them.
 
-The page is measured.md, beside this file, in which each {group} has given way to the figures of that group. All come
-from runs in bench/results: `page.json` has what measured.md shows, `short.json` the short calls of when_not.md,
-`avx2.json` and `short_avx2.json` the headline and the short calls with both sides held to AVX2. `python -m
-bench.report.measured RUN` measures one of them anew, from a commit.
+The page is measured.md, beside this file; each {group} in it is replaced by the figures of that group. All figures come
+from runs in bench/results: `page.json` has the figures of measured.md, `short.json` has the short calls of when_not.md,
+and `avx2.json` and `short_avx2.json` have the headline and the short calls with both sides held to AVX2. `python -m
+bench.report.measured RUN` measures one of these runs again, from a commit.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PAGE = ROOT / "docs" / "measured.md"
 PLOTS = {plots.FIRST: ROOT / "docs" / "measured.png", "prefix_attention_states": ROOT / "docs" / "prefixes.png"}
 """Operators whose curves are drawn -> the plot of each."""
 WHOLE, NARROW = RESULTS / "page.json", RESULTS / "avx2.json"
-"""The run of all shown figures; and the run for the headline's ratios with both sides held to AVX2."""
+"""The run of all shown figures, and the run for the headline's ratios with both sides held to AVX2."""
 SHORT, NARROW_SHORT = RESULTS / "short.json", RESULTS / "short_avx2.json"
-"""Short calls, for when_not.md, which shows our losses; the same held to AVX2."""
+"""Short calls, for when_not.md, which shows where we are slower; and the same calls held to AVX2."""
 HEADLINE, LOSSES = Marks(ROOT / "README.md", "headline table"), Marks(ROOT / "docs" / "when_not.md", "short calls")
 
 INTRODUCTION, *TABLES = re.split(r"(?m)^(?=## )", Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def shown(tables: Sequence[str]) -> set[str]:
 
 
 def measure(path: Path) -> None:
-    """Measure one of the runs again; published figures come from a commit."""
+    """Measure one of the runs again; published figures must come from a commit."""
     if provenance.dirty():
         raise SystemExit("the checkout has changes that are in no commit: commit them, and measure then")
     held = {side: str(provenance.machine()[f"{side}_instruction_set"]).lower() for side in ("native", "torch")}
@@ -80,12 +80,12 @@ def headline(run: Run, narrow: Run) -> str:
 
 
 def filled(table: str, run: Run, narrow: Run | None = None) -> str:
-    """A table with its figures and a line that says where it was measured; without the rows that the run has not, empty
-    if it has none.
+    """A table with its figures and a line that says where it was measured. Rows that the run does not have are left
+    out; if it has none, the result is empty.
 
-    {narrow} in a row gives way to the ratio of the run `narrow`, {where narrow} to where that was. Where torch was
-    faster in that run, a row shows its time there, and our ratio to it: a ratio is to the fastest torch that this
-    machine has.
+    {narrow} in a row is replaced by the ratio of the run `narrow`, and {where narrow} by the place of that run. If
+    torch was faster in that run, a row shows torch's time there and our ratio to it, because a ratio should be to the
+    fastest torch on this machine.
     """
     lines, threads = [], set()
     for line in table.rstrip().split("\n"):
@@ -112,12 +112,12 @@ def _pair(group: Sequence[Row]) -> tuple[Row, Row] | None:
 
 
 FASTER = 0.95
-"""Held to AVX2, torch counts as faster if it takes less than this share of its time:
-two runs differ by more than two ways in one."""
+"""Held to AVX2, torch counts as faster if it takes less than this share of its time without this limit, because two
+runs differ by more than two methods in one run."""
 
 
 def _cells(ours: Row, theirs: Row, held: Row | None) -> str:
-    """The cells of torch's figures, of ours and of the ratio; `held` are torch's figures held to AVX2."""
+    """The cells of torch's figures, of our figures and of the ratio; `held` are torch's figures held to AVX2."""
     if held is None or held.seconds.median >= FASTER * theirs.seconds.median:
         return f"{_figures(theirs)} | {_figures(ours)} | {_ratios(ours.ratio)}{', noisy' if ours.noisy else ''}"
     ratio = ours.seconds.median / held.seconds.median
@@ -135,14 +135,15 @@ def _ratios(ratio: Spread | None) -> str:
 
 
 def _ratio(ratio: float) -> str:
-    """Two digits of small numbers, two places of others; for tiny ones, the factor by which they are less."""
+    """Two digits for small numbers, and two decimal places for other numbers; for tiny numbers, the factor by which
+    they are smaller."""
     if ratio < 0.001:
         return f"1 / {float(f'{1 / ratio:.2g}'):,.0f}"
     return f"{ratio:.2g}" if ratio < 0.1 else f"{ratio:.2f}"
 
 
 def _where(run: Run, threads: Sequence[int]) -> str:
-    """The machine and the day; the commit is in the file."""
+    """The machine and the day; the file contains the commit."""
     count = f"{' or '.join(map(str, threads))} thread{'' if threads == [1] else 's'}"
     machine = f"{run.processor} ({run.machine['native_instruction_set']}), {count}, torch {run.versions['torch']}"
     dirty = " **with changes that are in no commit**" if run.dirty else ""
@@ -150,8 +151,8 @@ def _where(run: Run, threads: Sequence[int]) -> str:
 
 
 def short_calls(run: Run, narrow: Run) -> str:
-    """The table of when_not.md: ratios of short calls by queries and keys,
-    losses in bold by the rule of the benchmark's report."""
+    """The table of when_not.md: ratios of short calls by queries and keys. Ratios where we are slower are bold, by the
+    rule of the benchmark's report."""
     found: dict[tuple[int, ...], dict[tuple[str, int], str]] = {}
     for source, rows in (("", run.rows), ("AVX2", narrow.rows)):
         for row in rows:

@@ -1,9 +1,9 @@
-"""docs/measured_gpu.md and the GPU's headline in the README, from the newest file that bench/gpu_check.py wrote.
+"""docs/measured_gpu.md and the GPU table in the README, from the newest file that bench/gpu_check.py wrote.
 
-`python -m bench.report.measured_gpu` writes them. The page is measured_gpu.md, beside this file, in which each {group}
-has given way to the figures of that group, and each other {name} to a fact of the run. Floors are computed here, by the
-rates of the run. Where time ended before a group or its peers were timed, they are those of the check before, with a
-mark.
+`python -m bench.report.measured_gpu` writes them. The page is measured_gpu.md, beside this file. In it, each {group} is
+replaced by the figures of that group, and each other {name} by a fact of the run. Floors are computed here, from the
+rates of the run. If the time ended before a group or its peers were timed, the figures of the previous check are used,
+with a mark.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ HEADLINE = Marks(ROOT / "README.md", "GPU table")
 PAGE = ROOT / "docs" / "measured_gpu.md"
 TEMPLATE = Path(__file__).with_suffix(".md")
 EARLIER = "†"
-"""The mark of figures that were timed in the check before, not in turn with the rest."""
+"""The mark of figures that were timed in the previous check, and not in turn with the others."""
 CAPTURED_APART = ", not captured"
 """Last part of the keys of rows that the page does not show: the same calls from Python."""
 TF32 = "; tf32"
-"""Last part of a place for the figures of float32 that may be multiplied in tf32, on both sides."""
+"""Last part of a place for the figures of float32 that may be multiplied in tf32, for both implementations."""
 OVER_KEYS = ("latent_attention", "projected_attention_state", "nn.MultiheadAttention")
-"""Operators for which no library has a fast float32 kernel: plain torch is the peer there."""
+"""Operators for which no library has a fast float32 kernel, so plain torch is the peer there."""
 
 SHORTEST = 1e-6
 """A floor of fewer seconds is shorter than any launch, so no share of it is shown."""
@@ -48,7 +48,7 @@ PLACE = re.compile(r"\{([^}]+)\}")
 
 
 def newest() -> Path:
-    """The check of the last day."""
+    """The newest check."""
     return _by_day()[-1]
 
 
@@ -66,7 +66,7 @@ def page(path: Path) -> str:
 
 
 def _before(path: Path) -> Mapping[str, Any] | None:
-    """The check of the day before that of a file, with the other timings of an earlier run of its day."""
+    """The check of the day before that of a file, with the additional timings of an earlier run of that day."""
     older = [other for other in _by_day() if other.stem[-10:] < path.stem[-10:]]
     if not older:
         return None
@@ -84,7 +84,7 @@ def _of_earlier(before: Mapping[str, Any] | None) -> str:
     machine = before["machine"]
     return (
         f"{EARLIER}: timed on {machine['date'][:10]}, on an {machine['gpu']}, near commit {machine['commit'][:7]}; "
-        "not timed again since."
+        "not timed again since then."
     )
 
 
@@ -121,8 +121,8 @@ def timed(check: Mapping[str, Any]) -> dict[str, list[Row]]:
 
 
 def with_earlier(groups: Mapping[str, list[Row]], before: Mapping[str, Any] | None) -> dict[str, list[Row]]:
-    """The groups, those without a peer with the peers of the check before,
-    and the groups that it alone has; what is of it is marked."""
+    """The groups. Groups without a peer get the peers of the previous check, and groups that only the previous check
+    has are added; figures from it are marked."""
     earlier = (
         {name: [{**row, "earlier": EARLIER} for row in rows] for name, rows in timed(before).items()} if before else {}
     )
@@ -139,7 +139,7 @@ def _is_peer(row: Row) -> bool:
 
 
 def rates(check: Mapping[str, Any]) -> Rates:
-    """The rates of the run. Older runs, without a rate for "tf32", have it under "float32"."""
+    """The rates of the run. Older runs have no rate for "tf32", and have it under "float32"."""
     found = next(row["rates"] for row in check["sections"]["timings"]["rows"] if "rates" in row)
     matrix = found["matrix"]
     if "tf32" not in matrix:
@@ -175,8 +175,8 @@ class Table:
         return f"{peer['implementation']}{peer.get('earlier', '')}{other} | {_figures(peer)} | {rest.format(ratio)}"
 
     def _mine(self, group: str, ours: Sequence[Row]) -> Row | None:
-        """The implementation of a call without `impl`: the only one, or "auto",
-        or its choice as added to the run later."""
+        """The implementation of a call without `impl`: the only one, or "auto", or the choice of "auto" that was added
+        to the run later."""
         found = {row["implementation"]: row for row in ours}
         return found.get(AUTO) or found.get(self.auto.get(group, "")) or next(iter(ours), None)
 
@@ -187,13 +187,13 @@ class Table:
 
 
 def is_fair(mine: Row, peers: Sequence[Row]) -> bool:
-    """False if plain torch, which stores the scores, was not tried, and nothing else is fast there."""
+    """False if plain torch, which stores the scores, was not timed, and nothing else is fast there."""
     wanted = mine["scan"] in OVER_KEYS and "float32" in mine["group"]
     return not wanted or any(stores_scores(peer["implementation"]) for peer in peers)
 
 
 def filled(line: str, table: Table, known: Mapping[str, str]) -> str | None:
-    """A line with its figures, or None if its group has none."""
+    """A line with its figures, or None if its group has no figures."""
     for place in PLACE.findall(line):
         if place not in known and not table.cells(place):
             return None

@@ -87,7 +87,7 @@ def _sections(sections: Mapping[str, Any]) -> str:
 
 
 def _renamed(name: str) -> str:
-    """Return the path of a file whose folder had another name before."""
+    """Return the path of a file whose folder had another name earlier."""
     return (
         name.replace("/kernels/", "/triton/")
         .replace("csrc/gram/", "csrc/intention/")
@@ -96,7 +96,7 @@ def _renamed(name: str) -> str:
 
 
 class Changed:
-    """The kernel sources that have changed, by their digests then and now."""
+    """The kernel sources that have changed, by a comparison of their old and new digests."""
 
     def __init__(self, then: Mapping[str, str], now: Mapping[str, str]) -> None:
         then = {_renamed(name): value for name, value in then.items()}

@@ -1,6 +1,6 @@
 """The numbers to plan with, a section of docs/numerics.md: `python -m bench.report.numbers` writes it from the records.
 
-The section is numbers.md, beside this file, in which each {place} has given way to a table.
+The section is numbers.md, beside this file; each {place} in it is replaced by a table.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _drift(streams: dict[str, Any]) -> str:
                     f"{found['afresh']:,}" if "afresh" in found else "",
                 ]
             )
-    return _table(("stream, logits", "calls", "median / 99.9 % / largest", "rows made afresh"), rows)
+    return _table(("stream, logits", "calls", "median / 99.9 % / largest", "recomputed rows"), rows)
 
 
 def _states(sizes: dict[str, int]) -> list[list[str]]:

@@ -1,4 +1,5 @@
-"""A run as one self-contained page: what was measured, a summary, figures, every row, and how each number arose."""
+"""A run as one self-contained page: what was measured, a summary, figures, every row, and how each number was
+computed."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def html(run: Run, comparison: Comparison | None, sheets: Mapping[str, Sequence[
 
 
 def _text(name: str) -> str:
-    """A file beside this one."""
+    """A file in the folder of this module."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
@@ -94,7 +95,7 @@ def _pairs(pairs: Mapping[str, str]) -> str:
 
 
 def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
-    """A table in a box that scrolls by itself if a window is too narrow; `rows` are HTML already."""
+    """A table in a box that can be scrolled if a window is too narrow; `rows` are HTML already."""
     cells = "".join(f'<th scope="col">{name}</th>' for name in head)
     body = "\n".join(rows)
     return (
@@ -105,7 +106,8 @@ def _table(label: str, head: Sequence[str], rows: Iterable[str]) -> str:
 
 
 def _line(head: Sequence[str], cells: Sequence[str], kind: str = "") -> str:
-    """The first cell names the row. The others carry their heading: on a phone, each shows it itself."""
+    """The first cell is the name of the row. The other cells contain their heading, because on a phone each cell shows
+    its heading itself."""
     row = f' class="{kind}"' if kind else ""
     rest = (f'<td data-label="{name}">{cell}</td>' for name, cell in zip(head[1:], cells[1:], strict=True))
     return f'<tr{row}><th scope="row">{cells[0]}</th>{"".join(rest)}</tr>'
@@ -163,7 +165,7 @@ in {len(slower)} it is slower.{_ends(judged)}{_noisy(len(every) - len(judged))}<
 
 
 def _ends(judged: Sequence[tuple[Row, float]]) -> str:
-    """The largest gain and the smallest."""
+    """The largest gain and the smallest gain."""
     if not judged:
         return ""
     best, worst = max(judged, key=lambda pair: pair[1]), min(judged, key=lambda pair: pair[1])
@@ -203,7 +205,7 @@ def _even(row: Row) -> bool:
 
 
 def clearly_slower(row: Row) -> bool:
-    """A loss: slower than the fastest peer, and by the quartiles as well."""
+    """A loss: we are slower than the fastest peer, also by the quartiles."""
     return row.ratio is not None and row.ratio.median > 1 and not _even(row)
 
 
@@ -229,7 +231,7 @@ def _quartiles(row: Row) -> str:
 
 
 def _wrong(run: Run) -> str:
-    """The wrong rows, which come before all others."""
+    """The wrong rows, which come before all other rows."""
     if not run.wrong:
         return ""
     lines = "".join(f"<li><code>{escape(name)}</code>: {escape(why)}</li>" for name, why in run.wrong.items())
@@ -294,9 +296,11 @@ token can leave. The paper's counts for fixed landmarks leave the window out.</p
 
 
 def counts(scheme: str) -> tuple[float, ...]:
-    """Operations of the paper and as executed; and elements of a head between steps, of the paper and here.
+    """The operations that the paper counts and the operations that are executed; and the elements of a head that are
+    kept between steps, in the paper and here.
 
-    The last figure is the most elements that the paper holds at a time. Figures are 0 if a scheme keeps nothing.
+    The last figure is the largest number of elements that the paper holds at a time. Figures are 0 if a scheme keeps
+    nothing.
     """
     n, m, d = AT.values()
     operations = paper_operations(scheme, n, m, d), executed_on_average(scheme, n, m, d)
@@ -423,7 +427,7 @@ def _definitions(run: Run) -> str:
 
 
 def _rates(run: Run) -> str:
-    """The rates behind the floors."""
+    """The rates from which floors are computed."""
     rates = run.rates
     if not rates:
         return ""

@@ -1,4 +1,4 @@
-"""The plots of a run: memory and time along each axis, and the gains over its peers."""
+"""The plots of a run: memory and time along each axis, and the gains over peers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .series import Series, axes, series, words
 
 MIB = 2**20
 RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
-"""Peaks of memory below so many MiB cannot be told apart, and are drawn at this value."""
+"""Peaks of memory below this number of MiB cannot be distinguished, and are drawn at this value."""
 
 NAMES = {
     **{
@@ -49,7 +49,7 @@ def panels(run: Run, scan: str) -> list[Panel]:
 
 
 def _curves(run: Run, scan: str, axis: str, main: bool) -> Iterator[Panel]:
-    """Memory against the main axis only; time against all."""
+    """Memory only along the main axis, and time along all axes."""
     for number, one in enumerate(series(run, scan, axis)):
         draw = {"Memory": partial(_draw_memory, one, RESOLUTION[run.device])} if main else {}
         draw["Time"] = partial(_draw_time, one)
@@ -70,7 +70,7 @@ def _curve(run: Run, one: Series, number: int, title: str, drawn: Callable[[Mapp
 
 
 def _said(one: Series, title: str) -> str:
-    """The ends of each curve, in words."""
+    """The values at the ends of each curve, in words."""
     tell: Callable[[Row], str] = {
         "Time": lambda row: readable(row.seconds.median),
         "Memory": lambda row: drawing.mebibytes(max(0, row.scratch) / MIB),
@@ -116,7 +116,7 @@ def _draw_time(one: Series, chosen: Mapping[str, Style], axes: Axes) -> None:
 
 
 def _draw_memory(one: Series, least: float, chosen: Mapping[str, Style], axes: Axes) -> None:
-    """Values too small to measure are drawn as the least measurable one."""
+    """Values that are too small to measure are drawn as the smallest measurable value."""
     every = _draw(one, lambda row: Spread(*3 * [max(least, row.scratch / MIB)]), chosen, axes)
     drawing.log_scale(axes.yaxis, [least, 20 * least, *(peak.median for peak in every)], drawing.mebibytes, pad=2)
     axes.axhline(least, color=INK, linewidth=0.6, linestyle=":", zorder=0)
@@ -134,7 +134,7 @@ def _name_axes(axes: Axes, one: Series, name: str) -> None:
 # ---- gains -----------------------------------------------------------------------------------------------------------
 
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.6}
-"""The outline of labels that lie over lines."""
+"""The outline of labels that are drawn over lines."""
 
 
 def overview(run: Run) -> Panel | None:
@@ -216,11 +216,11 @@ LINES = {
 """Scan -> implementation -> the text beside its line, if that is not its name."""
 
 SHOWN = {"prefix_attention_states": {"pass": "forward + backward", "B": 16, "L": 8, "D": 16}}
-"""Scan -> the sizes and choices of its plot, if they are not left to the curves."""
+"""Scan -> the sizes and choices of its plot, if they are not determined by the curves."""
 
 
 def _shown(run: Run, scan: str) -> Series:
-    """The curves of a scan along N that have most points: our kernels beside their peers, without the definition."""
+    """The curves of a scan along N that have most points: our kernels and their peers, without the definition."""
     wanted = SHOWN.get(scan, {}).items()
     found = [one for one in series(run, scan, "N") if wanted <= one.fixed.items()] if scan in run.scans else []
     if not found:

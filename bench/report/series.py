@@ -12,14 +12,14 @@ LENGTHS = ("N", "n")
 """The axes that matter most: keys, or tokens of a window."""
 
 POINTS = 3
-"""Fewer points are no curve."""
+"""With fewer points, no curve is drawn."""
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Series:
-    """Groups of a scan that differ in one parameter only."""
+    """Groups of a scan that differ in only one parameter."""
 
     scan: str
     axis: str
@@ -33,15 +33,15 @@ class Series:
 
 
 def axes(run: Run, scan: str) -> list[str]:
-    """Parameters of a scan along which it has curves; the longest first, and N or n before all."""
+    """Parameters of a scan along which it has curves; the longest first, and N or n before all others."""
     names = dict.fromkeys(name for row in run.scans[scan] for name in row.parameters)
     points = {name: max((len(one.values) for one in series(run, scan, name)), default=0) for name in names}
     return sorted((name for name in names if points[name]), key=lambda name: (name not in LENGTHS, -points[name]))
 
 
 def series(run: Run, scan: str, axis: str) -> list[Series]:
-    """The curves along `axis`: for each set of groups that differ in it alone,
-    implementations with three points or more."""
+    """The curves along `axis`: for each set of groups that differ only in `axis`, the implementations with three points
+    or more."""
     sets: dict[tuple[tuple[str, Value], ...], list[Row]] = {}
     for row in run.scans[scan]:
         if isinstance(row.parameters.get(axis), int):  # the table of rows covers words
@@ -79,7 +79,7 @@ SIZED = {"B": "batch of", "n": "window of", "D": "width", "d": "width", "C": "mo
 
 
 def words(parameters: Mapping[str, Value]) -> str:
-    """Parameters as a reader would say them.
+    """Parameters in the words of a reader.
 
     >>> from bench.report.series import words
     >>> words({"pass": "forward", "N": 100_000, "landmarks": "fixed"})

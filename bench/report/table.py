@@ -1,4 +1,4 @@
-"""The terminal output of a run: a line for each group on the way, and the table at its end."""
+"""The terminal output of a run: a line for each group while it runs, and the table at its end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..runs import Row, Run, beyond_results
 
 
 def table(groups: Mapping[str, Sequence[Row]], problems: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """One block for each group: time, its spread, ratio, memory beyond the results,
-    speed, error; and why there is nothing of some."""
+    """One block for each group: time, its spread, ratio, memory beyond the results, speed and error; and the reasons if
+    some of them are missing."""
     for group in dict.fromkeys((*groups, *problems)):
         yield ""
         yield f"{group:<64}{'median':>10}{'spread':>8}{'ratio':>24}{'memory':>12}{'GFLOP/s':>9}{'error':>9}"
@@ -33,7 +33,7 @@ def of_run(run: Run) -> Iterator[str]:
 
 
 def brief(rows: Sequence[Row], problems: Mapping[str, str]) -> str:
-    """One group in some words: our median and its ratio to the baseline, or the first problem."""
+    """One group in a few words: our median and its ratio to the baseline, or the first problem."""
     ours = next((row for row in rows if row.ours), None)
     if ours is None:
         return next(iter(problems.values()), "")

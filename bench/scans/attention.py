@@ -40,11 +40,11 @@ SDPA = "scaled_dot_product_attention"
 FLEX, FLEX_IN_TF32 = (plain_attention.FLEX + precision + COMPILED for precision in ("", IN_TF32))
 OURS_IN_TF32 = "triton" + IN_TF32
 BACKENDS = {"cpu": ("MATH",), "cuda": ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")}
-"""Backends of torch's attention, by name; on a CPU it uses its flash kernel by itself."""
+"""Backends of torch's attention, by name; on a CPU, torch uses its flash kernel without being told."""
 
 
 def by_backend(name: str) -> Attend:
-    """torch's attention, held to one of `SDPBackend`."""
+    """torch's attention, limited to one `SDPBackend`."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(getattr(SDPBackend, name)):
@@ -60,7 +60,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _backend_names(device: str) -> dict[str, str]:
-    """The implementation that holds torch to a backend -> the backend."""
+    """The implementation that limits torch to a backend -> the backend."""
     return {f"{SDPA}, {name.removesuffix('_ATTENTION').lower()}": name for name in BACKENDS[device]}
 
 
@@ -77,8 +77,8 @@ ATTENTION: dict[str, Attend] = {
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Attention and, for a `dout`, its gradients, in float64 by autograd,
-    head by head because the scores are stored."""
+    """Attention and, for a `dout`, its gradients, in float64 by autograd. They are computed head by head, because the
+    scores are stored."""
     if dout is None:
         return (attended(query, key, value).out,)
     heads = [
@@ -99,7 +99,8 @@ def _exact_gradients(query: Tensor, key: Tensor, value: Tensor, dout: Tensor) ->
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
-    """The state by the formula, in float64, some queries of a head at a time because the scores are stored."""
+    """The state by the formula, in float64. Some queries of a head are computed at a time, because the scores are
+    stored."""
     heads = []
     for q, k, v in zip(*(part.detach().unbind(1) for part in (query, key, value)), strict=True):
         k, v = k.double(), v.double()
@@ -110,7 +111,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
 
 
 def _queries_at_a_time(key: Tensor) -> int:
-    """As many queries as have 512 MiB of scores."""
+    """The number of queries whose scores take 512 MiB."""
     return max(1, 2**26 // max(1, key.shape[0] * key.shape[1]))
 
 
@@ -127,10 +128,10 @@ def attention(
     logits: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Attention of `latents` queries over `keys` given keys and values, all of one width.
+    """Attention of `latents` queries over `keys` given keys and values, all with one width.
 
-    `transposed`: the layout is (B, N, H, D), as projections leave it, not (B, H, N, D). `every_peer`: include those
-    that take seconds to compile. `logits`: their standard deviation.
+    `transposed`: the layout is (B, N, H, D), as the result of a projection, instead of (B, H, N, D). `every_peer`: also
+    include peers that take seconds to compile. `logits`: their standard deviation.
     """
     scores = batch * heads * latents * keys
     named = dtype_name(dtype)
@@ -147,8 +148,8 @@ def attention(
             yield from (FLASH, FLASHINFER)
 
     def in_reach(name: str) -> bool:
-        """On a CPU, peers that store the scores are left out from a gigabyte of scores on;
-        on a GPU its memory decides."""
+        """On a CPU, peers that store the scores are left out if the scores take a gigabyte or more; on a GPU its memory
+        decides."""
         return device() == "cuda" or scores <= 2**28 or not _stores_scores(name)
 
     def inputs(seed: int) -> Operands:
@@ -213,7 +214,7 @@ def _stores_scores(name: str) -> bool:
 
 
 class StateInputs(NamedTuple):
-    """All keys and values, those that come or go last, and the state of the others."""
+    """All keys and values (the keys that are added or removed come last), and the state of the other keys."""
 
     query: Tensor
     key: Tensor
@@ -223,7 +224,7 @@ class StateInputs(NamedTuple):
 
 
 def eager_update(i: StateInputs, new: int, removes: bool = False) -> Results:
-    """The update in plain torch: the new keys' scores are merged into the sum, or taken out of it."""
+    """The update in plain torch: the scores of the new keys are merged into the sum, or removed from it."""
     scores, lse = (i.query @ i.key[:, :, -new:].mT).double() * i.query.shape[-1] ** -0.5, i.lse.unsqueeze(-1)
     part = scores if new == 1 else scores.logsumexp(-1, keepdim=True)
     merged = lse + torch.log1p(-(part - lse).exp()) if removes else torch.logaddexp(lse, part)
@@ -249,7 +250,8 @@ def update(
     removes: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """`new` keys after `keys` whose state alone was kept, or taken out of the state of all."""
+    """`new` keys after `keys`, of which only the state was kept; or `new` keys that are removed from the state of
+    all."""
     scan, named = "remove_from_state" if removes else "attention_state", dtype_name(dtype)
     rest = slice(0, keys) if removes else slice(None)  # the keys of the result
 
@@ -279,7 +281,7 @@ def update(
         },
         oracle=oracle,
         baselines=(EAGER,),
-        others=(SDPA,),  # starts again with all keys, which a state avoids
+        others=(SDPA,),  # starts again with all keys, which is not needed with a state
         work=attention_work(latents * heads * new, heads * new, width, width, named, device=device()),
         refusal=refusing("latent_attention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=3 * 2**30),
         smaller={"keys": min(keys, 4096), "new": min(new, 64)},
@@ -288,12 +290,12 @@ def update(
 
 @declared(threads=None)
 def merge(parts: int = 2, heads: int = 4, width: int = 16, latents: int = 128, batch: int = 1) -> Case:
-    """Merges the states of parts, from processes or moments, into the state of the whole,
-    by one formula on every device."""
+    """Merges the states of parts, from different processes or times, into the state of the whole, with the same formula
+    on every device."""
     rows = batch * heads * latents
 
     def inputs(seed: int) -> tuple[Tensor, Tensor]:
-        """(P, B, H, L, E) and (P, B, H, L): as many states one after the other."""
+        """(P, B, H, L, E) and (P, B, H, L): this number of states one after the other."""
         random, shape = generator(seed), (parts, batch, heads, latents)
         return normal(random, *shape, width), 10 * normal(random, *shape).double()
 
@@ -313,7 +315,7 @@ def merge(parts: int = 2, heads: int = 4, width: int = 16, latents: int = 128, b
         },
         oracle=oracle,
         baselines=(EAGER,),
-        # Each state is read, one is written.
+        # Each state is read, and one state is written.
         work=Work(bytes=(parts + 1) * rows * (width * BYTES["float32"] + BYTES["float64"])),
         smaller={"batch": 1},
     )
@@ -332,7 +334,7 @@ def _eager_merge(inputs: Sequence[Tensor]) -> Results:
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 WIDTHS = ((8, 8), (4, 16), (1, 64))
-"""(heads, width) of the model width 64."""
+"""(heads, width) for the model width 64."""
 NUMBERS = (1000, 10_000, 100_000, 1_000_000)
 
 
@@ -341,7 +343,7 @@ SHORT = (
     *((latents, 64, 4) for latents in (1, 64)),
     *((1, keys, 1) for keys in (4096, 65_536)),
 )
-"""(queries, keys, batch) of calls with little work, in which this package loses some."""
+"""(queries, keys, batch) of calls with little work, where this package is slower in some cases."""
 
 
 def short_cases() -> Iterator[Case]:

@@ -1,7 +1,7 @@
 """The parts of a scan: a case is one operation at one shape, with all its implementations.
 
-A scan declares its cases by a function of their sizes. The decorator `declared` lets it be called in another process,
-and with other sizes.
+A scan declares its cases by a function of their sizes. The decorator `declared` makes it possible to call it in another
+process, and with other sizes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ IN_TF32 = ", tf32"
 """Part of the names of implementations that may multiply float32 in tf32."""
 
 COLD_BYTES = 2**28
-"""Calls go round copies of the inputs of this total size, so that a cache does not pass for memory."""
+"""Calls cycle through copies of the inputs with this total size, so that data are read from memory and not from a
+cache."""
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float16)
-"""The dtypes measured beside float32."""
+"""The dtypes that are measured in addition to float32."""
 
 Results = Sequence[Tensor]
 Implementation = Callable[[Any], Results]
@@ -56,13 +57,13 @@ Implementation = Callable[[Any], Results]
 
 
 def everything_runs(implementation: str) -> str | None:
-    """The refusal of a case in which nothing is refused."""
+    """The refusal of a case in which every implementation is accepted."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """One operation at one shape: a group of rows, which take turns when they are timed."""
+    """One operation at one shape: a group of rows, which are timed in turn."""
 
     scan: str
     """The measured public operator or module."""
@@ -74,26 +75,28 @@ class Case:
     """Seed -> a tuple with the tensors that the implementations take."""
     implementations: Mapping[str, Implementation]
     oracle: Callable[[Any], Results | Mapping[str, Results]]
-    """Inputs -> the results in float64, by other means; by name if implementations compute different things."""
+    """Inputs -> the results in float64, computed in another way; by name if implementations compute different
+    things."""
     baselines: tuple[str, ...]
     """Ratios are to the fastest of these implementations."""
     others: tuple[str, ...] = ()
     """Implementations that compute something else: shown for comparison, without a share of the floor."""
     work: Passes | None = None
-    """The work that a result needs, for one step if a call does several; None if a floor means nothing."""
+    """The work that a result needs, for one step if a call does several steps; None if a floor has no meaning."""
     steps: Mapping[str, int] = field(default_factory=dict)
-    """Implementation -> the number of steps of one call, if not one."""
+    """Implementation -> the number of steps of one call, if it is not one."""
     counted: Mapping[str, str] = field(default_factory=dict)
     """A compiled implementation -> one with the same products, which can be counted."""
     uncaptured: tuple[str, ...] = ()
-    """Peers that must not be captured in a GPU's graph: torch's batched factorisations (MAGMA) then end the process."""
+    """Peers that must not be captured in a CUDA graph, because torch's batched factorisations (MAGMA) then end the
+    process."""
     refusal: Callable[[str], str | None] = everything_runs
     """Implementation -> why it cannot be measured here; None if it can."""
     smaller: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments for the same case on little data, which starts thread pools and loads libraries."""
+    """Arguments for the same case on little data; calling it starts thread pools and loads libraries."""
     dtype: torch.dtype = torch.float32
     threads: int | None = None
-    """None: as many as the run has."""
+    """None means the number of threads of the run."""
     quick: bool = False
     """Whether a quick run has it, too."""
     made_by: Callable[..., Case] = field(default=lambda: NotImplemented, repr=False)
@@ -122,9 +125,9 @@ class Case:
 
 
 def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callable[..., Case]]:
-    """Make a function that builds a case also take `threads` and `quick`, and remember its arguments.
+    """Let a function that builds a case also take `threads` and `quick`, and remember its arguments.
 
-    The usual `threads` are given here. An argument `dtype` becomes the case's.
+    The usual `threads` are given here. An argument `dtype` is also the dtype of the case.
     """
     usual = threads
 
@@ -150,8 +153,8 @@ def declared(threads: int | None = 1) -> Callable[[Callable[..., Case]], Callabl
 
 
 def kernels(operator: str, definition: bool = True) -> tuple[str, ...]:
-    """Implementations of a public operator for the device that is measured, and its definition;
-    "auto" first where it has a choice."""
+    """Implementations of a public operator for the measured device, and its definition; "auto" first if there is a
+    choice."""
     found = tuple(name for name in KERNELS[device()] if name in IMPLEMENTATIONS[OPERATORS[operator]])
     found = (AUTO, *found) if len(found) > 1 else found
     return (*found, "reference") if definition else found
@@ -160,8 +163,8 @@ def kernels(operator: str, definition: bool = True) -> tuple[str, ...]:
 def refusing(
     operator: str, *shapes: Sequence[int], dtype: torch.dtype = torch.float32, memory: float = 0.0
 ) -> Callable[[str], str | None]:
-    """The refusal of a case: an implementation of `operator` that cannot take such tensors, a package that is not
-    installed, or too little memory for `memory` bytes."""
+    """The refusal of a case: an implementation of `operator` that does not support such tensors, a package that is not
+    installed, or less free memory than `memory` bytes."""
 
     def refusal(implementation: str) -> str | None:
         tensors = [torch.empty(shape, dtype=dtype, device=device()) for shape in shapes]
@@ -172,7 +175,7 @@ def refusing(
 
 
 def missing(implementation: str) -> str | None:
-    """Report if an implementation comes from a package that is not installed."""
+    """Return a report if an implementation comes from a package that is not installed."""
     if implementation in MODULES and importlib.util.find_spec(MODULES[implementation]) is None:
         return f"not installed: pip install {INSTALLED_AS.get(implementation, implementation.split(' ')[0])}"
     return None
@@ -193,12 +196,12 @@ def identity(like: Tensor) -> Tensor:
 
 
 def doubled(inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Copies in float64 that require gradients where the inputs do."""
+    """Copies in float64 that require gradients if the inputs do."""
     return tuple(part.detach().double().requires_grad_(part.requires_grad) for part in inputs)
 
 
 def moved(size: int, dtype: str) -> Work | None:
-    """Work that is bytes alone; None if a cache may hold them from one call to the next."""
+    """Work that consists only of bytes; None if a cache may hold them from one call to the next."""
     return Work(bytes=size, dtype=dtype) if size >= COLD_BYTES // 8 else None
 
 
@@ -213,8 +216,8 @@ class Operands(NamedTuple):
 
 
 def drawn(seed: int, *shapes: Sequence[int], backward: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Operands of these shapes, which require gradients for a backward, and the gradient of an output like the first of
-    them; without a backward it is empty."""
+    """Operands of these shapes, which require gradients for a backward pass, and the gradient of an output with the
+    shape of the first operand. Without a backward pass, this gradient is empty."""
     random = generator(seed)
     operands = [normal(random, *shape, dtype=dtype, grad=backward) for shape in shapes]
     return [*operands, normal(random, *(shapes[0] if backward else (0,)), dtype=dtype)]
@@ -226,14 +229,15 @@ def direction(backward: bool) -> str:
 
 
 def way(backward: bool) -> str:
-    """The same as a part of a name."""
+    """The same value as a part of a name."""
     return direction(backward).replace(" ", "")
 
 
 def passes(function: Callable[..., Any], operands: int, backward: bool) -> Implementation:
-    """An implementation that gives `function` the first so many inputs.
+    """An implementation that passes the first inputs to `function`, as many as it takes.
 
-    With a backward pass it returns the results and then their gradients, for the result gradients in the other inputs.
+    With a backward pass, it returns the results and then their gradients. The incoming gradients of the results are the
+    remaining inputs.
     """
 
     def run(inputs: Results) -> Results:
@@ -255,10 +259,10 @@ def operator(
     implementations: Mapping[str, Implementation] | None = None,
     **declared: Any,
 ) -> Case:
-    """A case whose implementations are functions of the first so many inputs; with a backward pass, autograd
-    differentiates.
+    """A case whose implementations are functions of the first inputs; with a backward pass, autograd differentiates
+    them.
 
-    `exact`: the right result, by name if it differs; it is given the inputs in float64. `implementations`: further
+    `exact`: the right result, by name if the name differs; it gets the inputs in float64. `implementations`: further
     ones.
     """
     run = partial(passes, operands=operands, backward=backward)

@@ -1,4 +1,4 @@
-"""Streams: tokens come one by one, or in blocks, after a window. Figures are per token."""
+"""Streams: after a first window, tokens come one by one or in blocks. Figures are per token."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ Call = Callable[[], Results]
 
 
 class Streams(tuple[Tensor, ...]):
-    """Tokens, the first window and the rest, with the streams that go on over them, each at its own pace, in a cycle.
+    """Tokens, the first window and the other tokens, with the streams that continue over them. Each stream has its own
+    position, in a cycle.
 
-    In this module they are queries, keys and values, (1, H, n + t, D) each.
+    In this module, tokens are queries, keys and values, each (1, H, n + t, D).
     """
 
     calls: dict[str, Call]
@@ -76,8 +77,8 @@ def stream_case(
     refusal: Callable[[str], str | None],
     **declared: Any,
 ) -> Case:
-    """A case whose implementations continue streams; `starts`:
-    name -> from tokens and a seed to a call that continues all."""
+    """A case whose implementations continue streams. `starts` maps a name to a function that takes tokens and a seed,
+    and returns a call that continues all streams."""
 
     def inputs(seed: int) -> Streams:
         made = Streams(tokens(seed))
@@ -93,8 +94,8 @@ def continued(name: str, inputs: Streams) -> Results:
 
 
 class Shape(NamedTuple):
-    """So many calls of a step, with a token or a block of tokens each;
-    outputs are of the new tokens, or of the whole window."""
+    """This number of calls of a step, with a token or a block of tokens each; outputs belong to the new tokens, or to
+    the whole window."""
 
     window: int
     width: int
@@ -130,24 +131,25 @@ class Shape(NamedTuple):
         return [part[:, :, : self.window] for part in tokens]
 
     def after(self, tokens: Sequence[Tensor], block: int) -> list[tuple[Tensor, ...]]:
-        """The tokens after the first window, in blocks with memory of their own, as a projection makes them."""
+        """The tokens after the first window, in blocks with their own memory, as a projection makes them."""
         blocks = (part[:, :, self.window :].split(block, dim=2) for part in tokens)
         return [tuple(part.contiguous() for part in block) for block in zip(*blocks, strict=True)]
 
     def options(self, name: str) -> dict[str, Any]:
-        """Options for one of ours: auto takes the kernel, which by name is checked once more."""
+        """Options for one of our implementations: "auto" takes the kernel directly, and a kernel that is named is
+        checked once more."""
         output = {"output": "retroactive"} if self.retroactive else {}
         return output | ({"impl": name} if name == "reference" else {})
 
     def widened(self, step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A peer's step: sums in half precision would be wrong after a few tokens."""
+        """A step of a peer; sums in half precision would be wrong after a few tokens."""
         if self.dtype == wide(self.dtype):
             return step
         return lambda *token: step(*(part.to(wide(self.dtype)) for part in token)).to(self.dtype)
 
     def windows(self, tokens: Sequence[Tensor]) -> list[Tensor]:
-        """Exact attention in float64, one block of tokens after the other,
-        for all queries of the window or the newest."""
+        """Exact attention in float64, one block of tokens after the other, for all queries of the window or for the
+        newest query."""
         if self.retroactive:
             ends = range(self.window + 1, self.window + self.tokens + 1)
             return [exact(*(part[:, :, end - self.window : end] for part in tokens))[0] for end in ends]
@@ -159,7 +161,8 @@ class Shape(NamedTuple):
 
 
 def banded(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-    """(1, H, t, E) in float64: the attention of each of the last t tokens over the `window` newest that end with it."""
+    """(1, H, t, E) in float64: for each of the last t tokens, the attention over the `window` newest tokens that end
+    with it."""
     places = torch.arange(key.shape[2], device=key.device)
     age = places[-query.shape[2] :, None] - places
     outside = (age < 0) | (age >= window)
@@ -180,7 +183,7 @@ def _fewest(tokens: Tensor) -> Tensor:
 class NystromStreams:
     """The streams of Nyström attention of one shape: ours, and eager torch's.
 
-    Landmarks are fixed, or follow the window.
+    Landmarks are fixed, or change with the window.
     """
 
     scan = "continual_nystrom_step"
@@ -218,7 +221,7 @@ class NystromStreams:
         return all_steps(step, self.shape.after(tokens, self.shape.block))
 
     def eager(self, tokens: Sequence[Tensor], seed: int) -> Call:
-        """The call of the eager stream, a token at a time; outputs of a block are joined."""
+        """The call of the eager stream, one token at a time; the outputs of a block are concatenated."""
         call = all_steps(self.shape.widened(self._eager(tokens, seed).step), self._tokens(tokens, 1))
         block = self.shape.block
         return call if block == 1 else lambda: [torch.cat(list(outs), dim=-2) for outs in _batched(call(), block)]
@@ -238,7 +241,7 @@ class NystromStreams:
         return stream(*first, self.shape.width**-0.5, self.landmarks, self.given(seed, first[0]), ITERATIONS)
 
     def exactly(self, tokens: Sequence[Tensor]) -> Results:
-        """The eager stream in float64, which is the definition to 1e-12, in blocks."""
+        """The eager stream in float64, in blocks; it equals the definition to 1e-12."""
         s, stream = self.shape, self._eager([part.double() for part in tokens], seed=0)
         outs = [stream.step(*(_fewest(part.double()) for part in token)) for token in s.after(tokens, 1)]
         if s.retroactive:
@@ -289,9 +292,9 @@ def step(
 
 @declared(threads=None)
 def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
-    """A step of 16 heads of 12 with 4 landmarks, beside full attention of the window for every token, which it saves.
+    """A step of 16 heads of 12 with 4 landmarks, compared with full attention of the window for every token.
 
-    The definition is left out: it reads the window for every token, and is no faster than full attention.
+    The definition is left out, because it reads the window for every token and is not faster than full attention.
     """
     shape = Shape(window, 12, 16, 1, calls, False, torch.float32)
     streams, usable = NystromStreams(shape, 4, fixed), shape.refusal("continual_nystrom_step")
@@ -323,7 +326,7 @@ def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
         others=(EXACT, SDPA, EXPLICIT),
         work=streams.work,
         steps=dict.fromkeys((*ours, EXACT), shape.tokens)
-        | dict.fromkeys(peers, 1),  # full attention is computed once a call
+        | dict.fromkeys(peers, 1),  # full attention is computed once per call
     )
 
 
@@ -359,7 +362,8 @@ def exact_step(
     retroactive: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Exact attention continued: the newest output, or retroactive ones, those of the whole window anew."""
+    """A step of exact attention: the newest output, or retroactive outputs, where all outputs of the window are
+    recomputed."""
     scan, shape = "continual_attention_step", Shape(window, width, heads, block, calls, retroactive, dtype)
 
     def by_ours(name: str, tokens: Streams, seed: int) -> Call:
@@ -381,7 +385,7 @@ def exact_step(
         )
 
     def oracle(i: Streams) -> Mapping[str, Results]:
-        """Attention over each token's window: of all its queries, or of the newest."""
+        """Attention over the window of each token: for all queries of the window, or for the newest query."""
         found = shape.windows(i)
         return dict.fromkeys((*ours, EAGER), found) | {CONTINUAL_INFERENCE: [out[0] for out in found]}
 

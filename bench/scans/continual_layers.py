@@ -1,4 +1,4 @@
-"""Layers of a Transformer over a stream, beside a dozen lines of torch around a ring of keys and values.
+"""Layers of a Transformer over a stream, compared with a dozen lines of torch with a ring buffer of keys and values.
 
 Figures are per token.
 """
@@ -28,8 +28,8 @@ BARE = "a ring of keys and values, and torch's functions"
 
 
 class Ring:
-    """torch's layer (post-norm, ReLU) at the newest of n tokens:
-    its key and value replace the oldest, and its query reads all."""
+    """torch's layer (post-norm, ReLU) at the newest of n tokens: its key and value replace the oldest, and its query
+    attends to all keys."""
 
     def __init__(self, layer: nn.TransformerEncoderLayer, tokens: Tensor) -> None:
         """The first window (1, n, C) of a stream."""
@@ -56,8 +56,8 @@ class Ring:
 
 
 class BareRing:
-    """The same as fast as we could write it in torch: weights are at hand,
-    no module is called, one copy writes key and value."""
+    """The same layer, as fast as we could write it in torch: weights are looked up in advance, no module is called, and
+    one copy writes key and value."""
 
     def __init__(self, layer: nn.TransformerEncoderLayer, tokens: Tensor) -> None:
         ring, norms = Ring(layer, tokens), (layer.norm1, layer.norm2)
@@ -83,7 +83,7 @@ class BareRing:
 def layer_step(
     window: int = 256, width: int = 16, calls: int = 64, heads: int = 4, hidden: int = 128, landmarks: int = 16
 ) -> Case:
-    """One stream in float32. With landmarks that follow the window, a layer computes something else."""
+    """One stream in float32. With landmarks that change with the window, a layer computes something else."""
     features = heads * width
 
     @cache
@@ -108,7 +108,7 @@ def layer_step(
 
     @torch.no_grad()
     def oracle(i: Streams) -> Mapping[str, Results]:
-        """Attention by definition in float64, between the layer's other parts in float64."""
+        """Attention by its definition in float64, between the layer's other parts in float64."""
         layer = nn.TransformerEncoderLayer(
             features, heads, hidden, batch_first=True, dtype=torch.float64, device=i[0].device
         )

@@ -25,10 +25,10 @@ OURS, OURS_EXACT = "cmab_kernels.nn.ContinualNystromAttention", "cmab_kernels.nn
 def _module_step(
     names: Sequence[str], window: int, width: int, calls: int, heads: int, batch: int, landmarks: int
 ) -> Case:
-    """Modules over a stream, with their projections, in float32; landmarks follow the window, and `names[0]` is
+    """Modules over a stream, with their projections, in float32; landmarks change with the window, and `names[0]` is
     measured.
 
-    If it is Nyström attention, modules of exact attention stand beside it, which compute something else.
+    If this is Nyström attention, modules of exact attention are also measured; they compute something else.
     """
     nystrom, features = names[0] == OURS, heads * width
 
@@ -51,8 +51,8 @@ def _module_step(
         return [part.flatten(0, 1) for part in packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)]
 
     def eager(tokens: Tensor, enter: Tensor, leave: Tensor) -> Callable[[Tensor], Tensor]:
-        """The step in eager torch: each stream of each head is a matrix;
-        a single one has no dimension for it, as torch is faster then."""
+        """The step in eager torch: each stream of each head is a matrix. A single stream has no dimension for this,
+        because torch is faster then."""
         shape = (-1, 1, width) if batch * heads > 1 else (1, width)
         stream = EagerNystrom(*split(F.linear(tokens[:, :window], enter)), width**-0.5, landmarks, None, ITERATIONS)
 
@@ -76,8 +76,8 @@ def _module_step(
 
     @torch.no_grad()
     def oracle(i: Streams) -> Mapping[str, Results]:
-        """The eager stream, which is the definition, and attention over each token's window,
-        between projections in float64."""
+        """The eager stream, which is the definition, or attention over the window of each token, between projections in
+        float64."""
         tokens, enter, leave = (part.double() for part in (*i, weights().in_proj_weight, weights().out_proj.weight))
         query, key, value = (part[None] for part in split(F.linear(tokens, enter)))
         rows = banded(query[:, :, window:], key, value, window)

@@ -1,8 +1,8 @@
 """Steps of continual attention in the fastest eager torch, as peers for the continual kernels.
 
-These are the papers' equations with their errors corrected, on logits mild enough for plain exponentials. There are few
-operations on views made beforehand, because that alone matters at small shapes. Matrices (M, rows, columns) lose their
-first dimension if M is 1, since torch is then faster.
+These are the papers' equations with their errors corrected. The logits are small enough for plain exponentials. There
+are few operations, on views that are made in advance, because only this matters at small shapes. Matrices (M, rows,
+columns) lose their first dimension if M is 1, since torch is then faster.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def eager_pinv(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def eager_attention(query: Tensor, key: Tensor, value: Tensor, number: int) -> Tensor:
-    """Whole windows (B, H, N, *): torch's fused attention on both sides of the pseudo-inverse,
-    whose values half precision would not resolve."""
+    """Whole windows (B, H, N, *): torch's fused attention on both sides of the pseudo-inverse, whose values half
+    precision cannot resolve."""
     scale, dtype = key.shape[-1] ** -0.5, wide(key.dtype)
     near, far = (segment_means(part, number) for part in (query, key))
     averaged = F.scaled_dot_product_attention(near.to(key.dtype), key, value).to(dtype)
@@ -66,11 +66,12 @@ def eager_rings(*tokens: Tensor) -> tuple[Tensor, ...]:
 
 
 class Ring:
-    """The newest n + 1 tokens, each in row p % (n + 1), and the first again after the last:
-    so a new token lies before the evicted one."""
+    """The newest n + 1 tokens, each in row p % (n + 1), with the first row repeated after the last. So a new token is
+    in the row before the evicted token."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
-        """Starts from a first window (M, n, D), (M, n, E); each value has a 1 after it, whose sum is phi."""
+        """Starts from a first window (M, n, D), (M, n, E); each value is followed by a 1, so that the sum of these is
+        phi."""
         self.rows = key.shape[1] + 1
         self.keys = _one(key.new_zeros(len(key), self.rows + 1, key.shape[2]))
         self.values = _one(value.new_ones(len(value), self.rows + 1, value.shape[2] + 1))
@@ -82,7 +83,7 @@ class Ring:
         self._pairs = [(self.keys[..., i : i + 2, :].mT, self.values[..., i : i + 2, :]) for i in places]
 
     def push(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The new key and the evicted one, (D, 2), and their values, (2, E + 1)."""
+        """The new key and the evicted key, (D, 2), and their values, (2, E + 1)."""
         place = self.position % self.rows
         self.position += 1
         for i in (0, self.rows) if place == 0 else (place,):
@@ -92,7 +93,7 @@ class Ring:
         return self._pairs[place]
 
     def window(self) -> tuple[Tensor, Tensor, int]:
-        """Keys and values in any order, with one row too many, and the index of that row."""
+        """Keys and values in any order, with one additional row, and the index of that row."""
         return self.keys[..., : self.rows, :], self.values[..., : self.rows, :], self.position % self.rows
 
 
@@ -142,8 +143,8 @@ class EagerNystrom:
         self.inverse = eager_pinv((self.queries @ self.keys.mT).softmax(-1), self.iterations)
 
     def _replace(self) -> None:
-        """The segment's mean replaces the oldest landmark;
-        the last row of the sums is computed after the others move up."""
+        """The mean of the segment replaces the oldest landmark; the last row of the sums is computed after the other
+        rows have moved up."""
         near, far = (torch.cat(part, dim=-2).mean(-2, keepdim=True) for part in zip(*self._segment, strict=True))
         self._segment.clear()
         self.queries = torch.cat([self.queries[..., 1:, :], self.scale * near], dim=-2)
@@ -174,7 +175,8 @@ class EagerRetroactive(EagerNystrom):
 
 
 class EagerBlocks:
-    """The same with fixed landmarks for blocks of tokens: a band of each token's window, by matrix products alone."""
+    """The same with fixed landmarks for blocks of tokens: a band that contains the window of each token, with matrix
+    products alone."""
 
     def __init__(
         self,
@@ -201,8 +203,8 @@ class EagerBlocks:
 
 
 class EagerExact:
-    """A stream of exact attention: a ring, whose order does not matter to a softmax,
-    and torch's own attention over it."""
+    """A stream of exact attention: a ring buffer, whose order does not matter for a softmax, and torch's own attention
+    over it."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         """Starts from a first window (1, H, n, D)."""
@@ -218,7 +220,7 @@ class EagerExact:
 
 
 class EagerExactBlocks:
-    """The same for blocks of tokens, each with a band of the window as its mask."""
+    """The same for blocks of tokens; each block has a band that contains its windows as a mask."""
 
     def __init__(self, key: Tensor, value: Tensor, block: int) -> None:
         self.key, self.value, self.window = key, value, key.shape[2]
@@ -231,7 +233,7 @@ class EagerExactBlocks:
 
 
 def band(tokens: int, window: int, like: Tensor) -> Tensor:
-    """(t, n + t): which of the keys before and among t tokens are in the window of each."""
+    """(t, n + t): for each of t tokens, which keys before it and among the t tokens are in its window."""
     age = torch.arange(tokens, device=like.device)[:, None] + window - torch.arange(window + tokens, device=like.device)
     return (age >= 0) & (age < window)
 

@@ -1,4 +1,4 @@
-"""Intention as a layer, and its systems, beside their peers; on one thread unless stated, as in the targets."""
+"""Intention as a layer, and its systems, compared with their peers; on one thread unless stated, as in the targets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from .intention_peers import ALPHA, cholesky_gradients, cholesky_solve, inverse_
 CHUNKED = "torch, in chunks"
 SCALED = F.scaled_dot_product_attention
 BESIDE_ATTENTION = 16_384
-"""The most rows for which attention, which computes something else, is shown beside Intention and torch's best form."""
+"""The largest number of rows for which attention, which computes something else, is shown together with Intention and
+torch's best form."""
 
 
 def _inverse(key: Tensor) -> Tensor:
@@ -45,7 +46,8 @@ def _inverse(key: Tensor) -> Tensor:
 
 
 def regression_work(heads: int, length: int, width: int, dtype: str, backward: bool) -> list[Work]:
-    """Sums, solution and rows, with as many queries as keys; backward the gradients of each, by the same factor."""
+    """Sums, solution and rows, with as many queries as keys; in the backward pass the gradients of each, with the same
+    factor."""
     rows = heads * length
     forward = (
         ridge_work(rows, width, width, dtype)
@@ -70,10 +72,10 @@ def layer(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """`intention` of as many queries as keys.
+    """`intention` with as many queries as keys.
 
-    The oracle is by an inverse in float64; for long ones, where the gradient of that takes gigabytes, torch's form in
-    float64.
+    The oracle uses an inverse in float64. For many keys, where the gradient of the inverse takes gigabytes, it is
+    torch's form in float64.
     """
     short, named = length <= BESIDE_ATTENTION, dtype_name(dtype)
     ours = kernels("intention", definition=length < 1_000_000)  # the definition copies what it reads
@@ -112,16 +114,16 @@ def sigma_layer(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Some queries, through the inverse of a ridge regression, over many keys:
-    attention with logits of the usual size."""
+    """A few queries that go through the inverse of a ridge regression, over many keys: attention with logits of the
+    usual size."""
     scan, named = "sigma_intention", dtype_name(dtype)
-    scale = length * width**-0.5  # K'K is about N I, which queries are divided by
+    scale = length * width**-0.5  # K'K is about N I, and queries are divided by it
     ours = kernels(scan, definition=length < 100_000)  # the definition stores the scores
     shapes = [(batch, heads, count, width) for count in (queries, length, length)]
     keys, scores = batch * heads * length, batch * heads * queries * length
     attend = partial(attention_work, scores, keys, width, width, named, device=device())
     inverse = ridge_work(keys, width, 0, named) + solve_work(batch * heads, width, queries, named)
-    forward = attend() + replace(inverse, bytes=0.0)  # the keys are counted with attention
+    forward = attend() + replace(inverse, bytes=0.0)  # the keys are counted with the attention
     return operator(
         {name: partial(sigma_intention, alpha=ALPHA, scale=scale, impl=name) for name in ours}
         | {EAGER: partial(sigma, scale=scale), SDPA: SCALED},
@@ -148,7 +150,7 @@ CHOLESKY, INVERSE = "torch, Cholesky", "torch, inverse"
 
 
 def matrices(random: torch.Generator, batch: int, width: int) -> Tensor:
-    """Means of the products of as many rows, whose eigenvalues are up to 4, and 1/2: condition 9."""
+    """Means of the products of as many rows, whose eigenvalues are up to 4, plus 1/2: the condition number is 9."""
     rows = normal(random, batch, width, width)
     return rows.mT @ rows / width + 0.5 * identity(rows)
 
@@ -167,7 +169,7 @@ def _solve(
     add it.
 
     A product with the inverse is less accurate (it fails LAPACK's test from condition 1e3 on), but faster in torch than
-    its triangular solves: it is shown, but is not a baseline.
+    its triangular solves. It is shown, but is not a baseline.
     """
 
     def widened(solve: Callable[..., Tensor]) -> Implementation:
@@ -179,7 +181,7 @@ def _solve(
         peers = {CHOLESKY: widened(cholesky_solve), INVERSE: widened(lambda gram, rhs: inverse_of(gram) @ rhs)}
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
-        """Matrices and right-hand sides; with a backward the gradient of the solution."""
+        """Matrices and right-hand sides; with a backward pass also the gradient of the solution."""
         random = generator(seed)
         gram = matrices(random, batch, width)
         rhs, dweight = (normal(random, batch, width, columns) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Peers of Intention: the fastest torch forms, with gradients by hand if that is faster than autograd."""
+"""Peers of Intention: the fastest torch forms, with hand-written gradients if they are faster than autograd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .case import identity, wide
 
 ALPHA = 1.0
 CHUNK = 4096
-"""Keys given to torch at a time: the fastest from 512 to all, and of eight ways to write the products."""
+"""The number of keys that torch gets at a time: the fastest from 512 to all keys, and among eight ways to write the
+products."""
 
 
 def regularised(gram: Tensor) -> Tensor:
@@ -18,13 +19,13 @@ def regularised(gram: Tensor) -> Tensor:
 
 
 def cholesky_solve(gram: Tensor, rhs: Tensor) -> Tensor:
-    """Cholesky and two triangular solves as fast as torch has them: from the upper triangle, without a check."""
+    """Cholesky and two triangular solves in the fastest form of torch: from the upper triangle, without a check."""
     return torch.cholesky_solve(rhs, torch.linalg.cholesky_ex(gram, upper=True)[0], upper=True)
 
 
 @torch.no_grad()
 def cholesky_gradients(gram: Tensor, rhs: Tensor, dweight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The solution and its gradients by the same factor: dB = Z = A^-1 dX and dA = -(Z X' + X Z') / 2."""
+    """The solution and its gradients with the same factor: dB = Z = A^-1 dX and dA = -(Z X' + X Z') / 2."""
     factor = torch.linalg.cholesky_ex(gram, upper=True)[0]
     weight, drhs = (torch.cholesky_solve(part, factor, upper=True) for part in (rhs, dweight))
     half = drhs @ weight.mT
@@ -39,7 +40,7 @@ def inverse_of(gram: Tensor) -> Tensor:
 
 
 def summed(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
-    """first' second of rows (N, *) in `dtype`, each chunk in the cache once."""
+    """first' second of rows (N, *) in `dtype`; each chunk is in the cache once."""
     total = first.new_zeros(first.shape[1], second.shape[1], dtype=dtype)
     for rows, others in zip(first.split(CHUNK), second.split(CHUNK), strict=True):
         torch.addmm(total, rows.to(dtype).T, others.to(dtype), out=total)
@@ -71,8 +72,8 @@ def sums_gradients(
 
 
 def regression(query: Tensor, key: Tensor, value: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """Intention of (B, H, N, *), and its gradients for a dout that is not empty, by hand:
-    in 0.45 of the time that autograd takes."""
+    """Intention of (B, H, N, *), and its hand-written gradients for a dout that is not empty, in 0.45 of the time of
+    autograd."""
     with torch.no_grad():
         return (together if key.shape[2] <= CHUNK or key.is_cuda else chunked)(query, key, value, dout)
 
@@ -91,7 +92,7 @@ def together(query: Tensor, key: Tensor, value: Tensor, dout: Tensor) -> tuple[T
 
 
 def chunked(query: Tensor, key: Tensor, value: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """Head by head, a chunk of rows at a time; not of half precision, whose sums would be wrong."""
+    """Head by head, a chunk of rows at a time; not for half precision, where the sums would be wrong."""
     like = (value, query, key, value) if dout.numel() else (value,)
     results = tuple(torch.empty_like(rows) for rows in like)
     for rows in zip(*(part.flatten(0, 1) for part in (query, key, value, dout, *results) if part.numel()), strict=True):
@@ -129,7 +130,7 @@ def _slope(dmoment: Tensor, weight: Tensor) -> Tensor:
 
 
 def sigma(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Queries through the inverse, then torch's fused attention."""
+    """Queries multiplied by the inverse, then torch's fused attention."""
     wider = key.to(wide(key.dtype))
     solved = cholesky_solve(regularised(wider.mT @ wider), query.mT.to(wider.dtype)).mT.to(query.dtype)
     return F.scaled_dot_product_attention(solved, key, value, scale=scale)

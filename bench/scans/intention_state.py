@@ -45,8 +45,8 @@ def _keys(
 
 
 def _exact_sum(first: Tensor, second: Tensor) -> Tensor:
-    """first' second in float64, by sums over few keys each:
-    one product over all is good to 1e-13 only, and kernels to 1e-15."""
+    """first' second in float64, as sums over a few keys each: the error of one product over all keys is 1e-13, and that
+    of kernels is 1e-15."""
     pieces = zip(first.double().split(256, dim=2), second.double().split(256, dim=2), strict=True)
     return torch.stack([rows.mT @ others for rows, others in pieces]).sum(0)
 
@@ -71,9 +71,9 @@ def sums(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """The sums over so many keys, for a state: products in float64.
+    """The sums over this number of keys, for a state: products in float64.
 
-    Sums of float32 products, as in a single call of `intention`, show what they save.
+    Sums of float32 products, as in a single call of `intention`, show how much time they save.
     """
     scan, named = "ridge_state", dtype_name(dtype)
     ours = kernels(scan, definition=keys < 1_000_000)  # the definition copies what it reads
@@ -84,7 +84,7 @@ def sums(
         peers[RUNS] = lambda i: gram_op(Gram(*i, impl="native"))
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
-        """Keys and values; with a backward the gradients of both sums."""
+        """Keys and values; with a backward pass also the gradients of both sums."""
         random, square = generator(seed + 1), (batch, heads, width, width)
         douts = [normal(random, *square, dtype=torch.float64) for _ in range(2)] if backward else []
         return *_keys(seed, batch, heads, keys, width, dtype, backward), *douts
@@ -132,7 +132,7 @@ def _subtracted(i: Held, dtype: torch.dtype) -> Results:
 
 @declared()
 def removal(keys: int, width: int = 64, heads: int = 1) -> Case:
-    """So many keys removed from a state of twice as many."""
+    """This number of keys removed from a state of twice as many."""
     scan = "remove_ridge"
 
     def inputs(seed: int) -> Held:
@@ -174,7 +174,8 @@ def eager_update(i: Held) -> Results:
 
 @declared()
 def update(heads: int, width: int, keys: int = 100_000, tokens: int = 1) -> Case:
-    """Some more keys after `keys` whose sums alone were kept, and the regression again. All sums are in float64.
+    """Some more keys after `keys`, of which only the sums were kept, and a new solve of the regression. All sums are in
+    float64.
 
     There is no floor: the state stays in a cache, and the rest is the cost of calls.
     """
@@ -219,7 +220,7 @@ def update(heads: int, width: int, keys: int = 100_000, tokens: int = 1) -> Case
 
 @declared()
 def merge(states: int = 2, heads: int = 512, width: int = 64) -> Case:
-    """Several states in one."""
+    """Several states merged into one."""
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
         """The gram, moment and count of each state, one state after the other."""
@@ -255,8 +256,8 @@ def _added(first: RidgeState, *others: RidgeState) -> Results:
 
 
 def errors_of_additions(keys: int, width: int = 8) -> dict[str, float]:
-    """Relative error of the sum K'K after `keys` additions of one key each:
-    of a `ridge_state`, and of float32 sums kept in torch."""
+    """Relative error of the sum K'K after `keys` additions of one key each, for a `ridge_state` and for float32 sums in
+    torch."""
     key = normal(generator(0), 1, 1, keys, width)
     exact_sum = key.double().mT @ key.double()
     state, plain = None, key.new_zeros(width, width)

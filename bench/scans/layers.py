@@ -1,5 +1,5 @@
-"""Layers of a transformer in one call, and stacks of such blocks:
-the papers' models in training and in use, beside torch."""
+"""Layers of a transformer in one call, and stacks of such blocks: the papers' models in training and in inference,
+compared with torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled in this process: a worker of its own would outlive the process that memory is measured in."""
+    """Compiled in this process: a separate worker process would outlive the process in which memory is measured."""
     from torch._inductor import config
 
     config.compile_threads = 1
@@ -50,7 +50,7 @@ def torch_attention(x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, *w
 
 @declared()
 def feed_forward(rows: int = 2048, width: int = 64, backward: bool = False) -> Case:
-    """The feed-forward layer of a block: a norm, twice as many gated features as columns, no biases."""
+    """The feed-forward layer of a block: a norm, twice as many gated features as columns, and no biases."""
 
     def ours(impl: str, x: Tensor, weight: Tensor, bias: Tensor, *weights: Tensor) -> Tensor:
         return cmab_kernels.feed_forward_layer(x, *weights, norm=(weight, bias, 1e-5), impl=impl)
@@ -73,7 +73,7 @@ def feed_forward(rows: int = 2048, width: int = 64, backward: bool = False) -> C
 def attention_layer(
     latents: int = 128, width: int = 64, heads: int = 4, keys: int = 128, batch: int = 16, backward: bool = False
 ) -> Case:
-    """The attention layer of a block, whose latents attend to others."""
+    """The attention layer of a block, where the latents attend to others."""
 
     def ours(impl: str, x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, *weights: Tensor) -> Tensor:
         return cmab_kernels.attention_layer(
@@ -100,7 +100,7 @@ def _layer(
     sizes: Mapping[str, int],
     shorter: str,
 ) -> Case:
-    """One layer, its implementations beside eager and compiled torch. `shorter`: the argument that makes it smaller."""
+    """One layer: our implementations, and eager and compiled torch. `shorter`: the argument that reduces the size."""
     functions = {name: partial(ours, name) for name in kernels(scan)} | {
         EAGER: theirs,
         EAGER + COMPILED: lambda *i: compiled(theirs)(*i),
@@ -123,8 +123,8 @@ def _layer(
 
 
 def _initialised(seed: int, shapes: Sequence[Sequence[int]], backward: bool) -> list[Tensor]:
-    """Operands whose matrices, behind the norm's vectors, keep the size of rows:
-    those of N(0, 1) saturate a softmax, and errors grow."""
+    """Operands in which the matrices after the norm's vectors do not change the size of rows: matrices from N(0, 1)
+    saturate a softmax, and errors grow."""
     operands = drawn(seed, *shapes, backward=backward)
     first = max(number for number, shape in enumerate(shapes) if len(shape) == 1) + 1
     with torch.no_grad():
@@ -140,7 +140,7 @@ WITH_SDPA, NAIVE = f"torch with {SDPA}", "plain torch"
 
 
 def torch_block(attend: Attend, heads: int, weights: Mapping[str, Tensor], inputs: Tensor, latents: Tensor) -> Tensor:
-    """The block of the paper, from the parameters of `nn.CMAB`, in torch's operations."""
+    """The block of the paper in torch's operations, with the parameters of `nn.CMAB`."""
 
     def norm(name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -193,7 +193,7 @@ def stack(
 ) -> Case:
     """A stack of blocks over `batch` functions of `points` points, as in training, or without gradients.
 
-    It has no floor: small products, and what lies between them, share the time.
+    It has no floor, because its time consists of small products and of the operations between them.
     """
 
     @cache

@@ -1,7 +1,7 @@
 """Modules with their projections.
 
-These are the drop-in for `nn.MultiheadAttention`, a CMAB that takes in one more point, and modules that replace torch's
-attention over tokens that attend to themselves.
+They are the replacement for `nn.MultiheadAttention`, a CMAB that reads one more point, and modules that replace torch's
+self-attention over tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Attend = Callable[..., Tensor]
 
 
 def torch_attention(features: int, heads: int, dtype: torch.dtype = torch.float32) -> nn.MultiheadAttention:
-    """torch's module, whose weights all others take; the same each time, on the measured device."""
+    """torch's module, whose weights all other modules use; it is the same each time, on the measured device."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.MultiheadAttention(features, heads, batch_first=True, device=device(), dtype=dtype)
@@ -64,7 +64,7 @@ def called(module: nn.Module) -> Attend:
 
 
 def with_weights(module: nn.Module, weights: nn.Module) -> nn.Module:
-    """The module with the very parameters of `weights`."""
+    """The module with the same parameters as `weights`."""
     for name, parameter in weights.named_parameters():
         owner, _, last = name.rpartition(".")
         setattr(module.get_submodule(owner), last, parameter)
@@ -72,7 +72,7 @@ def with_weights(module: nn.Module, weights: nn.Module) -> nn.Module:
 
 
 def between_projections(attend: Attend, weights: nn.MultiheadAttention) -> Attend:
-    """A function of heads (B, H, N, D) as one of tokens (B, N, C)."""
+    """A function of heads (B, H, N, D), turned into a function of tokens (B, N, C)."""
 
     def whole(tokens: Tensor) -> Tensor:
         packed = F.linear(tokens, weights.in_proj_weight, weights.in_proj_bias)
@@ -83,7 +83,7 @@ def between_projections(attend: Attend, weights: nn.MultiheadAttention) -> Atten
 
 
 def over_context(attend: Attend, weights: nn.MultiheadAttention) -> Attend:
-    """The same for queries and the context that they attend to."""
+    """The same, for queries and the context to which they attend."""
 
     def whole(tokens: Tensor, context: Tensor) -> Tensor:
         matrices, shifts = weights.in_proj_weight.chunk(3), weights.in_proj_bias.chunk(3)
@@ -104,10 +104,10 @@ def module_case(
     dtype: torch.dtype = torch.float32,
     **declared: Any,
 ) -> Case:
-    """Modules with the same weights: name -> what it makes of torch's module. Backward gives the gradients of all
-    inputs and of `leaves`.
+    """Modules with the same weights: name -> the module that is made from torch's module. The backward pass gives the
+    gradients of all inputs and of `leaves`.
 
-    The oracle is the same in float64; `alike`: name -> the peer that stands for it there.
+    The oracle is the same module in float64; `alike` maps a name to the peer that replaces it there.
     """
 
     @cache
@@ -142,7 +142,8 @@ def module_case(
 def cross_attention(
     heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128, backward: bool = False
 ) -> Case:
-    """The whole of nn.MultiheadAttention of `latents` over a context; backward to parameters and inputs."""
+    """The whole of nn.MultiheadAttention with `latents` queries over a context; the backward pass gives the gradients
+    of parameters and inputs."""
     each, scores = width // heads, heads * latents * keys
     attend = [
         attention_work(scores, heads * keys, each, each, "float32", pass_, device())
@@ -183,7 +184,7 @@ UPDATE, FORWARD, WITH_SDPA = "cmab_kernels.nn.CMAB.update", "cmab_kernels.nn.CMA
 
 
 class BlockInputs(NamedTuple):
-    """All points, the latents of the one who asks, and the state of all points but the last."""
+    """All points, the latents that attend to them, and the state of all points but the last."""
 
     points: Tensor
     latents: Tensor
@@ -192,7 +193,8 @@ class BlockInputs(NamedTuple):
 
 
 def _with_sdpa(block: CMAB, inputs: BlockInputs) -> Results:
-    """All keys and values in memory; the layers after the attention over the points run as an update without points."""
+    """All keys and values in memory; the layers after the attention over the points are run as an update without
+    points."""
     cross = block.compress.cross_attention
     query = cross.heads(cross.query, cross.norm(block.latents)).unsqueeze(0)
     context = cross.context_norm(inputs.points)
@@ -203,7 +205,7 @@ def _with_sdpa(block: CMAB, inputs: BlockInputs) -> Results:
 
 @declared(threads=None)
 def block(heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 128) -> Case:
-    """A Constant Memory Attention Block that has read `keys` points takes one more: by its state, and from all points
+    """A Constant Memory Attention Block that has read `keys` points reads one more: from its state, and from all points
     again.
 
     There is no floor: most of an update is the layers after the attention.
@@ -249,7 +251,7 @@ def block(heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 1
 # ---- self-attention --------------------------------------------------------------------------------------------------
 
 LONGEST = 4096
-"""The most tokens for which torch's module, which is quadratic in them, is measured."""
+"""The largest number of tokens for which torch's module is measured, whose time is quadratic in them."""
 
 
 def self_attention(
@@ -267,8 +269,9 @@ def self_attention(
     more: Mapping[str, int] | None = None,
     smallest: int = 256,
 ) -> Case:
-    """A module beside peers that compute the same, `attend` in eager torch between the same projections, and `peers`,
-    made from torch's weights; torch's own module, which computes something else, is shown beside them."""
+    """A module, compared with peers that compute the same result: `attend` in eager torch between the same projections,
+    and `peers`, which are made from torch's weights. torch's own module, which computes something else, is also
+    shown."""
     ours, more, short, named = f"cmab_kernels.{scan}", more or {}, length <= LONGEST, dtype_name(dtype)
     like = {"batch_first": True, "device": device()}
     makers: dict[str, Callable[[nn.MultiheadAttention], Attend]] = {
@@ -308,7 +311,7 @@ def intention_module(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """`nn.MultiheadIntention`, whose penalty is exp(0) = 1, as it starts."""
+    """`nn.MultiheadIntention`, whose penalty is its initial value exp(0) = 1."""
     return self_attention(
         "nn.MultiheadIntention",
         MultiheadIntention,
@@ -328,7 +331,7 @@ def nystrom_module(
     landmarks: int = 64,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """`nn.NystromAttention`, beside the package's module too, whose heads share their norms."""
+    """`nn.NystromAttention`, also compared with the package's module, whose heads share their norms."""
     width = features // heads
 
     def package(weights: nn.MultiheadAttention) -> Attend:

@@ -1,4 +1,5 @@
-"""Nyström attention of whole windows, its pseudo-inverse, and the first windows of streams, beside their peers."""
+"""Nyström attention of whole windows, its pseudo-inverse, and the first windows of streams, compared with their
+peers."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def layer(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """As many queries as keys, beside attention, which computes something else,
-    and the package, whose heads share their norms."""
+    """As many queries as keys; compared with attention, which computes something else, and with the package
+    nystrom-attention, whose heads share their norms."""
     scan, named, rows = "nystrom_attention", dtype_name(dtype), batch * heads * length
 
     def by(attend: Callable[..., Tensor]) -> Implementation:
@@ -82,7 +83,7 @@ def layer(
         return LayerInputs(*parts, together.requires_grad_(backward), dout)
 
     def oracle(i: LayerInputs) -> Mapping[str, Results]:
-        """The definition in float64; attention and the package have their own."""
+        """The definition in float64; attention and the package have their own definitions."""
         doubles = LayerInputs(*doubled(i))
         own = {
             name: implementations[name](doubles)
@@ -100,7 +101,7 @@ def layer(
     if length <= (4096 if backward else 16_384):
         implementations[SDPA] = by(F.scaled_dot_product_attention)
     work = [nystrom_work(batch * heads, length, landmarks, width, width, ITERATIONS, named)]
-    if backward:  # that of both attentions: of the landmarks to all keys, and of all queries to the landmarks
+    if backward:  # the sum for both attentions: of the landmarks to all keys, and of all queries to the landmarks
         half = attention_work(rows * landmarks, rows, width, width, named, backward=True)
         work.append(half + half)
     return Case(
@@ -149,7 +150,7 @@ def packaged_attention(
 def pinv(landmarks: int = 16, batch: int = 1, backward: bool = False, dtype: torch.dtype = torch.float32) -> Case:
     """The iterated pseudo-inverse of softmaxes over random landmarks.
 
-    Backward has no floor, as recomputation is a choice.
+    The backward pass has no floor, because recomputation is optional.
     """
     scan = "iterative_pinv"
 
@@ -157,8 +158,8 @@ def pinv(landmarks: int = 16, batch: int = 1, backward: bool = False, dtype: tor
         return eager_pinv(matrix[0], ITERATIONS)[None] if batch == 1 else eager_pinv(matrix, ITERATIONS)
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
-        """Matrices; with a backward the gradient of their inverses, and rows of different sums:
-        equal ones have no greatest to go to."""
+        """Matrices; with a backward pass also the gradient of their inverses. The rows have different sums, because
+        among equal sums the gradient of the largest is not unique."""
         random = generator(seed)
         matrix = (2 * normal(random, batch, landmarks, landmarks)).softmax(-1).to(dtype)
         if not backward:
@@ -190,7 +191,7 @@ def _packaged_pinv(matrix: Tensor) -> Tensor:
 
 
 def iterated(matrix: Tensor, together: bool = False) -> Tensor:
-    """Razavi's iteration, multiplied out; `together` from the norms of all matrices at once."""
+    """Razavi's iteration, multiplied out. With `together` it starts from the norms of all matrices."""
     one, size = identity(matrix), matrix.abs()
     columns, rows = (size.sum(dim).amax(-1) for dim in (-2, -1))
     norms = (columns.max() * rows.max()).expand_as(rows) if together else columns * rows
@@ -219,7 +220,7 @@ def _window_bytes(heads: int, window: int, width: int, dtype: torch.dtype) -> in
 
 @declared()
 def exact_start(window: int = 64, width: int = 64, heads: int = 16, dtype: torch.dtype = torch.float32) -> Case:
-    """Exact attention keeps the window, in rings with a row to spare."""
+    """Exact attention keeps the window, in ring buffers with a spare row."""
     return Case(
         scan="continual_attention_init",
         name=f"exact-start-{dtype_name(dtype)}-{heads}x{width}-n{window}",
@@ -249,10 +250,10 @@ def start(
     kind, scale = "fixed" if fixed else "continual", width**-0.5
 
     def inputs(seed: int) -> tuple[Tensor, ...]:
-        """The window, and landmarks where they are given.
+        """The window, and landmarks if they are given.
 
-        Each segment has a level of its own: of pure noise all landmarks would be alike, and have no inverse that
-        float32 resolves.
+        Each segment has its own level: with pure noise all landmarks would be alike, and float32 could not resolve
+        their inverse.
         """
         random = generator(seed + 1000)
         segments = torch.arange(window, device=device()) * landmarks // window
@@ -264,15 +265,15 @@ def start(
     def by_ours(i: Sequence[Tensor]) -> Results:
         given = tuple(i[3:]) or None
         state = continual_nystrom_init(*i[:3], None if given else landmarks, landmarks=given)
-        return *state[:3], state.sums[..., :-1], state.inverse  # but for a mark that torch made them
+        return *state[:3], state.sums[..., :-1], state.inverse  # except for a mark that torch made them
 
     def eager(i: Sequence[Tensor]) -> Results:
         rings, sums, inverse = eager_start(*i[:3], landmarks, tuple(i[3:]) or None)
         return *rings, sums, inverse
 
     def oracle(i: Sequence[Tensor]) -> Mapping[str, Results]:
-        """Sums of exponentials as they are; ours less their greatest, which stands behind them,
-        phi once more as its peak, and the size."""
+        """Sums of exponentials without a shift; ours are relative to the largest logit, which follows them, then phi
+        once more as its peak, and the size."""
         query, key, value = (part.double() for part in i[:3])
         near, far = (
             (part.double() for part in i[3:]) if fixed else (segment_means(part, landmarks) for part in (query, key))

@@ -1,5 +1,5 @@
-"""Attention in plain torch as a GPU's user may write it: the scores whole,
-or in chunks whose results are merged by their log-sum-exps."""
+"""Attention in plain torch as a GPU user may write it: all scores at once, or in chunks whose results are merged by
+their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ FLEX = "flex_attention"
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 CHUNK = 1000
-"""Keys of a chunk: a product with the values over all keys at once would occupy a few multiprocessors."""
+"""The number of keys of a chunk; a product with the values over all keys at once would occupy only a few
+multiprocessors."""
 CACHED = 2**25
-"""Bytes of scores that are made at a time if chunks take turns: they stay in the L2 cache of a data-centre GPU."""
+"""Bytes of scores that are computed at a time if chunks are processed in turn: they stay in the L2 cache of a
+data-centre GPU."""
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -32,8 +34,8 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """The kept values of each chunk, (B, H, chunks, L, *): the highest score,
-    the sum of exponentials, and their weighted values."""
+    """The values that are kept of each chunk, (B, H, chunks, L, *): the highest score, the sum of exponentials, and
+    their weighted values."""
 
     peak: Tensor
     total: Tensor
@@ -46,7 +48,7 @@ def in_chunks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def in_turn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same, with the scores of some chunks at a time."""
+    """The same, with the scores of a few chunks at a time."""
     columns = CACHED // (query.element_size() * query.shape[:-1].numel())
     keys = max(CHUNK, columns - columns % CHUNK)
     parts = [_parts(query, *some) for some in zip(key.split(keys, dim=-2), value.split(keys, dim=-2), strict=True)]
@@ -88,7 +90,7 @@ PLAIN = (*_EAGER, *(name + COMPILED for name in _EAGER if not name.startswith(TU
 
 
 def plain(name: str) -> Attend:
-    """The function of one of the names in `PLAIN`, or of `FLEX` compiled."""
+    """The function for one of the names in `PLAIN`, or for `FLEX` compiled."""
     form = name.removesuffix(COMPILED).removesuffix(IN_TF32)
     if not name.endswith(COMPILED):
         return FORMS[form]
@@ -97,7 +99,7 @@ def plain(name: str) -> Attend:
 
 @cache
 def _compiled(name: str) -> Attend:
-    """Compiled in this process: a worker of its own would outlive the process that memory is measured in."""
+    """Compiled in this process: a separate worker process would outlive the process in which memory is measured."""
     from torch._inductor import config
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -107,12 +109,13 @@ def _compiled(name: str) -> Attend:
 
 
 def stores_scores(name: str) -> bool:
-    """True for forms that write all scores; those in turn do so for their gradients."""
+    """True for forms that write all scores. Forms that take chunks in turn also write all scores for their
+    gradients."""
     return NAIVE in name
 
 
 def as_named(name: str, implementation: Implementation) -> Implementation:
-    """The implementation, its gradients too, where float32 may be multiplied in tf32 if its name says so."""
+    """The implementation and its gradients, where float32 may be multiplied in tf32 if its name says so."""
     if IN_TF32 not in name:
         return implementation
 

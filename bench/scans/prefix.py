@@ -1,4 +1,4 @@
-"""The states of all prefixes of a row of keys, of attention and of Intention, and their plain torch forms."""
+"""The states of all prefixes of a row of keys, for attention and for Intention, and their plain torch forms."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ RIDGE_LOOP = "ridge_state, in a loop"
 
 
 def cumulative_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
-    """Cumulative sums of weights and of weighted values;
-    a prefix whose logits are far below the last ones' has no digits left."""
+    """Cumulative sums of weights and of weighted values; a prefix whose logits are far below those of the last keys has
+    no digits left."""
     scores = query @ key.mT * query.shape[-1] ** -0.5
     weights = (scores - scores.detach().amax(-1, keepdim=True)).exp().unflatten(-1, (-1, every)).transpose(2, 3)
     return (weights @ value.unflatten(2, (-1, every))).cumsum(2) / weights.sum(-1, keepdim=True).cumsum(2)
 
 
 def scanned_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
-    """The merge as a parallel scan over the chunks' states, each step over twice as many: right for any logits."""
+    """The merge as a parallel scan over the states of chunks, where each step covers twice as many chunks; it is right
+    for any logits."""
     scores = (query @ key.mT * query.shape[-1] ** -0.5).unflatten(-1, (-1, every)).transpose(2, 3)
     peak = scores.detach().amax(-1)
     weights = (scores - peak.unsqueeze(-1)).exp()
@@ -49,7 +50,7 @@ def scanned_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> 
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
-    """torch's attention of each query as often as there are prefixes, with a mask that hides later keys."""
+    """torch's attention of each query, repeated for every prefix, with a mask that hides later keys."""
     length, (latents, _) = key.shape[2], query.shape[2:]
     chunk = torch.arange(length, device=key.device) // every
     prefixes = length // every
@@ -82,7 +83,7 @@ def attention_prefixes(
     backward: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """The outputs of all states, of which there are keys / every; `every` divides the number of keys."""
+    """The outputs of all states; there are keys / every of them, and `every` divides the number of keys."""
     scan, named, prefixes = "prefix_attention_states", dtype_name(dtype), keys // every
     rows = batch * heads * prefixes * latents
     ours = kernels(scan, definition=rows * keys < 2**23)
@@ -102,7 +103,7 @@ def attention_prefixes(
     scores, pairs = batch * heads * latents * keys, batch * heads * keys
     written = Work(bytes=rows * (width * max(BYTES[named], 4) + 8), dtype=named)
     work = [attention_work(scores, pairs, width, width, named, device=device()) + written]
-    if backward:  # reads what forward wrote, and as many gradients
+    if backward:  # reads the results of forward, and as many gradients
         work.append(attention_work(scores, pairs, width, width, named, True, device()) + written + written)
     return operator(
         {name: partial(function, every=every) for name, function in functions.items()},

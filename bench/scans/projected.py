@@ -1,5 +1,5 @@
-"""Attention of stacked blocks over inputs that each norms and projects,
-beside torch's LayerNorm, linear layers and attention."""
+"""Attention of stacked blocks over inputs that each block norms and projects, compared with torch's LayerNorm, linear
+layers and attention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def in_one_pass(impl: str, given: Stacked) -> Tensor:
 
 
 def _run(name: str, backward: bool, given: Stacked) -> Results:
-    """The result, and backward its gradients to queries, weights and norms, as training has them."""
+    """The result, and in the backward pass its gradients with respect to queries, weights and norms, as in training."""
     attend = (
         partial(one_by_one, ATTENTION[theirs])
         if (theirs := name.removeprefix(LAYERS)) != name

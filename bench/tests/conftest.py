@@ -29,7 +29,7 @@ def run() -> Run:
 
 @pytest.fixture
 def on_a_gpu() -> Iterator[None]:
-    """Cases as they are on a GPU."""
+    """Cases as on a GPU."""
     devices.measure_on("cuda")
     yield
     devices.measure_on("cpu")

@@ -1,4 +1,5 @@
-"""Sections without a GPU, to test the machinery: tasks that are slow, raise, hang, or start a program."""
+"""Sections without a GPU, to test the code that runs them: tasks that are slow, raise an error, hang, or start a
+program."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from bench.gpu.sections import Perform, Row, Section, Task
 
 MACHINE = {"gpu": "NVIDIA H200", "commit": "abc", "sources": "123", "date": "2026-01-02T03:04:05+00:00"}
 MARKS = "FAKE_SECTIONS_MARKS"
-"""Environment variable: a folder in which each task leaves a file for each time that it is run."""
+"""Environment variable: a folder in which each task writes a file each time that it is run."""
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let the command run as if there were a GPU, with a table of tiles of its own in `folder`."""
+    """Let the command run as if there were a GPU, with a separate table of tiles in `folder`."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_check, "clean_commit", lambda told: MACHINE["commit"])
     monkeypatch.setattr(gpu_check, "gpu", lambda commit: dict(MACHINE))
@@ -32,7 +33,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 class Hurried(Section):
-    """A section whose rows take no longer than two seconds."""
+    """A section whose rows may take at most two seconds."""
 
     row_limit = 2.0
 
@@ -64,12 +65,12 @@ def fine(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def slow(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """Two rows at once, then one that takes longer than the section may, unless told otherwise."""
+    """Two rows at once, and then one that takes longer than the section may, unless told otherwise."""
     return [*fine(device, before)[:2], _marked("slow", _fine if os.environ.get("FAKE_SECTIONS_FAST") else _hangs)]
 
 
 def starting(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
-    """A row that waits for a program of its own."""
+    """A row that waits for a program that it has started."""
 
     def waits() -> Row:
         program = subprocess.Popen(["sleep", "60"])
@@ -89,7 +90,7 @@ def dead_on_arrival(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 
 
 def tests(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None]:
-    """The tests of a folder that an environment variable names, in the place of the package's."""
+    """The tests of a folder that an environment variable names, instead of the tests of the package."""
     return partial(suite.run_tests, [os.environ["FAKE_SECTIONS_TESTS"]])
 
 

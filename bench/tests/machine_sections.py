@@ -1,8 +1,8 @@
-"""The GPU check's section of tests with a GPU made of software, and faults planted in its kernels.
+"""The GPU check's section of tests, run on the GPU simulated in software, and faults planted in its kernels.
 
-The section is the check's own: it collects the package's tests for a GPU and runs them, of some operators in small
-shapes, of tensors on the CPU whose kernels are compiled, launched through a stub of the driver and executed by the
-machine. This module is a pytest plugin too, with which those tests run there.
+The section is the check's own: it collects the package's tests for a GPU and runs them. Only some operators are tested,
+in small shapes, with tensors on the CPU. Their kernels are compiled, launched through a stub of the driver, and
+executed by the machine. This module is also a pytest plugin, with which those tests run there.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gpu_machine.launch import on_machine
 from gpu_machine.machine import Machine
 
 MENDED = Path(os.environ.get("MACHINE_SECTIONS", "")) / "mended"
-"""A file in the folder of the test that starts the check: if it is there, the kernels are mended."""
+"""A file in the folder of the test that starts the check: if it exists, the kernels are fixed."""
 KEYS = 21
 SMALL = {"B": 1, "H": 1, "L": 5, "N": KEYS, "M": 5, "D": 9, "E": 8}
 SOME = ("TestAttentionState", "TestRidgeState", "TestRegularisedSolve")
 
 
 class Planted(Machine):
-    """A machine on which one kernel gives wrong results and one crashes, until they are mended."""
+    """A machine on which one kernel gives wrong results and one crashes, until they are fixed."""
 
     def launch(
         self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]
@@ -63,7 +63,7 @@ def _made(task: Task) -> Row:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
-    """Suites are declared as on a GPU, of tensors on the CPU in small shapes."""
+    """Suites are declared as on a GPU, with tensors on the CPU in small shapes."""
 
     def move(suite: type[OperatorSuite]) -> None:
         plain(suite)

@@ -26,7 +26,7 @@ def unchanged(group: str, implementation: str) -> float:
 
 
 def run(seed: int = 0, speed: Speed = unchanged, noise: float = 0.02, **changes: Any) -> Run:
-    """A run with other fields as in `changes`."""
+    """A run in which the fields in `changes` are replaced."""
     made = Run(
         date="2026-01-02T03:04:05+00:00",
         commit=COMMIT,
@@ -86,8 +86,8 @@ def _groups(draw: random.Random, speed: Speed, noise: float) -> Iterator[list[Ro
 def _latent(
     keys: int = 100_000, width: int = 16, backward: bool = False, dtype: str = "float32"
 ) -> tuple[dict, dict, Peers]:
-    """Attention of 128 queries: linear in the keys; the naive form stores its scores,
-    and does not fit at a million keys."""
+    """Attention of 128 queries: the time is linear in the keys; the naive form stores its scores, and does not fit at a
+    million keys."""
     direction = "forward + backward" if backward else "forward"
     parameters = {"pass": direction, "dtype": dtype, "B": 1, "H": 4, "D": width, "L": 128, "N": keys, "threads": 2}
     seconds = 2e-7 * keys * (3 if backward else 1) * (16 + width) / 32 + 2e-5
@@ -103,7 +103,7 @@ def _latent(
 
 
 def _step(window: int, landmarks: str) -> tuple[dict, dict, Peers]:
-    """A token a call. At 4,096 tokens ours is slower, so that a report has something to admit."""
+    """A token a call. At 4,096 tokens our kernel is slower, so that a report has a loss to show."""
     parameters = {"H": 1, "D": 64, "n": window, "m": 16, "landmarks": landmarks, "dtype": "float32", "threads": 1}
     seconds = 4e-6 if landmarks == "fixed" else 6e-6 + 1e-9 * window
     slower = 0.8 if window == 4096 else 4.0

@@ -1,4 +1,5 @@
-"""The page's figures for models of other packages are the measured ones, beside the fastest of their own forms."""
+"""The page's figures for models of other packages are the measured ones, compared with the fastest of the models' own
+forms."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The default folder of a working directory of its own."""
+    """The default folder in a separate working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "bench_report"
 
@@ -52,7 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty files for the page and the pictures, whose contents other tests check and which take seconds."""
+    """Empty files for the page and the pictures: other tests check their contents, and they take seconds."""
 
     def write(run: runs.Run, folder: Path, comparison: object) -> list[Path]:
         written = [folder / name for name in WRITTEN if name != "run.json"]
@@ -243,7 +243,7 @@ def test_a_session_measures_what_was_asked_for_and_no_definition(cases_measured,
 def test_a_session_says_that_the_machine_is_busy(
     share: float | None, said: bool, cases_measured, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    """The warning comes before the measurement, and at the end for the groups that it concerns."""
+    """The warning comes before the measurement, and again at the end for the groups that it concerns."""
     monkeypatch.setattr(session, "others", lambda seconds: share)
     run = session.measured(["iterative_pinv"], quick=True)
     assert ("Other programs take 40% of this machine's processors" in capsys.readouterr().err) == said and not run.notes

@@ -1,4 +1,4 @@
-"""Changes between two runs are told from those that a machine makes by itself."""
+"""Changes between two runs are distinguished from changes of the machine alone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_a_slower_machine_is_no_slower_kernel():
 
 
 def test_where_peers_moved_ours_may_move_too():
-    """A group that the machine disturbed as a whole tells nothing; the same change with steady peers does."""
+    """If the machine disturbed a group as a whole, nothing is concluded; the same change with unchanged peers
+    counts."""
     disturbed = {(TARGET, SDPA): 1.6, (TARGET, "native"): 1.3, (OTHER, "native"): 1.3}
     assert notable(c.compare(synthetic.run(1), synthetic.run(2, lambda *row: disturbed.get(row, 1.0)))) == [
         (OTHER, "native")
@@ -75,7 +76,7 @@ def test_a_peer_that_a_neighbour_disturbed_does_not_hide_a_change():
 
 
 def test_noise_within_a_row_is_its_own():
-    """A row whose samples scatter must change by more than one whose samples do not."""
+    """If the samples of a row scatter, it must change by more than a row whose samples do not scatter."""
     new = synthetic.run(2)
     median = next(row.seconds.median for row in new.groups[TARGET] if row.implementation == "native")
     comparison = c.compare(

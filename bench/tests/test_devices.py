@@ -1,4 +1,4 @@
-"""`pytest bench --device` chooses the device of all cases, and refuses a missing one."""
+"""`pytest bench --device` chooses the device of all cases, and raises an error for a missing device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floors: the design's table for a GPU, a CPU's units that take turns, and counted, not guessed, work."""
+"""Floors: the design's table for a GPU, a CPU's units that take turns, and work that is counted and not guessed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ H200 = Rates(3.87e12, 4.3e12, {"bfloat16": 790e12, "float32": 395e12})
     ],
 )
 def test_attention_on_a_gpu(heads, width, latents, dtype, exponentials, matrix, memory, bound):
-    """Microseconds at N = 1e6, to the three digits of the design; a GPU pads 8 to 16 where it multiplies."""
+    """Microseconds at N = 1e6, to the three digits of the design; a GPU pads 8 to 16 when it multiplies."""
     least = floor(attention_work(heads * latents * 10**6, heads * 10**6, width, width, dtype, device="cuda"), H200)
     assert [1e6 * part for part in (least.exponentials, least.matrix, least.memory)] == pytest.approx(
         [exponentials, matrix, memory], rel=0.02
@@ -53,8 +53,8 @@ def test_backward_takes_five_products_and_twice_the_traffic():
 
 
 def test_passes_follow_one_another():
-    """The floor of a training step is the sum of those of its forward and backward pass,
-    not the greatest of their sums."""
+    """The floor of a training step is the sum of the floors of its forward and backward pass, and not the largest of
+    their sums."""
     forward, backward = Work(exponentials=5, products=1, bytes=1), Work(exponentials=1, products=1, bytes=7)
     both = floors([forward, backward], Rates(1, 1, {"float32": 1}))
     assert (both.seconds, both.bound) == (5 + 7, "memory") and floors(forward, Rates(1, 1, {"float32": 1})).seconds == 5
@@ -73,8 +73,8 @@ def test_a_training_step_has_two_passes():
 
 
 def test_exact_products_are_several_of_tf32(monkeypatch):
-    """A product of float32 takes three of the matrix units,
-    or the float32 units where these are faster; a rounded one takes one."""
+    """A product of float32 counts as three on the matrix units, or runs on the float32 units if these are faster; a
+    rounded product counts as one."""
     monkeypatch.setattr(rates, "_gpu_exponentials", lambda: 1.0)
     monkeypatch.setattr(rates, "_memory", lambda device: 1.0)
     for exact, expected in ((6.0, 10.0), (20.0, 20.0)):
@@ -94,7 +94,7 @@ def test_exact_products_are_several_of_tf32(monkeypatch):
 
 
 def test_intention_on_a_gpu():
-    """The design's row: 256 x (N 1,024, d 64), 8 us of products, 31 of memory."""
+    """The design's row: 256 x (N 1,024, d 64) takes 8 us for products and 31 for memory."""
     least = floor(ridge_work(256 * 1024, 64, 64, "float32"), H200)
     assert [1e6 * least.matrix, 1e6 * least.memory] == pytest.approx([8, 31], rel=0.03) and least.bound == "memory"
     assert ridge_work(10, 4, 4, "float32", backward=True).products == 2 * ridge_work(10, 4, 4, "float32").products

@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU are found elsewhere, in another folder and under another Python."""
+"""Kernels that were compiled without a GPU are found on another machine, in another folder and under another Python."""
 
 from __future__ import annotations
 

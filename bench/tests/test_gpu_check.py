@@ -33,7 +33,7 @@ MACHINE = {"gpu": "NVIDIA H200", "commit": "unknown", "date": "2026-01-01T00:00:
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_peers_and_shapes_of_timings() -> None:
-    """Every peer of the design, at its shapes; each row has a key of its own, and ours come first."""
+    """Every peer of the design, at its shapes; each row has its own key, and our rows come first."""
     keys = [task.key for task in timings.tasks("cuda", {})]
     for peer in (
         "flash_attention",
@@ -166,7 +166,7 @@ def _git(folder: Path, *arguments: str) -> None:
 
 
 def test_a_clean_checkout_says_its_commit(checkout: Path) -> None:
-    """The files of tuning and compilers leave it clean."""
+    """Files of tuning and compilers do not make it dirty."""
     assert provenance.clean_commit() == provenance.commit() != "unknown"
     (checkout / "cmab_kernels" / "tiles.json").write_text("[]")
     provenance.COMPILED.mkdir(parents=True)
@@ -188,7 +188,7 @@ def test_a_dirty_checkout_is_refused(checkout: Path, name: str) -> None:
 
 
 def test_a_copy_without_git_must_be_told_its_commit(checkout: Path) -> None:
-    """Its sources must also have the digest that the checkout had."""
+    """The sources must also have the digest that the checkout had."""
     told = f"{provenance.commit()}:{provenance.digest(provenance.sources())}"
     shutil.rmtree(checkout / ".git")
     with pytest.raises(ValueError, match=r"python -m bench\.provenance"):
@@ -213,7 +213,7 @@ def test_a_dirty_tree_is_refused_before_anything_runs(
 
 
 def test_sources_of_kernels_are_what_their_compilers_read() -> None:
-    """Each file of csrc that is for CUDA, with all that it includes, and each room of Triton's kernels."""
+    """Each CUDA file of csrc, with all files that it includes, and each folder of Triton's kernels."""
     files = provenance.sources()
     kernels = provenance.kernel_digests(files).keys()
     assert {name for name in files if name.endswith((".cu", ".cuh"))} <= kernels
@@ -226,7 +226,8 @@ def test_sources_of_kernels_are_what_their_compilers_read() -> None:
 
 
 def test_each_row_is_made_and_what_is_wrong_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels and peers of tiny cases on the CPU; a peer whose result is wrong, and one that is not installed."""
+    """Kernels and peers of tiny cases on the CPU, with a peer whose result is wrong and a peer that is not
+    installed."""
     wrong = attention.passes(lambda q, k, v: 3 * attention.naive_attention(q, k, v), 3, False)
     tiny = attention.attention(1, 8, keys=40, latents=5)
     others = {"wrong": wrong, FLASH: attention.passes(attention.flash_attention, 3, False)}
@@ -247,8 +248,8 @@ def test_each_row_is_made_and_what_is_wrong_is_no_fault_of_ours(monkeypatch: pyt
 
 
 def test_streams_begin_anew_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is expected is kept for all rows of a case;
-    a stream that has gone on would be compared with its first tokens."""
+    """The expected results are kept for all rows of a case; a stream that has continued would be compared with its
+    first tokens."""
     monkeypatch.setattr(harness, "peak_memory", lambda *_, **__: Peak(0, 0))
     monkeypatch.setattr(harness, "rates_of", lambda device: H200)
     case = continual.step(8, 8, landmarks=3, calls=4)

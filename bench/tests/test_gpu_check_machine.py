@@ -1,4 +1,4 @@
-"""The GPU check's section of tests on the GPU made of software (docs/gpu_machine.md), with planted faults."""
+"""The GPU check's section of tests on the GPU simulated in software (docs/gpu_machine.md), with planted faults."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _problems(outcome: Outcome) -> Mapping[str, str]:
 
 
 def test_faults_of_kernels_cost_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call with a kernel that is wrong, one that crashes, and without the extension;
-    and one when the kernels are mended."""
+    """A call with a kernel that is wrong, a kernel that crashes, and without the extension; then a call after the
+    kernels are fixed."""
     monkeypatch.setenv("MACHINE_SECTIONS", str(tmp_path))
     section, outcome = Limited("bench.tests.machine_sections:tests", workers=2), Outcome()
     run(section, "cpu", outcome, {}, 3600.0)

@@ -1,4 +1,4 @@
-"""The GPU check's use of compute-sanitizer, with a program in its place that prints given text. No GPU is needed."""
+"""The GPU check's use of compute-sanitizer, which is replaced by a program that prints given text. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_it_says_is_understood(
 ) -> None:
     """The cases are a right program and a planted fault.
 
-    A missing verdict is not a success; programs that it refuses are skipped.
+    A missing verdict is not a success; programs that the sanitizer does not accept are skipped.
     """
     program = says(text, code)
     assert sanitizer.program() == program
@@ -80,8 +80,8 @@ def test_what_takes_too_long_is_stopped(says: Callable[..., str], monkeypatch: p
 
 
 def test_what_is_looked_at_ran_before_by_itself(says: Callable[..., str], tmp_path: Path) -> None:
-    """Compiling would take ten times as long under a sanitizer;
-    a program that fails by itself tells nothing under one."""
+    """Compiling would take ten times as long under a sanitizer; a program that fails without a sanitizer tells nothing
+    under one."""
     mark = tmp_path / "ran"
     command = [sys.executable, "-c", f"open({str(mark)!r}, 'a').write('once ')"]
     assert sanitizer.is_silent(says(CLEAN), "memcheck", command)["ok"] and mark.read_text() == "once "

@@ -1,4 +1,4 @@
-"""Runs of the GPU check: rows have limits, hangs and crashes cost only their row, and cut runs continue.
+"""Runs of the GPU check: rows have time limits, hangs and crashes cost only their row, and interrupted runs continue.
 
 No GPU is needed.
 """
@@ -188,8 +188,8 @@ def _times(folder: Path) -> dict[str, int]:
 def test_a_call_stays_within_its_budget(
     calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Cut sections are named; the next call continues them and repeats wrong rows;
-    the one after finds nothing to do."""
+    """Interrupted sections are named; the next call continues them and repeats wrong rows; the call after that has
+    nothing to do."""
     assert calls() == 1
     printed = capsys.readouterr().out
     assert "not done yet: three, tune; the same command goes on" in printed and "two: 0 of 1 right" in printed

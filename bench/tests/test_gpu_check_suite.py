@@ -1,6 +1,6 @@
-"""The GPU check's section of tests, and a call from start to end, with planted faults.
+"""The GPU check's section of tests, and a whole call, with planted faults.
 
-No GPU is needed: tests of a folder stand for it.
+No GPU is needed, because the tests of a folder replace those for a GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _ran(folder: Path) -> list[str]:
-    """The tests that ran since the last time."""
+    """The tests that have run since the last call of this function."""
     marks = folder.parent / "marks"
     names = sorted(marks.read_text().split()) if marks.exists() else []
     marks.unlink(missing_ok=True)
@@ -79,7 +79,7 @@ ALL = sorted([*FAULTY, "test_right[0]", "test_right[1]", "test_right[2]", "test_
 
 @pytest.mark.parametrize("content", ["import nothing_of_this_name", "", None])
 def test_tests_that_cannot_be_collected_are_a_problem(content: str | None, tests: Path) -> None:
-    """A folder without tests is an error too, because nothing would be checked."""
+    """A folder without tests is also an error, because nothing would be checked."""
     (tests / "test_some.py").unlink()
     if content is not None:
         (tests / "test_other.py").write_text(content)
@@ -91,8 +91,8 @@ def test_tests_that_cannot_be_collected_are_a_problem(content: str | None, tests
 def test_a_check_from_start_to_end(
     tests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The first call finds the faults, the second the mended tests, the third nothing to do;
-    tuned tiles are tested in turn."""
+    """The first call finds the faults, the second runs the fixed tests, and the third has nothing to do; tuned tiles
+    are then tested."""
     fakes = {"suite": "tests", "timings": "times", "candidates": "fine", "tune": "tuned", "tuned_suite": "tuned_tests"}
     sections = {
         name: Hurried(f"{FAKE}:{fakes.get(name, 'empty')}", workers=2, judged=section.judged, after=section.after)
@@ -152,7 +152,7 @@ def test_a_check_from_start_to_end(
 
 @pytest.fixture
 def places(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkout without extensions, and a place with the same package installed."""
+    """A checkout without extensions, and a folder where the same package is installed."""
     for place in ("checkout", "site"):
         (tmp_path / place / "cmab_kernels").mkdir(parents=True)
         (tmp_path / place / "cmab_kernels" / "api.py").write_text("1")

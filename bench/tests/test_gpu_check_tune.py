@@ -1,4 +1,5 @@
-"""Tuning with a simulated clock: the right winner, no winner within the noise, and a table written as a whole.
+"""Tuning with a simulated clock: the right winner, no winner within the noise, and a table that is written completely
+or not at all.
 
 No GPU is needed.
 """
@@ -40,7 +41,7 @@ def table(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the seconds of the tiles that a launcher would take, by the number of their measurement and the round."""
+    """Sets the seconds for the tiles that a launch would use, by the number of their measurement and the round."""
 
     def prepared(target: Target, device: str, size: str) -> Any:
         assert size == "large"
@@ -65,12 +66,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def _sound(*chosen: tuple[int, ...]) -> dict[str, bool]:
-    """All were checked; the built-in tiles and these were right."""
+    """All candidates were checked; the built-in tiles and these were right."""
     return {tune._name(TARGET, one): one in (BUILT_IN, *chosen) for one in candidates(TARGET, CPU)}
 
 
 def test_the_fastest_that_is_right_is_written(clock: Callable[..., None], table: Path) -> None:
-    """The fastest of all was wrong; other entries stay."""
+    """The fastest candidate was wrong; other entries do not change."""
     clock(lambda chosen, times, i: {FIRST: 50e-6, SECOND: 80e-6}.get(chosen, 100e-6))
     row = tune.tune(TARGET, _sound(SECOND), "cpu", table)
     assert row["written"] and row["tiles"] == list(SECOND) and row["gain"] == pytest.approx(0.2) and row["ok"]
@@ -87,7 +88,7 @@ def test_the_fastest_that_is_right_is_written(clock: Callable[..., None], table:
 
 @pytest.mark.parametrize("gain, noise", [(0.005, 0.0), (0.05, 0.1), (-0.2, 0.0)])
 def test_what_is_within_the_noise_is_not(gain: float, noise: float, clock: Callable[..., None], table: Path) -> None:
-    """An entry from before is removed then, for it pays no more."""
+    """Then an earlier entry is removed, because it no longer gains."""
     old = tiles.as_entry(TARGET.key(CPU), FIRST, {})
     table.write_text(json.dumps({"cmab_kernels_tiles": 1, "entries": [OTHER, old]}))
     clock(lambda chosen, times, i: 100e-6 * ((1 - gain) if chosen == SECOND else 1) * (1 + noise * ((times + i) % 3)))
@@ -96,7 +97,7 @@ def test_what_is_within_the_noise_is_not(gain: float, noise: float, clock: Calla
 
 
 def test_what_was_luck_is_not_written(clock: Callable[..., None], table: Path) -> None:
-    """The best of many is timed three times."""
+    """The best of many candidates are timed three times."""
     clock(lambda chosen, times, i: 60e-6 if chosen == SECOND and times <= 2 else 100e-6)
     row = tune.tune(TARGET, _sound(SECOND), "cpu", table)
     assert row["gain"] > 0.3 and not row["confirmed"] and not row["written"]
@@ -127,7 +128,7 @@ def test_candidates_are_valid_and_few_and_keys_differ() -> None:
         found = candidates(target, CPU)
         assert found[0] == target.built_in(CPU) and len(set(found)) == len(found) <= 48
         for chosen in found[1:]:
-            entry = tiles.as_entry(target.key(CPU), chosen, {})  # it refuses anything but tiles
+            entry = tiles.as_entry(target.key(CPU), chosen, {})  # it raises an error for anything but tiles
             assert entry["tiles"].get("BLOCK_L", 0) <= target.latents, (
                 "a block that the queries do not fill is not seen"
             )
@@ -145,7 +146,7 @@ def test_rows_of_candidates_name_what_was_tried() -> None:
 
 @pytest.mark.parametrize("kernel", ["attention.forward", "intention.gram", "intention.apply", "nystrom.forward"])
 def test_candidates_that_are_right_are_found_so(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPU made of software, in small shapes, right tiles pass and wrong ones fail."""
+    """On the GPU simulated in software, in small shapes, right tiles pass and wrong tiles fail."""
     target = Target(kernel, "float32", 16)
     monkeypatch.setitem(LENGTHS, "small", 60)
     monkeypatch.setattr("bench.gpu.candidates.SET", 30)

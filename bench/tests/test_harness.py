@@ -55,7 +55,7 @@ def test_flops_of_peers_are_those_of_the_products(case: Case, name: str):
 
 
 def test_flops_are_counted_through_a_module_that_is_given_a_parameter():
-    """With its gradients, which torch's tracker of modules does not let through."""
+    """The gradients are measured too; torch's tracker of modules would fail for them."""
     inner = torch.nn.Linear(4, 3, bias=False)
     latents = torch.nn.Parameter(torch.randn(5, 4))
 

@@ -14,8 +14,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @pytest.fixture
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Writes seconds of user, nice, system, idle, waiting,
-    two kinds of interrupts and stolen ones, and of this process."""
+    """Writes seconds of user, nice, system, idle, waiting, two kinds of interrupts and stolen time, and of this
+    process."""
     monkeypatch.setattr(load, "STAT", tmp_path / "stat")
 
     def count(*seconds: float, own: float) -> None:

@@ -142,7 +142,7 @@ def test_a_table_says_what_it_shows(tmp_path: Path):
 
 
 def test_short_calls_tell_losses_by_the_rule_of_the_report(whole: Run):
-    """A loss is in bold; undecided quartiles are not; a noisy row has no figure."""
+    """A loss is bold; a ratio whose quartiles are on both sides of 1 is not; a noisy row has no figure."""
 
     def made(*ratios: tuple[float, float, float], others: float = 0.0) -> Run:
         case, row = next(short_cases()), next(row for row in whole.rows if row.implementation == "native")
@@ -161,7 +161,7 @@ def test_short_calls_tell_losses_by_the_rule_of_the_report(whole: Run):
 
 
 def test_a_column_of_another_run(tmp_path: Path):
-    """Its ratio stands beside that of the run that the table is of, and where it was measured."""
+    """Its ratio is shown beside that of the run of the table, with the place of the measurement."""
     run, narrow = saved(tmp_path, "some"), saved(tmp_path, "narrow", quick=True)
     (ours,) = (row for row in narrow.groups[GROUP] if row.ours)
     assert ours.ratio

@@ -1,5 +1,5 @@
-"""docs/measured_gpu.md and the README's GPU table are those of the newest committed check,
-and every row of the page is a case of it."""
+"""docs/measured_gpu.md and the README's GPU table are those of the newest committed check, and every row of the page is
+a case of this check."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_page_and_readme_say_what_was_run(text: str) -> None:
 
 
 def test_every_row_was_timed(text: str) -> None:
-    """A row without figures would silently be left out."""
+    """A row without figures would be left out without an error."""
     rows = [line for line in measured_gpu.TEMPLATE.read_text().splitlines() if line.startswith("| ")]
     assert len([line for line in text.splitlines() if line.startswith("| ")]) == len(rows) > 60
     table = measured_gpu.Table(NEWEST, None, measured_gpu.cases())
@@ -81,7 +81,7 @@ NAIVE = _row("naive", 9e-3)
 
 
 def test_what_auto_takes_is_compared() -> None:
-    """Our row is the one of "auto", not the fastest; the peer is the fastest right one."""
+    """Our row is the row of "auto", not the fastest row; the peer is the fastest peer with a right result."""
     rows = [
         _row("triton", 2e-3),
         _row("cuda", 3e-3),
@@ -123,14 +123,15 @@ def test_a_peer_of_another_formula_is_said_to_be_one() -> None:
 
 
 def test_peers_of_an_earlier_run_are_marked() -> None:
-    """They do not replace a peer that was timed beside ours."""
+    """They do not replace a peer that was timed together with our kernel."""
     before = [_row("triton", 8e-3), {**NAIVE, "implementation": "naive"}]
     assert _cells(_row("triton", 2e-3), before=before).startswith("naive† | 9 ms, +1.0 MiB | 2 ms")
     assert _cells(_row("triton", 2e-3), _row("naive", 4e-3), before=before).startswith("naive | 4 ms")
 
 
 def test_the_share_is_of_the_floor_of_the_passes_one_after_the_other() -> None:
-    """The floor uses the rates of the run. Older runs have the tf32 rate under float32; exact products take three."""
+    """The floor uses the rates of the run. Older runs have the tf32 rate under float32; exact products count as
+    three."""
     case = attention.attention(keys=10**6, backward=True)
     matrix = RATES["matrix"] | {"tf32": 4e14, "float32": 4e14 / 3}
     least = floors(case.work, Rates(**RATES | {"matrix": matrix}))
@@ -195,7 +196,8 @@ def test_coverage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digests are those that the run recorded, or those of its commit. Files that are not kernels do not count."""
+    """The digests are those that the run recorded, or those of the commit of the run. Files that are not kernels do not
+    count."""
     now = KERNELS | {"csrc/solve/solve.cu": b"2", "csrc/solve/new.cuh": b"1", "cmab_kernels/api.py": b"2"}
     del now["cmab_kernels/attention/triton/gone.py"]
     expected = "2 of the 3 files of kernels for GPUs have changed since that commit or are new, and 1 are gone"
@@ -212,7 +214,7 @@ def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "code", "changed"),
     [
-        ("cmab_kernels/intention/cuda.py", 'import os\n\ndef f(x):\n    return "#" if x else "a"\n', '"a"'),
+        ("cmab_kernels/intention/solve/cuda.py", 'import os\n\ndef f(x):\n    return "#" if x else "a"\n', '"a"'),
         ("csrc/solve/solve.cu", 'const char* f(int x) {\n  return x / 2 ? "//" : "a";\n}\n', '"a"'),
     ],
 )

@@ -1,4 +1,4 @@
-"""The numbers to plan with are on the page as the generator makes them from the records."""
+"""The numbers to plan with on the page equal those that the generator makes from the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of occupancy equals what today's kernels compile to."""
+"""The occupancy page equals the result of compiling the kernels now."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_kernel_is_there() -> None:
 
 
 def test_the_page_has_the_launches_of_today() -> None:
-    """The programs are compared too, without compiling; `python -m bench.gpu.occupancy --write` mends the page."""
+    """The programs are compared too, without compiling; `python -m bench.gpu.occupancy --write` updates the page."""
     lines = written()
     assert list(lines) == list(HELD) and PAGE.read_text() == page(lines)
     for key, on_chips in HELD.items():
@@ -71,7 +71,7 @@ def test_the_page_has_the_launches_of_today() -> None:
     "key", [pytest.param(key, marks=() if key in CHEAP else pytest.mark.nightly) for key in HELD], ids=" ".join
 )
 def test_no_row_is_stale(key: Key, tmp_path: Path) -> None:
-    """Each kernel compiles for every GPU, AMD's too, to what the page says."""
+    """Each kernel compiles for every GPU, AMD's too, to the figures on the page."""
     if COMPILER not in PAGE.read_text():
         pytest.skip(f"the page is not of {COMPILER}: write it anew")
     assert row(key, HELD[key], tmp_path) == written()[key]

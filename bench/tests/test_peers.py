@@ -1,4 +1,4 @@
-"""Peers written here are right: gradients by hand, and continual steps in eager torch."""
+"""Peers that are written here are right: hand-written gradients, and continual steps in eager torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_gradients_by_hand_are_those_of_autograd(length: int):
 @pytest.mark.parametrize("keys", [2, 3000, 2311])
 @pytest.mark.parametrize("form", plain_attention.FORMS)
 def test_attention_in_plain_torch(form: str, keys: int, backward: bool, monkeypatch: pytest.MonkeyPatch):
-    """Whole, in chunks, and in turn, of several chunks each; one key more than chunks divide is one chunk."""
+    """Whole, in chunks, and in turn with several chunks each; one key more than the chunks divide is one chunk."""
     monkeypatch.setattr(plain_attention, "CACHED", 8 * 2 * 5 * 2000)
     inputs = attention.attention(2, 4, keys=keys, latents=5, backward=backward, dtype=torch.float64).inputs(0)
     expected = attention.exact(*inputs[:3], inputs.dout if backward else None)
@@ -71,7 +71,7 @@ def test_chunks_of_half_precision_are_merged_in_float32(dtype: torch.dtype):
 
 
 def test_tf32_is_allowed_where_a_name_says_so():
-    """In the gradients too, which run after the forward pass."""
+    """The gradients too, which are computed after the forward pass."""
     seen: list[str] = []
 
     class Looking(torch.autograd.Function):
@@ -96,8 +96,8 @@ def test_tf32_is_allowed_where_a_name_says_so():
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_peers_over_many_keys_are_all_of_plain_torch():
-    """A state, blocks that project, and the module have each form, in float32 and in tf32;
-    a GPU's memory decides, not the size."""
+    """A state, blocks that project, and the module have each form, in float32 and in tf32; the memory of a GPU decides,
+    not the size."""
     cases = [
         attention.attention(keys=10**6, backward=True, every_peer=True),
         projected.projected(),

@@ -1,4 +1,4 @@
-"""A run's file is read unchanged, or refused by name."""
+"""A run's file is read unchanged, or the error names the file."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_variant_is_ours_only_where_there_is_nothing_else(run: Run):
 
 
 def damaged(raw: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
-    """A file with fields of the second group or row replaced; the value `missing` takes one out."""
+    """A file with replaced fields of the second group or row; the value `missing` removes a field."""
     entry = {**raw[part][1], **changes}
     return {
         **raw,

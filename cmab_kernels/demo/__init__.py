@@ -1,5 +1,5 @@
-"""The three demos. `python -m cmab_kernels demo [cmab | intention | stream]` runs one, prints its figures and draws
-them."""
+"""The three demos. `python -m cmab_kernels demo [cmab | intention | stream]` runs one demo, prints its figures and
+draws them."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def checked_output(output: str) -> Path:
 def _refuse_unwritable(target: Path) -> None:
     """Raise `OSError` if the file cannot be written.
 
-    An existing picture stays unchanged. If there was no file, the check leaves none.
+    An existing picture does not change. If there was no file, the check leaves no file behind.
     """
     existed = target.exists()
     with target.open("ab"):  # a permission check is not enough: /proc, for example, accepts no files
         pass
     if not existed:
-        target.resolve().unlink()  # resolved, so that a link to a missing file stays
+        target.resolve().unlink()  # resolve() keeps a link to a missing file
 
 
 def where(device: str, impl: str) -> str:

@@ -1,5 +1,5 @@
-"""States merged over a `torch.distributed` group or the workers of a pool, and modules whose context is spread over
-ranks."""
+"""States that are merged over a `torch.distributed` group or over the workers of a pool, and modules whose context is
+spread over ranks."""
 
 from .merge import all_merge_state
 from .sharded import ShardedCMAB, ShardedMultiheadAttention, ShardedMultiheadIntention

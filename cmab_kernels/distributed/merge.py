@@ -1,4 +1,4 @@
-"""States merged over the ranks of a group, with gradients."""
+"""States that are merged over the ranks of a group, with gradients."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ LIB.define("sum_over_ranks(Tensor summand, str group) -> Tensor")
 def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
     """Return the state of everything that the processes of `group` have read: their states, merged in rank order.
 
-    Every rank of the group calls this with the state of its own part of the keys. Every rank gets the same bits: those
-    of `merge_states` or `merge_ridge` of all states. A rank that has read nothing passes an empty state.
+    Every rank of the group calls this with the state of its own part of the keys. Every rank gets a bitwise equal
+    state: the same as `merge_states` or `merge_ridge` of all states. A rank that has read nothing passes an empty
+    state.
 
     A call makes one collective (`all_gather`). Its size does not depend on how many keys were read. There is a second
     collective if a state is larger than all states that the group has merged before (in the first call, larger than 64
-    KiB): the ranks then agree on the size first. A state is sent in as many bytes as the largest state before it. So
-    merge states of very different sizes over different groups.
+    KiB): the ranks then agree on the size first. A state is sent in a message that has room for the largest state so
+    far. So merge states of very different sizes over different groups.
 
     The result is differentiable to any order. A backward pass is one collective too (`all_reduce`), and every rank must
-    take part in it: the loss of every rank has to depend on the result. **The loss of every rank counts**: gradients
-    are those of the sum of all ranks' losses. If all W ranks compute the same loss from the result, parameters get W
-    times the gradient of that loss on the whole. `DistributedDataParallel` and `fully_shard` average over ranks, which
-    then gives exactly the gradient of one loss.
+    take part in it: the loss of every rank has to depend on the result. **The losses of all ranks count**: a gradient
+    is that of the sum of the losses of all ranks. If all W ranks compute the same loss from the result, each parameter
+    gets W times the gradient of that loss over all keys. `DistributedDataParallel` and `fully_shard` average over
+    ranks, so that they give exactly the gradient of one loss.
 
     Args:
         state: an `AttentionState` or a `RidgeState`, with any leading dimensions before (H, L, E), or (H, D, E).
@@ -113,8 +114,8 @@ class _Merge(torch.autograd.Function):
     """The merged state from the packed states of all ranks, with the gradient of this rank's own state.
 
     The merged state is the same on all ranks. So the gradient needs only the sum over ranks of the gradients with
-    respect to the merged state. A backward pass sends as many numbers as a state has, whatever the number of ranks, and
-    keeps nothing of the other ranks' states.
+    respect to the merged state. A backward pass sends as many numbers as one state has, for any number of ranks, and
+    keeps nothing of the states of the other ranks.
     """
 
     @staticmethod
@@ -140,7 +141,7 @@ class _Merge(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over all ranks, on every rank. The loss of every rank counts, so its derivative is again a
+    """The sum of a tensor over all ranks, on every rank. The losses of all ranks count, so the derivative is again a
     sum over ranks."""
 
     @staticmethod

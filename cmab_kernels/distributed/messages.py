@@ -26,10 +26,10 @@ _FAILED = len(KINDS)
 """A header holds this number in place of the kind of state if its rank has raised an error."""
 _GRAD_MODE_OFF, _UNWANTED, WANTED = range(3)
 NUMBERS = 16
-"""The number of int64 entries in a message's header. The entries are: whether a gradient is wanted, the kind of state,
+"""The number of int64 entries in a message's header. The entries are: whether a gradient is needed, the kind of state,
 the bytes of an element, the number of dimensions, the shape, and zeros."""
 FIRST_ROOM = 65_536
-"""The bytes of a state that the first message of a group has room for, besides its header."""
+"""The bytes of a state for which the first message of a group has room, besides its header."""
 
 
 def members(group: ProcessGroup | None) -> ProcessGroup:
@@ -47,8 +47,8 @@ def members(group: ProcessGroup | None) -> ProcessGroup:
 
 
 class _Agreement:
-    """What the ranks of a group have agreed on. It is the same on every rank: it changes only after all ranks have
-    compared headers and agreed."""
+    """The facts on which the ranks of a group have agreed. They are the same on every rank: they change only after all
+    ranks have compared headers and agreed."""
 
     def __init__(self) -> None:
         self.largest = 0
@@ -71,8 +71,8 @@ def gathered(
     the states do not fit.
 
     On a GPU the program does not wait for the headers if their shapes were agreed on before. If the headers differ
-    then, the result is NaN. Only a rank that wants no gradient, but could have one, must read whether others want one.
-    `alike`: it is an error if only some ranks want a gradient.
+    then, the result is NaN. A rank that needs no gradient, but could record one, must read whether other ranks need a
+    gradient. `alike`: it is an error if only some ranks want a gradient.
     """
     agreement, size = _AGREEMENTS.setdefault(group, _Agreement()), packed.numel()
     fits = size <= agreement.room
@@ -106,7 +106,7 @@ def _all_gather(message: Tensor, group: ProcessGroup) -> Tensor:
     """Return the messages (W, bytes) of all ranks, in rank order."""
     world = torch.distributed.get_world_size(group)
     received = message.new_empty(world * message.numel())
-    # Its name before torch 2.13.
+    # This function has its old name before torch 2.13.
     gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
     gather(received, message, group)
     return received.view(world, -1)
@@ -138,7 +138,7 @@ def header_of(state: AttentionState | RidgeState) -> tuple[int, ...]:
     """Return the header of a state's message. States can be merged if their headers are equal except for the
     gradient."""
     kind = KINDS.index(type(state))
-    like = state[kind]  # out or moment, whose shape determines those of the other fields
+    like = state[kind]  # out or moment; its shape determines the shapes of the other fields
     wanted = WANTED if any(field.requires_grad for field in state) else _UNWANTED
     gradient = wanted if torch.is_grad_enabled() else _GRAD_MODE_OFF
     return _padded(gradient, kind, like.element_size(), like.dim(), *like.shape)
@@ -228,8 +228,8 @@ def check(state: AttentionState | RidgeState) -> None:
 
 
 def packed_bytes(fields: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of all fields, and zeros up to a multiple of 8. The last field comes first, so that each is
-    aligned."""
+    """Return the bytes of all fields, and zeros up to a multiple of 8. The fields are packed in reverse order,
+    so that each field is aligned."""
     parts = [field.resolve_neg().contiguous().view(-1).view(torch.uint8) for field in reversed(fields)]
     missing = -sum(part.numel() for part in parts) % 8
     return torch.cat([*parts, parts[0].new_zeros(missing)])

@@ -1,5 +1,5 @@
-"""Modules whose context is spread over the ranks of a group: each rank reads its part, and all go on from the merged
-state."""
+"""Modules whose context is spread over the ranks of a group: each rank reads its part, and all ranks continue from the
+merged state."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class _Group(NamedTuple):
-    """A process group, or None. A copy refers to the same group, because the group belongs to its process. It cannot
-    be pickled."""
+    """A process group, or None. A copy of the object refers to the same group, because the group belongs to its
+    process. The object cannot be pickled."""
 
     group: ProcessGroup | None
 
@@ -49,8 +49,8 @@ class ContextSharded(nn.Module, Generic[State]):
 
     The wrapped module is the attribute `module`, with its parameters and its own stream. All ranks advance the stream
     in the same way. If one rank raises an error for its arguments or its stream, all ranks raise, and no stream
-    advances. A copy has a stream of its own, a deep copy also weights, and both have the same group. A module with a
-    group cannot be pickled (`TypeError`): save its `state_dict`.
+    advances. A copy has its own stream, a deep copy also has its own weights, and both have the same group. A module
+    with a group cannot be pickled (`TypeError`): save its `state_dict`.
     """
 
     wraps: ClassVar[tuple[type[nn.Module], ...]]
@@ -93,17 +93,17 @@ def _check_like(part: AttentionState | RidgeState, state: Any) -> None:
 class ShardedCMAB(ContextSharded[AttentionState]):
     """A `nn.CMAB` or `nn.CMABStack` whose inputs are spread over the ranks of a group.
 
-    It returns the result of one process that has read all inputs. Each rank reads its own part of the inputs, of any
-    length, also 0. One collective merges the states. Every rank then does the rest of the work, whose cost does not
-    depend on the inputs. So every rank has the same result and the same state. Latents, batch and weights must be the
-    same on all ranks.
+    It returns the result of one process that has read all inputs. Each rank reads its own part of the inputs. A part
+    may have any length, including 0. One collective merges the states. Every rank then does the rest of the work, whose
+    cost does not depend on the inputs. So every rank has the same result and the same state. Latents, batch and weights
+    must be the same on all ranks.
 
     Args:
         module: the block or stack. It becomes the attribute `module`, so names in the `state_dict` begin with
             "module.".
         group: a process group; None is the default group.
 
-    The loss of every rank counts, as in `all_merge_state`. If every rank computes the same loss from the result,
+    The losses of all ranks count, as in `all_merge_state`. If every rank computes the same loss from the result,
     `DistributedDataParallel` or `fully_shard` of this module gives the parameter gradients of one process that has read
     all inputs. Gradients with respect to inputs are then those of W losses.
 
@@ -134,7 +134,7 @@ class ShardedCMAB(ContextSharded[AttentionState]):
         *,
         key_padding_mask: Tensor | None = None,
     ) -> CMABUpdate:
-        """Return the result over all inputs so far, to which every rank adds its own. The arguments are those of
+        """Return the result over all inputs so far; every rank adds its own part. The arguments are those of
         `CMAB.update`.
 
         `state` is the state of all ranks, as an earlier call returned it. With None, every rank advances the module's
@@ -207,7 +207,7 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
         *,
         key_padding_mask: Tensor | None = None,
     ) -> Attended:
-        """Attend to a stream, to which every rank adds its own inputs. The arguments are those of
+        """Attend to a stream; every rank adds its own part of the inputs. The arguments are those of
         `MultiheadAttention.attend_state`.
 
         `state` is the state of all ranks, as an earlier call returned it.

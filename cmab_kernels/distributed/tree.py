@@ -1,4 +1,5 @@
-"""States of many partitions merged in a tree, by the workers of a cluster or of a pool: no process group is needed."""
+"""States of many partitions that are merged in a tree by the workers of a cluster or of a pool, without a process
+group."""
 
 from __future__ import annotations
 
@@ -19,21 +20,22 @@ def reduce_states(client: Any, function: Callable[[Any], Any], partitions: Itera
     """Return the state of all partitions, from a function that returns the state of one.
 
     The workers of `client` call `function` on each partition, and then merge neighbours in a tree: ceil(log2 P) levels
-    for P partitions. What a merge sends is one state, whose bytes do not depend on how much a partition held. The order
-    of partitions decides which are neighbours, so the result has the same bits for any number of workers.
+    for P partitions. A merge sends one state. Its size does not depend on the size of the partitions. The order of the
+    partitions determines which ones are neighbours, so the result has the same bits for any number of workers.
 
     Args:
         client: a `dask.distributed.Client`, an executor of `concurrent.futures`, or another object whose
-            `submit(function, *arguments)` returns a future. The futures of Dask stay on the workers: a worker fetches
-            the state that it merges from another. Those of `concurrent.futures` pass through the caller.
-        function: takes a partition and returns an `AttentionState`, such as `CMABStack.encode`, a `RidgeState`, or an
-            `OnlineRidge` that has read the partition. It runs without gradients. Other processes must be able to import
-            or unpickle it.
+            `submit(function, *arguments)` returns a future. With Dask, futures stay on the workers: a worker fetches
+            from another worker the state that it merges. With `concurrent.futures`, the states pass through the caller.
+            function: takes a partition and returns an `AttentionState`, such as `CMABStack.encode`, a `RidgeState`, or
+            an `OnlineRidge` that has read the partition. It runs without gradients. Other processes must be able to
+            import or unpickle it.
         partitions: at least one. A partition is anything that `function` takes, such as a file's name, or a future of
             the client.
 
-    Raises a `TypeError` if `client` has no `submit`, `function` cannot be called, or a result is no state, a
-    `ValueError` if there are no partitions or their states do not fit together, and what `function` raises.
+    Raises a `TypeError` if `client` has no `submit`, if `function` cannot be called, or if a result is not a state.
+    Raises a `ValueError` if there are no partitions or if their states do not fit together. Errors of `function` are
+    raised too.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> x, y = torch.randn(100, 3), torch.randn(100)
@@ -65,8 +67,8 @@ def reduce_states(client: Any, function: Callable[[Any], Any], partitions: Itera
 
 
 def _passed(future: Any) -> Any:
-    """Return what a task takes for a future: Dask's workers resolve theirs, but an executor passes arguments as they
-    are."""
+    """Return the object that a task takes as a future: Dask's workers resolve their futures, but an executor passes
+    arguments unchanged."""
     return future.result() if isinstance(future, Future) else future
 
 
@@ -81,7 +83,7 @@ def _state_of(function: Callable[[Any], Any], partition: Any) -> Any:
 
 @torch.no_grad()
 def _union(first: Any, second: Any) -> Any:
-    """Return the merge of two states, which stay as they are: a worker may hold them for other tasks."""
+    """Return the merge of two states without changing them, because a worker may hold them for other tasks."""
     if isinstance(first, AttentionState):
         return merge_states(first, second)
     if isinstance(first, RidgeState):

@@ -31,7 +31,7 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
     a step.
 
     `module` must be `batch_first` and have single outputs. `forward` returns the outputs of all full windows of T
-    tokens, as `forward_steps` of a new stream does, and records gradients.
+    tokens, as `forward_steps` of a new stream does, and supports gradients.
     """
 
     __copy__ = with_own_streams
@@ -131,5 +131,5 @@ def register() -> None:
 
 
 def _receptive_field(module: Any) -> int:
-    """Return the number of tokens that an output of one of our modules has seen."""
+    """Return the number of tokens on which an output of one of our modules depends."""
     return 1 if isinstance(module, CircularPositionalEncoding) else int(module.sequence_len)

@@ -19,7 +19,7 @@ WIDE wide."""
 DROPOUT, CAUSAL, FASTER = "dropout is on", "attention is causal", "torch's function is faster for so few queries"
 """Reasons for running torch's own function."""
 
-_torchs = torch.nn.functional.scaled_dot_product_attention  # bound now, because a program may replace it by ours
+_torchs = torch.nn.functional.scaled_dot_product_attention  # bound now: a program may replace it by ours
 
 
 def scaled_dot_product_attention(
@@ -35,21 +35,22 @@ def scaled_dot_product_attention(
     """Like `torch.nn.functional.scaled_dot_product_attention`, but runs `cmab_kernels.latent_attention` where possible.
 
     Arguments, shapes and result are those of torch's function. The operator runs for queries (B, H, L, D) or (B, L, D)
-    that see all keys, or all keys but padding. For padding, `attn_mask` must be the same for all heads and queries, and
-    its shape or strides must show this: for example (B, 1, 1, N), or that shape expanded. The mask is bool with True =
-    attend. On a CPU it may also be a float mask of 0 and -inf, or of 0 and the lowest number of its dtype. With
-    `enable_gqa`, query heads share key heads. Derivatives exist to any order.
+    that attend to all keys, or to all keys but padding. For padding, `attn_mask` must be the same for all heads and
+    queries, and its shape or strides must show this: for example (B, 1, 1, N), or that shape expanded. The mask is bool
+    with True = attend. On a CPU it may also be a float mask of 0 and -inf, or of 0 and the lowest number of its dtype.
+    With `enable_gqa`, query heads share key heads. Derivatives exist to any order.
 
-    torch's function computes everything else, with its results, speed, random numbers and errors:
+    All other calls are passed to torch's function, with its results, speed, random numbers and errors:
 
     - dropout and `is_causal`;
-    - masks that depend on the query or the head, and masks of other numbers;
+    - masks that depend on the query or the head, and masks with other numbers;
     - float masks on a GPU or under a compiler, where their numbers are not read;
     - inputs that no kernel supports here;
-    - on a CPU, fewer than 16 queries per key head, if they need no gradient, have no mask, and read fewer than 1,024
-      keys or are at least 64 wide. torch is faster for these. `use_impl` overrules this rule.
+    - on a CPU, fewer than 16 queries per key head, if they need no gradient and have no mask, and if there are fewer
+      than 1,024 keys or the heads are at least 64 wide. torch is faster for these calls. `use_impl` overrules this
+      rule.
 
-    A query that sees no key gets 0.
+    A query whose keys are all masked gets 0.
 
     >>> from cmab_kernels.integrations import scaled_dot_product_attention
     >>> latents, points = torch.randn(2, 8, 16, 4), torch.randn(2, 2, 1000, 4)
@@ -74,8 +75,8 @@ def scaled_dot_product_attention(
 def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
 ) -> Tensor | str:
-    """Return the attention of all queries over all keys that the mask shows, by the operator; if the operator cannot
-    run, return the reason."""
+    """Return the operator's attention of all queries over all keys that the mask shows; if the operator cannot run,
+    return the reason."""
     if query.dim() == 3 and (attn_mask is None or attn_mask.dim() <= 3):
         mask = attn_mask.unsqueeze(1) if attn_mask is not None and attn_mask.dim() == 3 else attn_mask
         out = fused_attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), mask, scale, False)
@@ -98,7 +99,7 @@ def fused_attention(
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """Return whether the operator takes tensors of these shapes and dtypes; none of them may be empty."""
+    """Return whether the operator supports tensors of these shapes and dtypes; none of the tensors may be empty."""
     tensors = (query, key, value)
     if any(
         each.is_nested or each.dim() != 4 or each.dtype != query.dtype or each.device != query.device
@@ -140,8 +141,8 @@ def _ignored(row: Tensor) -> Tensor | None:
     """Return the keys that a row of a mask hides, (B, N) with True = ignore; None if the mask is to be added to logits.
 
     Numbers are not read on a GPU, where the program would have to wait for them, nor under a compiler, a transform or a
-    trace. torch computes a row whose keys are all hidden: if a finite number hides them, the result is attention as if
-    none were hidden.
+    trace. torch computes a row whose keys are all hidden: if a finite number hides them, the result is the attention to
+    all these keys.
     """
     if row.dtype == torch.bool:
         return ~row

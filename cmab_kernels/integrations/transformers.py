@@ -14,7 +14,7 @@ from ..runtime.checks import kind_of, mismatch
 from .functional import CAUSAL, DROPOUT, FASTER, fused_attention
 
 NAME = "cmab"
-"""The name under which `register_transformers` makes the operator known."""
+"""The name under which `register_transformers` registers the operator."""
 
 _NEVER_FUSED = ("position_bias", "softcap", "cache", "output_attentions")
 """Arguments that a model may pass to its attention, but that the operator does not support."""
@@ -24,20 +24,22 @@ _SINKS = ("s_aux", "sinks")
 
 
 def register_transformers() -> None:
-    """Make `attn_implementation="cmab"` known to the package `transformers`; `ImportError` if that is not installed.
+    """Make `attn_implementation="cmab"` known to the package `transformers`; `ImportError` if that package is not
+    installed.
 
     Every model of `transformers` that takes its attention from `transformers.AttentionInterface` can then use it:
     through `from_pretrained`, `from_config` or `set_attn_implementation`. Calling this again has no effect.
 
-    Attention runs on `cmab_kernels.latent_attention` if it looks at all keys, or at all but the padding of each batch
-    element. The implementation "sdpa" of `transformers` computes everything else, with its results, speed and errors:
-    causal attention, masks that depend on the query, masks to be added to logits, a position bias, dropout in training,
-    and, without gradients, the few queries for which torch is faster, such as a decoded token.
-    `scaled_dot_product_attention` says in detail what is fused. Models that do not use the `AttentionInterface` can
-    call that function. A query whose keys are all padding gets 0.
+    Attention runs on `cmab_kernels.latent_attention` if it attends to all keys, or to all keys but the padding of each
+    batch element. The implementation "sdpa" of `transformers` computes all other calls, with its results, speed and
+    errors: causal attention, masks that depend on the query, masks that are added to logits, a position bias, and
+    dropout in training. Without gradients, it also computes calls with few queries for which torch is faster, such as
+    decoding a token.
+    The docstring of `scaled_dot_product_attention` says in detail which calls are fused. Models that do not use the
+    `AttentionInterface` can call that function. A query whose keys are all padding gets 0.
 
-    "sdpa" does not support attention sinks. A model that has them, such as GPT-OSS, raises a `ValueError` at its first
-    call. When a kind of module first leaves its attention to "sdpa" for a reason other than speed, there is a
+    "sdpa" does not support attention sinks. A model with attention sinks, such as GPT-OSS, raises a `ValueError` at its
+    first call. When a kind of module first falls back to "sdpa" for a reason other than speed, there is a
     `RuntimeWarning` with the reason. `cmab_kernels.explain` gives the reason for each call.
 
     >>> from cmab_kernels.integrations import register_transformers
@@ -75,7 +77,8 @@ def attention(
     """The attention function of the interface. It returns (out, None), because attention weights are not formed.
 
     `query` is (B, H, L, D), `key` (B, G, N, D) and `value` (B, G, N, E) with G a divisor of H, `attention_mask` None or
-    (B, 1, L, N), and `out` (B, L, H, E). `register_transformers` says what is fused, and when there is a `ValueError`.
+    (B, 1, L, N), and `out` (B, L, H, E). The docstring of `register_transformers` says which calls are fused, and when
+    there is a `ValueError`.
     """
     for name in _SINKS:
         if kwargs.get(name) is not None:
@@ -104,8 +107,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _warn_once(kind: str, why: str) -> None:
-    """Warn the first time that a kind of module leaves its attention to "sdpa" for a reason, unless the reason is
-    speed."""
+    """Warn the first time that a kind of module falls back to "sdpa" for a reason, unless the reason is speed."""
     if why == FASTER or torch.compiler.is_compiling() or (kind, why) in _warned:
         return
     _warned.add((kind, why))
@@ -117,7 +119,7 @@ def _warn_once(kind: str, why: str) -> None:
 
 
 def attention_mask(*, q_length: int, mask_function: Callable[..., Any], **options: Any) -> Tensor | None:
-    """The mask function of the interface: None if all keys are seen, else the mask of "sdpa", (B, 1, L, N) bool with
+    """The mask function of the interface: None if all keys take part, else the mask of "sdpa", (B, 1, L, N) bool with
     True = attend.
 
     A mask that hides only padding is one row, expanded with stride 0. The stride shows that all rows are equal.

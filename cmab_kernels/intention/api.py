@@ -26,10 +26,8 @@ from ..runtime.checks import (
 from ..runtime.tracing import may_call_native
 from .contract import ApplyRows, Gram, PrefixRidge, RidgeUpdate
 from .dual import Dual
-from .schema import SCANNED, apply_rows_op, check_weights, gram_op, prefix_ridge_op, ridge_update_op
+from .schema import apply_rows_op, check_weights, gram_op, prefix_ridge_op, ridge_update_op
 from .solve.api import RidgeSolution, penalty_of, solve_heads
-from .solve.contract import RidgeSolve
-from .solve.schema import FUSED, ridge_solve_op
 from .state import RidgeState, check_ridge, decayed_ridge, in_chunks, subtract_ridge
 
 FORMS = ("auto", "primal", "dual")
@@ -67,10 +65,8 @@ def intention(
             CPU, and gives NaN on a GPU. Weights are rounded to float32 unless keys are float64; on a CPU a weight too
             large for float32 is a `ValueError`.
         key_padding_mask: (B, N) bool, True = ignore.
-        impl: "auto", "reference", "native", "cuda" or "triton". "cuda" fuses sums and solve in one kernel. "auto" takes
-            this kernel unless separate kernels are faster thanks to tensor cores (docs/environment.md has the table).
-            Sums alone, and products with rows, use the Triton kernels under "cuda", too. "triton" has separate kernels
-            for sums and solve, and needs no nvcc.
+        impl: "auto", "reference", "native" or "triton": the implementation of the sums and of the products with rows.
+            `regularised_solve` chooses its own implementation of the solve, which may be "cuda".
 
     Returns:
         (B, H, M, E) in the dtype of query. Differentiable to any order in query, key, value, weights and alpha. The
@@ -237,7 +233,8 @@ def prefix_ridge_states(
     rows = PrefixRidge(
         inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, before, moment_before, every, chosen
     )
-    gram, moment = prefix_ridge_op(rows) if chosen in SCANNED else _added_up(rows)
+    # Only Triton has kernels for the sums over all prefixes.
+    gram, moment = prefix_ridge_op(rows) if chosen == "triton" else _added_up(rows)
     count = _counts(inputs, every)
     return RidgeState(gram, moment, count if state is None else state.count.unsqueeze(2) + count)
 
@@ -364,12 +361,7 @@ def solve_rows(
     key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, penalty: Tensor, chosen: str, solver: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(Omega, K'WK, info) with Omega = (K'WK + alpha I)^-1 K'WV, (B, H, D, E), in float64; info (B, H) as in
-    `RidgeSolution`.
-
-    One fused kernel runs if the implementation `chosen` has one. Otherwise `chosen` forms the sums and `solver` solves.
-    """
-    if chosen in FUSED:
-        return ridge_solve_op(RidgeSolve(key, value, weights, mask, penalty, chosen))
+    `RidgeSolution`. The implementation `chosen` forms the sums, and `solver` solves."""
     gram, moment = gram_op(Gram(key, value, weights, mask, impl=chosen))
     weight, info = solve_heads(gram, moment, penalty, solver)
     return weight, gram, info

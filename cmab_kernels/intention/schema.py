@@ -16,10 +16,6 @@ from .contract import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBac
 from .reference import apply_rows_reference, gram_backward_reference, gram_reference, prefix_ridge_backward_reference
 from .state import count_keys
 
-SCANNED = ("cuda", "triton")
-"""The implementations with kernels for the sums over all prefixes."""
-
-
 # ---- definitions, and checks of values
 
 

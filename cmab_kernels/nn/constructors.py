@@ -53,7 +53,7 @@ def naming_options(init: Init, signature: inspect.Signature | None = None) -> In
 def check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], *args: Any) -> None:
     """Raise `TypeError` for an unknown or a missing option of the class `name`, and for arguments that do not fit.
 
-    Raise `TypeError` or `ValueError` for a value that its annotation excludes.
+    Raise `TypeError` or `ValueError` for a value that its annotation does not allow.
     """
     for option in options:
         if option not in signature.parameters:
@@ -80,7 +80,7 @@ def check_options(name: str, signature: inspect.Signature, options: Mapping[str,
 
 
 def _check_value(name: str, value: Any, annotation: Any) -> None:
-    """Raise for an array, and for what is no int, bool, device or dtype where one is needed."""
+    """Raise for an array, and for a value that is not an int, bool, device or dtype where one of these is needed."""
     if getattr(value, "ndim", 0) > 0:
         raise TypeError(mismatch(name, kind_of(value), "a single value"))
     kind = getattr(annotation, "__name__", annotation)  # torch's classes are not annotated with strings

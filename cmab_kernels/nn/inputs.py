@@ -1,4 +1,5 @@
-"""Features and masks that callers pass to modules: their layout, and checks whose errors name the wrong argument."""
+"""Features and masks that callers pass to modules: their layout, and checks with errors that name the wrong
+argument."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def check_features(
 
 
 def _tensor_for(given: Any) -> str:
-    """Return, for an argument that is not a tensor, the text that a tensor is expected and how to make one."""
+    """For an argument that is not a tensor, return a text which says that a tensor is expected, and how to make one."""
     array, numbers = type(given).__module__ == "numpy", isinstance(given, list | tuple)
     return "a torch.Tensor" + (
         "; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else ""
@@ -78,8 +79,8 @@ def _likely_layout(shape: tuple[int, ...], width: int) -> str:
 def check_floating(module: nn.Module, /, **features: Any) -> None:
     """Raise unless these are floating tensors that torch's own code may read with the weights of `module`.
 
-    torch's code finds all other errors. Sparse tensors are refused. Autocast does not cast float64, so under autocast
-    either both features and weights must be float64, or neither.
+    torch's code finds all other errors. Sparse tensors raise an error. Autocast does not cast float64, so under
+    autocast either both features and weights must be float64, or neither.
     """
     for name, each in features.items():
         if not isinstance(each, Tensor):
@@ -97,10 +98,11 @@ def check_floating(module: nn.Module, /, **features: Any) -> None:
 def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return the mask as a bool mask, and the key.
 
-    torch adds a float mask to the logits. Here it becomes the bool mask of its -inf. `torch.nn.TransformerEncoderLayer`
-    makes such float masks of bool masks. A number other than 0 and -inf raises a `ValueError`, or a `RuntimeError` in a
-    compiled call. On a GPU, and under a transform or trace, the values are not read. Such a number then makes the whole
-    key NaN, and therefore every result. On the meta device there are no values to check.
+    torch adds a float mask to the logits. Here it becomes a bool mask that is True where the float mask is -inf.
+    `torch.nn.TransformerEncoderLayer` converts bool masks to such float masks. A number other than 0 and -inf raises a
+    `ValueError`, or a `RuntimeError` in a compiled call. On a GPU, and under a transform or trace, the values are not
+    read. Such a number then makes the whole key NaN, and therefore every result. On the meta device there are no values
+    to check.
     """
     if not isinstance(key_padding_mask, Tensor) or not key_padding_mask.is_floating_point():
         return key_padding_mask, key
@@ -125,9 +127,9 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
 def is_additive(mask: Tensor | None) -> bool:
     """Return whether a float mask must be added to logits: it has other numbers than 0 and -inf, or needs a gradient.
 
-    Numbers are not read on a GPU, because a program would wait for them, nor under a compiler. There the result is
-    False, and `bool_mask` checks the numbers. A transform or trace must not depend on the numbers, so there the result
-    is True.
+    Numbers are not read on a GPU, because the program would have to wait for them, nor under a compiler. In these cases
+    the result is False, and `bool_mask` checks the numbers. A transform or trace must not depend on the numbers, so
+    there the result is True.
     """
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         return False
@@ -139,11 +141,12 @@ def is_additive(mask: Tensor | None) -> bool:
 
 
 def for_part(features: Tensor) -> Tensor:
-    """Return features for the call of a submodule, detached if they say that they require a gradient and none is
+    """Return features for the call of a submodule. They are detached if they require a gradient although none is
     recorded.
 
-    With grad mode off, a parameter or a view of a leaf says so. torch's `FlopCounterMode`, which puts hooks on all
-    submodules, then fails. A program must not hold this detachment, because it may be differentiated.
+    With grad mode off, a parameter or a view of a leaf still requires a gradient. torch's `FlopCounterMode`, which puts
+    hooks on all submodules, then fails. A recorded program must not contain this detachment, because the program may be
+    differentiated.
     """
     return features if is_differentiated(features) or is_recorded() or not features.requires_grad else features.detach()
 

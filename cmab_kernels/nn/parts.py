@@ -27,9 +27,9 @@ M = TypeVar("M", bound=nn.Module)
 def layer_impl(features: Tensor) -> str | None:
     """Return the implementation that computes a layer of `features` in one call, or None for torch's own operations.
 
-    torch's operations are the better choice where there is no kernel, and under autocast, which keeps norms and sums in
-    float32 while one call has one dtype. In forward mode the PyTorch definition is better, because torch's attention
-    has no forward mode.
+    torch's operations are better if there is no kernel. They are also better under autocast, which keeps norms and sums
+    in float32, because one call has one dtype. In forward mode the PyTorch definition is better, because torch's
+    attention has no forward mode.
     """
     if autocasts(features.device):
         return None
@@ -47,11 +47,11 @@ def has_other_forwards() -> bool:
 
 
 def computed(module: M) -> M:
-    """Return the module, or a stand-in with computed values if the module has parametrizations.
+    """Return the module, or a substitute with computed values if the module has parametrizations.
 
-    Every read of a parametrized parameter computes it. A method that reads a parameter more than once therefore begins
-    with this function. In training mode one call is then one step of the power iteration of a spectral norm. The
-    submodules of a stand-in are those of the module. Attributes that are set on a stand-in are lost.
+    A parametrized parameter is computed at every read. So a method that reads a parameter more than once begins with
+    this function. Then one call in training mode is one step of the power iteration of a spectral norm. The submodules
+    of a substitute are the submodules of the module. Attributes that are set on a substitute are lost.
     """
     parts = module._modules
     if "parametrizations" not in parts:
@@ -79,11 +79,11 @@ def one_like(module: nn.Module, *names: str) -> Tensor:
 def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
     """Return the parameters of `module`, or None unless `module` is an unmodified `kind`.
 
-    After None the caller must call the module. These modules do not count as unmodified: a module with hooks, its own
-    or global ones; a module with a parametrization; an adapter in place of a module; a module with an assigned
-    `forward`, as accelerate assigns it; a module whose `weight` or `bias` is not a parameter, as in the replicas of
-    DataParallel and in FullyShardedDataParallel; a norm without weights, which the operators would take for a
-    missing norm; and a norm over several dimensions, which the operators do not have.
+    If the result is None, the caller must call the module. The following modules are not unmodified: a module with
+    hooks, its own or global ones; a module with a parametrization; an adapter in place of a module; a module with an
+    assigned `forward`, as accelerate assigns it; a module whose `weight` or `bias` is not a parameter, as in the
+    replicas of DataParallel and in FullyShardedDataParallel; a norm without weights, which the operators would treat as
+    no norm; and a norm over several dimensions, which the operators do not support.
     """
     state = module.__dict__  # read directly, for speed: a streaming update looks up thirty parameters
     if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
@@ -94,7 +94,7 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
         return None
     parameters: dict[str, nn.Parameter | None] = state["_parameters"]
     if kind is _Linear or kind is _LayerNorm or kind is NonDynamicallyQuantizableLinear:
-        if "weight" not in parameters or "bias" not in parameters:  # a buffer or a property replaces one of them
+        if "weight" not in parameters or "bias" not in parameters:  # a buffer or a property may replace one of them
             return None
         if kind is _LayerNorm:
             weight = parameters["weight"]
@@ -104,7 +104,8 @@ def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Par
 
 
 def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
-    """Return what `own_parameters` returns, but None if a parameter is of a subclass of Tensor, for use by an operator.
+    """Return the result of `own_parameters`, but None if a parameter is of a subclass of Tensor. The result is for use
+    by an operator.
 
     Quantised weights are such subclasses. A subclass defines its own `torch.nn.functional.linear`. It may not support
     the operators, or torch's stacks and slices.
@@ -118,7 +119,7 @@ def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.P
 
 
 def is_own(weight: Tensor | None) -> bool:
-    """Return whether a weight is absent or not of a subclass of Tensor with its own operations.
+    """Return whether a weight is absent, or is not of a subclass of Tensor with its own operations.
 
     The fake tensors of compilers have no such operations, so they count as plain.
     """
@@ -131,7 +132,7 @@ _PLAIN_TYPES = (nn.Parameter, Tensor)
 def called(part: Any, x: Tensor) -> Tensor:
     """Return part(x), without torch's call of a module if the part is unmodified.
 
-    For one row, the overhead of that call takes as long as the computation.
+    For one row, torch's overhead for this call takes as long as the computation.
     """
     kind: Any = type(part)
     if (kind is nn.Linear or kind is NonDynamicallyQuantizableLinear) and (

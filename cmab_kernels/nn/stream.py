@@ -24,7 +24,7 @@ State = TypeVar("State", bound=tuple)
 
 
 class Keeper(nn.Module, Generic[Value]):
-    """Holds a value or None, saves it in the `state_dict`, and replaces it by a loaded one only if the whole load
+    """Holds a value or None, and saves it in the `state_dict`. A loaded value replaces it only if the whole load
     succeeds.
 
     `torch.nn.Module.load_state_dict` visits one module after the other, collects their errors in one list, and raises
@@ -65,7 +65,8 @@ class Keeper(nn.Module, Generic[Value]):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse an entry of the `state_dict`. `torch.func.functional_call` would set it, and no code would read it."""
+        """Raise an error for an assignment to an entry of the `state_dict`. `torch.func.functional_call` would set the
+        entry, but no code would read it."""
         if isinstance(value, Tensor) and name in type(self).fields:
             allowed = (
                 "a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
@@ -83,7 +84,7 @@ class Keeper(nn.Module, Generic[Value]):
 
     @abstractmethod
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> Value:
-        """Return the value made of entries that passed `_problem`, in new memory on a device.
+        """Return a value made from entries that passed `_problem`, in new memory on a device.
 
         A device of None means the device of the entries.
         """
@@ -116,7 +117,7 @@ class Keeper(nn.Module, Generic[Value]):
         if problem:
             error_msgs.append(problem)
         else:
-            # Equal only if the model contains this module twice.
+            # The lists are equal only if the model contains this module twice.
             if self._loaded is None or self._loaded[1] is not error_msgs:
                 self.hold(self.held)
             self._loaded = (self._built(entries, self._loading_device) if entries else None, error_msgs)
@@ -134,10 +135,11 @@ class Stream(Keeper[State]):
 
     The state moves with the module between devices. If there is a state, its tensors are entries of the `state_dict`.
     Without a state there are no entries, so that weights alone are a complete checkpoint. A successful
-    `load_state_dict` restores the saved stream, for any batch held before, and the stream continues with the same bits.
-    A `state_dict` without a stream ends the stream, also with `strict=False`. A `load_state_dict` that raises, for any
-    module of the model, leaves the stream unchanged. (The weights may change: torch copies the weights that fit before
-    it raises.) Entries of wrong shape or dtype, or with values that no stream can have, raise an error that names them.
+    `load_state_dict` restores the saved stream, whatever batch was held before, and the stream continues with the same
+    bits. A `state_dict` without a stream ends the stream, also with `strict=False`. A `load_state_dict` that raises,
+    for any module of the model, leaves the stream unchanged. (The weights may change: torch copies the weights that fit
+    before it raises.) Entries of wrong shape or dtype, or with values that no stream can have, raise an error that
+    names them.
     """
 
     weight_like: Tensor
@@ -152,7 +154,7 @@ class Stream(Keeper[State]):
     def __copy__(self) -> Stream:
         """Return an independent stream that continues from the same state.
 
-        A step may write to the memory of a state that only one stream holds. So the copy needs a state of its own.
+        A step may write to the memory of a state that only one stream holds. So the copy needs its own state.
         """
         return copy.deepcopy(self)
 
@@ -197,7 +199,7 @@ class Stream(Keeper[State]):
     def _loading_device(self) -> torch.device | None:
         """The device of the weights, or None for the meta device.
 
-        Loading with `assign=True` moves weights away from the meta device.
+        After a load with `assign=True`, weights are no longer on the meta device.
         """
         return None if self.weight_like.is_meta else self.weight_like.device
 
@@ -229,7 +231,7 @@ class Stream(Keeper[State]):
         return _again(value)
 
     def _tensors(self, value: State) -> Iterable[Any]:
-        """Return all tensors of a value, perhaps among other things."""
+        """Return all tensors of a value; the result may contain other objects too."""
         return _leaves(value)
 
     @property
@@ -290,7 +292,8 @@ def _leaves(state: Any) -> Iterator[Any]:
 
 
 def refuse_to_record(method: str, instead: str) -> None:
-    """Raise if a call that advances a module's own stream is recorded, as each run would start from the same state."""
+    """Raise an error if a call that advances a module's own stream is recorded, because each run of the recording would
+    start from the same state."""
     if is_recorded():
         what = (
             "torch.export, torch.jit.trace or make_fx records it, which would freeze the stream that the module holds"
@@ -301,7 +304,7 @@ def refuse_to_record(method: str, instead: str) -> None:
 def with_own_streams(module: M) -> M:
     """Return a shallow copy of a module with independent streams that continue from the same states.
 
-    Classes use this function as `__copy__`.
+    Classes use this function as their `__copy__`.
     """
     if isinstance(module, Keeper):
         return copy.copy(module)
@@ -319,7 +322,8 @@ def _keeps(module: nn.Module) -> bool:
 
 
 def follow_weights(module: nn.Module, _: Any = None) -> None:
-    """Let the submodule `stream` follow the module's weights. Modules register this as a hook that follows a load."""
+    """Let the submodule `stream` follow the module's weights. Modules register this function as a hook that runs after
+    a load."""
     stream = module.stream
     assert isinstance(stream, Stream)
     # A frozen module has only buffers; the stream's is last.
@@ -329,11 +333,12 @@ def follow_weights(module: nn.Module, _: Any = None) -> None:
 class AttentionStream(Stream[AttentionState]):
     """A submodule that holds one `AttentionState` of H heads, L queries and width E, or None.
 
-    With `blocks` K, the state is that of K stacked blocks. The state moves with the module between devices, and no cast
-    changes its bits: `out` stays float32 after `.half()` or `.bfloat16()`. `out` is float64 in a float64 module. If
-    there is a state, `state_dict` contains it as `out` (B, H, L, E) and `lse` (B, H, L), with a leading K for stacked
-    blocks. See `Stream` for the rules of loading. Loading refuses a NaN or +inf in `lse`. It also refuses a NaN or an
-    infinity in `out`, except in rows where `lse` is -inf. Such a row of `out` has no effect, and loading sets it to 0.
+    With `blocks` K, the state is that of K stacked blocks. The state moves with the module between devices. A cast of
+    the module does not change the bits of the state: `out` stays float32 after `.half()` or `.bfloat16()`. `out` is
+    float64 in a float64 module. If there is a state, `state_dict` contains it as `out` (B, H, L, E) and `lse` (B, H,
+    L), with a leading K for stacked blocks. See `Stream` for the rules of loading. Loading raises an error for a NaN or
+    +inf in `lse`. It also raises an error for a NaN or an infinity in `out`, except in rows where `lse` is -inf. Such a
+    row of `out` has no effect, and loading sets it to 0.
 
     >>> stream = cmab_kernels.nn.AttentionStream(heads=2, latents=3, width=4)
     >>> stream.state is None, list(stream.state_dict())
@@ -395,8 +400,8 @@ class RidgeStream(Stream[RidgeState]):
     """A submodule that holds one `RidgeState` of H heads, keys of width D and values of width E, or None.
 
     It works like `AttentionStream`. `gram` (B, H, D, D) and `moment` (B, H, D, E) are float64 and `count` (B, H) is
-    int64 in a module of any dtype. Loading refuses a NaN or an infinity, a gram that is not symmetric up to rounding, a
-    negative count, and sums that are not 0 where the count is 0.
+    int64 in a module of any dtype. Loading raises an error for a NaN or an infinity, a gram that is not symmetric up to
+    rounding, a negative count, and sums that are not 0 where the count is 0.
 
     >>> stream = cmab_kernels.nn.RidgeStream(heads=2, width=4, value_width=3)
     >>> stream.state = stream.init_state(batch=1)

@@ -19,7 +19,7 @@ from .continual import (
     unlikely_totals,
     with_sums,
 )
-from .reference import landmark_values_reference, logits, segment_ends
+from .reference import landmark_values_reference, logits, pinv_reference, segment_ends
 
 __all__ = [
     "EXTRA_SUMS",
@@ -41,6 +41,7 @@ __all__ = [
     "logits",
     "move_state",
     "nystrom_attention",
+    "pinv_reference",
     "segment_ends",
     "state_from_tensors",
     "state_to_tensors",

@@ -61,9 +61,9 @@ def nystrom_attention(
             When m does not divide the length, each of the first `length % m` segments has one token more.
         landmarks: the landmarks (q~, k~), in place of `num_landmarks`. Each is (H, m, D), shared over the batch, or (B,
             H, m, D).
-        pinv: "iterative"; "exact" (`torch.linalg.pinv`, whatever `impl` is); or "shared": the iteration starts with
-            one norm for all matrices of the batch, as in published code. Take "shared" for weights that were trained
-            with that code. A result then depends on the rest of the batch.
+        pinv: "iterative"; "exact" (`torch.linalg.pinv`, for every `impl`); or "shared": the iteration starts with one
+            norm for all matrices of the batch, as in published code. Use "shared" for weights that were trained with
+            that code. A result then depends on the rest of the batch.
         pinv_iterations: the number of iterations of "iterative" and "shared". Nyströmformer takes 6. On matrices
             without structure, 6 iterations are far from convergence.
         key_padding_mask: (B, N) bool, True = ignore. With `num_landmarks` the mask marks tokens, queries as well as
@@ -71,8 +71,8 @@ def nystrom_attention(
             whose tokens are all masked has no landmark. The result for a masked query is that of a query of zeros.
         is_causal: must be False, because a landmark is a mean over past and future tokens.
         scale: the factor of the logits; None means D ** -0.5.
-        impl: "auto", "reference", "native" or "triton". The choice also holds for both attentions: of the landmarks to
-            the keys, and of the queries to the landmarks.
+        impl: "auto", "reference", "native" or "triton". The choice also applies to both attentions: from the landmarks
+            to the keys, and from the queries to the landmarks.
 
     Returns:
         (B, H, L, E) in the dtype of query; 0 where there is no key. For half types the last product is computed in
@@ -117,11 +117,12 @@ def iterative_pinv(matrix: Tensor, iterations: int = 6, *, impl: str = "auto") -
     """The Moore-Penrose pseudo-inverse of every matrix (..., m, m) by Razavi's iteration of third order, as
     Nyströmformer uses it.
 
-    If landmarks are well apart, six iterations suffice: the relative error is 1e-15 for softmax(8 I + N(0, 1)).
-    Otherwise six are far from convergence. For softmax(N(0, 1)) in float64 the median relative error is 0.9 at m = 16
-    (3e-15 after twelve iterations) and 0.99 at m = 64 (0.25 after twelve, 1e-14 after twenty). Each matrix is scaled by
-    its own norms. A matrix of zeros gives zeros. In float32, kernels keep their accuracy for norms from 1e-27 to 1e27.
-    Further out their numbers overflow or become 0; use float64, or `impl="reference"` as long as the inverse fits.
+    If landmarks are far from each other, six iterations suffice: the relative error is 1e-15 for softmax(8 I + N(0,
+    1)). Otherwise six iterations are far from convergence. For softmax(N(0, 1)) in float64 the median relative error is
+    0.9 at m = 16 (3e-15 after twelve iterations) and 0.99 at m = 64 (0.25 after twelve, 1e-14 after twenty). Each
+    matrix is scaled by its own norms. A matrix of zeros gives zeros. In float32, kernels keep their accuracy for norms
+    from 1e-27 to 1e27. Beyond this range their numbers overflow or become 0. Then use float64, or `impl="reference"` if
+    the inverse is in the range of float32.
 
     Args:
         matrix: (..., m, m), float64 or float32; half types are computed in float32.
@@ -263,7 +264,7 @@ def _attend(
         )
     else:
         values = _landmark_values(landmarks, averaged, scale, iterations, impl)
-    wide = query.to(values.dtype)  # half precision cannot resolve W, whose entries are large and of both signs
+    wide = query.to(values.dtype)  # half precision cannot resolve W, whose entries are large and have both signs
     return latent_attention(
         wide, landmarks.keys, values, key_padding_mask=landmarks.absent, scale=scale, impl=attend
     ).to(query.dtype)

@@ -1,11 +1,11 @@
-"""The cost of a step: the operations and memory that the paper on continual Nyström attention states, and those of
-these kernels.
+"""The cost of a step: the operations and memory that the paper on continual Nyström attention states, and those of our
+kernels.
 
 All counts are for one head, with n tokens in the window, m landmarks, queries and keys of width D, and values of width
 E. The paper has one width d for both. `paper_operations` and `paper_memory` are the paper's formulas as printed. These
 formulas are not on one scale: the two products of full attention, n^2 d multiply-adds each, count as 4 n^2 d, and the
-four products of Nyström attention, n m d each, count as 4 n m d. The operations executed here are counted as torch's
-`FlopCounterMode` counts them: two for each multiply-add of a product, nothing for the rest.
+four products of Nyström attention, n m d each, count as 4 n m d. The operations that are executed here are counted as
+torch's `FlopCounterMode` does: two for each multiply-add of a product, and none for the rest.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SCHEMES = (
     "nystrom",
     *(f"{kind}{output}" for kind in ("", "continual ", "fixed ") for output in ("retroactive", "single")),
 )
-"""Schemes of `paper_operations` and `executed_on_average`. "continual" landmarks follow the window, "fixed" landmarks
-stay."""
+"""Schemes of `paper_operations` and `executed_on_average`. "continual" landmarks change with the window, "fixed"
+landmarks do not."""
 
 
 class Memory(NamedTuple):
@@ -89,8 +89,8 @@ token.
 def paper_operations(scheme: str, n: int, m: int, d: int) -> float:
     """Operations of one step by the paper's formulas.
 
-    `scheme` is a key of `PAPER_OPERATIONS` or one of four more. "continual single" and "continual retroactive" are
-    means over steps: m steps in n replace a landmark. "fixed single" and "fixed retroactive" replace no landmark.
+    `scheme` is a key of `PAPER_OPERATIONS` or one of four other names. "continual single" and "continual retroactive"
+    are means over steps: m steps in n replace a landmark. "fixed single" and "fixed retroactive" replace no landmark.
     The result is an integer except for the means.
 
     >>> from cmab_kernels.nystrom.costs import paper_operations
@@ -129,8 +129,8 @@ def _check_scheme(scheme: str, known: Collection[str]) -> None:
 
 
 def replacements(n: int, m: int, position: int) -> int:
-    """Number of segments that end within the first `position` tokens of a stream. Each makes a landmark or replaces the
-    oldest.
+    """Number of segments that end within the first `position` tokens of a stream. Each segment makes a landmark or
+    replaces the oldest landmark.
 
     >>> from cmab_kernels.nystrom.costs import replacements
     >>> [replacements(7, 3, position) for position in range(8)]
@@ -181,7 +181,7 @@ def _upkeep(n: int, m: int, D: int, E: int, position: int, tokens: int, iteratio
     end = position + tokens
     replaced = 0 if fixed else replacements(n, m, end) - replacements(n, m, position)
     refreshed = _refreshed(n, m, position, end, fixed)
-    kept_rows = 4 * (tokens * m - replaced) * (D + E)  # the new token's terms and the old one's
+    kept_rows = 4 * (tokens * m - replaced) * (D + E)  # the terms of the new token and of the old token
     whole_rows = 2 * n * (replaced + refreshed) * (D + E)
     return kept_rows + whole_rows + replaced * (2 * m * m * D + pinv_operations(m, iterations))
 
@@ -267,8 +267,7 @@ def attention_state_elements(n: int, D: int, E: int, retroactive: bool) -> int:
 
 
 def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6) -> float:
-    """Mean operations of a step of one token as executed here, over an endless stream; `scheme` as in
-    `paper_operations`.
+    """Mean operations of a step of one token in our code, over an endless stream; `scheme` as in `paper_operations`.
 
     >>> from cmab_kernels.nystrom.costs import executed_on_average
     >>> [executed_on_average(scheme, 120, 4, 192) for scheme in ("full", "single", "continual single", "fixed single")]
@@ -287,7 +286,7 @@ def executed_on_average(scheme: str, n: int, m: int, d: int, iterations: int = 6
 
 def cost_table(n: int, m: int, d: int, iterations: int = 6) -> list[str]:
     """Lines of a table for one head and a step of one token: the paper's counts, and the mean operations and elements
-    here.
+    of our code.
 
     >>> from cmab_kernels.nystrom.costs import cost_table
     >>> for line in cost_table(120, 4, 192):

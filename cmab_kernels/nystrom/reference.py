@@ -8,8 +8,8 @@ tokens:
 
 (Nyströmformer, Xiong et al., AAAI 2021; Continual Low-Rank Scaled Dot-product Attention, Carreto Picon et al.) Delta V
 / phi(Delta) is the attention of the landmarks to all tokens. B / phi(B) W is the attention of all tokens to the
-landmarks. Both are latent attention, defined in its own package. W is `landmark_values`. The pseudo-inverse is the
-iteration of Razavi et al., with each matrix scaled by its own norms:
+landmarks. Both are latent attention, which the package `attention` defines. W is `landmark_values`. The pseudo-inverse
+is the iteration of Razavi et al. Each matrix is scaled by its own norms:
 
     Z = A' / (max_j sum_i |A_ij|  max_i sum_j |A_ij|),     Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4
 """
@@ -22,13 +22,13 @@ from torch import Tensor
 from ..runtime.dtypes import state_dtype
 
 COPIED = 2**17
-"""The most elements that are copied at a time for a sum. At least one segment is copied at a time."""
+"""The largest number of elements that are copied at a time for a sum. At least one segment is copied at a time."""
 
 
 def segment_ends(length: int, segments: int) -> list[int]:
     """Return the index after the last token of each segment of `length` tokens. The first `length % segments` segments
     have one token more."""
-    size, longer = length // segments, length % segments  # not divmod: a compiler cannot trace it for symbolic lengths
+    size, longer = length // segments, length % segments  # a compiler cannot trace divmod of symbolic lengths
     return [j * size + min(j, longer) for j in range(1, segments + 1)]
 
 
@@ -79,8 +79,8 @@ def _gathered_sums(tokens: Tensor, segments: int, size: int, longer: int) -> Ten
 
 
 def _sum_of_copies(part: Tensor) -> Tensor:
-    """Return `part.sum(-2)` of a part (B, H, segments, tokens, D) that is not contiguous, with the bits of a contiguous
-    one.
+    """Return `part.sum(-2)` of a part (B, H, segments, tokens, D) that is not contiguous, with the same bits as for a
+    contiguous part.
 
     In torch the order of a sum depends on strides. A few segments are copied at a time."""
     of_segment = part.shape[0] * part.shape[1] * part.shape[3] * part.shape[4]
@@ -97,7 +97,7 @@ def iterative_pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = 
         columns, rows = columns.max(), rows.max()
     empty = columns == 0
     one = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    # Divide by one norm after the other, because their product may overflow or underflow.
+    # Divide by one norm after the other, because the product of both may overflow or underflow.
     z = (matrix.mT / columns.masked_fill(empty, 1.0) / rows.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
     for _ in range(iterations):
         az = matrix @ z
@@ -108,7 +108,11 @@ def iterative_pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = 
 def pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = False) -> Tensor:
     """Return the pseudo-inverse of each matrix (..., m, m) after this number of iterations, or the exact one for 0
     iterations."""
-    return iterative_pinv_reference(matrix, iterations, shared=shared) if iterations else torch.linalg.pinv(matrix)
+    if iterations:
+        return iterative_pinv_reference(matrix, iterations, shared=shared)
+    # LAPACK would refuse the whole batch for one matrix that is not finite.
+    defined = matrix.isfinite().all(-1).all(-1)[..., None, None]
+    return torch.linalg.pinv(matrix.where(defined, 0.0)).where(defined, torch.nan)
 
 
 def logits(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
@@ -123,8 +127,8 @@ def landmark_kernel(
 ) -> Tensor:
     """Return Gamma / phi(Gamma), (..., m, m), of landmarks (..., m, D).
 
-    Rows and columns of `absent` (..., m) landmarks are 0. The values of absent landmarks, even NaN, do not reach the
-    others."""
+    Rows and columns of `absent` (..., m) landmarks are 0. The values of absent landmarks, even NaN, do not affect the
+    other landmarks."""
     if absent is None:
         return logits(landmark_query, landmark_key, scale).softmax(-1)
     row, column = absent.unsqueeze(-1), absent.unsqueeze(-2)

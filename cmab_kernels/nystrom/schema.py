@@ -46,7 +46,7 @@ def _pinv_backward(call: Call[Pinv], dinverse: Tensor) -> Gradients:
 
 
 def _pinv_gradient(inputs: PinvBackward) -> tuple[Tensor, ...]:
-    """The gradient by autograd through the definition."""
+    """The gradient, computed by autograd through the definition."""
     inverse = iterative_pinv_reference(inputs.matrix, inputs.iterations)
     return torch.autograd.grad(inverse, inputs.matrix, inputs.dinverse, create_graph=True)
 
@@ -78,7 +78,7 @@ _pinv_backward_op = Operator(
     PinvBackward,
     ("dmatrix",),
     shapes=lambda inputs: inputs.matrix.new_empty(inputs.matrix.shape),
-    # The iterations again, and two products for the gradient of each product.
+    # The gradient computes the iterations again, and two products for the gradient of each product.
     operations=lambda inputs: 3 * _pinv_operations(inputs),
     backward=derivatives_of(_pinv_gradient, "dinverse", "matrix"),
 )

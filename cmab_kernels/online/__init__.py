@@ -1,8 +1,8 @@
-"""Ridge regression that takes examples in and lets them go, with the methods of an estimator of scikit-learn."""
+"""Ridge regression that adds and forgets examples, with the methods of an estimator of scikit-learn."""
 
 from .estimator import OnlineRidge
 from .sums import Solution, Sums
 
-_Solution, _Sums = Solution, Sums  # pickles of earlier versions name them here
+_Solution, _Sums = Solution, Sums  # pickles of earlier versions look for these names here
 
 __all__ = ["OnlineRidge"]

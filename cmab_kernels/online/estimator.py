@@ -28,35 +28,37 @@ class OnlineRidge(Interface):
     It minimises sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over the examples that it holds. It keeps sums of products
     in float64. Their size does not depend on the number of examples read. `partial_fit` adds to the sums, `forget`
     subtracts from them, and `merge` adds those of another estimator. The result is then as if one `fit` had read the
-    examples held, up to rounding. `info_` says if the products of features have lost their digits. It does not say so
-    of
-    the products with targets: fit anew after forgetting examples that were many orders of magnitude larger.
+    examples held, up to rounding. `info_` says if the products of features have lost their digits. It does not report
+    lost digits in
+    the products with targets. So call `fit` again after you have forgotten examples that were larger by many orders of
+        magnitude.
 
     Args:
         alpha: the penalty, a number >= 0, or an array with one penalty for each of the E targets. The intercept b is
-            not penalised. "gcv" chooses one of `alphas` by generalised cross-validation. The choice follows from the
-            sums alone, so it is made anew whenever examples come or go. "loo" chooses as scikit-learn's `RidgeCV` does,
-            by the leave-one-out error. This error needs every row under the final fit, and sums hold no rows; so only
-            `fit`, which has all rows, accepts "loo". The other methods that change examples then raise a `ValueError`.
-        fit_intercept: False fixes b = 0. Then nothing is centred: where columns of X lie c times their spread from 0,
-            an error of about 2e-16 c^2 remains in `coef_` (1e-8 for c = 1e4), and from c = 1e8 on there is no solution.
-            With an intercept, c may be 1e10.
+            not penalised. "gcv" chooses one of `alphas` by generalised cross-validation. The choice depends only on the
+            sums, so it is made again whenever examples are added or removed. "loo" chooses as scikit-learn's `RidgeCV`
+            does, by the leave-one-out error. This error needs every row under the final fit, but the sums hold no rows.
+            So only `fit`, which has all rows, accepts "loo". The other methods that change examples then raise a
+            `ValueError`. fit_intercept: False means b = 0. Then nothing is centred. If the distance of a column of X
+            from 0 is c times its spread, an error of about 2e-16 c^2 remains in `coef_` (1e-8 for c = 1e4), and from c
+            = 1e8 on there is no solution. With an intercept, c may be 1e10.
         forgetting: a factor from 0 (excluded) to 1. Each example of `partial_fit` multiplies the weights of all earlier
             examples by this factor. The result does not depend on how a stream is divided into calls. With 1 the
             weights do not fade.
         alphas: the penalties > 0 from which "gcv" and "loo" choose one, the same for all targets.
-        noise_precision: one over the variance of the noise of an example of weight 1, a number > 0 or one for each
-            target, for `predict(return_std=True)` and `sample_y`. None means an estimate for each target, (n - gamma) /
-            sum_i w_i (y_i - x_i' W - b)^2, with the sum of weights n, and gamma coefficients that the examples
-            determine (gamma = tr(G (G + alpha I)^-1) for the centred Gram matrix G). `BayesianRidge` iterates to a
-            fixed point of this.
+        noise_precision: one over the variance of the noise of an example of weight 1, for `predict(return_std=True)`
+            and `sample_y`. It is a number > 0, or one number for each target. None means an estimate for each target,
+            (n - gamma) / sum_i w_i (y_i - x_i' W - b)^2, with the sum of weights n, and gamma coefficients that the
+            examples determine (gamma = tr(G (G + alpha I)^-1) for the centred Gram matrix G). `BayesianRidge` iterates
+            to a fixed point of this formula.
 
     X is (N, D) and y is (N,) or (N, E). X may be a sparse matrix or array of SciPy; its sums are taken by sparse
-    products. Results have the kind and the dtype of X. For a tensor they are a tensor on its device. For other inputs
-    they are a NumPy array, float64 unless X has a smaller floating dtype, or what `set_output` chose. Predictions at a
-    tensor carry its gradient; examples record no gradient. Every wrong argument raises a `ValueError` or `TypeError`
-    that names the argument, and leaves the estimator unchanged. The class works as an estimator of scikit-learn:
-    pipelines, searches and `sklearn.base.clone` accept it. All other uses work without scikit-learn.
+    products. Results have the same kind and dtype as X. If X is a tensor, results are tensors on its device. If X is
+    not a tensor, results are NumPy arrays, float64 unless X has a smaller floating dtype, or have the kind that
+    `set_output` chose. Predictions at a tensor have its gradient; examples record no gradient. Every wrong argument
+    raises a `ValueError` or `TypeError` that names the argument, and leaves the estimator unchanged. The class works as
+    an estimator of scikit-learn: pipelines, searches and `sklearn.base.clone` accept it. Everything else works without
+    scikit-learn.
 
     Attributes: `coef_`, (D,) or (E, D); `intercept_`, a number or (E,); `alpha_`, the penalty in use, a number or (E,);
     `n_features_in_`, D; `feature_names_in_`, the columns of the data frame with the first examples (later data frames
@@ -92,14 +94,14 @@ class OnlineRidge(Interface):
         self.noise_precision = noise_precision
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Forget all examples, and hold these.
+        """Forget all examples, and hold these examples.
 
         `sample_weight` is (N,) >= 0. A number is the weight of each example, and None means 1.
         """
         return self._hold(X, y, sample_weight, None)
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Hold these examples too, in time O(N D (D + E)), for any number of examples held before.
+        """Hold these examples too. This takes time O(N D (D + E)), for any number of examples held before.
 
         In a stream, the examples come oldest first.
         """
@@ -108,7 +110,7 @@ class OnlineRidge(Interface):
 
     @torch.no_grad()
     def forget(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Remove these examples. The estimator must hold them, with the same weights.
+        """Remove these examples. The estimator must hold these examples, with the same weights.
 
         An estimator that holds no example afterwards behaves as if it was never fitted. With a `forgetting` below 1 the
         method raises a `ValueError`, because the weights of the held examples have changed.
@@ -129,14 +131,14 @@ class OnlineRidge(Interface):
 
     @torch.no_grad()
     def merge(self, other: OnlineRidge) -> Self:
-        """Hold the examples of another estimator too, which stays as it is, in time O(D^2 (D + E)).
+        """Hold the examples of another estimator too, in time O(D^2 (D + E)). The other estimator does not change.
 
-        Parts of a data set that several workers have read merge into what one `fit` makes of the whole, up to rounding.
-        With a `forgetting` below 1, the examples of `other` come after those held. The alpha of this estimator applies.
-        Where one of the two holds no example, the result is the other.
+        If several workers have read the parts of a data set, their estimators merge into the result of one `fit` of the
+        whole set, up to rounding. With a `forgetting` below 1, the examples of `other` come after those held. The
+        penalty `alpha` of this estimator applies. If one of the two holds no example, the result is the other.
 
-        Raises a `TypeError` if `other` is no `OnlineRidge`, and a `ValueError` if the numbers of features or targets,
-        the names of features, the device, `fit_intercept` or `forgetting` differ.
+        Raises a `TypeError` if `other` is not an `OnlineRidge`. Raises a `ValueError` if the numbers of features or
+        targets, the names of features, the device, `fit_intercept` or `forgetting` differ.
 
         >>> x, y = torch.randn(100, 3), torch.randn(100)
         >>> first = cmab_kernels.OnlineRidge().fit(x[:40], y[:40])
@@ -166,12 +168,13 @@ class OnlineRidge(Interface):
         return self
 
     def learn_one(self, x: Any, y: Any, w: float = 1.0) -> None:
-        """Hold one more example of weight w: the method of the package river, and faster than `partial_fit`.
+        """Hold one more example of weight w. The method has the interface of the package river, and is faster than
+        `partial_fit`.
 
-        x is a dict of features, or a sequence (D,). The first dict names the features, in its order; a later dict that
-        lacks one means 0, and one with another feature raises a `ValueError`. y is a number, as this method has one
-        target. The example waits with up to 127 others before it is added to the sums; all other methods add those that
-        wait first.
+        x is a dict of features, or a sequence (D,). The first dict gives the names of the features and their order. In
+        a later dict, a missing feature means 0, and an unknown feature raises a `ValueError`. y is a number, because
+        this method has one target. Up to 128 examples are collected before they are added to the sums; all other
+        methods add the collected examples first.
 
         >>> model = cmab_kernels.OnlineRidge()
         >>> for x, y in (({"a": 1.0, "b": 2.0}, 3.0), ({"a": 2.0, "b": 0.0}, 2.0)):
@@ -197,10 +200,11 @@ class OnlineRidge(Interface):
     def predict_one(self, x: Any) -> float:
         """Return the prediction at one example, a dict or a sequence as in `learn_one`; 0.0 before the first example.
 
-        Between two calls of other methods, rank-one updates follow the solution, in time O(D^2) for an example. It is
-        made anew from the sums after 128 examples, and earlier where more than four digits could be lost; so it stays
-        within 1e-9 of what `predict` returns. With a `forgetting` below 1, an alpha that is no number, or a solution
-        that is not sound, it is made anew for each example, as `predict` does.
+        Between two calls of other methods, rank-one updates change the solution, in time O(D^2) for each example. The
+        solution is recomputed from the sums after 128 examples, and earlier if more than four digits could be lost. So
+        it stays within 1e-9 of the result of `predict`, unless the regression is ill-conditioned: both then lose
+        digits. With a `forgetting` below 1, an alpha that is not a number, or a solution that is not sound, it is
+        recomputed for each example, as in `predict`.
         """
         waiting = self._one_by_one()
         if waiting is None:
@@ -218,10 +222,10 @@ class OnlineRidge(Interface):
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Return the predictions (N,) or (N, E) at X (N, D).
 
-        With `return_std`, return also the standard deviations of the targets around them, of the same shape: for each,
-        the root of (1 + (x - m)' (G + alpha I)^-1 (x - m)) / noise_precision, with the mean m of the examples and the
-        centred Gram matrix G. These are those of scikit-learn's `BayesianRidge` with the precisions `alpha_` =
-        noise_precision and `lambda_` = alpha * noise_precision.
+        With `return_std`, also return the standard deviations of the targets around the predictions, in the same shape.
+        Each is the root of (1 + (x - m)' (G + alpha I)^-1 (x - m)) / noise_precision, with the mean m of the examples
+        and the centred Gram matrix G. They equal the standard deviations of scikit-learn's `BayesianRidge` with the
+        precisions `alpha_` = noise_precision and `lambda_` = alpha * noise_precision.
 
         >>> x = torch.randn(50, 3)
         >>> mean, std = cmab_kernels.OnlineRidge(noise_precision=4.0).fit(x, x.sum(1)).predict(x, return_std=True)
@@ -244,8 +248,8 @@ class OnlineRidge(Interface):
         """Return joint draws of the targets at X (N, D), noise included: (N, n_samples), or (N, E, n_samples).
 
         Each draw takes coefficients from their distribution, given the examples, and adds noise; `predict` with
-        `return_std` has their means and standard deviations. `random_state` is an int, a `RandomState` or a `Generator`
-        of NumPy, or None for a new one. Name, arguments and shapes are those of scikit-learn's
+        `return_std` returns the means and standard deviations of the draws. `random_state` is an int, a `RandomState`
+        or a `Generator` of NumPy, or None for a new one. The name, arguments and shapes are those of scikit-learn's
         `GaussianProcessRegressor`.
 
         >>> x = torch.randn(50, 3)
@@ -288,14 +292,14 @@ class OnlineRidge(Interface):
         errors = y_ - _joined(solution.at(each) for each, _ in rows.blocks()).double()
         spread = y_ - (weights * y_).sum(0) / weights.sum()
         error, total = (weights * errors.square()).sum(0), (weights * spread.square()).sum(0)
-        none = (error != 0).double()  # where all targets are equal: 1 for predictions without error, else 0
+        none = (error != 0).double()  # if all targets are equal: 1 for predictions without error, else 0
         return float((1 - torch.where(total == 0, none, error / total)).mean())
 
     @property
     def coef_(self) -> Any:
         """(D,), or (E, D) where y had two dimensions."""
         held = self._fitted()
-        coefficients = self._solved(held).weight.T.clone()  # the caller may scale it
+        coefficients = self._solved(held).weight.T.clone()  # the caller may change the copy
         return cast(coefficients[0] if held.flat else coefficients, held.dtype)
 
     @property
@@ -317,7 +321,7 @@ class OnlineRidge(Interface):
     def info_(self) -> int:
         """0 for a sound solution, 1 for no solution, 2 for an ill-conditioned solution or sums with two digits at most.
 
-        Sums lose digits if examples, held or forgotten, lie too far from the first examples, or if no weight is left.
+        Sums lose digits if examples, held or forgotten, are too far from the first examples, or if no weight is left.
         """
         held = self._fitted()
         return held.solved(self._penalties(held)).info
@@ -339,7 +343,7 @@ class OnlineRidge(Interface):
 
     @torch.no_grad()
     def _hold(self, X: Any, y: Any, sample_weight: Any, held: Sums | None, names: list[str] | None = None) -> Self:
-        """Add examples to the sums `held`; None stands for the sums of no examples, whose features have these names."""
+        """Add examples to the sums `held`. None means the sums of no examples; their features get these names."""
         rows = Rows(type(self).__name__, X, y, sample_weight, held)
         self._check_parameters(rows.y.shape[1])
         if held is None:
@@ -377,7 +381,7 @@ class OnlineRidge(Interface):
             precisions_of(self.noise_precision, targets)
 
     def _check_streamed(self) -> None:
-        """Raise if a method other than `fit` cannot change the examples, because `alpha` needs all rows."""
+        """Raise an error if a method other than `fit` cannot change the examples, because `alpha` needs all rows."""
         if isinstance(self.alpha, str) and self.alpha == "loo":
             allowed = (
                 "'gcv', which needs only the sums, or a number; leave-one-out needs all rows, which only `fit` has"
@@ -417,7 +421,7 @@ class OnlineRidge(Interface):
 
     @torch.no_grad()
     def _held(self) -> Sums | None:
-        """Return the sums of all examples, those that wait included."""
+        """Return the sums of all examples, including the collected examples."""
         waiting = self._waiting
         if waiting is not None and waiting.rows:
             self._keep(waiting.flushed(type(self).__name__))
@@ -427,7 +431,7 @@ class OnlineRidge(Interface):
         self._sums, self._waiting = sums, None
 
     def _one_by_one(self) -> Waiting | None:
-        """Return where examples of `learn_one` wait, or None if no example is held."""
+        """Return the object in which `learn_one` collects examples, or None if no example is held."""
         waiting = self._waiting
         if waiting is not None and waiting.parameters_are(self.alpha, self.forgetting, self.fit_intercept):
             return waiting
@@ -461,7 +465,7 @@ class OnlineRidge(Interface):
         return {name: part for name, part in self.__dict__.items() if name != "_waiting"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        OnlineRidge.__init__(self)  # the arguments that an earlier version did not have
+        OnlineRidge.__init__(self)  # arguments that an earlier version did not have
         self.__dict__.update(state)
 
 

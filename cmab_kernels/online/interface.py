@@ -1,4 +1,4 @@
-"""What scikit-learn asks of an estimator, without a need for scikit-learn."""
+"""The methods that scikit-learn requires of an estimator; they do not need scikit-learn."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Interface:
     def set_output(self, *, transform: str | None = None) -> Self:
         """Choose what `predict` returns: "default", "pandas" or "polars". None changes nothing.
 
-        The argument has scikit-learn's name, so that a pipeline's last step is set as the others are; this estimator
-        predicts, and transforms nothing. Predictions (N,) are a series, (N, E) a data frame, whose columns have the
-        names of the targets, else "y", or "y0" to "y{E-1}". With pandas, they have the index of X. Other results are
-        arrays or tensors as before. Raises a `ValueError` for another name.
+        The argument has scikit-learn's name, so that the last step of a pipeline is set like the other steps; this
+        estimator only predicts, and transforms nothing. Predictions (N,) become a series, and predictions (N, E) become
+        a data frame. Its columns have the names of the targets, or else "y", or "y0" to "y{E-1}". With pandas, they
+        have the index of X. Other results are arrays or tensors as before. Raises a `ValueError` for another name.
         """
         if transform not in (None, "default", "pandas", "polars"):
             raise ValueError(mismatch("transform", repr(transform), "'default', 'pandas', 'polars' or None"))
@@ -63,27 +63,27 @@ class Interface:
             request = MetadataRequest(owner=type(self).__name__)
             for method in ("fit", "partial_fit", "score"):
                 getattr(request, method).add_request(param="sample_weight", alias=None)
-        if not request.predict.requests:  # also where a request was pickled by an earlier version
+        if not request.predict.requests:  # also true if an earlier version pickled the request
             request.predict.add_request(param="return_std", alias=None)
         return copy.deepcopy(request)
 
     def set_fit_request(self, *, sample_weight: bool | str | None) -> Self:
         """Say whether a search or a pipeline passes `sample_weight` to `fit`.
 
-        True or False says so directly. None makes a given weight an error. A string is another name of the weight.
+        True and False mean yes and no. With None, a given weight is an error. A string is another name for the weight.
         """
         return self._ask("fit", sample_weight=sample_weight)
 
     def set_partial_fit_request(self, *, sample_weight: bool | str | None) -> Self:
-        """Do what `set_fit_request` does for `partial_fit`."""
+        """Do the same as `set_fit_request`, for `partial_fit`."""
         return self._ask("partial_fit", sample_weight=sample_weight)
 
     def set_predict_request(self, *, return_std: bool | str | None) -> Self:
-        """Do what `set_fit_request` does for the argument `return_std` of `predict`."""
+        """Do the same as `set_fit_request`, for the argument `return_std` of `predict`."""
         return self._ask("predict", return_std=return_std)
 
     def set_score_request(self, *, sample_weight: bool | str | None) -> Self:
-        """Do what `set_fit_request` does for `score`."""
+        """Do the same as `set_fit_request`, for `score`."""
         return self._ask("score", sample_weight=sample_weight)
 
     def _ask(self, method: str, **aliases: bool | str | None) -> Self:

@@ -1,8 +1,9 @@
-"""What the sums say besides the coefficients: the best penalty of a few, the noise, and how sure a prediction is.
+"""The facts that the sums contain besides the coefficients: the best of several penalties, the noise, and the
+uncertainty of a prediction.
 
-With the centred Gram matrix G, its eigenvalues l and eigenvectors V, the penalty a and the precision p of the noise,
-the coefficients have the covariance P / p with P = (G + a I)^-1, and gamma = sum l / (l + a) = D - a tr P coefficients
-are determined by the examples (MacKay, Bayesian interpolation, 1992).
+With the centred Gram matrix G, its eigenvalues l and eigenvectors V, the penalty a, and the precision p of the noise,
+the coefficients have the covariance P / p with P = (G + a I)^-1. The examples determine gamma = sum l / (l + a) = D - a
+tr P coefficients (MacKay, Bayesian interpolation, 1992).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .sums import LOST, Solution, Sums, as_tensor, numbers_of
 
 
 def grid_of(alphas: Any) -> tuple[float, ...]:
-    """Return the penalties to choose from. Raise unless they are numbers > 0."""
+    """Return the penalties to choose from. Raise an error unless the penalties are numbers > 0."""
     grid = numbers_of(alphas)
     if not grid or not all(0 < each < math.inf for each in grid):
         raise ValueError(mismatch("alphas", repr(alphas), "numbers > 0, from which alpha='gcv' and alpha='loo' choose"))
@@ -28,8 +29,8 @@ def grid_of(alphas: Any) -> tuple[float, ...]:
 
 
 def precisions_of(noise_precision: Any, targets: int | None = None) -> list[float]:
-    """Return the given precisions of the noise, one for all targets or one for each. Raise unless they are numbers >
-    0."""
+    """Return the given precisions of the noise, one for all targets or one for each. Raise an error unless the
+    precisions are numbers > 0."""
     given = numbers_of(noise_precision)
     if not given or not all(0 < each < math.inf for each in given):
         raise ValueError(
@@ -45,8 +46,8 @@ def precisions_of(noise_precision: Any, targets: int | None = None) -> list[floa
 
 
 def best_by_gcv(held: Sums, grid: tuple[float, ...]) -> float:
-    """Return the penalty a with the least n sum (y - f)^2 / (n - gamma)^2, summed over the targets, from the sums
-    alone.
+    """Return the penalty a with the least n sum (y - f)^2 / (n - gamma)^2, summed over the targets, computed from the
+    sums alone.
 
     n is the sum of the weights, and gamma counts the intercept. This is the leave-one-out error if every example has
     the mean leverage (Golub, Heath and Wahba, Generalized cross-validation, 1979).
@@ -63,10 +64,12 @@ def best_by_gcv(held: Sums, grid: tuple[float, ...]) -> float:
 
 
 def best_by_leave_one_out(held: Sums, rows: Rows, weights: Tensor | None, grid: tuple[float, ...]) -> float:
-    """Return the penalty with the least weighted squared error at each example of a fit to all others.
+    """Return the penalty with the least weighted squared leave-one-out error: the error at each example of a fit to all
+    other examples.
 
-    `held` are the sums of exactly these examples. Without the example i, its error is e_i / (1 - h_i), with h_i = w_i
-    (|V'(x_i - mean)|^2 / (l + a) + 1 / sum w), the last term for an intercept (Allen, PRESS, 1974).
+    `held` are the sums of exactly these examples. If example i is left out, its error is e_i / (1 - h_i), with h_i =
+    w_i (|V'(x_i - mean)|^2 / (l + a) + 1 / sum w). The last term is present only with an intercept (Allen, PRESS,
+    1974).
     """
     values, vectors = held.spectrum()
     _, moment, centre, offset, _, _ = (part if isinstance(part, bool) else as_tensor(part) for part in held.centred())
@@ -86,7 +89,7 @@ def best_by_leave_one_out(held: Sums, rows: Rows, weights: Tensor | None, grid: 
 class Posterior:
     """The Gaussian distribution of coefficients and targets, given the examples, the penalties and the noise.
 
-    As in scikit-learn's `BayesianRidge`, the intercept is taken as known.
+    As in scikit-learn's `BayesianRidge`, the intercept is treated as known.
     """
 
     def __init__(self, held: Sums, solution: Solution, penalties: tuple[float, ...], noise_precision: Any) -> None:

@@ -1,4 +1,4 @@
-"""Examples and points as they are given, read as tensors."""
+"""Examples and points that callers pass, converted to tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from .sums import Sums
 
 BLOCK = 2**20
-"""The most numbers of a sparse matrix that are dense at a time, unless one row has more."""
+"""The largest number of elements of a sparse matrix that are made dense at a time, unless one row has more."""
 
 
 class Rows:
-    """Examples: x (N, D), y (N, E) and weights (1, N) or None; `flat` where y was (N,).
+    """Examples: x (N, D), y (N, E) and weights (1, N) or None; `flat` is True if y was (N,).
 
     x is a tensor, or a CSR matrix of SciPy.
     """
@@ -46,12 +46,17 @@ class Rows:
             raise ValueError(mismatch("y", f"shape {tuple(targets.shape)}", f"{wanted}, as in the examples before"))
         self.weights = None if sample_weight is None else _weights(sample_weight, number, self.y.device)
         self.dtype, self.names, self.target_names = result_dtype(X), column_names(X), target_names(y)
+        named = held is not None and not self.flat and None not in (self.target_names, held.target_names)
+        if held is not None and named and self.target_names != held.target_names:
+            wanted = f"{held.target_names}, as in the examples before"
+            raise ValueError(mismatch("y", f"the targets {self.target_names}", wanted))
 
     def __len__(self) -> int:
         return int(self.x.shape[0])
 
     def faded(self, forgetting: float) -> Tensor | None:
-        """Return the weights (1, N) if each example multiplies those before it by `forgetting`."""
+        """Return the weights (1, N) that result if each example multiplies the weights of earlier examples by
+        `forgetting`."""
         if forgetting == 1:
             return self.weights
         fading = forgetting ** torch.arange(len(self) - 1, -1, -1, dtype=torch.float64, device=self.y.device)
@@ -79,12 +84,12 @@ class Rows:
     def squares(self, held: Sums, weights: Tensor | None) -> Squares:
         y = self.y - held.target_origin
         if weights is not None:
-            y *= weights.sqrt().T  # before they are squared: a row of weight 0 may hold any number
+            y *= weights.sqrt().T  # before they are squared, because a row of weight 0 may hold any number
         sums = quick(y.square_().sum(0))
         return Squares(sums, float(len(self)) if weights is None else quick(weights).sum(), sums)
 
     def blocks(self) -> Iterator[tuple[Tensor, slice]]:
-        """Yield x as dense blocks, each with the rows that it has."""
+        """Yield dense blocks of x, each with its range of rows."""
         first = 0
         for block in dense_blocks(self.x, self.y.device):
             yield block, slice(first, first := first + len(block))
@@ -111,8 +116,8 @@ class Rows:
 
 
 def _key(held: Sums, x: Tensor) -> Tensor:
-    """Return the key (1, 1, N, D [+ 1]) of points for the sums `held`: float64, so that any dtype is forgotten
-    exactly."""
+    """Return the key (1, 1, N, D [+ 1]) of points for the sums `held`. It is float64, so that examples of any dtype are
+    removed exactly."""
     key = held.origin.new_ones(1, 1, len(x), x.shape[1] + held.intercept)
     torch.sub(x, held.origin, out=key[0, 0, :, : x.shape[1]])
     return key
@@ -124,9 +129,9 @@ def _value(held: Sums, y: Tensor) -> Tensor:
 
 
 def _origin(rows: Tensor) -> Tensor:
-    """Return the means (C,) of rows (N, C), rounded to a multiple of a power of two below the spread.
+    """Return the means (C,) of rows (N, C). They are rounded to a multiple of a power of two below the spread.
 
-    Differences of numbers with few bits then have few bits too.
+    Then differences between numbers with few bits have few bits too.
     """
     spread, mean = rows.std(0, correction=0), rows.mean(0)
     step = torch.ldexp(torch.ones_like(spread), spread.frexp().exponent - 1)
@@ -134,7 +139,7 @@ def _origin(rows: Tensor) -> Tensor:
 
 
 def dense_blocks(points: Any, device: torch.device) -> Iterator[Tensor]:
-    """Yield points as dense tensors: a tensor as it is, a sparse matrix some rows at a time."""
+    """Yield points as dense tensors: a tensor unchanged, and a sparse matrix in blocks of rows."""
     if isinstance(points, Tensor):
         yield points
         return
@@ -186,7 +191,7 @@ def _csr(given: Any) -> Any:
 
 
 def _weights(given: Any, number: int, device: torch.device) -> Tensor:
-    """Return the weights (1, N) float64 of examples, from one for each or one number for all."""
+    """Return the weights (1, N) float64 of examples, from one weight for each example or one number for all."""
     if isinstance(given, Real):
         given = torch.full((number,), float(given), dtype=torch.float64, device=device)
     weights = _tensor("sample_weight", given, device)
@@ -227,7 +232,7 @@ def _array(name: str, given: Any) -> Tensor:
     import numpy as np
 
     if hasattr(given, "tocsr"):
-        raise TypeError(mismatch(name, "a sparse matrix", "a dense array; use toarray()"))  # X may be one: see `_csr`
+        raise TypeError(mismatch(name, "a sparse matrix", "a dense array; use toarray()"))  # X may be: see `_csr`
     if np.ma.is_masked(given):
         raise ValueError(
             mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows")
@@ -246,6 +251,6 @@ def _array(name: str, given: Any) -> Tensor:
         raise ValueError(f"Complex data not supported: {name} is {array.dtype}")
     if not np.isfinite(array).all():
         raise ValueError(_not_finite(name))
-    # A reversed row is "contiguous".
+    # torch calls a reversed array of one row "contiguous".
     is_read = array.flags.c_contiguous and array.flags.writeable and min(array.strides, default=0) >= 0
     return torch.from_numpy(array if is_read else array.copy())

@@ -1,4 +1,5 @@
-"""One example at a time: examples that wait to be added to the sums, and a solution that rank-one updates follow."""
+"""One example at a time: examples that are collected before they are added to the sums, and a solution that is kept up
+to date by rank-one updates."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from .rows import Rows
 from .sums import Solution, Sums
 
 WAITING = 128
-"""The most examples that wait. A block of them is added in the time of one."""
+"""The largest number of examples that are collected. Adding a block of this many takes as long as adding one."""
 
 LARGEST_GROWTH = 1e4
-"""How much the determinant of the system may grow by rank-one updates, which lose as many digits at most, until the
-solution is made anew from the sums."""
+"""The factor by which rank-one updates may increase the determinant of the system, so that they lose at most as many
+digits, before the solution is recomputed from the sums."""
 
 
 class Recursion:
@@ -50,11 +51,11 @@ class Recursion:
         share = math.sqrt(w / (1 + spread))
         along *= share
         self.inverse -= along[:, None] * along
-        self.theta += along * (error * share)  # w times the new P k, which is the old one / (1 + spread)
+        self.theta += along * (error * share)  # w times the new P k, which is the old P k / (1 + spread)
 
 
 class Waiting:
-    """Examples that came one by one after those of the sums `held`, and were not added to them yet."""
+    """Examples that came one by one after the examples of the sums `held`, and are not in the sums yet."""
 
     def __init__(self, held: Sums, alpha: Any, forgetting: Any, fit_intercept: Any) -> None:
         self.held, self.alpha, self.forgetting, self.fit_intercept = held, alpha, forgetting, fit_intercept
@@ -78,14 +79,16 @@ class Waiting:
                 self.recursion = None
 
     def flushed(self, name: str) -> Sums:
-        """Return the sums with the examples that wait."""
+        """Return the sums with the collected examples."""
         x, y, weights = (
             torch.from_numpy(np.array(each)).to(self.held.device) for each in (self.rows, self.targets, self.weights)
         )
         return self.held.added(Rows(name, x, y, weights), float(self.forgetting))
 
     def row(self, x: Any) -> np.ndarray:
-        """Return the features (D,) of an example. A feature that a dict lacks is 0."""
+        """Return the features (D,) of an example. A feature that is missing in a dict is 0."""
+        if self.held.names is not None:
+            x = _named(x)
         if isinstance(x, dict):
             try:
                 row = np.array([x[name] for name in self.names], dtype=np.float64)
@@ -105,6 +108,12 @@ class Waiting:
         if not math.isfinite(row.sum()) and not np.isfinite(row).all():
             raise ValueError(mismatch("x", "an infinity or NaN", "finite numbers"))
         return row
+
+
+def _named(x: Any) -> Any:
+    """Return a row of a data frame, a pandas Series whose index is names, as a dict; anything else as it is."""
+    index = getattr(x, "index", None) if type(x).__module__.split(".")[0] == "pandas" else None
+    return x.to_dict() if index is not None and all(isinstance(name, str) for name in index) else x
 
 
 def vector(x: Any) -> np.ndarray:
@@ -135,6 +144,7 @@ def number(argument: str, given: Any, feature: Any = None) -> float:
 
 def features_of(x: Any) -> tuple[list[str] | None, np.ndarray]:
     """Return the names of the features of a first example, or None, and its features (D,)."""
+    x = _named(x)
     if not isinstance(x, dict):
         return None, vector(x)
     if x.keys() == set(range(len(x))):

@@ -1,4 +1,4 @@
-"""The sums that hold the examples of a regression, and its solution."""
+"""The sums that represent the examples of a regression, and its solution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOST = torch.finfo(torch.float64).eps / ILL_CONDITIONED
 class Solution(NamedTuple):
     """The function offset + (x - centre) weight of a point x, in float64. The centre avoids cancellation.
 
-    Its parts require no gradient.
+    The parts of the function require no gradient.
     """
 
     weight: Tensor
@@ -59,29 +59,30 @@ class Centred(NamedTuple):
     offset: Any
     """(E,)."""
     least: Any
-    """(D,): a feature of which less is left has two digits at most."""
+    """(D,): if less than this is left of a feature, it has two digits at most."""
     known: bool
     """Whether the means are known: some weight is left."""
 
 
 class Squares(NamedTuple):
-    """What the state of a ridge regression lacks for the noise of its examples; NumPy arrays on a CPU."""
+    """The sums for the noise of the examples, which the state of a ridge regression does not have; NumPy arrays on a
+    CPU."""
 
     sums: Any
     """(E,), sum w (y - target_origin)^2."""
     total: Any
     """A scalar, sum w."""
     peak: Any
-    """(E,), what was ever added to `sums`, which bounds their rounding errors."""
+    """(E,), the total that was ever added to `sums`, which bounds their rounding errors."""
 
     def changed(self, by: Squares, faded: float = 1.0) -> Squares:
-        """Return these, faded, with what is added to each."""
+        """Return these sums, multiplied by `faded`, with the given terms added to each."""
         return Squares(*(faded * mine + more for mine, more in zip(self, by, strict=True)))
 
 
 class Factor:
-    """P = (G + a I)^-1 = H H', H = D^-1 L'^-1, from the Cholesky factor L of the matrix that is scaled to a diagonal of
-    1 by D. The scaling keeps the digits of features of unlike scales, which eigenvectors of G would lose."""
+    """P = (G + a I)^-1 = H H', H = D^-1 L'^-1, from the Cholesky factor L of the matrix that D scales to a diagonal of
+    1. The scaling keeps the digits of features with very different scales, which eigenvectors of G would lose."""
 
     def __init__(self, gram: Tensor, penalty: float) -> None:
         with torch.inference_mode(False):
@@ -105,14 +106,15 @@ class Sums:
 
     For an intercept, x has an additional column of ones. The origins are close to the means of the first examples,
     because sums far from the data lose digits. `peak` is the largest diagonal of the Gram matrix so far, which bounds
-    the rounding errors of the sums. The object is not changed after it was made; what is computed from it is kept.
+    the rounding errors of the sums. The object does not change after its construction. Results that are computed from
+    it are kept.
     """
 
-    # What pickles of earlier versions do not have.
+    # Attributes that pickles of earlier versions do not have.
     squares: Squares | None = None
     target_names: list[str] | None = None
     chosen: tuple[tuple[float, ...], float] | None = None
-    """The penalties that `fit` compared by leave-one-out, and the best."""
+    """The penalties that `fit` compared by the leave-one-out error, and the best of them."""
     _solution: tuple[tuple[float, ...], Solution] | None = None
     _spectrum: tuple[Tensor, Tensor] | None = None
 
@@ -128,7 +130,7 @@ class Sums:
         self.names, self.target_names = rows.names, rows.target_names
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is computed from the rest, so that copies have one size."""
+        """Leave out results that can be computed from the rest, so that copies have one size."""
         state = self.__dict__.copy()
         state.pop("_solution", None)
         state.pop("_spectrum", None)
@@ -160,7 +162,7 @@ class Sums:
         return sums
 
     def __copy__(self) -> Sums:
-        sums = Sums.__new__(Sums)  # a third of the time that copy.copy takes by itself
+        sums = Sums.__new__(Sums)  # takes a third of the time of copy.copy
         sums.__dict__.update(self.__getstate__())
         return sums
 
@@ -193,8 +195,11 @@ class Sums:
         return sums
 
     def differences(self, other: Sums) -> list[tuple[str, Any, Any]]:
-        """Return what must agree in two sums that are merged: its name, what these have, and what the other has."""
+        """Return what must agree in two sums that are merged: its name, its value in these sums, and its value in the
+        other sums."""
         named = [] if None in (self.names, other.names) else [("names of features", self.names, other.names)]
+        if not self.flat and None not in (self.target_names, other.target_names):
+            named.append(("names of targets", self.target_names, other.target_names))
         return [
             ("features", self.width, other.width),
             ("targets", self.targets, other.targets),
@@ -204,7 +209,7 @@ class Sums:
         ]
 
     def _about(self, origin: Tensor, target_origin: Tensor) -> Sums:
-        """Return these sums, which have a column of ones, about other origins."""
+        """Return the same sums, which have a column of ones, relative to other origins."""
         shift, rise = self.origin - origin, self.target_origin - target_origin
         gram, moment = self.state.gram[0, 0], self.state.moment[0, 0]
         ones, y_sum = gram[:, -1:], moment[-1]
@@ -307,7 +312,8 @@ def penalties_of(alpha: Any, targets: int | None = None) -> tuple[float, ...]:
 
 
 def numbers_of(given: Any) -> list[float]:
-    """Return a number, or the numbers of a sequence or an array with one dimension; nothing if they are no numbers."""
+    """Return a number, or the numbers of a sequence or an array with one dimension; the result is empty if they are not
+    numbers."""
     dimensions = getattr(given, "ndim", 1)
     if isinstance(given, (str, bytes)) or dimensions > 1:
         return []
@@ -318,7 +324,7 @@ def numbers_of(given: Any) -> list[float]:
 
 
 def _solved_each(gram: Tensor, moment: Tensor, penalties: tuple[float, ...], least: Any) -> tuple[Tensor, int]:
-    """Return what `_solved` returns, for one penalty or one per target. The info is the worst of all targets."""
+    """Return the result of `_solved`, for one penalty or one per target. The info is the worst of all targets."""
     if len(penalties) == 1:
         return _solved(gram, moment, penalties[0], least)
     weight, infos = gram.new_empty(moment.shape[1:]), set()
@@ -334,8 +340,8 @@ def _solved_each(gram: Tensor, moment: Tensor, penalties: tuple[float, ...], lea
 def _solved(gram: Tensor, moment: Tensor, alpha: float, least: Any) -> tuple[Tensor, int]:
     """Return the weight (D, E) for sums (1, D, D) and (1, D, E), and its info.
 
-    The info says ill-conditioned if the other features leave less than `least` (D,) of some feature. A large alpha
-    alone leaves more, and then there is no such check.
+    The info is "ill-conditioned" if the other features explain all but less than `least` (D,) of some feature. A large
+    alpha alone leaves more than that; then this is not checked.
     """
     outputs, small = moment.shape[-1], alpha < 2 * float(least.max())
     if small:

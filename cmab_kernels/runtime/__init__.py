@@ -1,2 +1,2 @@
-"""What every operator set runs on: checks, dtypes, the choice of an implementation, and the ways to the extensions and
+"""The base of every operator set: checks, dtypes, the choice of an implementation, and the access to the extensions and
 to Triton."""

@@ -1,4 +1,5 @@
-"""What makes a function of tensors differentiable: an autograd Function, or a formula that autograd differentiates."""
+"""Two ways to make a function of tensors differentiable: an autograd Function, or a formula that autograd
+differentiates."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from .tracing import distinct, under_transform
 def differentiable(forward: Callable, save: Callable, backward: Callable) -> Callable[..., Any]:
     """Return a function that computes `forward(*args)` and has the gradient `backward(ctx, *grads)`.
 
-    `save(ctx, args, output)` stores what `backward` needs. There are two autograd Functions. The one whose `forward`
-    takes `ctx` costs 8 us per call; the one with `setup_context` costs 24 us. The latter is used only under a transform
-    (`vmap`, `torch.func`), which requires it.
+    `save(ctx, args, output)` stores what `backward` needs. There are two autograd Functions. The Function whose
+    `forward` takes `ctx` costs 8 us per call; the Function with `setup_context` costs 24 us. The second is used only
+    under a transform (`vmap`, `torch.func`), which requires it.
     """
 
     class Eager(torch.autograd.Function):
@@ -61,7 +62,7 @@ def gradient_of_formula(
     if under_transform():
         return _pulled_back(formula, tensors, directions)
     create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():  # aliases: a tensor passed twice gets two partial derivatives
+    with torch.enable_grad():  # views, because a tensor that is passed twice has two partial derivatives
         inputs = [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
         given = [t for t in inputs if t is not None]
         partials = iter(
@@ -73,7 +74,8 @@ def gradient_of_formula(
 def _pulled_back(
     formula: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], directions: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Do what `gradient_of_formula` does under a transform of `torch.func`, where `requires_grad_` is not allowed."""
+    """Do the same as `gradient_of_formula`, under a transform of `torch.func`, where `requires_grad_` is not
+    allowed."""
 
     def of_given(*given: Tensor) -> tuple[Tensor, ...]:
         parts = iter(given)

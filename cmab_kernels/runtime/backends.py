@@ -1,9 +1,9 @@
 """The choice of the implementation that an operator runs.
 
-Each operator set has several implementations of one definition. An implementation named by the caller runs, or raises
-with the reason why it cannot run. "auto" takes the first implementation in the order of `IMPLEMENTATIONS` that supports
-the inputs, or the reference if none does. CUDA comes last where Triton was measured to be faster than CUDA C++
-(`is_slower` of the module `cuda`).
+Each operator set has several implementations of one definition. An implementation that the caller names runs, or raises
+an error with the reason why it cannot run. "auto" takes the first implementation in the order of `IMPLEMENTATIONS` that
+supports the inputs, or the reference if none does. CUDA comes after Triton if measurements showed that Triton is faster
+(`TRITON_IS_FASTER`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, overload
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -50,9 +51,11 @@ IMPLEMENTATIONS = {operator_set: _implementations(operator_set) for operator_set
 """Operator set -> implementation -> path of its module, which is imported on first use. Every set also has a
 reference."""
 
-COMPLETED_BY = {("intention", "cuda"): "triton"}
-"""(Operator set, implementation) -> the implementation that supplies the missing kernels. CUDA has only the fused sums
-and solve."""
+TRITON_IS_FASTER: dict[str, Callable[..., bool]] = {
+    "intention.solve": lambda gram, rhs: gram.dtype == torch.float32 and gram.shape[-1] <= 64
+}
+"""Operator set -> whether Triton's kernel was faster than that in CUDA C++ for inputs like these, by the times measured
+on an H100 (docs/measured_gpu.md; `tests/intention/test_choice.py` compares them)."""
 
 OPERATORS: dict[str, str] = {
     "latent_attention": "attention",
@@ -85,7 +88,7 @@ REFERENCE_COSTS: dict[str, str] = {
     "nystrom.continual": "reads the whole window at every step",
     "intention": "reads keys and values more than once, and copies them for sums in float64",
 }
-"""Operator set -> what its reference costs, for the warning when "auto" falls back to it. Sets of small matrices give
+"""Operator set -> the cost of its reference, for the warning when "auto" falls back to it. Sets of small matrices give
 no warning."""
 
 
@@ -135,7 +138,7 @@ def is_available(operator_set: str, impl: str) -> bool:
 
 
 _TOLD: list[str] = []
-"""The reason why there is no native code, once a call has warned of it."""
+"""The reason why there is no native code, after a call has warned about it."""
 
 
 @traced_as_constant
@@ -151,8 +154,8 @@ def _tells_what_is_missing(operator_set: str) -> bool:
 
 
 def implementation(operator_set: str, impl: str) -> ModuleType:
-    """Return the module of an implementation. `choose` returned its name, or a graph names it that may have been
-    compiled or exported elsewhere."""
+    """Return the module of an implementation. `choose` returned the name of the implementation, or a graph contains it
+    that may have been compiled or exported elsewhere."""
     problem = _import_problem(IMPLEMENTATIONS[operator_set][impl])
     if problem:
         raise RuntimeError(f"impl: {impl!r} cannot run here: {problem}")
@@ -160,22 +163,18 @@ def implementation(operator_set: str, impl: str) -> ModuleType:
 
 
 def kernel(operator_set: str, impl: str, name: str) -> Callable[..., Any]:
-    """Return the function `name` of an implementation that `choose` returned. If it has none, take that of the
-    implementation in `COMPLETED_BY`."""
-    module = implementation(operator_set, impl)
-    if not hasattr(module, name):
-        module = implementation(operator_set, COMPLETED_BY[operator_set, impl])
-    return getattr(module, name)
+    """Return the function `name` of an implementation that `choose` returned."""
+    function: Callable[..., Any] = getattr(implementation(operator_set, impl), name)
+    return function
 
 
 def _unsupported(operator_set: str, impl: str, tensors: tuple[Tensor, ...]) -> str | None:
-    """Return why `impl`, or the implementation that completes it, cannot run `tensors`; None if both can."""
+    """Return why `impl` cannot run `tensors`; None if it can."""
     if impl == "reference":
         return None
     path = IMPLEMENTATIONS[operator_set][impl]
-    reason = _import_problem(path) or _MODULES[path][0].unsupported(*tensors)
-    completing = COMPLETED_BY.get((operator_set, impl))
-    return reason if reason or completing is None else _unsupported(operator_set, completing, tensors)
+    reason: str | None = _import_problem(path) or _MODULES[path][0].unsupported(*tensors)
+    return reason
 
 
 class use_impl:
@@ -184,7 +183,7 @@ class use_impl:
     `impl` is "auto", "reference", "native", "cuda" or "triton"; any other value is a `ValueError`. Operators called
     with their own `impl=` keep it. Operators without an implementation of that name choose as with "auto".
 
-    The choice holds in the thread or asyncio task that makes it. A new task begins with the choice of the code that
+    The choice applies to the thread or asyncio task that makes it. A new task begins with the choice of the code that
     creates it. A new thread begins with "auto", just as it begins with gradients enabled even under `torch.no_grad()`.
     When a block ends, its choice ends too, whichever other blocks are open.
 
@@ -228,12 +227,12 @@ def current_impl() -> str:
 
 
 def choose(operator_set: str, impl: str, *tensors: Tensor) -> str:
-    """Return the name of the implementation to run: `impl`, or for "auto" the choice of `use_impl`, or the first that
-    supports `tensors`.
+    """Return the name of the implementation to run: `impl`, or for "auto" the choice of `use_impl`, or the first
+    implementation that supports `tensors`.
 
-    If `needs_definition`, as in forward mode, the name is "reference", whatever the caller asked for: kernels have only
-    a backward pass. An unknown name is a `ValueError`. An implementation that cannot run here is a `RuntimeError` with
-    the reason.
+    If `needs_definition` is True, as in forward mode, the name is "reference", whatever the caller requested, because
+    kernels have only a backward pass. An unknown name is a `ValueError`. An implementation that cannot run here is a
+    `RuntimeError` with the reason.
     """
     check_name(operator_set, impl)
     if needs_definition():
@@ -249,17 +248,12 @@ def choose(operator_set: str, impl: str, *tensors: Tensor) -> str:
 
 
 def _first_usable(operator_set: str, tensors: tuple[Tensor, ...]) -> str:
-    reasons, slower = {}, ""
-    for impl in IMPLEMENTATIONS[operator_set]:
+    reasons = {}
+    for impl in _in_order(operator_set, tensors):
         reason = _unsupported(operator_set, impl, tensors)
-        if reason is not None:
-            reasons[impl] = reason
-        elif impl == "cuda" and _is_slower(operator_set, tensors):
-            slower = impl
-        else:
+        if reason is None:
             return impl
-    if slower:
-        return slower
+        reasons[impl] = reason
     if tensors[0].device.type == "cpu" and _tells_what_is_missing(operator_set):
         return "reference"
     if operator_set in REFERENCE_COSTS and not is_compiling() and not tensors[0].is_meta:
@@ -272,15 +266,17 @@ def _first_usable(operator_set: str, tensors: tuple[Tensor, ...]) -> str:
     return "reference"
 
 
-def _is_slower(operator_set: str, tensors: tuple[Tensor, ...]) -> bool:
-    """Whether Triton's kernels were measured to be faster for such inputs than the kernels in CUDA C++."""
-    slower: Callable[..., bool] = getattr(implementation(operator_set, "cuda"), "is_slower", lambda *_: False)
-    return slower(*tensors)
+def _in_order(operator_set: str, tensors: tuple[Tensor, ...]) -> Iterable[str]:
+    """Return the implementations of a set, the fastest for such inputs first."""
+    names = IMPLEMENTATIONS[operator_set]
+    if operator_set in TRITON_IS_FASTER and TRITON_IS_FASTER[operator_set](*tensors):
+        return sorted(names, key="cuda".__eq__)
+    return names
 
 
 def has_kernel(operator_set: str, *tensors: Tensor) -> bool:
-    """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen an implementation. If not, "auto"
-    takes the reference."""
+    """Whether a kernel can run `tensors`, or the caller of `use_impl` has chosen an implementation. If neither is true,
+    "auto" takes the reference."""
     if not is_free(operator_set, "auto") or any(
         _unsupported(operator_set, impl, tensors) is None for impl in IMPLEMENTATIONS[operator_set]
     ):
@@ -298,7 +294,7 @@ def is_free(operator_set: str, impl: str) -> bool:
 
 def check_name(operator_set: str, impl: str) -> None:
     """Raise `ValueError` unless `impl` is "auto" or an implementation of the operator set."""
-    # Cheap, because it runs in every call.
+    # This must be cheap, because it runs in every call.
     if not isinstance(impl, str) or (impl not in ("auto", "reference") and impl not in IMPLEMENTATIONS[operator_set]):
         check_choice("impl", impl, ("auto", *_names(operator_set)))  # raises
 
@@ -325,10 +321,10 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     for a solve, gram and rhs; for `iterative_pinv`, the matrix; for `projected_attention_state`, its first four
     arguments. `options` are not allowed (`TypeError`).
 
-    `subject` may also be a module. It is called once, as `subject(*inputs, **options)`, with all effects of a call, in
-    the current modes of the module and of autograd. Compiled modules run uncompiled. Each row of the result says
-    whether a module's call ran this package's operators, and if not, why. There is a row for each
-    `torch.nn.MultiheadAttention`, each subclass of it, each layer of `cmab_kernels.nn` that may hand work to torch, and
+    `subject` may also be a module. The module is called once, as `subject(*inputs, **options)`, with all effects of a
+    call, in the current modes of the module and of autograd. Compiled modules run uncompiled. Each row of the result
+    says whether a module's call ran this package's operators, and if not, why. There is a row for each
+    `torch.nn.MultiheadAttention`, each subclass of it, each layer of `cmab_kernels.nn` that may pass work to torch, and
     each module that calls `cmab_kernels.integrations.scaled_dot_product_attention` or has `attn_implementation="cmab"`.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
@@ -360,7 +356,6 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
     except TypeError:
         given = f"{len(inputs)} tensor{'s' * (len(inputs) != 1)}"
         raise TypeError(mismatch("inputs", given, ", ".join(read.parameters))) from None
-    reasons = [(impl, _unsupported(operator_set, impl, inputs)) for impl in IMPLEMENTATIONS[operator_set]]
+    reasons = [(impl, _unsupported(operator_set, impl, inputs)) for impl in _in_order(operator_set, inputs)]
     rows = [Explanation(impl, reason is None, reason or "supports these inputs") for impl, reason in reasons]
-    rows.sort(key=lambda row: row.impl == "cuda" and row.usable and _is_slower(operator_set, inputs))
     return [*rows, Explanation("reference", True, "runs anywhere")]

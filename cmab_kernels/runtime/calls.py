@@ -23,8 +23,8 @@ class ModuleExplanation(NamedTuple):
 
 
 class _Watch:
-    """The notes of one `explain`: for each call of an attention module or of the attention function, why torch's own
-    code runs, or None."""
+    """The notes of one `explain`: for each call of an attention module or of the attention function, the reason why
+    torch's own code runs, or None."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(_attentions(model, "", set()))
@@ -66,8 +66,8 @@ class _Watch:
 
 
 def _uncompiled(module: Any) -> Any:
-    """Return what a call of the module runs without the compiler. The compiler would trace past the code that watches
-    its parts."""
+    """Return the function that a call of the module runs without the compiler. The compiler would not trace the code
+    that observes the parts of the module."""
     return getattr(module, "_orig_mod", module._call_impl)
 
 
@@ -96,10 +96,10 @@ def explain_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[ModuleExp
 
 @contextmanager
 def _calls_seen() -> Iterator[None]:
-    """Let the `explain` of the same thread or task see calls of modules.
+    """Let an `explain` in the same thread or task see calls of modules.
 
-    No module is changed, because another thread may copy, pickle or explain it meanwhile. Hooks would change the
-    module, and with hooks torch and this package run other code.
+    No module is changed, because another thread may copy, pickle or explain the same module at the same time. Hooks
+    would change the module, and with hooks torch and this package run other code.
     """
     global _watches, _torchs_call
     with _lock:

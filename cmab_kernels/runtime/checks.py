@@ -19,7 +19,7 @@ _autocasts_anywhere = torch._C._is_any_autocast_enabled
 times as long."""
 
 MOST_ITERATIONS = 2**28
-"""The most iterations of a pseudo-inverse: kernels count them in 32 bits."""
+"""The largest number of iterations of a pseudo-inverse; kernels count iterations in 32 bits."""
 
 LARGEST = 2**63 - 1
 """The largest size that torch can count."""
@@ -29,13 +29,13 @@ _EXTENTS = (Integral, torch.SymInt, Tensor)
 
 
 def mismatch(argument: str, got: object, expected: object) -> str:
-    """Return an error message from an argument, what it is and what it should be: «key: got shape (2, 3), expected (B,
-    H, N, D)». A hint follows what is expected, after a semicolon."""
+    """Return an error message with an argument, its value, and the expected value: «key: got shape (2, 3), expected (B,
+    H, N, D)». A hint follows after a semicolon."""
     return f"{argument}: got {got}, expected {expected}"
 
 
 def kind_of(value: object) -> str:
-    """Say what a value is, for a message: «a list», «an int», «None»."""
+    """Return the kind of a value, for a message: «a list», «an int», «None»."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
@@ -66,7 +66,7 @@ def not_a_state(name: str, given: object, kind: Any) -> str:
 
 
 def check_operands(**operands: Tensor) -> None:
-    """Raise unless all are tensors on one device with one floating dtype.
+    """Raise an error unless all arguments are tensors on one device with one floating dtype.
 
     Dtypes may differ under autocast, which casts all tensors unless the first is float64."""
     first_name, device, dtype = "", None, None
@@ -187,8 +187,8 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
 
 
 def fixed(scale: float) -> float:
-    """Return the factor of the scores as a float. Raise for a value that is not a number, and for a tensor that is
-    differentiated or mapped, because a float would lose that."""
+    """Return the factor of the scores as a float. Raise an error for a value that is not a number, and for a tensor
+    that is differentiated or mapped, because a float would lose the derivative or the mapping."""
     if not isinstance(scale, (int, float)):
         _check_constant(scale)
     return as_float("scale", scale)
@@ -240,7 +240,7 @@ def check_choice(name: str, given: object, choices: Collection[str]) -> None:
 
 
 def as_flag(name: str, given: object) -> bool:
-    """Return an option as a bool; raise for what is neither true nor false, such as an array."""
+    """Return an option as a bool; raise an error for a value that is neither true nor false, such as an array."""
     if isinstance(given, bool):
         return given
     try:
@@ -265,7 +265,7 @@ def check_broadcast(name: str, tensor: Tensor, shape: Sequence[int], device: tor
 
 def as_decay(decay: float | Tensor, shape: Sequence[int], device: torch.device) -> float | Tensor:
     """Return a decay as a float, or as a float64 tensor on `device`. Raise unless it is a number in (0, 1], or a tensor
-    of such numbers that broadcasts to `shape`. Where values are not read, elements outside (0, 1] become NaN."""
+    of such numbers that broadcasts to `shape`. If values are not read, elements outside (0, 1] become NaN."""
     if not isinstance(decay, Tensor):
         check_number("decay", decay)
         if not 0 < decay <= 1:
@@ -282,8 +282,8 @@ def as_decay(decay: float | Tensor, shape: Sequence[int], device: torch.device) 
 
 
 def check_count(name: str, count: int, least: int = 1) -> int:
-    """Return a count in a module as an int; raise unless it is an int (also of NumPy) from `least` to the largest that
-    torch can count."""
+    """Return a count in a module as an int; raise an error unless it is an int (also of NumPy) from `least` to the
+    largest number to which torch can count."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < least:
         raise ValueError(mismatch(name, repr(count), f"an int >= {least}"))
     if count > LARGEST:
@@ -314,7 +314,7 @@ def check_extents(**extents: Any) -> None:
 
 
 def device_of(device: torch.device | str | int) -> torch.device:
-    """Return the device that is given or named; raise unless the name is a device that torch knows."""
+    """Return the device that is given or named; raise an error unless the name is a device that torch knows."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, bool) or not isinstance(device, (str, int)):
@@ -345,8 +345,8 @@ def check_every(every: int) -> int:
 
 
 def has_shape(tensor: Tensor, *shapes: tuple[int, ...]) -> bool:
-    """Whether a tensor has one of the shapes. `in` would not work: the compiler of torch 2.6 finds no number in a tuple
-    that has a symbol for it."""
+    """Whether a tensor has one of the shapes. `in` would not work: the compiler of torch 2.6 does not find a number in
+    a tuple that holds a symbol for it."""
     return any(tensor.shape == shape for shape in shapes)
 
 
@@ -387,15 +387,16 @@ def _check_range(weights: Tensor) -> None:
 
 
 def is_read(tensor: Tensor) -> bool:
-    """Whether the values of a tensor are checked: only on the CPU, and if there are values (`tracing.has_values`). For
-    a GPU the host would wait."""
+    """Whether the values of a tensor are checked: only on the CPU, and if there are values (`tracing.has_values`). On a
+    GPU, the host would have to wait."""
     return tensor.device.type == "cpu" and has_values(tensor)
 
 
 def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> None:
     """Raise `ValueError` if an element of a tensor on the CPU is below 0, unless it is `absent`.
 
-    On a GPU nothing is launched. There `nan_if_refused`, or the `info` of a solve, reports a value that is not allowed.
+    On a GPU nothing is launched. There, `nan_if_refused`, or the `info` of a solve, reports a value that is not
+    allowed.
     """
     if not is_read(tensor) or not tensor.numel():
         return
@@ -404,17 +405,17 @@ def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> 
     else:
         for dim, stride in enumerate(tensor.stride()):
             tensor = tensor if stride else tensor.narrow(dim, 0, 1)  # an expanded dimension repeats the same numbers
-        least = tensor.amin()  # takes twice the time of `min`, but `min` would copy a tensor with gaps
+        least = tensor.amin()  # takes twice the time of `min`, but `min` would copy a tensor that is not contiguous
     if least.item() >= 0:
         return
-    refused = tensor < 0  # all False if the least is a NaN and no other element is negative
+    refused = tensor < 0  # all False if the minimum is NaN and no other element is negative
     if (refused if absent is None else refused & ~absent).any():
         raise ValueError(mismatch(name, "a negative element", "numbers >= 0"))
 
 
 def nan_if_refused(tensor: Tensor, largest: float = math.inf) -> Tensor:
-    """Return a GPU tensor with NaN for elements that are refused on the CPU: those below 0 or above `largest`. Return a
-    CPU tensor unchanged."""
+    """Return a GPU tensor with NaN for elements that raise an error on the CPU: elements below 0 or above `largest`.
+    Return a CPU tensor unchanged."""
     if not tensor.is_cuda:
         return tensor
     refused = tensor < 0 if largest == math.inf else (tensor < 0) | (tensor > largest)

@@ -2,8 +2,8 @@
 csrc."""
 
 SCHEDULE = 1024
-"""Every SCHEDULE tokens a row of the sums of continual attention is recomputed from the window, whether or not its
-guard asks for it."""
+"""After every SCHEDULE tokens, a row of the sums of continual attention is recomputed from the window, even if its
+guard does not require it."""
 
 INFO_SOUND, INFO_NOT_POSITIVE_DEFINITE, INFO_ILL_CONDITIONED = 0, 1, 2
 """The values of `info` for a solved system. A negative penalty counts as not positive definite."""

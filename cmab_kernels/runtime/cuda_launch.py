@@ -1,4 +1,5 @@
-"""What every call of a CUDA kernel needs: a check that the GPU can run it, and a launch on the GPU's current stream."""
+"""The parts that every call of a CUDA kernel needs: a check that the GPU can run it, and a launch on the GPU's current
+stream."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .extension import load_cuda
 from .tracing import specialised, traced_as_constant
 
 CUDA = load_cuda()
-MAX_WIDTH = CUDA.MAX_WIDTH
+MAX_ORDER = CUDA.MAX_ORDER
 
 
 @traced_as_constant
@@ -34,10 +35,9 @@ def _kernel_problem(index: int | None, shared_bytes_of: str, sizes: tuple[int, .
 
 
 def gpu_problem(index: int | None, shared_bytes_of: str, *sizes: int) -> str | None:
-    """The reason why the GPU of this index cannot run a kernel, None if it can; the extension's function of this name
-    gives the bytes of shared memory that a block of it takes for these sizes. A compiler traces no function of the
-    extension, so it sees a
-    constant."""
+    """The reason why the GPU of this index cannot run a kernel, or None if it can. The extension's function of this
+    name returns the bytes of shared memory that a block of the kernel needs for these sizes. A compiler does not trace
+    functions of the extension, so it treats the result as a constant."""
     return _kernel_problem(index, shared_bytes_of, tuple([specialised(size) for size in sizes]))
 
 
@@ -57,10 +57,10 @@ def _properties(index: int | None) -> tuple[str | None, int]:
 
 
 def launch(function: Callable[..., None], device: torch.device, **arguments: Any) -> None:
-    """Call `function`, which launches kernels, for tensors on `device`, on its current stream. The caller's current
-    device is restored.
+    """Call `function`, which launches kernels for tensors on `device`, on the current stream of the device. The
+    caller's current device is restored.
 
-    torch changes the device, not csrc: it makes no context on a GPU that the process has not used.
+    torch changes the device, and csrc does not: torch makes no context on a GPU that the process has not used.
     """
-    with torch.cuda._DeviceGuard(device.index):  # as torch.cuda.device, without its 2 us of checks
+    with torch.cuda._DeviceGuard(device.index):  # like torch.cuda.device, without its checks, which take 2 us
         function(**arguments, stream=torch._C._cuda_getCurrentRawStream(device.index))

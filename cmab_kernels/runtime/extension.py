@@ -23,8 +23,8 @@ def build_report() -> dict[str, Any]:
 
 
 def load() -> ModuleType:
-    """Return `cmab_kernels._C`; raise `ImportError` with the reason if it was not built. Import torch first, so that
-    both share one OpenMP."""
+    """Return `cmab_kernels._C`; raise `ImportError` with the reason if it was not built. torch is imported first, so
+    that both share one OpenMP."""
     try:
         return importlib.import_module("cmab_kernels._C")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""An operator: its contract, from which torch learns everything about it, and the choice between definition, kernel and
+"""An operator: its contract, which tells torch everything about it, and the choice between definition, kernel and
 dispatcher.
 
 The contract of an operator is a NamedTuple of its arguments. Its tensors come first, then numbers, then, if it belongs
@@ -87,12 +87,12 @@ def _accept(inputs: Any) -> None:
 
 
 _OPERATORS: dict[str, Operator[Any]] = {}
-"""Name -> operator. The passes of an autograd Function look their operator up here, because the compiler of torch 2.6
+"""Name -> operator. The passes of an autograd Function look up their operator here, because the compiler of torch 2.6
 reads neither methods nor objects from the cells of a function."""
 
 
 def _may_bypass_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a call may bypass the dispatcher. Profiles show only calls that do not."""
+    """Whether a call may bypass the dispatcher. Profiles show only calls that go through the dispatcher."""
     return may_bypass_dispatcher(*tensors) and not is_profiled()
 
 
@@ -102,8 +102,8 @@ class Operator(Generic[Inputs]):
     Most operators belong to a set. If `impl` is "reference", the definition in PyTorch runs, which autograd
     differentiates and tracers record. Any other implementation runs its kernel: through the autograd Function if an
     input requires a gradient or a transform is on, directly if `may_bypass_dispatcher`, and otherwise through torch's
-    dispatcher. `torch.export` and `torch.jit.trace` always go through the dispatcher, because one drops the gradient of
-    an autograd Function, and the other cannot save it.
+    dispatcher. `torch.export` and `torch.jit.trace` always go through the dispatcher: `torch.export` would drop the
+    gradient of an autograd Function, and `torch.jit.trace` cannot save one.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Operator(Generic[Inputs]):
             keeps: the arguments and results that the backward pass needs; None for all arguments and no result.
             constant: the results that have no gradient.
             vmap: how a mapped dimension is handled; None if all tensors have a batch into which it can be folded.
-            reference: the definition; None for an operator with one kernel, and for a backward operator, because
-                autograd differentiates the definition without one.
-            check: raise for values that are not allowed. It runs in every call, also inside a compiled graph.
+            reference: the definition. It is None for an operator with one kernel, and for a backward operator, because
+                autograd needs only the definition of the forward operator.
+            check: raise for values that are not allowed. The check runs in every call, also inside a compiled graph.
             function: the name of the kernel's function in the modules of the implementations; None for `name`.
         """
         kinds = get_type_hints(contract)
@@ -195,10 +195,10 @@ class Operator(Generic[Inputs]):
         return run(inputs)
 
     def _recorded(self, *args: Any) -> Any:
-        """Run a call that did not come from `__call__`, but from a recorded program: it has its gradient too.
+        """Run a call that did not come from `__call__`, but from a recorded program. It has its gradient too.
 
-        The transforms of `torch.func` and forward mode cannot differentiate such a program. They get an error, because
-        without it the gradient would be 0.
+        The transforms of `torch.func` and forward mode cannot differentiate such a program. They raise an error,
+        because otherwise the gradient would be 0.
         """
         tensors = [tensor for tensor in args[: self._tensors] if tensor is not None]
         differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -224,7 +224,7 @@ class Operator(Generic[Inputs]):
         if self._constant:
             ctx.mark_non_differentiable(*[results[i] for i in self._constant])
         if self._only is not None:
-            ctx.set_materialize_grads(False)  # else the backward pass would allocate zeros for all constant results
+            ctx.set_materialize_grads(False)  # otherwise backward would allocate zeros for all constant results
         tensors = [*args[: self._tensors]]
         for i in self._dropped:
             tensors[i] = None
@@ -261,8 +261,8 @@ def derivatives_of(formula: Callable[[Any], Sequence[Tensor]], *arguments: str) 
     """Return the `backward` of a backward operator: autograd through `formula`, which computes all results from the
     contract.
 
-    `arguments` are the fields that `formula` is differentiable in. Results that are not in the field `needs` of the
-    contract, if it has one, are left out. The derivatives have any order.
+    `arguments` are the fields in which `formula` is differentiable. Results that are not in the field `needs` of the
+    contract, if it has one, are left out. Derivatives of any order are supported.
     """
 
     def backward(call: Call[Any], *directions: Tensor) -> Gradients:

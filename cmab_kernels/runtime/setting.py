@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 
 class Level(NamedTuple):
-    """The choice within a block of `holder`, on top of the choice around the block. The lowest level belongs to no
-    block."""
+    """The choice within a block of `holder`, which is placed on top of the choice around the block. The lowest level
+    belongs to no block."""
 
     impl: str
     holder: object
@@ -31,7 +31,7 @@ def enter(holder: object, impl: str) -> None:
 
 
 def leave(holder: object) -> None:
-    """End the newest block of `holder`. Other blocks may be newer: blocks of two generators may overlap."""
+    """End the newest block of `holder`. Other blocks may be newer, because blocks of two generators may overlap."""
     _levels.set(_without(_levels.get(), holder))
 
 
@@ -62,7 +62,7 @@ class _Module(ModuleType):
 
 
 impl: str
-"""The implementation that is chosen now. An assignment holds until the block ends, or outside of blocks until the next
-choice."""
+"""The implementation that is chosen now. An assignment is valid until the block ends, or outside of blocks until the
+next choice."""
 
 sys.modules[__name__].__class__ = _Module

@@ -108,7 +108,7 @@ def chosen_once(function: _Choice) -> _Choice:
 
 
 def forget() -> None:
-    """Empty the caches of choices, because the tables or the functions that read them have been replaced."""
+    """Empty the caches of choices after the tables, or the functions that read them, have been replaced."""
     for choice in _choices:
         choice.cache_clear()
 

@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-# Functions of torch are bound once here: looking one up takes as long as calling it, which matters in a streaming step
-# of a few us.
+# Functions of torch are bound once here, because looking up a function takes as long as calling it. This matters in a
+# streaming step of a few us.
 _is_compiling = torch.compiler.is_compiling
 is_traced_by_jit: Callable[[], bool] = torch._C._is_tracing
 """Whether `torch.jit.trace` records. An extent is then a tensor."""
@@ -24,8 +24,8 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """The dispatch mode of `make_fx` and `torch.func.linearize`."""
 _under_transform = torch._C._are_functorch_transforms_active
 has_memory: Callable[[Tensor], bool] = torch._C._has_storage
-"""Whether a tensor has memory of its own. The wrappers of `vmap`, `torch.func` and `is_grads_batched` have none: they
-stand for a tensor that has."""
+"""Whether a tensor has its own memory. The wrappers of `vmap`, `torch.func` and `is_grads_batched` have no memory: they
+represent a tensor that has."""
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -97,7 +97,7 @@ is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambd
 
 
 def records_no_function() -> bool:
-    """Whether a recorder is on that an autograd Function does not survive: `torch.export` drops its gradient, and
+    """Whether a recorder is on that does not keep an autograd Function: `torch.export` drops its gradient, and
     `torch.jit.trace` cannot save it."""
     return is_exporting() if _is_compiling() else is_traced_by_jit()
 
@@ -114,8 +114,8 @@ def is_recorded() -> bool:
 
 
 def is_profiled() -> bool:
-    """Whether torch's profiler is on. It does not see calls that bypass the dispatcher. This check only reads one
-    variable."""
+    """Whether torch's profiler is on. The profiler does not see calls that bypass the dispatcher. This check only reads
+    one variable."""
     return _profiler._is_profiler_enabled
 
 
@@ -129,8 +129,8 @@ _NO_ROW = nullcontext()
 
 
 def distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an autograd Function. A tensor that is given again is replaced by a view, because Dynamo
-    requires distinct tensors."""
+    """Return the arguments of an autograd Function. If a tensor occurs a second time, it is replaced by a view, because
+    Dynamo requires distinct tensors."""
     if not _is_compiling():
         return args
     return tuple(
@@ -144,8 +144,8 @@ def may_bypass_dispatcher(*tensors: Tensor | None) -> bool:
 
     The dispatcher costs 6 us, too much for a streaming step with few keys. The dispatcher is needed for subclasses of
     Tensor and for three other kinds of tensor. It resolves lazy negations (`x.conj().imag`). It unbatches the gradients
-    that `is_grads_batched` passes to a backward. It unwraps the tensors that a pull-back of `torch.func.vjp` has kept
-    after the end of the transform that made them.
+    that `is_grads_batched` passes to a backward pass. It unwraps the tensors that a pull-back of `torch.func.vjp` has
+    kept after the end of the transform that made them.
     """
     if _is_compiling() or is_traced_by_jit() or _dispatch_modes() > 0:
         return False
@@ -170,6 +170,6 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def extent(size: int | Tensor) -> int:
-    """Return an extent of a shape as an int. `torch.jit.trace` makes it a tensor; the trace then holds for the traced
-    shapes only."""
+    """Return an extent of a shape as an int. `torch.jit.trace` makes it a tensor; then the trace is valid only for the
+    traced shapes."""
     return int(size) if isinstance(size, Tensor) else size

@@ -19,15 +19,17 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import mangle_type
 
-from .dtypes import allows_tf32 as allows_tf32  # for the launchers of all sets
+from .dtypes import allows_tf32 as allows_tf32  # for the launch functions of all sets
 from .tracing import traced_as_constant
 
 WIDEST = 256
 MOST_ROWS = 2**31 - 2**24
-"""The most queries or keys: the ends of runs and tiles, which may lie beyond the last row, must fit in 32 bits."""
+"""The largest number of queries or keys: the ends of runs and tiles, which may be beyond the last row, must fit in 32
+bits."""
 
 OLDEST = (3, 6)
-"""The oldest Triton that compiles the kernels: they need tuples as arguments, and loops from which nothing is moved."""
+"""The oldest Triton that compiles the kernels, which need tuples as arguments, and loops from which nothing is
+moved."""
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(
@@ -93,7 +95,7 @@ class Kernel:
     """A Triton kernel that is compiled once for each combination of constants and dtypes, and then called directly.
 
     Its arguments are tensors or None, then numbers, then constants. Each number, or tuple of numbers, is annotated with
-    its type, which does not depend on its value. Triton's own launch, in contrast, compiles again for a number that is
+    its type, which does not depend on its value. In contrast, Triton's own launch compiles again for a number that is
     1, or a multiple of 16, or beyond 32 bits. It also takes five times as long on the host.
     """
 
@@ -110,7 +112,7 @@ class Kernel:
         self._compiled: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def given(self, dtype: torch.dtype | None = None, **constants: Any) -> "Kernel":
-        """This kernel with fixed constants, which its calls do not pass and the host does not check again.
+        """This kernel with fixed constants. Its calls do not pass them, and the host does not check them again.
 
         Equal constants give the same object. If the types of all tensors follow from `dtype`, calls do not check them
         either.
@@ -123,7 +125,8 @@ class Kernel:
         return self._given[key]
 
     def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
-        """Run this number of programs on the current device. `constants` are the kernel's own and Triton's options."""
+        """Run this number of programs on the current device. `constants` are the kernel's own constants and Triton's
+        options."""
         if INTERPRETED:
             self.jit[(programs,)](*arguments, **self.constants, **constants)
             return
@@ -136,13 +139,13 @@ class Kernel:
         if found is None:
             found = self._compiled[key] = self._load(active.get_current_target(), arguments, self.constants | constants)
         launch, function, rest = found
-        addresses = [t if t is None else t.data_ptr() for t in tensors]  # for a tensor, launchers ask the driver
+        addresses = [t if t is None else t.data_ptr() for t in tensors]  # for a tensor, `launch` would ask the driver
         launch(
             programs, 1, 1, active.get_current_stream(device), *function, *addresses, *arguments[self._tensors :], *rest
         )
 
     def _load(self, target: GPUTarget, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        """The function that launches the compiled kernel, and its arguments before and after `arguments`."""
+        """The function that launches the compiled kernel, and the values that it needs before and after `arguments`."""
         source, options = self.source(*arguments, **constants)
         compiled = compiled_kernel(source, target, options)
         launcher = compiled.run  # loads the kernel
@@ -150,7 +153,7 @@ class Kernel:
         loaded = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
         scratch, hooks = (None, None), (compiled.packed_metadata, None, None, None)
         rest = tuple(constants[name] for name in self.jit.arg_names[len(arguments) :])
-        if not hasattr(launcher, "kernel_signature"):  # Triton 3.6: a launcher compiled for this kernel
+        if not hasattr(launcher, "kernel_signature"):  # Triton 3.6 has a launcher compiled for this kernel
             return launcher.launch, (*loaded, *scratch, *hooks), rest
         before = (*loaded, *hooks, *scratch, launcher.arg_annotations, launcher.kernel_signature)
         return _gathering(launcher.launch, len(before) + 4), before, rest
@@ -173,7 +176,7 @@ class Kernel:
 
 _HOPPER = GPUTarget("cuda", 90, 32)
 _LOSES_DESCRIPTORS = (12, 8)
-"""The ptxas that Triton 3.6 uses for Hopper, and older ones, have this bug."""
+"""The ptxas that Triton 3.6 uses for Hopper, and older versions, have this bug."""
 _PTX = 88
 """The PTX version of the ptxas that Triton uses for Blackwell.
 
@@ -185,8 +188,8 @@ _compiling = Lock()
 def compiled_kernel(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Any:
     """`triton.compile`, on Hopper with the newer ptxas that Triton includes for Blackwell.
 
-    ptxas 12.8 drops the definitions of some descriptors if tiles of two layouts lie at one address of shared memory.
-    Products are then wrong, or the address is illegal (cmab_kernels/testing/descriptors.py).
+    ptxas 12.8 drops the definitions of some descriptors if tiles of two layouts use the same address of shared memory.
+    Then products are wrong, or the address is illegal (cmab_kernels/testing/descriptors.py).
     """
     knobs = triton.knobs.nvidia
     if target != _HOPPER or tuple(map(int, knobs.ptxas.version.split("."))) > _LOSES_DESCRIPTORS:
@@ -197,7 +200,8 @@ def compiled_kernel(source: ASTSource, target: GPUTarget, options: dict[str, Any
 
 
 def _gathering(launch: Callable[..., None], first: int) -> Callable[..., None]:
-    """Return `launch`, which takes a tuple of kernel arguments, as a function that takes each, from `first` on."""
+    """Return `launch`, which takes a tuple of kernel arguments, as a function that takes the arguments from `first` on
+    one by one."""
     return lambda *arguments: launch(*arguments[:first], arguments[first:])
 
 
@@ -240,10 +244,12 @@ class Products(NamedTuple):
 
 
 def alignment(*tensors: Tensor) -> tuple[int, ...]:
-    """The alignment that kernels may assume: columns lie side by side, and rows start at multiples of so many elements.
+    """The alignment that kernels may assume: the columns of a row are contiguous, and rows start at multiples of this
+    number of elements.
 
-    It is the `natural_alignment` of contiguous tensors. If one tensor has other strides, it is 0 for all: kernels then
-    assume nothing of any. So a kernel is compiled for two cases, not for every combination of strides.
+    It is the `natural_alignment` if tensors are contiguous. If one tensor has other strides, it is 0 for all tensors:
+    then kernels assume no alignment of any tensor. So a kernel is compiled for two cases, not for every combination of
+    strides.
     """
     return (
         tuple([natural_alignment(t.dtype, t.shape[-1]) for t in tensors])
@@ -259,7 +265,7 @@ def natural_alignment(dtype: torch.dtype, width: int) -> int:
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """Whether rows of all tensors start at multiples of `natural_alignment`, with columns side by side."""
+    """Whether rows of all tensors start at multiples of `natural_alignment`, with contiguous columns."""
     return all(map(_has_aligned_rows, tensors))
 
 
@@ -268,7 +274,7 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
     if address % 16 == 0 and tensor.is_contiguous():
         return True
     *strides, column = tensor.stride()
-    # Slices of contiguous tensors.
+    # This is true for slices of contiguous tensors.
     if address % 16 == 0 and column == 1 and math.gcd(*strides) * tensor.element_size() % 16 == 0:
         return True
     elements = natural_alignment(tensor.dtype, tensor.shape[-1])

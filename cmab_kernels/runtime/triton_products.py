@@ -9,7 +9,7 @@ from .triton_launch import INTERPRETED
 
 @triton.jit
 def quotient(x, y):
-    """x / y rounded to nearest, for a number y; `/` in float32 is off by up to two units in the last place."""
+    """x / y rounded to nearest, for a number y. In float32, the error of `/` is up to two units in the last place."""
     return x / y if x.dtype == tl.float64 else tl.div_rn(x, tl.full([1], y, tl.float32))
 
 
@@ -17,8 +17,8 @@ def quotient(x, y):
 def as_operand(tile, OPERAND: tl.constexpr, HIDDEN: tl.constexpr = True):
     """The tile converted to the dtype OPERAND for `tl.dot`.
 
-    Triton 3.6 fails to multiply in float64 a tile that is visibly converted from a narrower type; a sum over an axis of
-    length 1 hides the conversion. Float64 tiles are HIDDEN too, unless the kernel is better with tiles in shared
+    Triton 3.6 fails to multiply in float64 if it sees that a tile is converted from a narrower type; a sum over an axis
+    of length 1 hides the conversion. Float64 tiles are HIDDEN too, unless the kernel is better with tiles in shared
     memory.
     """
     if tl.float64 == OPERAND and (HIDDEN or tile.dtype != tl.float64):
@@ -40,10 +40,10 @@ def product(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.con
 
 @triton.jit
 def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN: tl.constexpr = True):
-    """Like `product`, but a tile wider than OPERAND, a half type, is multiplied in parts: its rounded value, and the
-    rest.
+    """Like `product`, but a tile that is wider than OPERAND, a half type, is multiplied in parts: its rounded value,
+    and the remainder.
 
-    Two parts hold 22 bits in float16; three hold all 24 in bfloat16. The rest of an infinity is NaN, as in
+    Two parts hold 22 bits in float16; three hold all 24 in bfloat16. The remainder of an infinity is NaN, as in
     `product_of_parts`.
     """
     if a.dtype.primitive_bitwidth > OPERAND.primitive_bitwidth:
@@ -61,7 +61,7 @@ def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN
 
 @triton.jit
 def _half_parts(x, OPERAND: tl.constexpr):
-    """Three numbers of a half type that add up to x: x rounded, the rest rounded, and what is then left."""
+    """Three numbers of a half type that add up to x: x rounded, the remainder rounded, and what then remains."""
     high = x.to(OPERAND)
     rest = x - high.to(x.dtype)
     middle = rest.to(OPERAND)
@@ -87,11 +87,11 @@ HALF_OF_CUT = tl.constexpr(0 if INTERPRETED else 4096)
 
 @triton.jit
 def parts(x):
-    """The 11 leading bits of each number, which tf32 holds, and the rest, by a mask and a subtraction: conversions are
-    slower.
+    """The 11 leading bits of each number, which tf32 can hold, and the remainder, by a mask and a subtraction, because
+    conversions are slower.
 
-    Matrix units truncate the last 13 bits of a number. Adding half a unit to the rest turns that truncation of its 13
-    bits into a rounding to 11.
+    Matrix units truncate the last 13 bits of a number. Adding half a unit to the remainder turns the truncation of its
+    13 bits into a rounding to 11 bits.
     """
     high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     return high, ((x - high).to(tl.int32, bitcast=True) + HALF_OF_CUT).to(tl.float32, bitcast=True)
@@ -99,10 +99,12 @@ def parts(x):
 
 @triton.jit
 def in_place(sums, tile):
-    """A result of `product`, and the tile by which it is multiplied next, with each eight columns and rows reordered.
+    """A result of `product`, and the tile by which it is multiplied next. In both, columns and rows are reordered
+    within each group of eight.
 
-    In this order, the matrix units take as tf32 operands the same registers in which they left their sums: a thread
-    that holds the columns 2t and 2t + 1 of eight needs t and t + 4. The order does not change the product.
+    With this order, the registers that hold the sums of the matrix units can be used directly as tf32 operands: a
+    thread that holds the columns 2t and 2t + 1 of eight needs the columns t and t + 4. The order does not change the
+    product.
     """
     ROWS: tl.constexpr = sums.shape[0]
     COLUMNS: tl.constexpr = sums.shape[1]

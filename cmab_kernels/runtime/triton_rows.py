@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 GRAIN = tl.constexpr(1024)
-"""The least number of keys in a run, except the last of a set: shorter runs are not worth a partial result."""
+"""The smallest number of keys in a run, except for the last run of a set: shorter runs are not worth a partial
+result."""
 
 
 @triton.jit
@@ -18,7 +19,7 @@ def run_length(keys, most_runs, grain: tl.constexpr = GRAIN.value, step: tl.cons
 def tile_at(base, strides, batch, head, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr, column=0):
     """Pointers to a tile of a (B, H, rows, columns) tensor.
 
-    Offsets are 64-bit, since rows may lie 2**31 elements or more apart. ALIGN is the `alignment` of the tensor; without
+    Offsets are 64-bit, since rows may be 2**31 elements or more apart. ALIGN is the `alignment` of the tensor; without
     this hint Triton loads rows element by element.
     """
     first = base + (
@@ -45,7 +46,7 @@ def rows_at(base, rows, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, column=0):
 
 @triton.jit
 def rows_from(base, row, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, column=0):
-    """Pointers to ROWS rows, from `row` on, of a contiguous (rows, WIDTH) tensor."""
+    """Pointers to ROWS rows of a contiguous (rows, WIDTH) tensor, starting at `row`."""
     rows = tl.arange(0, ROWS).to(tl.int64)
     return base + tl.cast(row, tl.int64) * WIDTH + (rows[:, None] * WIDTH + (column + tl.arange(0, COLUMNS))[None, :])
 
@@ -70,7 +71,7 @@ def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
 
 @triton.jit
 def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr, biases=None):
-    """Whether each key of a tile takes part, or None if all do, which avoids masked loads. Only RAGGED tiles reach
+    """Whether each key of a tile takes part, or None if all do; None avoids masked loads. Only RAGGED tiles reach
     beyond `last`. `biases` are those of `biases_of`: -inf excludes a key.
 
     A sum over an axis of length 1 hides the load of bytes; otherwise Triton 3.6 would fail to multiply in float64

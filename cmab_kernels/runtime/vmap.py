@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Rule(NamedTuple):
-    """How an operator takes a mapped dimension."""
+    """How an operator handles a mapped dimension."""
 
     batched: Collection[str] | None = None
     """The arguments (B, ...) into whose batch the dimension can be folded; None for all tensors."""

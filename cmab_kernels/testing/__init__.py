@@ -1,5 +1,5 @@
-"""Tools for tests of an operator: accuracy bounds, oracles, poisoned and guarded memory, layouts, figures of compiled
-kernels.
+"""Tools for tests of an operator: accuracy bounds, oracles, poisoned and guarded memory, layouts, properties of
+compiled kernels.
 
 Nothing here is imported by `import cmab_kernels`. `cubin` needs Triton, and running a suite needs pytest.
 """

@@ -32,7 +32,7 @@ STREAMS: dict[str, Callable[[int], Tensor]] = {
     "spikes of 40": lambda length: 1 + 39.0 * (torch.arange(length) % 70 == 69),
 }
 """name -> factors (length,) of the N(0, 1) keys of a stream. For queries of norm sqrt(D), logits are N(0, 1), 10 N(0,
-1), or have spikes"""
+1), or have rare large values"""
 
 
 def row_error(result: Tensor, oracle: Tensor) -> Tensor:

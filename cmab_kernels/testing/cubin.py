@@ -1,4 +1,4 @@
-"""Figures of compiled Triton kernels (registers, spills, shared memory, matrix instructions), without a GPU.
+"""Properties of compiled Triton kernels (registers, spills, shared memory, matrix instructions), found without a GPU.
 
 `record` collects the kernel launches of a call on CPU tensors without running them. `machine_code` compiles a launch as
 `Kernel` would. `compiled` returns the figures of the machine code. This module needs Triton.
@@ -129,7 +129,7 @@ def record(call: Callable[[], Any]) -> list[Launch]:
         numbers = dict(zip(self.jit.arg_names[len(tensors) :], args[len(tensors) :], strict=False))
         launches.append(Launch(self, (programs,), tensors, {**numbers, **self.constants, **options}))
 
-    forget()  # choices must follow what a test has replaced
+    forget()  # choices must use the functions that a test has replaced
     with mock.patch.object(Kernel, "__call__", keep):
         call()
     forget()
@@ -169,7 +169,7 @@ def compiled(launch: Launch, capability: int, folder: Path) -> Figures:
 
 
 def faults(figures: Figures, matrix: bool, spills: float = SPILLS) -> list[str]:
-    """Return what is wrong with a kernel, as sentences.
+    """Return the faults of a kernel, as sentences.
 
     `matrix` says that the matrix units must compute its products. `spills` is the share of its instructions that may
     access local memory."""
@@ -199,6 +199,6 @@ def narrow_offsets(ttir: str) -> list[str]:
 
 
 def cuobjdump(*arguments: object) -> str:
-    """Run the `cuobjdump` that Triton contains with these arguments, and return its output. It reads nvcc's files as
+    """Run the `cuobjdump` that comes with Triton with these arguments, and return its output. It reads nvcc's files as
     well."""
     return subprocess.run([_CUOBJDUMP, *map(str, arguments)], check=True, capture_output=True, text=True).stdout

@@ -11,18 +11,19 @@ from enum import IntEnum
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*) *([^;]*);")
 _DATA = re.compile(r"F[A-Z]|MUFU|LD[GS]|H[A-Z]|D[A-Z]|I2F")
-"""Instructions whose result is not an address: floating point, and loads from memory other than constants and spilled
-registers."""
+"""Instructions whose result is not an address: floating-point instructions, and loads from memory other than constants
+and spilled registers."""
 
 
 class Made(IntEnum):
-    """What the value of a register was computed from. The largest member that took part counts."""
+    """The origin of the value of a register. If several members took part, the largest counts."""
 
     NUMBERS = 0
     ADDRESS = 1
-    """The address of the block's shared memory took part. It follows from the block's number in a cluster."""
+    """The address of the block's shared memory took part in the computation. It was computed from the block's number in
+    a cluster."""
     NOTHING = 2
-    """Data took part, or a register that no instruction has written."""
+    """Data, or a register that no instruction has written, took part in the computation."""
 
 
 def lost_descriptors(sass: str) -> list[str]:
@@ -47,7 +48,7 @@ def _descriptors(operands: list[str]) -> Iterator[str]:
     """Yield the first registers of the descriptors of an HGMMA: of both factors, or of the second if the first is in
     registers.
 
-    An HGMMA that multiplies nothing has no descriptors; the assembler puts it where the program waits."""
+    An HGMMA that multiplies nothing has no descriptors; the assembler inserts it where the program waits."""
     given = next(operand for operand in operands if operand.startswith("gdesc"))
     if given == "gdesc[URZ]":
         return
@@ -58,7 +59,7 @@ def _descriptors(operands: list[str]) -> Iterator[str]:
 
 
 def _follow(made: dict[str, Made], name: str, operands: list[str]) -> None:
-    """Note what the instruction writes: registers, or with STL a place on the stack."""
+    """Record what the instruction writes: registers, or with STL a place on the stack."""
     if re.fullmatch(r"U?P\w+", operands[0]):  # the instruction also writes a predicate
         operands = operands[1:]
     if not operands or not re.match(r"U?R\d|\[R1\b", operands[0]):
@@ -77,7 +78,7 @@ def _follow(made: dict[str, Made], name: str, operands: list[str]) -> None:
 
 
 def _of(made: dict[str, Made], words: Iterable[str]) -> Made:
-    """Return what a value computed from these words is made of: the largest member of `Made` among them."""
+    """Return the origin of a value that was computed from these words: the largest member of `Made` among them."""
     return max((made.get(word, Made.NOTHING) for word in words if re.match(r"U?R\d|\[", word)), default=Made.NUMBERS)
 
 

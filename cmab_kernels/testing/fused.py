@@ -1,7 +1,7 @@
-"""Triton's interpreter with arithmetic as on a GPU.
+"""Triton's interpreter with the arithmetic of a GPU.
 
 The compiler for a GPU fuses a product with the sum that follows; the interpreter rounds the product. On a GPU, a
-product of tiles adds the terms of every row in one order; the interpreter calls a BLAS."""
+product of tiles adds the terms of every row in the same order; the interpreter calls a BLAS."""
 
 from __future__ import annotations
 

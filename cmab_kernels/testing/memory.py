@@ -43,7 +43,7 @@ def between_margins(tensor: Tensor) -> Tensor:
     """Return a contiguous copy of `tensor` with `MARGIN` elements of NaN (False for a bool mask) before and after it in
     memory.
 
-    A kernel that reads out of bounds then returns NaN. For a mask, it counts a key that does not exist.
+    A kernel that reads out of bounds then returns NaN. For a mask, the kernel would count a key that does not exist.
     """
     filler = 0 if tensor.dtype == torch.bool else math.nan
     storage = torch.full((tensor.numel() + 2 * MARGIN,), filler, dtype=tensor.dtype, device=tensor.device)

@@ -1,6 +1,6 @@
 // The tile registers of AMX in software, for tests of the AMX kernels' data flow on machines without AMX. The class has
 // the interface of HardwareTiles and the semantics of Intel's manual (volume 2, TDPBF16PS and LDTILECFG). An operation
-// that the hardware would refuse aborts the process.
+// that the hardware would not accept aborts the process.
 #pragma once
 
 #include <immintrin.h>

@@ -1,14 +1,14 @@
 // Latent cross-attention on the CPU: the interface between the driver and the kernels of each instruction set.
 //
-// The driver (forward.cpp, backward.cpp) owns threads, the split over keys, the order of merges and the workspace. A
-// kernel owns arithmetic and layout: how queries are packed, how a partial state is laid out, how a tile of keys is
-// converted. It sees one head: a block of query rows against a range of keys.
+// The driver (forward.cpp, backward.cpp) decides about threads, the split over keys, the order of merges and the
+// workspace. A kernel decides about arithmetic and layout: how queries are packed, how a partial state is laid out, how
+// a tile of keys is converted. It sees one head: a block of query rows against a range of keys.
 //
 // Rules for a kernel. It allocates nothing and starts no thread; its buffers are 64-byte aligned and uninitialised. The
-// result of a query row depends on that row, on the keys and on how the calls cut them into ranges, never on other rows
-// of the block (so a batch element has the same bits alone or within a batch). Driver ranges start at multiples of
-// kKeyTile of the head's keys. Source files are compiled with their own instruction set flags, so everything but the
-// exported table has internal linkage: put it in an anonymous namespace.
+// result of a query row depends on that row, on the keys, and on how the calls divide the keys into ranges, but never
+// on other rows of the block (so a batch element has the same bits alone or within a batch). The driver's ranges start
+// at multiples of kKeyTile of the head's keys. Source files are compiled with their own instruction set flags, so
+// everything but the exported table has internal linkage: put it in an anonymous namespace.
 #pragma once
 
 #include "common/operands.h"
@@ -40,19 +40,18 @@ struct ForwardKernel {
   int block;  // rows of a block; the last block of a head may have fewer
   size_t (*packed_bytes)(const Shape&, int rows);
   size_t (*state_bytes)(const Shape&, int rows);
-  size_t (*scratch_bytes)(const Shape&);  // per thread, contents not kept between calls
+  size_t (*scratch_bytes)(const Shape&);  // per thread; the contents are not kept between calls
   void (*pack)(const Shape&, int rows, const Matrix& query, void* packed);
   void (*clear)(const Shape&, int rows, void* state);  // to the state of no keys
   // Adds one range of keys to the states of all `count` blocks.
   void (*attend)(const Shape&, const QueryBlock* blocks, int count, const Keys&, void* scratch);
-  // Reads out the state by row: reference[rows], sum[rows], acc[rows][E]. A row that saw no key gives -inf, 0 and
-  // zeros.
+  // Writes the state by rows: reference[rows], sum[rows], acc[rows][E]. A row without keys gives -inf, 0 and zeros.
   void (*read)(const Shape&, int rows, const void* state, double* reference, double* sum, double* acc);
 };
 
 // The inputs of the backward pass for a block of rows. P = exp(logit - lse) is recomputed from lse. The kernel splits
-// lse, a double, into a high and a low part: a float32 lse of 1e4 would be off by 5e-4. A row with lse = -inf saw no
-// key: its P is 0.
+// lse, a double, into a high and a low part: a float32 lse of 1e4 would be off by 5e-4. A row with lse = -inf has no
+// keys, so its P is 0.
 struct QueryRows {
   Matrix query;
   const void* dout;  // (rows, E), in the type of sums: float32, or float64 for float64
@@ -62,15 +61,15 @@ struct QueryRows {
   const double* delta;  // [rows], rowsum(dout * out) - dlse; dS = P * (dout V' - delta)
 };
 
-// Which gradients are wanted.
+// Which gradients are needed.
 struct Needs {
   bool query, key, value;
   bool bias = false;
 };
 
-// Outputs for a range of keys: contiguous (count, D), (count, E) and (count,), or null if not needed. Every row is written; rows
-// of ignored keys become zeros. `type` is Shape::dtype (round to nearest even). Where the driver adds the parts of
-// several groups of queries, it is the type of sums (float32, or float64 for float64).
+// Outputs for a range of keys: contiguous (count, D), (count, E) and (count,), or null if not needed. Every row is
+// written; rows of ignored keys become zeros. `type` is Shape::dtype (round to nearest even). If the driver adds the
+// parts of several groups of queries, it is the type of sums (float32, or float64 for float64).
 struct KeyGradient {
   void* dkey;
   void* dvalue;
@@ -86,8 +85,8 @@ struct BackwardKernel {
   size_t (*scratch_bytes)(const Shape&);
   void (*pack)(const Shape&, int rows, const QueryRows&, void* packed);
   void (*clear)(const Shape&, int rows, void* state);
-  // Processes all `count` blocks against one range of keys: adds to their states (unless !needs.query), and writes dkey,
-  // dvalue and dbias.
+  // Processes all `count` blocks against one range of keys: adds to their states (unless !needs.query), and writes
+  // dkey, dvalue and dbias.
   void (*attend)(const Shape&, const Needs&, const QueryBlock* blocks, int count, const Keys&, const KeyGradient&,
                  void* scratch);
   void (*read)(const Shape&, int rows, const void* state, double* dquery);  // [rows][D]
@@ -96,8 +95,8 @@ struct BackwardKernel {
   bool rounds_dout;
 };
 
-// The tables of kernels. Those for float64 and float32 exist for every instruction set. The float32 ones also take
-// bfloat16 and float16, which they convert tile by tile.
+// The tables of kernels. The tables for float64 and float32 exist for every instruction set. The float32 tables also
+// take bfloat16 and float16, which they convert tile by tile.
 struct AttentionKernels {
   const ForwardKernel* forward;
   const BackwardKernel* backward;
@@ -110,7 +109,7 @@ extern const AttentionKernels attention_avx512[2];
 // bfloat16 inputs only.
 extern const AttentionKernels attention_avx512bf16;
 extern const AttentionKernels attention_amx;
-extern const AttentionKernels attention_amx_emulated;  // AMX in software, for tests
+extern const AttentionKernels attention_amx_emulated;  // AMX simulated in software, for tests
 #endif
 
 // The kernels for inputs of this type on the instruction set in use.

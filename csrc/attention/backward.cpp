@@ -1,5 +1,5 @@
-// The backward driver: packs the queries with their lse, delta and dout, makes one pass over the keys, then adds the
-// parts of dQ (and of dK and dV, if the queries were cut into pieces too).
+// The backward driver: packs the queries with their lse, delta and dout, makes one pass over the keys, and then adds
+// the parts of dQ (and of dK and dV, if the queries were also cut into pieces).
 #include <omp.h>
 
 #include "attention/plan.h"
@@ -16,23 +16,23 @@ T as_bfloat16(T x) {
   return widen(rounded);
 }
 
-constexpr int64_t kPieceRows = 256;  // a piece of fewer rows would not pay
+constexpr int64_t kPieceRows = 256;  // a piece with fewer rows would not be worthwhile
 constexpr int64_t kMaxPieces = 16;
 
-// The number of pieces of the keys, each with its own partial dQ. Memory limits it, but 4 pieces are allowed however
-// many queries there are.
+// The number of pieces of the keys, each with its own partial dQ. Memory limits the number, but 4 pieces are allowed
+// for any number of queries.
 int64_t key_pieces(int64_t keys, int64_t queries) {
   const int64_t most = queries == 0 ? kMaxPieces : std::clamp<int64_t>(2048 / queries, 4, kMaxPieces);
   return keys == 0 ? 0 : std::clamp<int64_t>(keys / kPieceRows, 1, most);
 }
 
-// The number of pieces of the queries, each with its own partial dK and dV. It is more than one only if there are too
-// few keys to cut.
+// The number of pieces of the queries, each with its own partial dK and dV. There is more than one piece only if there
+// are too few keys to cut.
 int64_t query_pieces(int64_t keys, int64_t queries) {
   return key_pieces(keys, queries) > 1 ? 1 : std::clamp<int64_t>(queries / kPieceRows, 1, kMaxPieces);
 }
 
-// A head of a wave, and its pieces.
+// A head of a wave (a group of heads that are processed together), and its pieces.
 struct Head {
   int64_t b, h;
   KeySet set;
@@ -40,13 +40,13 @@ struct Head {
   size_t packed, states, parts;  // byte offsets in the workspace
 };
 
-// Neighbouring heads from `head` on, one piece of their keys against one piece of their queries.
+// Neighbouring heads from `head` on: one piece of their keys and one piece of their queries.
 struct Task {
   size_t head, heads;
   int64_t key_piece, query_piece;
 };
 
-// A block of queries of a head, or (index = first key) a tile of its keys.
+// A block of queries of a head, or (if index = first key) a tile of its keys.
 struct Unit {
   size_t head;
   int64_t index;
@@ -149,7 +149,8 @@ class Backward {
     }
   }
 
-  // Keys and queries that are one piece each need no sum across tasks, so no thread waits for another before the end.
+  // If keys and queries are one piece each, no sum across tasks is needed, so no thread waits for another before the
+  // end.
   void run_apart() {
 #pragma omp parallel for schedule(dynamic) num_threads(threads_)
     for (size_t i = 0; i < tasks_.size(); ++i) {

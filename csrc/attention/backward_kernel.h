@@ -55,8 +55,8 @@ struct PackedRows {
 };
 
 // out[k][:] += sum over rows of weights[k][row] * rows_of[row][:], for kColumns vectors of columns; `keys` is a
-// multiple of 16. The block is a template parameter because rows of weights are then a constant apart, and one address
-// register reaches them all.
+// multiple of 16. The block is a template parameter, so that the distance between rows of weights is constant, and one
+// address register reaches all rows.
 template <class B, int kColumns, class V, class T>
 __attribute__((noinline)) void accumulate_keys(T* out, int stride, int keys, const T* weights, const T* rows_of,
                                                int rows) {
@@ -220,13 +220,14 @@ struct Backward {
     }
   }
 
-  // The part of the double `lse` that `high`, its float32, misses; 0 if it is below the resolution of a double.
+  // The part of the double `lse` that is missing in `high`, its float32 value; 0 if the part is below the resolution of
+  // a double.
   static double lse_remainder(double lse, double high) {
     const double low = lse - high, resolution = 0x1p-51 * __builtin_fabs(lse);
     return __builtin_fabs(low) > resolution ? low : 0.0;
   }
 
-  // Zeroes the dout of a row without a key, because not even a NaN in it may reach dV.
+  // Sets the dout of a row without a key to zero, because not even a NaN in it may reach dV.
   static void forget_dout(const Shape& shape, int rows, const PackedRows<T>& packed, int row) {
     for (int e = 0; e < shape.value_width; ++e) {
       packed.dout_columns[e * padded_rows<T>(rows) + row] = 0;
@@ -301,7 +302,7 @@ struct Backward {
       scatter(static_cast<Float16*>(gradient) + at, rows, width, present, from, stride);
   }
 
-  // Copies the rows of present keys to the places of these keys; writes zeros for absent keys.
+  // Copies the rows of present keys to their places, and writes zeros for absent keys.
   template <class To>
   static void scatter(To* to, int rows, int width, const Present& present, const T* from, int stride) {
     const T* row = from;

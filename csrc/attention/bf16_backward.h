@@ -1,9 +1,9 @@
 // The backward kernel of bfloat16 attention, on an Engine of matrix products (DotEngine, TileEngine).
 //
-// A tile of 64 keys is processed against up to 64 queries at a time, with queries in the lanes. S = K Q' gives P with
-// the help of lse, and dP = V dO' gives dS = P * (dP - delta), all in float32. P and dS are then rounded to bfloat16:
-// in pairs along the queries for dV = P dO and dK = dS Q, and dS also in pairs of keys for dQ' += K' dS. Accumulators
-// stay float32.
+// A tile of 64 keys is processed against up to 64 queries at a time, with queries in the lanes. P = exp(S - lse)
+// follows from S = K Q', and dS = P * (dP - delta) from dP = V dO', all in float32. P and dS are then rounded to
+// bfloat16: in pairs along the queries for dV = P dO and dK = dS Q, and dS also in pairs of keys for dQ' += K' dS.
+// Accumulators stay float32.
 #pragma once
 
 #include "attention/bf16_operands.h"
@@ -108,7 +108,7 @@ class Bf16Backward {
     }
   }
 
-  // Rounds dout (float32) to bfloat16. Rows without a key become zeros, whatever their dout holds.
+  // Rounds dout (float32) to bfloat16. Rows without a key become zeros, whatever their dout contains.
   static void round_dout(const Shape& shape, int rows, const QueryRows& from, Pair* tile) {
     const int64_t lanes = lanes_of(rows), pairs = pairs_of(shape.value_width);
     for (int64_t r = 0; r < lanes; ++r, tile += pairs) {
@@ -169,7 +169,7 @@ class Bf16Backward {
     int64_t padded() const { return round_up(count, kKeyStep); }
   };
 
-  // 16 * vectors lanes from `first` on, of a lane operand with this leading dimension.
+  // 16 * vectors lanes, from `first` on, of a lane operand with this leading dimension.
   struct Lanes {
     int64_t first, vectors, leading;
   };

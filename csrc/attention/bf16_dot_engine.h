@@ -13,7 +13,7 @@ struct DotEngine {
   static constexpr int kVectors = 1;   // vectors of lanes that a caller should pass at a time
 
   struct Session {
-    Session() {}  // nothing to set up; not an aggregate, so that a variable of it counts as used
+    Session() {}  // nothing to set up; not an aggregate, so that the compiler does not report an unused variable
   };
 
   // Matrix c[rows][16 * vectors] (+)= a[rows][pairs] b[pairs][16 * vectors]; leading dimensions in elements.
@@ -44,7 +44,7 @@ struct DotEngine {
         sum[r][v] = kAccumulate ? _mm512_loadu_ps(c + r * ldc + 16 * v) : _mm512_setzero_ps();
       }
     }
-    const Pair* row[kRows / 4];  // every fourth row: addressing modes reach the others
+    const Pair* row[kRows / 4];  // every fourth row: addressing modes reach the other rows
     for (int r = 0; r < kRows; r += 4) row[r / 4] = a + r * lda;
     const int64_t lda3 = 3 * lda;
 #pragma GCC unroll 4

@@ -27,8 +27,8 @@ class Bf16Forward {
   static int64_t value_pairs(const Shape& shape) { return (shape.value_width + 1) / 2; }
   static int64_t value_rows(const Shape& shape) { return round_up(shape.value_width, Engine::kRowStep); }
 
-  // A partial state: for each query the largest score, the sum of the weights, the sum of the weights as rounded for
-  // the product, and O' as [value_rows][lanes].
+  // A partial state: for each query the largest score, the sum of the weights, the sum of the weights as they were
+  // rounded for the product, and O' as [value_rows][lanes].
   struct State {
     float *top, *sum, *rounded_sum, *acc;
     size_t bytes;
@@ -62,7 +62,7 @@ class Bf16Forward {
 
   static size_t packed_bytes(const Shape& shape, int rows) {
     return sizeof(Pair) *
-           (2 * key_pairs(shape) * lanes_of(rows) + kSlack);  // the lane operand, and the rows it is made from
+           (2 * key_pairs(shape) * lanes_of(rows) + kSlack);  // the lane operand, and the rows from which it is made
   }
   static size_t state_bytes(const Shape& shape, int rows) { return State(shape, rows, nullptr).bytes; }
   static size_t scratch_bytes(const Shape& shape) { return Scratch(shape, nullptr).bytes; }
@@ -166,7 +166,7 @@ class Bf16Forward {
   }
 
   // Raises each query's largest score to `top` and rescales its sums. Returns the score to subtract: 0 where every
-  // score so far is -infinity, so that those weights become 0 and not NaN.
+  // score so far is -infinity, so that the weights there become 0 and not NaN.
   static __m512 raise_top(__m512 top, __m512 factor, const State& state, int64_t lane, int64_t rows, int64_t lanes) {
     const __m512 old = _mm512_loadu_ps(state.top + lane);
     top = _mm512_max_ps(top, old);

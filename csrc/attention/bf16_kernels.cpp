@@ -1,5 +1,5 @@
 // The kernels of bfloat16 attention, compiled once for each CMAB_ENGINE: dot products of AVX512-BF16, the tiles of AMX,
-// and tiles in software. The last are for tests: they are much slower and never chosen by default.
+// and tiles in software. The tiles in software are for tests: they are much slower, and never chosen by default.
 #include "attention/amx_engine.h"
 #include "attention/amx_tiles_emulated.h"
 #include "attention/bf16_backward.h"

@@ -1,4 +1,4 @@
-// Operands of the bfloat16 matrix products, for AVX512-BF16 and AMX alike.
+// Operands of the bfloat16 matrix products, for both AVX512-BF16 and AMX.
 //
 // Both instructions multiply pairs: 32-bit lane n of the result gains a.low * b.low + a.high * b.high, where a Pair
 // holds two bfloat16 that are neighbours along the contraction. A product C = A B therefore takes
@@ -48,7 +48,7 @@ class Carver {
     return buffer;
   }
 
-  size_t bytes() const { return at_; }  // meaningful for a null workspace only
+  size_t bytes() const { return at_; }  // meaningful only for a null workspace
 
  private:
   uintptr_t at_;
@@ -73,9 +73,9 @@ inline uint64_t present_keys(const Keys& keys, int64_t first) {
   return present;
 }
 
-// Copies rows `first` .. of a bfloat16 matrix to tile[rows][pairs], with zeros beyond its width and in rows that are
-// not present. It stores whole vectors, so up to kSlack pairs after the tile are overwritten. It prefetches the rows
-// after these.
+// Copies rows from `first` on of a bfloat16 matrix to tile[rows][pairs], with zeros beyond its width and in rows that
+// are not present. It stores whole vectors, so up to kSlack pairs after the tile are overwritten. It prefetches the
+// rows that follow.
 constexpr int64_t kSlack = 16;
 
 inline void fetch(const Matrix& matrix, int64_t first, int64_t width, uint64_t present, int64_t rows, int64_t pairs,

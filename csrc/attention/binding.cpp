@@ -60,7 +60,7 @@ void merge(Arguments& in) {
   });
 }
 
-// Whether a log-sum-exp of any shape is a NaN or +inf; None for a tensor whose memory does not tell.
+// Whether a log-sum-exp of any shape is a NaN or +inf; None for a tensor whose memory does not show this.
 PyObject* is_not_below_infinity(Arguments& in) {
   PyObject* given = in.object("lse");
   TensorView lse;

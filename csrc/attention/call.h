@@ -11,7 +11,7 @@ struct Inputs {
   Operand query, key, value;
   const uint8_t* ignored;  // (batch of the keys, N), or null
   int64_t ignored_stride[2];
-  const void* cu_seqlens;  // (batch + 1,), or null: every batch element has all N keys of its own
+  const void* cu_seqlens;  // (batch + 1,), or null: every batch element has its own N keys
   bool cu_seqlens_wide;    // int64, else int32
   int threads;
   Operand key_bias;  // (batch of the keys, H, N), in the type of sums; without data there is none
@@ -19,11 +19,12 @@ struct Inputs {
 
 // Fills out (B, H, L, E), in the type of sums, and lse (B, H, L); both are contiguous. state_out and state_lse (width
 // 1) are the incoming state; without data there is none. With `reliable` (B, H, L), contiguous, the keys are removed
-// from the incoming state instead of added to it, and `reliable` says which rows have kept half of their digits.
+// from the incoming state instead of added to it. `reliable` then says which rows have kept half of their digits.
 void attention_forward(const Inputs&, const Operand& state_out, const Operand& state_lse, void* out, double* lse,
                        bool* reliable);
-// Does one of `shares` parts of the same work, without an incoming state and on the calling thread. Each part fills
-// rows that the others do not touch, with the same bits. A share is whole batch elements if these divide evenly.
+// Does one of `shares` parts of the same work, without an incoming state, on the calling thread. Each part fills rows
+// that no other part writes, with the same bits. A share consists of whole batch elements if they can be divided
+// evenly.
 void attention_forward_share(const Inputs&, int64_t share, int64_t shares, void* out, double* lse);
 
 // Fills out and lse with the state of the union of two disjoint sets of keys; all are contiguous, `rows` rows of
@@ -35,8 +36,8 @@ struct StateRows {
 void merge_states(DType dtype, int64_t rows, int width, const StateRows& first, const StateRows& second, void* out,
                   double* lse);
 
-// Fills the gradients, contiguous and in the inputs' dtype, that of key_bias in the type of sums; null where not needed. dout is (B, H, L, E) and dlse (B, H,
-// L, 1); out and lse are what forward wrote.
+// Fills the gradients, contiguous and in the inputs' dtype, that of key_bias in the type of sums; null if not needed.
+// dout is (B, H, L, E) and dlse (B, H, L, 1); out and lse are the results of forward.
 struct Gradients {
   void *query, *key, *value;
   void* key_bias = nullptr;

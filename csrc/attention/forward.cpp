@@ -8,9 +8,10 @@
 namespace cmab::cpu {
 namespace {
 
-constexpr int64_t kGroupRows = 1024;  // queries of a group, at most
+constexpr int64_t kGroupRows = 1024;  // the largest number of queries of a group
 
-// The number of pieces of the keys. Each keeps its own partial states until they are merged, so many queries get fewer.
+// The number of pieces of the keys. Each piece keeps its own partial states until they are merged, so for many queries
+// there are fewer pieces.
 int64_t key_pieces(int64_t keys, int64_t queries) {
   return keys == 0 ? 0 : std::clamp<int64_t>(std::min(keys / 2048, 2048 / queries), 1, 16);
 }
@@ -20,7 +21,7 @@ struct Group {
   int64_t b, h, first_row, rows;
   KeySet set;
   int64_t pieces;
-  size_t packed, states;  // byte offsets of its blocks in the workspace
+  size_t packed, states;  // byte offsets of the blocks in the workspace
 };
 
 // A unit of work of one thread: blocks of queries of some neighbouring heads against one piece of the keys.
@@ -43,7 +44,7 @@ class Forward {
     bytes_ = threads_ * scratch_bytes_;
   }
 
-  // Does part `share` of `shares` of the blocks of all heads. Blocks that follow each other make a group. Heads vary
+  // Does part `share` of `shares` of the blocks of all heads. Blocks that follow each other form a group. Heads vary
   // faster than blocks, so that heads that share cache lines are neighbours.
   void run(int64_t share, int64_t shares) {
     const int64_t blocks = ceil_div(in_.queries, kernel_.block), of_group = kGroupRows / kernel_.block;
@@ -181,7 +182,7 @@ class Forward {
   size_t packed_bytes_, state_bytes_, scratch_bytes_;
   Workspace workspace_;
   std::vector<Group> groups_;  // of the current wave
-  size_t bytes_;               // of the workspace that the current wave uses
+  size_t bytes_;               // of the part of the workspace that the current wave uses
   std::vector<Task> tasks_, all_blocks_;
 };
 
@@ -192,7 +193,7 @@ void merge_rows(int64_t rows, int width, const StateRows& first, const StateRows
   const FlushToZero flush;
   for (int64_t row = 0; row < rows; ++row, a += width, b += width, to += width) {
     const double one = first.lse[row], two = second.lse[row];
-    if (one == -INFINITY || two == -INFINITY) {  // an empty row adds nothing, whatever it holds
+    if (one == -INFINITY || two == -INFINITY) {  // an empty row adds nothing, whatever it contains
       const double left = one == -INFINITY ? two : one;
       const T* from = one == -INFINITY ? b : a;
       lse[row] = is_refused(left) ? NAN : left;

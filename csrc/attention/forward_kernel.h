@@ -1,7 +1,7 @@
 // The forward kernel for float32 and float64 sums, in vectors of CMAB_VECTOR_BYTES. Queries are in the lanes: the
 // scores of a tile of keys are laid out as weights[key][query], so that maximum and sum run down the columns without
-// cross-lane operations. Few queries would leave most lanes idle. If widths fill whole vectors, few queries are
-// processed one by one instead: products then have the width in the lanes, and weights have the keys.
+// cross-lane operations. With few queries, most lanes would be idle. So if widths fill whole vectors, few queries are
+// processed one by one: then the lanes of products hold columns, and the lanes of weights hold keys.
 #pragma once
 
 #include "attention/attention.h"
@@ -11,9 +11,10 @@
 namespace cmab::cpu {
 namespace {
 
-// The most vectors of a row in a register tile, and its number of rows. A tile has 24 accumulators of 32 registers with
-// AVX-512, and 12 of 16 elsewhere; with fewer columns it has as many rows as divide a step of keys. Functions that hold
-// such a tile are not inlined, because beside other arithmetic the compiler would spill it.
+// The largest number of vectors of a row in a register tile, and the number of rows of the tile. A tile has 24
+// accumulators of 32 registers with AVX-512, and 12 of 16 elsewhere. With fewer columns it has more rows, as many as
+// divide a step of keys. Functions that hold such a tile are not inlined, because the compiler would spill it if it
+// stood beside other arithmetic.
 constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
 template <int kColumns>
 constexpr int kTileRows = kColumns == kMaxColumns   ? 6
@@ -31,7 +32,7 @@ CMAB_INLINE void for_each_step(int rows, Function function) {
   for (; row < end; row += 4) function(row, std::integral_constant<int, 4>());
 }
 
-// A block of `kVectors` vectors of queries. Few queries take the smallest block that holds them.
+// A block of `kVectors` vectors of queries. If there are few queries, the smallest block that holds them is used.
 template <class T, int kVectors>
 struct Block {
   using V = Vector<T>;
@@ -67,7 +68,7 @@ constexpr int padded_rows(int rows) {
 template <class V>
 CMAB_INLINE V scaled(V x, double factor) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  if constexpr (sizeof(x[0]) == 4) {  // by hand: the compiler would convert in vectors of two doubles
+  if constexpr (sizeof(x[0]) == 4) {  // by hand, because the compiler would convert in vectors of two doubles
     const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
     return _mm256_set_m128(_mm256_cvtpd_ps(high * factor), _mm256_cvtpd_ps(low * factor));
   }
@@ -76,7 +77,8 @@ CMAB_INLINE V scaled(V x, double factor) {
   return __builtin_convertvector(__builtin_convertvector(x, Wide) * factor, V);
 }
 
-// Does the same as pack_columns below by squares of registers, for rows of the compute type with contiguous elements.
+// Does the same as pack_columns below in square blocks of registers, for rows of the compute type with contiguous
+// elements.
 template <class T>
 __attribute__((noinline)) void pack_squares(const T* from, ptrdiff_t row_stride, int rows, int width, double factor,
                                             T* columns) {
@@ -123,7 +125,7 @@ __attribute__((noinline)) void accumulate_rows(T* out, int rows, Tile<T> a, cons
   });
 }
 
-// A partial state in memory; the sums are relative to 2^reference, where reference is a logit that the row has seen.
+// A partial state in memory; the sums are relative to 2^reference, where reference is a logit of the row.
 template <class T>
 struct State {
   T* reference;
@@ -138,7 +140,7 @@ inline State<T> state_of(int rows, const void* memory) {
   return {first, first + stride, first + 2 * stride};
 }
 
-// A row's reference follows its largest logit only when that exceeds it by kSlack: exp2 stays in range, and rescaling
+// The reference of a row changes only when the largest logit exceeds it by kSlack: exp2 stays in range, and rescaling
 // is rare.
 constexpr int kSlack = 8;
 
@@ -151,8 +153,8 @@ struct Rises {
   int key[kKeyTile / 4];  // the first key after each rise
   int count = 0;
 
-  // Raises the references to `top` where it exceeds them by kSlack; `sums` are those of the tile so far. A lane's bits
-  // do not depend on its neighbours: nothing is added here, and other lanes are multiplied by 1.
+  // Raises the references to `top` where `top` exceeds them by kSlack; `sums` are the sums of the tile so far. The bits
+  // of a lane do not depend on its neighbours: nothing is added here, and other lanes are multiplied by 1.
   __attribute__((noinline)) void add(int first_key, T* references, const T* top, T* sums) {
     using V = typename B::V;
     for (int at = 0; at < kRows; at += lanes<V>()) {
@@ -270,8 +272,8 @@ inline bool few(const Shape& shape, int rows) {
          shape.value_width % kVectorLanes<T> == 0;
 }
 
-// weights[key] = logit of one query (packed) for a tile of `count` keys, and -inf for keys that fill up the last
-// vector. Returns the largest logit.
+// weights[key] = logit of one query (packed) for a tile of `count` keys, and -inf for the elements that fill up the
+// last vector. Returns the largest logit.
 template <bool kBiased, class T>
 CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* weights, const T* bias) {
   using V = Vector<T>;
@@ -316,7 +318,7 @@ CMAB_INLINE void add_values(const T* weights, Tile<T> values, int count, int wid
   }
 }
 
-// Processes one query against a tile of `count` keys; `state` is of its row alone.
+// Processes one query against a tile of `count` keys; `state` is the state of its row alone.
 template <bool kBiased, class T>
 __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> keys, Tile<T> values, int count,
                                           State<T> state, int value_width, T* weights, const T* bias) {
@@ -339,8 +341,8 @@ __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> key
   add_values(weights, values, count, value_width, state.acc);
 }
 
-// The most elements between keys that are read in place. Keys further apart compete for a few sets of the caches, so
-// they are copied, unless they are read only once or twice.
+// The largest distance between keys, in elements, at which they are read in place. If keys are further apart, they
+// compete for a few sets of the caches, so they are copied, unless they are read only once or twice.
 template <class T>
 inline int64_t in_place(const Shape& shape, const QueryBlock* blocks, int count) {
   const int width = shape.key_width < shape.value_width ? shape.key_width : shape.value_width;

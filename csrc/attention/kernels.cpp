@@ -1,4 +1,4 @@
-// The table of attention kernels for the instruction set that this file is compiled for.
+// The table of attention kernels for the instruction set for which this file is compiled.
 #include "attention/backward_kernel.h"
 #include "attention/forward_kernel.h"
 #include "common/instance.h"

@@ -27,7 +27,7 @@ class Merger {
     return kernel_.block * (sizeof(Sums<double>) + 2 * (1 + shape_.value_width) * sizeof(double));
   }
 
-  // Writes `rows` rows from row `first` of head h of batch element b on; part(i) is the state of piece i.
+  // Writes `rows` rows, from row `first` of head h of batch element b on; part(i) is the state of piece i.
   template <class Part>
   void finish(int64_t b, int64_t h, int64_t first, int rows, int64_t pieces, Part part, char* scratch) const {
     const int width = shape_.value_width;
@@ -62,8 +62,8 @@ class Merger {
 
  private:
   static constexpr double kLn2 = 0.69314718055994530942;
-  static constexpr double kSureRounding = 0x1p-5;  // of a logit, at most, per share of the mass left
-  static constexpr double kFarBelow = 0x1p-10;     // of |lse|: keys so far below it had no weight
+  static constexpr double kSureRounding = 0x1p-5;  // the largest error of a logit, per share of the mass that is left
+  static constexpr double kFarBelow = 0x1p-10;     // in units of |lse|: keys so far below it had no weight
 
   struct Buffers {
     Sums<double>* total;             // [rows]

@@ -1,6 +1,6 @@
-// How the forward and backward drivers divide the work. Cuts that decide the order of additions depend only on the
-// numbers of keys and queries of one head. A result therefore has the same bits for any number of threads, and for a
-// batch element alone or within a batch. The assignment to threads is free.
+// How the forward and backward drivers divide the work. The cuts that determine the order of additions depend only on
+// the numbers of keys and queries of one head. A result therefore has the same bits for any number of threads, and for
+// a batch element alone or within a batch. The assignment to threads is free.
 #pragma once
 
 #include <vector>
@@ -57,8 +57,8 @@ inline Keys keys_of(const Inputs& in, const KeySet& set, int64_t h, int64_t firs
           in.ignored_stride[1], count, bias_from(in, set.batch, h, row), in.key_bias.stride[2]};
 }
 
-// How many heads one task visits together, chunk by chunk of keys, since heads interleaved in memory share cache lines.
-// Every thread keeps at least a few tasks.
+// The number of heads that one task processes together, one chunk of keys after the other, because heads that are
+// interleaved in memory share cache lines. Every thread keeps at least a few tasks.
 inline int64_t heads_together(const Inputs& in, int64_t tasks_per_head) {
   const auto interleaved = [](const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); };
   if (!interleaved(in.key) && !interleaved(in.value)) return 1;
@@ -68,8 +68,8 @@ inline int64_t heads_together(const Inputs& in, int64_t tasks_per_head) {
   return std::clamp<int64_t>(std::min(kRowBytes / width, spare), 1, in.heads);
 }
 
-// The number of keys of a chunk, a multiple of kKeyTile, where heads take turns. A chunk and its values stay in the L2
-// cache meanwhile.
+// The number of keys of a chunk, a multiple of kKeyTile, if heads take turns. A chunk and its values stay in the L2
+// cache during these turns.
 inline int64_t chunk_keys(const Inputs& in, int64_t heads) {
   constexpr int64_t kBytes = 512 << 10;
   const int64_t row = heads * (in.shape.key_width + in.shape.value_width) * element_bytes(in.shape.dtype);
@@ -81,7 +81,7 @@ inline int useful_threads(const Inputs& in) {
   return useful_threads(keys * (in.shape.key_width + in.shape.value_width), in.threads);
 }
 
-// Heads are processed in waves, which bounds the workspace.
+// Heads are processed in groups, called waves, which limits the workspace.
 constexpr size_t kWaveBytes = 768 << 10;
 constexpr size_t kWaveHeads = 1024;
 

@@ -3,7 +3,8 @@
 // The state of a set of keys is  sum = Σ exp(S_i - reference)  and  acc = Σ exp(S_i - reference) v_i; `reference` is
 // any number near the largest logit. The state of the union of two disjoint sets is the sum of both, rescaled to one
 // reference: merging is associative and commutative, and the empty set (-inf, 0, 0) is its identity. The result of a
-// state is (lse, out) = (reference + log(sum), acc / sum), which is a state again: reference = lse, sum = 1, acc = out.
+// state is (lse, out) = (reference + log(sum), acc / sum). The result is a state again: reference = lse, sum = 1, acc =
+// out.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +20,7 @@ struct Sums {
   bool empty() const { return reference == -INFINITY && sum == 0; }
 };
 
-// Merges `from` into `into`. The result is exact if either is empty; a NaN in either stays.
+// Merges `from` into `into`. The result is exact if one of them is empty; a NaN in one of them stays.
 template <class T>
 inline void absorb(Sums<T>& into, T* __restrict acc, const Sums<T>& from, const T* __restrict from_acc, int width) {
   if (from.empty()) return;
@@ -44,11 +45,11 @@ struct Mix {
 // The row of sums without an incoming state.
 inline Mix alone(const Sums<double>& sums) { return {1 / sums.sum, 0, sums.reference + std::log(sums.sum)}; }
 
-// Whether an lse is NaN or +inf. A row with such an lse, and all that it is merged with, becomes kRefused.
+// Whether an lse is NaN or +inf. A row with such an lse, and every row that it is merged with, becomes kRefused.
 inline bool is_refused(double lse) { return !(lse < INFINITY); }
 inline constexpr Mix kRefused = {NAN, NAN, NAN};
 
-// The row of sums on top of a state. It is exact if either is empty; a NaN in either stays.
+// The row of sums on top of a state. The result is exact if one of them is empty; a NaN in one of them stays.
 inline Mix added(const Sums<double>& sums, double lse) {
   if (is_refused(lse)) return kRefused;
   if (lse == -INFINITY) return alone(sums);
@@ -60,8 +61,8 @@ inline Mix added(const Sums<double>& sums, double lse) {
   return {kept / total, state / total, top + std::log(total)};
 }
 
-// The row of a state without the sums over some of its keys. `left` receives the share of the mass that is left: errors
-// have grown by its reciprocal. A row becomes empty if no mass is left, or if the state had none.
+// The row of a state without the sums over some of its keys. `left` receives the share of the mass that is left; errors
+// have grown by the factor 1 / left. A row becomes empty if no mass is left, or if the state had none.
 inline Mix removed(const Sums<double>& sums, double lse, double& left) {
   if (is_refused(lse)) return left = NAN, kRefused;
   left = 1;

@@ -1,5 +1,5 @@
-// Asks whether this process may use AMX. Linux withholds the 8 KiB of tile registers until a process requests them, and
-// kills a process at its first tile instruction if it has not.
+// Asks whether this process may use AMX. Linux provides the 8 KiB of tile registers only if a process requests them,
+// and kills a process that executes a tile instruction without this request.
 #include "common/instruction_sets.h"
 
 #if defined(__x86_64__)

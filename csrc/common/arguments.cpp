@@ -23,13 +23,13 @@ std::string names_of(Types types) {
   return names;
 }
 
-// A function of a module; Python keeps the address of its definition.
+// A function of a module; Python keeps the address of the function's definition.
 struct Method {
   PyMethodDef definition;
   PyObject* (*function)(Arguments&);
 };
 
-// A C++ exception becomes a Python exception.
+// Turns a C++ exception into a Python exception.
 PyObject* call(PyObject* self, PyObject* const* values, Py_ssize_t positional, PyObject* names) {
   const auto* const method = static_cast<const Method*>(PyCapsule_GetPointer(self, nullptr));
   try {
@@ -63,7 +63,8 @@ void Arguments::refuse(const char* name, const std::string& problem) const {
   throw py::value_error(std::string(function_) + ": `" + name + "` " + problem);
 }
 
-// Callers mostly pass arguments in the order in which they are read, so the search starts after the last one found.
+// Most callers pass arguments in the order in which they are read, so the search starts after the argument that was
+// found last.
 PyObject* Arguments::argument(const char* name) {
   if (positional_ > 0) throw py::type_error(std::string(function_) + " takes its arguments by keyword");
   const Py_ssize_t count = names_ ? PyTuple_GET_SIZE(names_) : 0;

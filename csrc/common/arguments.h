@@ -4,8 +4,8 @@
 //   const TensorView value = in.tensor("value", "BHNE", key.dtype);
 //
 // Each letter of `dims` names an extent: the first tensor that has the letter defines it, all others must agree. A
-// digit is the extent itself. Python has checked the arguments before: a failure here is a bug of the package, reported
-// as an exception that names the argument.
+// digit is the extent itself. Python has already checked the arguments: a failure here is a bug of the package, and is
+// reported as an exception that names the argument.
 #pragma once
 
 #include <bitset>
@@ -17,7 +17,7 @@
 
 namespace cmab {
 
-// The device that all tensors of this extension's calls must be on; each extension defines it.
+// The device on which all tensors of this extension's calls must be; each extension defines it.
 extern const Device kDevice;
 
 // A set of element types.
@@ -44,20 +44,20 @@ void unlocked(const Work& work) {
 
 class Arguments {
  public:
-  // Takes the arguments of a vectorcall: `values`, of which the last have a keyword in the tuple `names` (null for
-  // none).
+  // Takes the arguments of a vectorcall: `values`. The last values have keywords, which are in the tuple `names` (null
+  // for no keywords).
   Arguments(const char* function, PyObject* const* values, Py_ssize_t positional, PyObject* names);
   ~Arguments();
   Arguments(const Arguments&) = delete;
   Arguments& operator=(const Arguments&) = delete;
 
   TensorView tensor(const char* name, const char* dims, Types types) { return read(argument(name), name, dims, types); }
-  // As tensor(); None gives a view whose data is null.
+  // Like tensor(); for None, the data of the view is null.
   TensorView optional(const char* name, const char* dims, Types types) {
     PyObject* object = argument(name);
     return object == Py_None ? TensorView{} : read(object, name, dims, types);
   }
-  // As tensor(), and contiguous: for outputs, and for inputs that kernels read without strides.
+  // Like tensor(), and contiguous: for outputs, and for inputs that kernels read without strides.
   TensorView contiguous(const char* name, const char* dims, Types types) {
     const TensorView view = tensor(name, dims, types);
     require(view.contiguous(), name, "is not contiguous");
@@ -70,7 +70,7 @@ class Arguments {
   }
   // Reads a tensor that is part of an argument, such as a field of a state; checks it like tensor().
   TensorView read(PyObject* object, const char* name, const char* dims, Types types);
-  // As read(), of a contiguous copy that lives as long as the arguments.
+  // Like read(), for a contiguous copy that lives as long as the arguments.
   TensorView read_copy(PyObject* object, const char* name, const char* dims, Types types);
 
   // Scalars by name, and the object itself, unchecked.
@@ -79,15 +79,15 @@ class Arguments {
   bool flag(const char* name);
   PyObject* object(const char* name) { return argument(name); }
 
-  // All arguments of a call by position, for functions that cannot afford names. Raises TypeError, with `needed` for
-  // its message, unless there are `count`.
+  // All arguments of a call by position, for functions in which reading names would take too long. Raises TypeError
+  // with the message `needed` unless there are `count` arguments.
   PyObject* const* by_position(Py_ssize_t count, const char* needed) const;
 
-  // The extent that a letter of `dims` was given.
+  // The extent that belongs to a letter of `dims`.
   int64_t extent(char letter) const { return extents_[int(letter)]; }
   int device_index() const { return device_index_ < 0 ? 0 : device_index_; }
 
-  // Raises ValueError unless `holds`; the message is the argument's name followed by `problem`.
+  // Raises ValueError unless `holds`; the message is the name of the argument, followed by `problem`.
   void require(bool holds, const char* name, const char* problem) const {
     if (!holds) refuse(name, problem);
   }
@@ -120,7 +120,7 @@ class Arguments {
 void set_constant(PyObject* module, const char* name, long number);
 void add_function(PyObject* module, const char* name, PyObject* (*function)(Arguments&));
 
-// Adds kFunction(Arguments&) to the module as `name`. It returns void (None in Python) or a new reference.
+// Adds kFunction(Arguments&) to the module under the name `name`. It returns void (None in Python) or a new reference.
 template <auto kFunction>
 void define(PyObject* module, const char* name) {
   add_function(module, name, [](Arguments& in) -> PyObject* {

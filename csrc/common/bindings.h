@@ -20,7 +20,7 @@ inline cpu::Matrices matrices(const TensorView& view) {
   return {view.data, {view.stride[0], view.stride[1], view.stride[2]}};
 }
 
-// Each is defined in <family>/binding.cpp.
+// Each function is defined in <family>/binding.cpp.
 void bind_attention(PyObject* module);
 void bind_continual(PyObject* module);
 void bind_gram(PyObject* module);

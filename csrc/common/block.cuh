@@ -1,9 +1,9 @@
-// A block of threads: a real one on a GPU; elsewhere a CPU thread runs all its threads in turn, so that kernels can be
-// tested without a GPU (cuda_emulated.cpp).
+// A block of threads. On a GPU it is a real block. Elsewhere, one CPU thread runs all threads of the block in turn, so
+// that kernels can be tested without a GPU (cuda_emulated.cpp).
 //
-// A block's code is a sequence of phases with a barrier between them. PerThread holds a thread's registers across
-// phases. A thread's writes to shared or global memory may be read by other threads only in a later phase. Control flow
-// outside the phases is uniform: the same for all threads.
+// A block's code is a sequence of phases with a barrier between them. PerThread keeps the registers of a thread from
+// one phase to the next. A thread's writes to shared or global memory may be read by other threads only in a later
+// phase. Control flow outside the phases is uniform: the same for all threads.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@
 
 namespace cmab::cuda {
 
-constexpr int kThreads = 256;  // per block, at most
+constexpr int kThreads = 256;  // the largest number per block
 constexpr int kWarp = 32;
 
 CMAB_HOST_DEVICE int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -52,16 +52,6 @@ struct Block {
   CMAB_DEVICE bool any_thread(Test test) const {
     return __syncthreads_or(test(int(threadIdx.x)));
   }
-
-  // Counts this block in at `ticket`. Returns true for the last of `count` blocks, which then sees all earlier writes
-  // of the others: the second fence invalidates its multiprocessor's L1 cache.
-  CMAB_DEVICE bool last_to_arrive(unsigned* ticket, int count) const {
-    __threadfence();
-    __syncthreads();
-    const bool last = __syncthreads_or(threadIdx.x == 0 && atomicAdd(ticket, 1u) + 1 == unsigned(count));
-    __threadfence();
-    return last;
-  }
 };
 
 #else
@@ -75,7 +65,7 @@ struct PerThread {
 struct Block {
   char* shared;
   int threads;
-  bool backwards;  // runs the threads of a phase in descending order: if the result changes, there is a race
+  bool backwards;  // runs the threads of a phase in descending order; if the result changes, there is a race
 
   template <class Work>
   void each_thread(Work work) const {
@@ -88,8 +78,6 @@ struct Block {
     each_thread([&](int thread) { any |= test(thread); });
     return any;
   }
-
-  bool last_to_arrive(unsigned* ticket, int count) const { return ++*ticket == unsigned(count); }
 };
 
 #endif

@@ -18,23 +18,19 @@ inline Operand operand(const TensorView& view) {
 // Reads the argument `stream`, a cudaStream_t as an integer. To be called after the tensors, which set the device.
 inline Stream read_stream(Arguments& in) { return {in.device_index(), uintptr_t(in.integer("stream"))}; }
 
-// Each is defined in <family>/cuda_binding.cpp, as is the number of bytes of shared memory that a block of each kernel
-// needs, in float64 if `wide`; a step of exact attention has 0 landmarks.
+// Each function is defined in <family>/cuda_binding.cpp. So is the number of bytes of shared memory that a block of
+// each kernel needs, in float64 if `wide`; a step of exact attention has 0 landmarks.
 void bind_continual(PyObject* module);
-void bind_ridge(PyObject* module);
 void bind_solve(PyObject* module);
-int ridge_bytes(int key_width, int value_width, bool wide);
 int solve_bytes(int order, int columns, bool wide);
 int step_bytes(int value_width, int landmarks, bool wide);
 
 // Fills a module, a pybind11::module_, with the kernels of all families.
 template <class Module>
 void bind_kernels(Module& module) {
-  module.def("ridge_shared_bytes", ridge_bytes);
   module.def("solve_shared_bytes", solve_bytes);
   module.def("step_shared_bytes", step_bytes);
   bind_continual(module.ptr());
-  bind_ridge(module.ptr());
   bind_solve(module.ptr());
 }
 

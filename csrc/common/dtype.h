@@ -1,6 +1,6 @@
 // Element types, and conversions between float32 and the two 16-bit types. The conversions work on raw bits and are
-// branch-free, so that loops over them vectorise. Everything is static: files compiled for different instruction sets
-// must not share one copy.
+// branch-free, so that loops over them vectorise. Everything is static, because files compiled for different
+// instruction sets must not share one copy.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace cmab {
 
-// Element types of tensors; queries, keys and values have one of the first four.
+// Element types of tensors; queries, keys and values have one of the first four types.
 enum class DType : int { kFloat64, kFloat32, kBFloat16, kFloat16, kBool, kInt32, kInt64 };
 
 static inline int64_t element_bytes(DType dtype) {
@@ -16,7 +16,8 @@ static inline int64_t element_bytes(DType dtype) {
   return kBytes[int(dtype)];
 }
 
-// The type in which elements of `dtype` are accumulated: float64 for float64, else float32. Weights have this type too.
+// The type in which elements of `dtype` are accumulated: float64 for float64, else float32. Weights also have this
+// type.
 static inline DType state_type(DType dtype) { return dtype == DType::kFloat64 ? dtype : DType::kFloat32; }
 
 struct BFloat16 {
@@ -40,7 +41,7 @@ static inline uint32_t bits_from_float(float x) {
 
 static inline float widen(BFloat16 x) { return float_from_bits(uint32_t(x.bits) << 16); }
 
-// Multiplication rebases the exponent by 112 and also normalises subnormals.
+// The multiplication changes the base of the exponent by 112 and also normalises subnormals.
 static inline float widen(Float16 x) {
   const uint32_t magnitude = x.bits & 0x7fffu;
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
@@ -73,7 +74,7 @@ static inline void narrow(float x, Float16* to) {
   to->bits = uint16_t(sign | (magnitude >= 0x477ff000u ? overflow : finite));
 }
 
-// Writes x to element `at` of `to`, which has this type; T is float or double, and double for kFloat64.
+// Writes x to element `at` of `to`, whose elements have this type; T is float or double, and double for kFloat64.
 template <class T>
 static inline void narrow_to(DType dtype, T x, void* to, int64_t at) {
   if constexpr (sizeof(T) == 8) {

@@ -1,4 +1,4 @@
-// Typed access to the inputs on a GPU; four elements are loaded at once if they are contiguous and aligned.
+// The element types of tensors on a GPU.
 #pragma once
 
 #include "common/block.cuh"
@@ -47,35 +47,12 @@ inline float as_sum(BFloat16 x) { return widen(x); }
 inline float as_sum(Float16 x) { return widen(x); }
 #endif
 
-template <class T>
-struct alignas(4 * sizeof(T)) Quad {
-  T x[4];
-};
-
 // One head's (rows, width) matrix in the caller's memory; strides in elements.
 template <class T>
 struct Matrix {
   const T* data;
   int64_t row_stride, column_stride;
   int width;
-
-  // Whether four neighbouring columns of a row can be loaded at once.
-  CMAB_DEVICE bool in_quads() const {
-    return column_stride == 1 && row_stride % 4 == 0 && reinterpret_cast<uintptr_t>(data) % sizeof(Quad<T>) == 0;
-  }
-
-  CMAB_DEVICE double wide(int row, int column) const { return as_sum(data[row * row_stride + column * column_stride]); }
-
-  // Loads the four columns from `column` on; columns past the last are zero.
-  CMAB_DEVICE Quad<T> quad(int row, int column, bool in_quads) const {
-    const T* from = data + row * row_stride + column * column_stride;
-    if (in_quads && column + 4 <= width) return *reinterpret_cast<const Quad<T>*>(from);
-    Quad<T> quad{};
-    CMAB_UNROLL
-    for (int j = 0; j < 4; ++j)
-      if (column + j < width) quad.x[j] = from[j * column_stride];
-    return quad;
-  }
 };
 
 // (B, H, N, width) in the caller's memory; strides in elements.

@@ -17,11 +17,12 @@ Isa instruction_set();
 const char* name(Isa);
 
 #if defined(__x86_64__)
-// Whether the CPU has AMX and the operating system lets this process use it. Asks only once (ARCH_REQ_XCOMP_PERM).
+// Whether the CPU has AMX and the operating system allows this process to use it. The system is asked only once
+// (ARCH_REQ_XCOMP_PERM).
 bool amx_usable();
 #endif
 
-// The table for the instruction set in use, of three that differ in vector width only.
+// The table for the instruction set in use, out of three tables that differ only in vector width.
 template <class Kernels>
 const Kernels& widest(const Kernels& portable, const Kernels& avx2, const Kernels& avx512) {
   const Isa isa = instruction_set();

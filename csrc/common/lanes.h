@@ -36,7 +36,7 @@ CMAB_INLINE V with_sign_of(V x, V size) {
   return (V)(((Bits)x & kSignBit<V>) | (Bits)size);
 }
 
-// x|, but infinity for a NaN, because maximum() might drop a NaN.
+// |x|, but infinity for a NaN, because maximum() might ignore a NaN.
 template <class V>
 CMAB_INLINE V size_or_infinity(V x) {
   const V size = magnitude(x), infinity = broadcast<V>(ElementOf<V>(kInfinity));
@@ -83,8 +83,8 @@ CMAB_INLINE __m256i first_lanes(int64_t count) {
 }
 #endif
 
-// Loads `count` elements, 1 <= count <= lanes, from an unaligned address; the other lanes are 0. Memory past them is
-// not touched.
+// Loads `count` elements, 1 <= count <= lanes, from an unaligned address; the other lanes are 0. Memory after these
+// elements is not accessed.
 template <class V, class T>
 CMAB_INLINE V load_first(const T* from, int64_t count) {
 #if defined(__AVX512F__)
@@ -112,7 +112,8 @@ CMAB_INLINE V load_first(const T* from, int64_t count) {
 #endif
 }
 
-// Stores the first `count` lanes, 1 <= count <= lanes, to an unaligned address. Memory past them is not touched.
+// Stores the first `count` lanes, 1 <= count <= lanes, to an unaligned address. Memory after these elements is not
+// accessed.
 template <class V, class T>
 CMAB_INLINE void store_first(T* to, V x, int64_t count) {
 #if defined(__AVX512F__)

@@ -38,10 +38,10 @@ struct Matrices {
   }
 };
 
-// The number of keys of a tile; ranges of keys start at multiples of it.
+// The number of keys of a tile. Ranges of keys start at multiples of this number.
 constexpr int64_t kKeyTile = 64;
 
-// A range of keys of one head, with their values. An ignored key counts as absent: nothing of it, not even a NaN, may
+// A range of keys of one head, with their values. An ignored key counts as absent: no part of it, not even a NaN, may
 // reach a result.
 struct Keys {
   Matrix key;              // (count, D)

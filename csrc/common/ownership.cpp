@@ -1,4 +1,4 @@
-// The table of the tensors that this library made, and torch's counts of who holds one (ownership.h).
+// The table of the tensors that this library made, and torch's counts of the references to a tensor (ownership.h).
 #include "common/ownership.h"
 
 #include <pybind11/critical_section.h>
@@ -13,7 +13,8 @@
 namespace cmab {
 namespace {
 
-// Functions of torch that count; None in a torch that has them no more, where no tensor counts as unshared.
+// torch's functions that count references. They are None if torch no longer has them; then no tensor counts as
+// unshared.
 struct Counts {
   const py::object module = import("torch._C");
   const py::object storage_address = py::getattr(module, "_storage_address", py::none());
@@ -34,8 +35,8 @@ bool is_one(const py::object& function, PyObject* argument) {
 }
 
 struct Made {
-  py::weakref reference;  // it tells whether an object at the tensor's address is still that tensor
-  py::object storage;     // the address of its storage, which lives as long as the tensor keeps `data`
+  py::weakref reference;  // shows whether an object at the tensor's address is still that tensor
+  py::object storage;     // the address of the tensor's storage, which lives as long as the tensor keeps `data`
   const void* data;
 
   bool is(PyObject* tensor) const {
@@ -52,7 +53,7 @@ struct Made {
 
 using Table = std::unordered_map<PyObject*, Made>;
 
-// Never destroyed: Python may be gone by then.
+// Never destroyed, because Python may already have ended at that time.
 Table& table() {
   static Table* const kept = new Table;
   return *kept;
@@ -63,7 +64,7 @@ void forget_dead(Table& known) {
     entry = entry->second.is(entry->first) ? std::next(entry) : known.erase(entry);
 }
 
-// Forgets the tensors that are gone, whenever the table has doubled.
+// Removes tensors that no longer exist, whenever the size of the table has doubled.
 void bound(Table& known) {
   static size_t limit = 256;
   if (known.size() < limit) return;

@@ -1,23 +1,23 @@
-// Which tensors' memory may be written again: those that this library made and that nothing else can reach.
+// The tensors whose memory may be written again: tensors that this library made and that nothing else can reach.
 //
-// A tensor is known from the moment that it was made. Whoever can read its memory then holds the tensor, as a Python
-// object or in C++ (autograd's saved tensors, DLPack), or its storage (views, detached tensors, another tensor's data):
-// torch counts all three. Of memory that came from elsewhere (NumPy, DLPack, another process) nobody counts the
-// readers, so that it is never written.
+// A tensor is known from its creation on. Any code that can read its memory then holds the tensor, as a Python object
+// or in C++ (autograd's saved tensors, DLPack), or holds its storage (views, detached tensors, another tensor's data):
+// torch counts all three. For memory that came from elsewhere (NumPy, DLPack, another process), nobody counts the
+// readers, so this memory is never written.
 #pragma once
 
 #include <Python.h>
 
 namespace cmab {
 
-// Remembers a tensor that has just been made, whose memory is its own.
+// Remembers a tensor that has just been created with its own memory.
 void remember(PyObject* tensor);
 
-// Forgets the tensors that are gone, and returns how many are left.
+// Removes tensors that no longer exist, and returns how many are left.
 size_t remembered();
 
-// Whether this tensor was remembered, has that memory still, and is held by one Python reference and nothing else; or
-// has no elements.
+// Whether this tensor was remembered, still has that memory, and is held by one Python reference and nothing else; true
+// also for a tensor without elements.
 bool is_unshared(PyObject* tensor);
 
 }  // namespace cmab

@@ -6,13 +6,14 @@
 namespace cmab::cpu {
 namespace {
 
-// The most vectors of a row in a register tile.
+// The largest number of vectors of a row in a register tile.
 constexpr int kMaxColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
 
 template <int n>
 using Constant = std::integral_constant<int, n>;
 
-// Cuts `vectors` into panels of up to kMost; the last two are balanced, as a panel of one vector is bound by loads.
+// Divides `vectors` into panels of up to kMost vectors. The last two panels are balanced, because the speed of a panel
+// of one vector is limited by loads.
 template <int kMost = kMaxColumns, class Function>
 CMAB_INLINE void for_each_panel(int vectors, Function function) {
   for (int first = 0; first < vectors;) {
@@ -29,8 +30,8 @@ CMAB_INLINE void for_each_panel(int vectors, Function function) {
   }
 }
 
-// Cuts the rows from `first` to `end` into tiles of R, then of R / 2, ..., of 1. Tiles of six rows are followed by
-// tiles of four; so that no tile of two remains, they leave eight rows rather than two.
+// Divides the rows from `first` to `end` into tiles of R rows, then of R / 2, ..., of 1. Tiles of six rows are followed
+// by tiles of four. So that no tile of two remains, the tiles of six leave eight rows rather than two.
 template <int R, class Function>
 CMAB_INLINE void for_each_tile(int first, int end, Function function) {
   const int left = R == 6 && (end - first) % 6 == 2 ? 8 : 0;

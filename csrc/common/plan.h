@@ -19,20 +19,20 @@ namespace cmab::cpu {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The first row of piece `i` when `count` rows are cut into `pieces`: a multiple of `unit`, or `count` at the end.
+// The first row of piece `i` when `count` rows are divided into `pieces`: a multiple of `unit`, or `count` at the end.
 inline int64_t piece_start(int64_t count, int64_t pieces, int64_t i, int64_t unit) {
   return std::min(count, ceil_div(count, unit) * i / pieces * unit);
 }
 
-// How many of `threads` to use. Starting threads costs microseconds, so there is only one below `little`
+// How many of `threads` to use. Starting threads takes microseconds, so there is only one thread below `little`
 // multiplications.
 inline int useful_threads(double multiplications, int threads, double little = 1 << 18) {
   return multiplications < little ? 1 : std::max(threads, 1);
 }
 
 // While an instance lives, its thread flushes results below the smallest normal number to 0. Large logits give many
-// such weights, and an x86 processor would compute each of them in microcode, which takes a hundred times as long.
-// Operands may still be subnormal, and keep their value. Every thread of a call needs its own instance.
+// such weights, and an x86 processor computes each of them in microcode, which takes a hundred times as long. Operands
+// may still be subnormal; they are not flushed. Every thread of a call needs its own instance.
 class FlushToZero {
  public:
 #if defined(__SSE2__)
@@ -43,7 +43,7 @@ class FlushToZero {
  private:
   const unsigned before_;
 #else
-  FlushToZero() {}  // other processors compute them as fast as any number
+  FlushToZero() {}  // other processors compute them as fast as other numbers
 #endif
 };
 
@@ -69,8 +69,8 @@ class Workspace {
 // Rounds up to a multiple of 64 bytes.
 inline size_t align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Asks for 2 MiB pages for a large, untouched result: its first touch then takes a quarter of the time. Does nothing if
-// the system has no such pages.
+// Requests 2 MiB pages for a large result whose memory was not accessed before; the first access then takes a quarter
+// of the time. Does nothing if the system has no such pages.
 inline void prefer_huge_pages(void* memory, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 2 << 20;

@@ -1,5 +1,5 @@
-// Owned references to Python objects, which are pybind11's. Files that hold none do without this header: it takes 0.6 s
-// to compile, and all of pybind11 3 s.
+// Owned references to Python objects. They are pybind11's. Files without such references do not need this header: it
+// takes 0.6 s to compile, and all of pybind11 takes 3 s.
 #pragma once
 
 #include <pybind11/pytypes.h>
@@ -8,7 +8,7 @@ namespace cmab {
 
 namespace py = pybind11;
 
-// Takes over a new reference. Null is what Python's functions return when they have set an exception.
+// Takes ownership of a new reference. Null means that a function of Python has set an exception.
 inline py::object owned(PyObject* object) {
   if (!object) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(object);

@@ -40,7 +40,7 @@ template <class T>
 using BitsOf = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
 
 template <class V, class T>
-CMAB_INLINE V load(const T* from) {  // from must be aligned as V is
+CMAB_INLINE V load(const T* from) {  // the address must have the alignment of V
   return *reinterpret_cast<const V*>(from);
 }
 
@@ -58,7 +58,7 @@ CMAB_INLINE V broadcast(T x) {
 template <class V>
 CMAB_INLINE V maximum(V a, V b) {
 #if defined(__AVX2__)
-  // With a constant operand, the compiler would compare and blend instead.
+  // If an operand were a constant, the compiler would compare and blend instead.
   if constexpr (sizeof(V) == 32 && sizeof(a[0]) == 4) return _mm256_max_ps(a, b);
   if constexpr (sizeof(V) == 32 && sizeof(a[0]) == 8) return _mm256_max_pd(a, b);
 #endif
@@ -122,7 +122,7 @@ CMAB_INLINE V exp2(V x) {
 }
 
 #if defined(__AVX512F__)
-// The same function with AVX-512, which rounds and scales in one instruction each; both instructions handle -inf.
+// The same function with AVX-512, where rounding and scaling are one instruction each; both instructions handle -inf.
 CMAB_INLINE Vector<float, 64> exp2(Vector<float, 64> x) {
   const __m512 n = _mm512_maskz_roundscale_ps(0xffff, x, 8), f = x - n;
   __m512 p = f * 0.001327644937f + 0.009675564158f;
@@ -135,7 +135,7 @@ CMAB_INLINE Vector<float, 64> exp2(Vector<float, 64> x) {
 #endif
 
 // acc[r][c] += sum over i < steps of a[r * a_row + i * a_step] * b[i * b_step + lanes of c]: the inner loop of the
-// matrix products. `a` is read one scalar at a time, so any strides will do; `b` is aligned.
+// matrix products. `a` is read one scalar at a time, so any strides are possible; `b` is aligned.
 template <class V, int R, int C, class T>
 CMAB_INLINE void multiply_add(V (&acc)[R][C], const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
                               ptrdiff_t b_step, ptrdiff_t steps) {
@@ -152,8 +152,8 @@ CMAB_INLINE void multiply_add(V (&acc)[R][C], const T* a, ptrdiff_t a_row, ptrdi
   }
 }
 
-// Does the same as multiply_add, into R rows of `out` in memory. The steps are summed from zero before they are added:
-// sums of partial sums keep the rounding error over many keys small.
+// Does the same as multiply_add, into R rows of `out` in memory. The steps are summed from zero before they are added,
+// because sums of partial sums have smaller rounding errors over many keys.
 template <class V, int R, int C, class T>
 CMAB_INLINE void accumulate(T* out, ptrdiff_t out_row, const T* a, ptrdiff_t a_row, ptrdiff_t a_step, const T* b,
                             ptrdiff_t b_step, ptrdiff_t steps) {

@@ -1,4 +1,4 @@
-// The device and stream that a GPU call runs on.
+// The device and stream on which a GPU call runs.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ struct Stream {
   uintptr_t stream;
 };
 
-// The most bytes of shared memory that a block may have on this GPU.
+// The largest number of bytes of shared memory that a block may have on this GPU.
 int shared_memory(int device);
 
 }  // namespace cmab::cuda

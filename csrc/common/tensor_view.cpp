@@ -1,4 +1,4 @@
-// Reads and makes torch tensors through DLPack's C table, or through Python where there is no table (tensor_view.h).
+// Reads and creates torch tensors through DLPack's C table, or through Python if there is no table (tensor_view.h).
 #include "common/tensor_view.h"
 
 #include <pthread.h>
@@ -45,7 +45,7 @@ struct Table {
   int (*allocate)(Tensor*, Managed**, void*, void (*)(void*, const char*, const char*));
   int (*share)(void* object, Managed**);
   int (*adopt)(Managed*, void** object);
-  int (*look)(void* object, Tensor*);  // borrows: shape and strides stay the object's
+  int (*look)(void* object, Tensor*);  // borrowed: shape and strides still belong to the object
   int (*current_stream)(int32_t, int32_t, void**);
 };
 
@@ -54,7 +54,7 @@ constexpr uint8_t kInt = 0, kFloat = 2, kBFloat = 4, kBool = 6;
 
 }  // namespace dlpack
 
-// Python objects of torch, looked up once and never released.
+// Python objects of torch, which are looked up once and never released.
 struct Torch {
   const py::object module = import("torch");
   const py::object tensor_type = module.attr("Tensor"), empty = module.attr("empty"), strided = module.attr("strided"),
@@ -101,7 +101,7 @@ uint8_t code_of(DType dtype) {
   return dtype == DType::kBFloat16 ? dlpack::kBFloat : dlpack::kFloat;
 }
 
-// A tensor that torch never gave memory to, as its gradients of zero may be, has elements but no address.
+// A tensor without memory, as torch's gradients of zero may be, has elements but no address.
 bool has_memory(const TensorView& tensor) {
   return tensor.data || std::count(tensor.shape, tensor.shape + tensor.dims, 0) > 0;
 }
@@ -124,8 +124,8 @@ bool look(const dlpack::Table& table, PyObject* object, TensorView& tensor) {
   return has_memory(tensor);
 }
 
-// A tensor's data and its DLPack descriptor in one allocation, which torch takes over: a step makes one of a few
-// hundred bytes.
+// A tensor's data and its DLPack descriptor in one allocation, whose ownership torch takes: a step creates such a
+// tensor of a few hundred bytes.
 struct Lent {
   dlpack::Managed managed;
   int64_t shape[kMaxDims], stride[kMaxDims];
@@ -172,7 +172,7 @@ py::object lend(const dlpack::Table& table, DType dtype, Extents shape, void*& d
   return owned(static_cast<PyObject*>(object));
 }
 
-// ---- through Python, where torch has no DLPack table
+// ---- through Python, if torch has no DLPack table
 
 py::object call(py::handle function) { return owned(PyObject_CallNoArgs(function.ptr())); }
 
@@ -209,7 +209,7 @@ bool look_slowly(PyObject* object, TensorView& tensor) {
   }
 }
 
-// torch.empty(shape, dtype=dtype, device="cpu"): the caller's default device may be another.
+// torch.empty(shape, dtype=dtype, device="cpu"), because the caller may have another default device.
 py::object make_slowly(DType dtype, Extents shape, void*& data) {
   py::tuple sizes(shape.size());
   size_t at = 0;
@@ -230,7 +230,7 @@ std::atomic<bool> forked{false};
 }  // namespace
 
 bool TensorView::contiguous() const {
-  if (std::count(shape, shape + dims, 0)) return true;  // whatever its strides: NumPy's are 0
+  if (std::count(shape, shape + dims, 0)) return true;  // for any strides, because NumPy's are 0
   int64_t step = 1;
   for (int i = dims - 1; i >= 0; --i) {
     if (shape[i] != 1 && stride[i] != step) return false;

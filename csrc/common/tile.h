@@ -1,5 +1,5 @@
-// A tile of at most kKeyTile keys (or values) of one head in the compute type. It is read in place if possible, else
-// copied without the absent rows and padded with zero rows. Internal linkage, as in simd.h.
+// A tile of at most kKeyTile keys (or values) of one head in the compute type. The tile is read in place if possible,
+// and otherwise copied without the absent rows and padded with zero rows. Internal linkage, as in simd.h.
 #pragma once
 
 #include "common/arena.h"
@@ -14,7 +14,7 @@ constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multip
 // A copied tile is zero-padded to a multiple of this many keys; kernels take steps that divide it.
 constexpr int kKeyStep = 16;
 
-// Which keys of a tile are present.
+// The keys of a tile that are present.
 struct Present {
   int count;
   bool all;               // a full tile without absent keys: rows need not be gathered
@@ -76,7 +76,7 @@ CMAB_INLINE auto with_elements(DType dtype, const Matrix& matrix, Function funct
   }
 }
 
-// Converts a row of elements `step` apart to the compute type; zeros from `width` to `padded`.
+// Converts a row to the compute type; its elements are `step` apart. Writes zeros from `width` to `padded`.
 template <class From, class T>
 CMAB_INLINE void copy_row(const From* from, int64_t step, int width, int padded, T* to) {
   if (step == 1)
@@ -86,8 +86,8 @@ CMAB_INLINE void copy_row(const From* from, int64_t step, int width, int padded,
   for (int d = width; d < padded; ++d) to[d] = 0;
 }
 
-// Copies `count` rows of `from`, those with these indices, in parts of `kPart` bytes. Rows of interleaved heads are too
-// far apart for the processor to prefetch, so rows are prefetched here ahead of their copy.
+// Copies the `count` rows of `from` that have these indices, in parts of `kPart` bytes. Rows of interleaved heads are
+// too far apart for the processor to prefetch, so this function prefetches rows before it copies them.
 template <size_t kPart, class Index>
 CMAB_INLINE void copy_parts(const char* from, ptrdiff_t stride, const Index* row, int count, size_t bytes, char* to) {
   constexpr int kAhead = 16, kLine = 64;

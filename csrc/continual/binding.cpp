@@ -1,6 +1,6 @@
-// Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult,
-// or None, with nothing written, for arguments that this fast path does not take; the caller then finds out why. The
-// masked steps take a sixth argument, (B,) bool: True where a row of the batch has no token.
+// Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult.
+// For arguments that this fast path does not support, it returns None and has written nothing; the caller then finds
+// the reason. The masked steps take a sixth argument, (B,) bool: True where a row of the batch has no token.
 #include <pybind11/critical_section.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ class StepArguments {
   StepArguments(PyObject* const* given, PyObject* mask, const Fields& fields)
       : state_(given[0]), tokens_(given + 1), retroactive_(given[4] == Py_True), mask_(mask), fields_(fields) {}
 
-  // Reads what Nyström and exact attention share, except the sums; false where the fast path does not apply.
+  // Reads the fields that Nyström and exact attention share, except the sums; false if the fast path does not apply.
   bool read(Stream& stream) const {
     if (Py_TYPE(state_) != fields_.type) return false;
     const int names[] = {fields_.queries, fields_.keys, fields_.values};
@@ -58,7 +58,8 @@ class StepArguments {
            shape.tokens >= 1;
   }
 
-  // Reads the number of rows of the sums, their memory, and the spare memory of the same shape; false as read().
+  // Reads the number of rows of the sums, their memory, and the spare memory of the same shape; false under the same
+  // conditions as read().
   bool read_sums(const StreamShape& shape, int64_t& rows, void*& sums, void*& spare) const {
     TensorView tensor;
     if (!view_plain(field(fields_.sums), tensor) || tensor.dims != 4) return false;
@@ -93,7 +94,7 @@ class StepArguments {
 
   PyObject* field(int index) const { return PyTuple_GET_ITEM(state_, index); }
 
-  // Reads the position of each head's stream; false unless every window is full.
+  // Reads the position of the stream of each head; false unless every window is full.
   bool positions(const StreamShape& shape, const int64_t*& numbers) const {
     TensorView tensor;
     if (!view_plain(field(fields_.position), tensor) || tensor.dims != 2 || tensor.dtype != DType::kInt64 ||
@@ -104,8 +105,8 @@ class StepArguments {
                        [&](int64_t number) { return number >= shape.window && number <= kLastPosition; });
   }
 
-  // Reads which rows of the batch have no token; null if there is no mask. A gap is at most a window long, so that new
-  // rings hold the window of every row.
+  // Reads which rows of the batch have no token; null if there is no mask. A gap is at most as long as a window, so
+  // that new rings hold the window of every row.
   bool absent(const StreamShape& shape, const char*& rows) const {
     rows = nullptr;
     if (!mask_) return true;
@@ -137,7 +138,7 @@ PyTypeObject* step_result_type() {
   return reinterpret_cast<PyTypeObject*>(kept.ptr());
 }
 
-// Makes a StepResult, a NamedTuple, without calling its type, which takes 0.1 us more.
+// Creates a StepResult, a NamedTuple, without calling its type, because that call takes 0.1 us more.
 PyObject* step_result(py::object out, py::object state) {
   PyTypeObject* type = step_result_type();
   py::object made = owned(type->tp_alloc(type, 2));
@@ -146,7 +147,7 @@ PyObject* step_result(py::object out, py::object state) {
   return made.release().ptr();
 }
 
-// One step: chooses its memory, runs it, makes its result.
+// One step: chooses its memory, runs it, and creates its result.
 class Step {
  public:
   Step(const StepArguments& arguments, const Fields& fields, const StreamShape& shape, double multiplications)
@@ -164,7 +165,7 @@ class Step {
     return all;
   }
 
-  // Chooses the memory that the step writes to: rings, and `rows` rows of sums where the state has `rows_before`.
+  // Chooses the memory to which the step writes: rings, and `rows` rows of sums if the state has `rows_before`.
   void choose_memory(NextState& next, Stream& stream, int64_t rows_before, int64_t rows, void* spare) {
     const OldRings old{stream.queries, stream.keys, stream.values, stream.shape.capacity};
     if (next.choose_rings(stream.shape, stream.queries, stream.keys, stream.values)) old_rings_ = old;
@@ -216,7 +217,7 @@ PyObject* nystrom_step(PyObject* const* given, PyObject* mask) {
       !arguments.count(fields.pinv_iterations, iterations) || !arguments.count(fields.fixed, fixed))
     return none();
   const int64_t m = stream.landmarks;
-  // Without iterations the pseudo-inverse is exact, which is left to torch.
+  // 0 iterations mean an exact pseudo-inverse, which torch computes.
   if (m < 1 || m > shape.window || iterations < !fixed || iterations > INT32_MAX) return none();
   if (!arguments.matrix(fields.landmark_queries, shape, m, shape.key_width, stream.landmark_queries) ||
       !arguments.matrix(fields.landmark_keys, shape, m, shape.key_width, stream.landmark_keys) ||
@@ -249,7 +250,7 @@ PyObject* attention_step(PyObject* const* given, PyObject* mask) {
   return step.result(next, stream);
 }
 
-// Of two threads that step one state, the second must see which memory the first has taken.
+// If two threads step one state, the second must see which memory the first has taken.
 template <PyObject* (*kStep)(PyObject* const*, PyObject*)>
 PyObject* call(Arguments& in) {
   PyObject* const* given = in.by_position(StepArguments::kCount, "(state, query, key, value, retroactive) is needed");

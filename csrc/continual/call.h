@@ -20,7 +20,7 @@ struct OldLandmarks {
 
 const ContinualKernel& continual_kernel(DType);
 
-// Whether one of the stream's new tokens ends a segment, whose means replace a landmark.
+// Whether one of the new tokens of the stream ends a segment; then the means of the segment replace a landmark.
 bool replaces_landmark(const NystromStream&);
 
 // The approximate number of multiplications of a step.

@@ -1,5 +1,5 @@
-// The CPU driver of continual steps: divides heads among threads. It first moves a head's window and landmarks to the
-// memory that the step writes, if they are elsewhere.
+// The CPU driver of continual steps: divides heads among threads. First it moves the window and landmarks of a head to
+// the memory that the step writes, if they are elsewhere.
 #include <omp.h>
 
 #include <atomic>
@@ -48,7 +48,7 @@ void move_landmarks(const NystromStream& stream, const OldLandmarks& old, int64_
   move(old.inverse, stream.inverse, stream.landmarks * stream.landmarks);
 }
 
-// Leaves the state of a head as it is, with its `rows` rows of sums in the memory of the new ones.
+// Leaves the state of a head unchanged, and copies its `rows` rows of sums to the memory of the new sums.
 void keep(const Stream& stream, int64_t head, int64_t rows) {
   const StreamShape& shape = stream.shape;
   const int64_t bytes = rows * (shape.value_width + kExtraSums) * element_bytes(state_type(shape.dtype));
@@ -100,7 +100,7 @@ bool replaces_landmark(const NystromStream& stream) {
       if (segment_ending(position + i, shape.window, stream.landmarks)) return true;
     return false;
   };
-  for (int64_t head = 0; head < shape.batch * shape.heads; ++head)  // usually all heads have one position
+  for (int64_t head = 0; head < shape.batch * shape.heads; ++head)  // usually all heads have the same position
     if ((stream.absent || head == 0 || stream.positions[head] != stream.positions[head - 1]) &&
         stream.has_tokens(head) && replaces(stream.positions[head]))
       return true;

@@ -3,8 +3,8 @@
 // cmab_kernels/nystrom/continual/state.py.
 //
 // The rules for a kernel are those of attention/attention.h: it allocates nothing, starts no thread and sees one head;
-// its scratch is 64-byte aligned and uninitialised. The state after a token depends on the tokens before it, never on
-// the capacity of the rings, on where their rows wrap around, or on how many tokens come at once.
+// its scratch is 64-byte aligned and uninitialised. The state after a token depends on the tokens before it. It never
+// depends on the capacity of the rings, on where their rows wrap around, or on how many tokens come at once.
 #pragma once
 
 #include "common/operands.h"
@@ -21,7 +21,7 @@ struct StreamShape {
   int64_t tokens;              // t >= 1
   int key_width, value_width;  // D, E >= 1
   double scale;                // logits are scale * q k'
-  bool retroactive;            // outputs of the whole window after the last token, instead of each new token's
+  bool retroactive;            // outputs of the whole window after the last token, not one for each new token
 };
 
 // One step. The rings already hold the window. The kernel adds the new tokens; it also reads the tokens that leave the
@@ -29,12 +29,12 @@ struct StreamShape {
 struct Stream {
   StreamShape shape;
   const int64_t* positions;       // (B, H), the number of tokens that each head's stream had before this step
-  const char* absent;             // (B), nonzero where a row of the batch has no token and keeps its state; or null
+  const char* absent;             // (B), nonzero if a row of the batch has no token and keeps its state; or null
   Operand query, key, value;      // the new tokens
   void *queries, *keys, *values;  // rings
   const void* sums;               // before the step
-  void* new_sums;                 // after the step; never the memory of `sums`
-  void* out;                      // (B, H, t, E), or retroactive (B, H, n, E); NaN where a row has no token
+  void* new_sums;                 // after the step; this is never the memory of `sums`
+  void* out;                      // (B, H, t, E), or (B, H, n, E) if retroactive; NaN if a row has no token
 
   bool has_tokens(int64_t head) const { return !absent || !absent[head / shape.heads]; }
 };

@@ -1,5 +1,5 @@
-// Python bindings of the continual steps on a GPU: from the state `state` to the state `after`, which next_state
-// allocates, or which is the same object while a CUDA graph is captured.
+// Python bindings of the continual steps on a GPU. A step goes from the state `state` to the state `after`. next_state
+// allocates `after`; while a CUDA graph is captured, `after` is the same object as `state`.
 #include "common/cuda_bindings.h"
 #include "continual/attention_step.cuh"
 #include "continual/fields.h"
@@ -29,7 +29,7 @@ class States {
     return {before(field, name, dims, types).data, after(field, name, dims, types).data};
   }
   int integer(int field, const char* name) const {
-    const int64_t number = PyLong_AsLongLong(PyTuple_GET_ITEM(before_, field));  // -1 if it is none
+    const int64_t number = PyLong_AsLongLong(PyTuple_GET_ITEM(before_, field));  // -1 if there is none
     in_.require(number >= 0 && number <= INT32_MAX, name, "is not an int of 32 bits");
     return int(number);
   }
@@ -54,7 +54,7 @@ class States {
   PyObject *const before_, *const after_;
 };
 
-// Reads what both steps share. Single outputs of exact attention leave no sums.
+// Reads the arguments that both steps share. Single outputs of exact attention do not update the sums.
 template <class Call>
 Call read_step(Arguments& in, const States& states) {
   Call call{};

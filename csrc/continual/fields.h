@@ -25,7 +25,7 @@ const Fields& attention_fields();
 // The fields of a state, by its type; raises TypeError for any other object.
 const Fields& fields_of(PyObject* state);
 
-// Imports the state types, once, at start-up. A lookup must not trigger an import while several threads wait.
+// Imports the state types, once, at start-up. A lookup must not cause an import while several threads wait.
 void find_fields();
 
 }  // namespace cmab

@@ -93,7 +93,7 @@ class Tokens {
   const Operand sources_[3];
 };
 
-// Scratch that both kinds of step need for a head.
+// Scratch memory that both kinds of step need for a head.
 template <class T>
 struct HeadScratch {
   WindowScratch<T> window;
@@ -107,7 +107,7 @@ struct HeadScratch {
   }
 };
 
-// A head's window and guarded sums, as both kinds of step use them.
+// The window and guarded sums of a head, for both kinds of step.
 template <class T>
 class Head {
  public:
@@ -130,8 +130,8 @@ class Head {
     ++index_;
   }
 
-  // Computes the logits of `count` queries, rows `first` on, with the newest token's key and with that of the token
-  // that left.
+  // Computes the logits of `count` queries, from row `first` on, with the key of the newest token and with the key of
+  // the token that left.
   void exchange_logits(Tile<T> queries, int64_t first, int64_t count) {
     const int64_t newest = taken() - 1;
     const auto with = [&](int64_t token, T* copy, T* logits) {
@@ -295,8 +295,8 @@ class NystromHead : Head<T> {
     return exponentiate(near, landmarks_).sum;
   }
 
-  // Writes (near pinv) (Delta V / phi(Delta)) of the newest query to scratch_.out, and returns the factor that is still
-  // to be applied.
+  // Writes (near pinv) (Delta V / phi(Delta)) of the newest query to scratch_.out, and returns the factor by which it
+  // must still be multiplied.
   T single_output() const {
     const T* query = ring_rows(tokens_.queries, this->taken() - 1, 1, scratch_.query).rows;
     const T sum = near_landmarks(query, at_.near);
@@ -382,7 +382,7 @@ class AttentionHead : Head<T> {
       this->write(row, sums.rows + row * sums.stride, T(1) / this->weight_sum(row));
   }
 
-  // Adds a token: the row of the oldest query leaves, and the row of the newest query is added.
+  // Adds a token: the row of the oldest query is removed, and the row of the newest query is added.
   void take_token() {
     this->put_token();
     const int64_t window = shape_.window, oldest = this->taken() - window;

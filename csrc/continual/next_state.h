@@ -1,5 +1,5 @@
-// Makes the state after a step on the CPU, and decides which memory of the state before it is reused. For other
-// devices, next_state of nystrom/continual/state.py has the same rule.
+// Makes the state after a step on the CPU, and decides which memory of the state before the step is reused. For other
+// devices, next_state in nystrom/continual/state.py follows the same rule.
 //
 // A state that is the sole owner of its tensors is stepped in place: new tokens go to free rows of its rings, and its
 // sums and spare memory are swapped. Memory that others may read is never written; the step then goes to new memory.
@@ -15,14 +15,15 @@
 
 namespace cmab {
 
-// Whether this library made the tensors that a step writes to, only the state holds them and their memory
+// Whether this library made the tensors to which a step writes, only the state holds them and their memory
 // (common/ownership.h), and none of them requires a gradient.
 bool is_sole_owner(PyObject* state, const Fields&);
 
-// Remembers that this library made the tensors of a state that a step may write to.
+// Remembers that this library made those tensors of a state to which a step may write.
 void remember(PyObject* state, const Fields&);
 
-// References to the tensors of a state that a step may write to. While they are held, nothing else is the sole owner.
+// References to those tensors of a state to which a step may write. While they are held, nothing else is the sole
+// owner.
 class Held {
  public:
   Held(PyObject* state, const Fields&);
@@ -32,8 +33,8 @@ class Held {
 };
 
 // Builds the next state; fields that are not set are taken from the state before. The caller must not hold references
-// to the state's tensors when it constructs this object: they would count as another owner. From then on this object
-// holds references, so that a second step of the same state, in another thread, writes elsewhere.
+// to the state's tensors when it constructs this object: they would count as another owner. From then on, this object
+// holds references, so that a second step of the same state, in another thread, writes to other memory.
 class NextState {
  public:
   NextState(PyObject* before, const Fields& fields)
@@ -63,7 +64,8 @@ class NextState {
     return allocate(fields_.sums, state_type(shape.dtype), shape, rows, shape.value_width + kExtraSums);
   }
 
-  // Allocates new landmarks. The landmarks of a state are never written to: states share them until one is replaced.
+  // Allocates new landmarks. The landmarks of a state are never written to: several states share them until one
+  // landmark is replaced.
   void new_landmarks(const cpu::StreamShape& shape, int64_t landmarks, void*& queries, void*& keys, void*& inverse) {
     const DType dtype = state_type(shape.dtype);
     queries = allocate(fields_.landmark_queries, dtype, shape, landmarks, shape.key_width);

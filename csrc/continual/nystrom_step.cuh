@@ -89,7 +89,7 @@ class NystromStepBlock {
     });
   }
 
-  // affinity_ = exp(S - max S) of `count` queries with all landmarks, readable in the next phase; count * m <=
+  // affinity_ = exp(S - max S) of `count` queries with all landmarks. It can be read in the next phase; count * m <=
   // kTilePairs.
   template <class Query>
   CMAB_DEVICE void attend(int count, Query query) const {

@@ -10,7 +10,7 @@ namespace cmab::cuda {
 template <class S>
 class PinvBlock {
  public:
-  // `matrices` has room for 4 m^2 + 2 m elements; its first m^2 are A, to be filled before invert().
+  // `matrices` has room for 4 m^2 + 2 m elements. The first m^2 elements are A, which must be filled before invert().
   CMAB_DEVICE PinvBlock(const Block& block, S* matrices, int order)
       : block_(block), a_(matrices), order_(order), size_(order * order) {}
 
@@ -68,7 +68,8 @@ class PinvBlock {
     multiply<kEach>(z(), inner(), z(), same, [](int, int, S x) { return x / 4; });
   }
 
-  // to = after(left * before(right)); `to` may be one of the factors. A thread has kEach x kEach elements, kSide apart.
+  // to = after(left * before(right)); `to` may be one of the factors. A thread has kEach x kEach elements, which are
+  // kSide apart.
   template <int kEach, class Before, class After>
   CMAB_DEVICE void multiply(const S* left, const S* right, S* to, Before before, After after) const {
     PerThread<S[kEach * kEach]> sums;
@@ -80,7 +81,7 @@ class PinvBlock {
       for (int k = 0; k < order_; ++k) {
         S a[kEach], b[kEach];
         CMAB_UNROLL
-        for (int s = 0; s < kEach; ++s) {  // past the end: clamped to the last
+        for (int s = 0; s < kEach; ++s) {  // past the end, the last index is used
           const int i = least(row + s * kSide, order_ - 1), j = least(column + s * kSide, order_ - 1);
           a[s] = left[i * order_ + k];
           b[s] = before(k, j, right[k * order_ + j]);

@@ -1,6 +1,6 @@
 // The building blocks of continual attention: one query's logits with rows of keys, their exponentials, weighted sums
-// of rows of values, and rings of tokens. Each element of a result is made by the same operations in the same order
-// however many rows come at once. Internal linkage, as in simd.h.
+// of rows of values, and rings of tokens. Each element of a result is computed by the same operations in the same
+// order, for any number of rows at once. Internal linkage, as in simd.h.
 #pragma once
 
 #include "common/lanes.h"
@@ -10,8 +10,8 @@
 namespace cmab::cpu {
 namespace {
 
-// The number of rows read or copied at a time. Their sums start from zero and are then added to the total, which keeps
-// the rounding error over many keys small.
+// The number of rows read or copied at a time. Sums of such blocks start from zero and are then added to the total,
+// which keeps the rounding error over many keys small.
 constexpr int kBlockRows = 32;
 
 template <class T>
@@ -175,7 +175,7 @@ struct Ring {
   char* row(int64_t position) const { return rows + position % capacity * row_bytes(); }
 };
 
-// The rows of `count` tokens from `first` on, in type T: in place if they are of that type and contiguous, else in
+// The rows of `count` tokens from `first` on, in type T: in place if they have this type and are contiguous, else in
 // `copy`.
 template <class T>
 __attribute__((noinline)) Tile<T> ring_rows(const Ring& ring, int64_t first, int64_t count, T* copy) {

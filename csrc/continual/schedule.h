@@ -12,21 +12,21 @@ namespace cmab {
 // and its peak.
 constexpr int kExtraSums = 5;
 
-// The most tokens that a state's position may count: sums of positions and lengths then stay within 64 bits.
+// The largest position that a state may have; sums of positions and lengths then fit in 64 bits.
 constexpr int64_t kLastPosition = int64_t(1) << 62;
 
 // After this many tokens a row of sums is recomputed in any case; from cmab_kernels/runtime/constants.py.
 constexpr int kSchedule = CMAB_SCHEDULE;
 
-// The largest log-scale at which a subtraction surely removes what was added. Other code may have added the token that
-// leaves, and may have rounded its logit to a neighbour of ours. Above this log-scale, such a logit has another weight
-// altogether.
+// The largest log-scale at which a subtraction reliably removes what was added. The token that leaves may have been
+// added by other code, which may have rounded its logit to a neighbouring number. Above this log-scale, the weight of
+// such a logit is completely different.
 template <class T>
 constexpr T kLargestSure = sizeof(T) == 4 ? T(0x1p18) : T(0x1p47);
 
-// How far a logit must exceed a row's log-scale to replace it. Each change rounds all sums of the row to one side, but
-// not the weight of the token that leaves. If every token of slowly rising logits changed the log-scale, such errors
-// would add up.
+// The amount by which a logit must exceed the log-scale of a row to replace it. Each change rounds all sums of the row
+// to one side, but not the weight of the token that leaves. If slowly rising logits changed the log-scale at every
+// token, such errors would add up.
 constexpr int kHeadroom = 1;
 
 // The length of the segment that ends when the stream is `position` tokens long; 0 if none ends there. The first window

@@ -3,8 +3,8 @@
 // values, and its peak.
 //
 // A new token is added, and the token that leaves is subtracted. When phi or the size falls below half of its peak, the
-// rounding errors of earlier sums begin to show, so the row is recomputed from the window. A row is also recomputed
-// after every kSchedule tokens, and when its logits exceed the digits of their type.
+// rounding errors of earlier sums become visible, so the row is recomputed from the window. A row is also recomputed
+// after every kSchedule tokens, and when its logits are too large for the digits of their type.
 #pragma once
 
 #include "continual/schedule.h"
@@ -35,8 +35,8 @@ class SlidingRows {
   CMAB_DEVICE const S* row(int r) const { return memory_.to + int64_t(r) * (width_ + kExtraSums); }
   CMAB_DEVICE S phi(int r) const { return row(r)[width_]; }
 
-  // Updates all rows after a token was admitted: row r becomes the updated row r + shift, and the last `shift` rows are
-  // new. `query(r)` is row r's query; `due(r)` tells whether the row is to be recomputed in any case.
+  // Updates all rows after a token was added: row r becomes the updated row r + shift, and the last `shift` rows are
+  // new. `query(r)` is the query of row r; `due(r)` says whether the row must be recomputed in any case.
   template <class Query, class Due>
   CMAB_DEVICE void slide(int shift, Query query, Due due) {
     for (int first = 0; first < rows_; first += kTileRows) {
@@ -62,7 +62,7 @@ class SlidingRows {
   CMAB_DEVICE const S* old_row(int r) const { return memory_.from + int64_t(r) * (width_ + kExtraSums); }
   CMAB_DEVICE S* new_row(int r) const { return memory_.to + int64_t(r) * (width_ + kExtraSums); }
 
-  // Computes the parts of |v|_1 of the token that comes, and then of the token that goes.
+  // Computes the parts of |v|_1 of the token that enters, and then of the token that leaves.
   CMAB_DEVICE void measure_tokens() const {
     each_index(block_, 2 * kParts, [&](int item) {
       const T* values = window_.value(item < kParts ? window_.tokens() - 1 : -1);
@@ -115,7 +115,7 @@ class SlidingRows {
         }
         CMAB_UNROLL
         for (int h = 0; h < kHeld; ++h) {
-          const int item = least(begin + h * block_.threads + thread, count * width_ - 1);  // past the end: clamped
+          const int item = least(begin + h * block_.threads + thread, count * width_ - 1);  // past the end: the last
           const int i = item / width_, e = item % width_;
           const S comes = as_sum(window_.value(window_.tokens() - 1)[e]), goes = as_sum(window_.value(-1)[e]);
           held_[thread][h] = slid(changes_ + 3 * i, old_row(first + shift + i)[e], comes, goes);

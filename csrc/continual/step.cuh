@@ -9,7 +9,7 @@ namespace cmab::cuda {
 constexpr int kParts = 8;             // partial sums of a dot product, a thread each
 constexpr int kTilePairs = kThreads;  // dot products of a phase
 constexpr int kTileRows =
-    kThreads / 2;  // rows of sums at once: each has a product with the token that comes and with the one that goes
+    kThreads / 2;  // rows of sums at once: each has a product with the token that enters and one with the other
 constexpr int kMaxima = 16;
 constexpr int kMaxLandmarks = 64;
 constexpr int kMaxValueWidth = 512;  // E
@@ -21,7 +21,7 @@ struct Renewed {
   T* to;
 };
 
-// The same for all heads, stored one after the other.
+// The same for all heads, which are stored one after the other.
 struct Renewal {
   const void* from;
   void* to;
@@ -66,8 +66,8 @@ struct Layout {
   static constexpr int affinity = stale + kTileRows;
   static constexpr int mixture = affinity + kTilePairs;
   static constexpr int sums = mixture + kTilePairs;
-  // Three arrays reuse memory that is free at the time: the parts of logits that have been read, the maxima before a
-  // row is recomputed, and the memory of outputs and recomputed rows while rows slide.
+  // Three arrays reuse memory that is free at the time: the parts of logits that have been read; the maxima before a
+  // row is recomputed; and the memory of outputs and recomputed rows while rows slide.
   static constexpr int sizes_of_window = parts, sizes_of_tokens = maxima, extras = affinity;
   static_assert(2 * kParts <= kMaxima && kExtraSums * kTileRows <= 2 * kTilePairs + kThreads, "they fit");
   int matrices, elements;

@@ -2,8 +2,8 @@
 //   exp(-c) sum exp(S) v  |  phi = exp(-c) sum exp(S)  |  c  |  the peak of phi  |  exp(-c) sum exp(S) |v|_1  |  its
 //   peak
 // with peaks since the row was last recomputed. A new token is added, and the token that leaves is subtracted. The
-// largest terms leave their rounding errors behind: the row is recomputed from the window when phi, or the size of its
-// values, has fallen so far below its peak that such an error shows. Internal linkage, as in simd.h.
+// largest terms leave their rounding errors behind. So the row is recomputed from the window when phi, or the size of
+// its values, has fallen so far below its peak that such an error becomes visible. Internal linkage, as in simd.h.
 #pragma once
 
 #include "continual/rows.h"
@@ -12,7 +12,7 @@ namespace cmab::cpu {
 namespace {
 
 constexpr double kLeastOfPeak = 0.5;  // a row is recomputed if one of its sums is below this share of its peak
-constexpr int64_t kSmallWindow = 4;   // windows up to this size are always recomputed: as fast, and exact
+constexpr int64_t kSmallWindow = 4;   // windows up to this size are always recomputed: this is as fast, and exact
 
 // Scratch for attending to a head's window.
 template <class T>
@@ -26,7 +26,7 @@ struct WindowScratch {
         weights(arena.take<T>(padded<T>(shape.window))) {}
 };
 
-// Writes Delta V, over the `window` tokens before `end`, to `to`; returns the row's log-scale and sum.
+// Writes Delta V, over the `window` tokens before `end`, to `to`; returns the log-scale and the sum of the row.
 template <class T>
 Total<T> attend_window(const StreamShape& shape, const T* query, const Ring& keys, const Ring& values, int64_t end,
                        const WindowScratch<T>& scratch, T* to) {
@@ -82,13 +82,13 @@ struct RowScratch {
   }
 };
 
-// The values of the token that comes and of the one that leaves.
+// The values of the token that enters and of the token that leaves.
 template <class T>
 struct Exchange {
   const T *added, *removed;
 };
 
-// The rows of sums of a head, and their update when one token comes and one leaves.
+// The rows of sums of a head, and their update when one token enters and one leaves.
 template <class T>
 class GuardedSums {
   using V = Vector<T>;
@@ -99,11 +99,11 @@ class GuardedSums {
       : rows_(rows), width_(value_width), stride_(value_width + kExtraSums), at_(scratch) {}
 
   int64_t stride() const { return stride_; }
-  // Where the caller puts the logits of both tokens, one per row.
+  // The place where the caller puts the logits of both tokens, one per row.
   T* added() { return at_.added; }
   T* removed() { return at_.removed; }
 
-  // Writes the last columns of a row that was recomputed; `size` is that of its values.
+  // Writes the last columns of a row that was recomputed; `size` is the size of its values.
   void put(T* sums, int64_t row, const Total<T>& total, T size) const {
     T* extra = sums + row * stride_ + width_;
     extra[0] = total.sum, extra[1] = total.top, extra[2] = total.sum, extra[3] = extra[4] = size;
@@ -142,14 +142,14 @@ class GuardedSums {
   }
 
   // Turns the logits into weights relative to the row's log-scale; if the new logit is far above it, the log-scale
-  // becomes that logit. Exchanges tokens in all sums but those of the values; `come` and `gone` are the sizes of the
-  // tokens' values.
+  // becomes that logit. Exchanges the tokens in all sums but those of the values; `come` and `gone` are the sizes of
+  // the values of the two tokens.
   void weigh(int64_t rows, T come, T gone) const {
     for (int64_t r = 0; r < rows; r += lanes<V>()) {
       const V logit = load<V>(at_.added + r), before = load<V>(at_.top + r);
       const auto rises = logit > before + T(kHeadroom);
       const V top = rises ? logit : before;
-      // exp2(0) may be off by an epsilon, which would accumulate with every token.
+      // the error of exp2(0) may be an epsilon, which would accumulate with every token
       const V kept = rises ? exponential(before - top) : broadcast<V>(T(1));
       const V added = exponential(logit - top);
       const V removed = exponential(load<V>(at_.removed + r) - top);

@@ -7,14 +7,14 @@ namespace cmab::cuda {
 
 constexpr int kHeld = 4;  // elements that a thread loads at a time
 
-// *to(i) = *from(i) for i < count, if no from(i) is a to(j) of a smaller j.
+// *to(i) = *from(i) for i < count, provided that no from(i) is a to(j) of a smaller j.
 template <class T, class From, class To>
 CMAB_DEVICE void move_elements(const Block& block, int count, From from, To to) {
   PerThread<T[kHeld]> held;
   for (int begin = 0; begin < count; begin += kHeld * block.threads) {
     block.each_thread([&](int thread) {
       CMAB_UNROLL
-      for (int h = 0; h < kHeld; ++h)  // past the end: clamped to the last
+      for (int h = 0; h < kHeld; ++h)  // past the end, the last index is used
         held[thread][h] = *from(least(begin + h * block.threads + thread, count - 1));
     });
     block.each_thread([&](int thread) {
@@ -28,7 +28,7 @@ CMAB_DEVICE void move_elements(const Block& block, int count, From from, To to) 
 }
 
 // The n newest tokens of a head. Only the row of the oldest token is stored; token i of the window is i rows further,
-// wrapping around.
+// with wrap-around.
 template <class T>
 class Window {
  public:
@@ -57,8 +57,8 @@ class Window {
     move(call_.values, call_.value_width);
   }
 
-  // Adds token t of the call; the oldest token leaves the window. Returns true if that one was not finite: the sums
-  // that contain it are then not finite either, and must be recomputed.
+  // Adds token t of the call; the oldest token leaves the window. Returns true if the token that leaves was not finite:
+  // then the sums that contain it are not finite either, and must be recomputed.
   CMAB_DEVICE bool admit(int t) {
     ++position_;
     oldest_ = wrapped(oldest_ + 1, call_.capacity_to);
@@ -119,8 +119,8 @@ class Window {
   int oldest_;
 };
 
-// Logits scale a b' of pairs of vectors: one phase computes partial sums, the next adds them up. A pair's bits do not
-// depend on its neighbours, so that exactly the value that was added to a sum is subtracted later.
+// Logits scale a b' of pairs of vectors: one phase computes partial sums, the next adds them up. The bits of a pair do
+// not depend on its neighbours, so exactly the value that was added to a sum is subtracted later.
 template <class S>
 class Logits {
  public:
@@ -171,7 +171,7 @@ class WindowSums {
     groups_ = most(1, block.threads / columns_);
   }
 
-  // Computes the sums; they are readable in the next phase.
+  // Computes the sums; they can be read in the next phase.
   template <class Query>
   CMAB_DEVICE void sum(const Query* query) {
     for (int first = 0; first < window_.tokens(); first += kTilePairs)
@@ -200,7 +200,7 @@ class WindowSums {
       sizes_[i * kParts] = size;
     });
     each_index(block_, kMaxima, [&](int part) {
-      S largest = -Largest<S>::value;  // skips NaN: the weight of a NaN is NaN in any case
+      S largest = -Largest<S>::value;  // ignores NaN: the weight of a NaN is NaN in any case
       for (int i = part; i < count; i += kMaxima) largest = weights_[i] > largest ? weights_[i] : largest;
       maxima_[part] = largest;
     });

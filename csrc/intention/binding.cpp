@@ -32,7 +32,7 @@ void sums(Arguments& in) {
   in.run([&] { gram(inputs, of_keys, moment); });
 }
 
-// What an update of a state reads and fills.
+// The tensors that an update of a state reads and fills.
 struct Update {
   GramInputs inputs;
   RidgeSums before;
@@ -57,7 +57,7 @@ void update(Arguments& in) {
   in.run([&] { update.run(); });
 }
 
-// An update, and the solution of what it gives.
+// An update, and the solution of the updated state.
 void step(Arguments& in) {
   const Update update(in);
   const int64_t width = update.inputs.shape.key_width, columns = update.inputs.shape.value_width;

@@ -17,8 +17,8 @@ struct GramInputs {
   int threads;
 };
 
-// Fills gram (B, H, D, D) = K'WK, both triangles, and moment (B, H, D, E) = K'WV; both contiguous, null where not
-// wanted.
+// Fills gram (B, H, D, D) = K'WK, both triangles, and moment (B, H, D, E) = K'WV; both are contiguous, and null if not
+// needed.
 void gram(const GramInputs&, double* gram, double* moment);
 
 // The sums of a state (B, H, D, D) and (B, H, D, E), float64, and its number of keys (B, H), int64. Without data there
@@ -31,8 +31,8 @@ struct RidgeSums {
 // number of keys that are not ignored plus the number before.
 void ridge_update(const GramInputs&, const RidgeSums& before, double* gram, double* moment, int64_t* count);
 
-// Fills the gradients, contiguous and in the types of keys, values and weights; null where not needed. dgram (B, H, D,
-// D), not necessarily symmetric, and dmoment (B, H, D, E) are float64.
+// Fills the gradients, contiguous and in the types of keys, values and weights; null if not needed. dgram (B, H, D, D),
+// not necessarily symmetric, and dmoment (B, H, D, E) are float64.
 void gram_backward(const GramInputs&, const Operand& dgram, const Operand& dmoment, const GramGradient&);
 
 // Fills out (B, H, M, E), contiguous, with query (B, H, M, D) times matrix (B, H, D, E), which is float64.

@@ -1,5 +1,5 @@
-// Regularised least squares on the CPU, the part that grows with the number of rows: sums over keys, and rows times
-// matrices. The interface between the drivers (sums.cpp, rows.cpp) and the kernels of each instruction set.
+// Regularised least squares on the CPU, the part whose time grows with the number of rows: sums over keys, and rows
+// times matrices. The interface between the drivers (sums.cpp, rows.cpp) and the kernels of each instruction set.
 //
 // The rules for a kernel are those of attention/attention.h: it allocates nothing and starts no thread; its buffers are
 // 64-byte aligned and uninitialised; what it computes for a row of a result depends on that row only (or, for sums, on
@@ -17,32 +17,33 @@ struct GramShape {
   int value_width;  // E >= 0
 };
 
-// A range of keys of one head, with their values and weights. Nothing of an ignored key, not even a NaN, may reach a
+// A range of keys of one head, with their values and weights. No part of an ignored key, not even a NaN, may reach a
 // result.
 struct GramKeys {
   Matrix key;          // (count, D)
   Matrix value;        // (count, E)
-  const void* weight;  // float32, or float64 for float64 keys; null: all are 1
+  const void* weight;  // float32, or float64 for float64 keys; null: all weights are 1
   int64_t weight_stride;
   const uint8_t* ignored;  // nonzero for an ignored key; null: none is ignored
   int64_t ignored_stride;
   int64_t count;
 };
 
-// The most keys of a run. Sums are accumulated in the compute type within a run, in float64 from run to run.
+// The largest number of keys of a run. Sums are accumulated in the compute type within a run, and in float64 from run
+// to run.
 constexpr int kMaxRunKeys = 512;
 
 // A run of keys. The runs of a sequence are summed in ascending order with the same scratch.
 struct GramRun {
   GramKeys keys;
-  const GramKeys* next;  // the run after it, which is prefetched meanwhile; null: none
+  const GramKeys* next;  // the next run, which is prefetched at the same time; null: there is none
   int64_t index;         // in the sequence
-  int most;              // keys of a run of the sequence, at most
+  int most;              // the largest number of keys of a run of the sequence
 };
 
 struct GramKernel {
   size_t (*scratch_bytes)(const GramShape&, int most);  // per thread, contents kept between the runs of a sequence
-  // Sums one run: gram (D, D) += K'WK and moment (D, E) += K'WV, or = if `first`. A null result is not wanted. Entries
+  // Sums one run: gram (D, D) += K'WK and moment (D, E) += K'WV, or = if `first`. A null result is not needed. Entries
   // of gram below the diagonal are undefined.
   void (*add_run)(const GramShape&, const GramRun&, bool first, double* gram, double* moment, void* scratch);
 };
@@ -60,13 +61,13 @@ struct PackedSlopes {
   const void *gram, *moment_transposed, *moment;
 };
 
-// Outputs for a range of keys: contiguous rows, in the types of keys, values and weights, or null if not needed. Every
-// row is written; rows of ignored keys become zeros.
+// Outputs for a range of keys: contiguous rows, in the types of keys, values and weights; null if not needed. Every row
+// is written; rows of ignored keys become zeros.
 struct GramGradient {
   void *key, *value, *weight;
 };
 
-// Rows in the caller's memory that are prefetched while others are computed; strides and widths in bytes.
+// Rows in the caller's memory that are prefetched while other rows are computed; strides and widths in bytes.
 struct Upcoming {
   const char* data = nullptr;
   int64_t stride = 0, width = 0, rows = 0;
@@ -85,7 +86,7 @@ struct RowsKernel {
                         const Upcoming (&key_and_value)[2], void* scratch);
 };
 
-// The tables of kernels: [0] computes in float64, from any type; [1] in float32, from all but float64.
+// The tables of kernels: [0] computes in float64, from any type; [1] computes in float32, from all types but float64.
 struct GramKernels {
   const GramKernel* sums;
   const RowsKernel* rows;

@@ -1,4 +1,4 @@
-// The table of kernels of regularised least squares for the instruction set that this file is compiled for.
+// The table of kernels of regularised least squares for the instruction set for which this file is compiled.
 #include "common/instance.h"
 #include "intention/rows_kernel.h"
 #include "intention/sums_kernel.h"

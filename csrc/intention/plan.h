@@ -40,13 +40,13 @@ inline GramKeys keys_of(const GramInputs& in, int64_t b, int64_t h, int64_t firs
 // Whether heads are interleaved in memory, as in (B, N, H, D).
 inline bool interleaved(const Operand& x) { return std::abs(x.stride[1]) < std::abs(x.stride[2]); }
 
-// How many interleaved heads take turns: heads that share pages, but few enough to leave each thread some tasks.
-// `tasks` is the number of tasks if no heads take turns.
+// The number of interleaved heads that take turns: heads that share memory pages, but so few that each thread has some
+// tasks. `tasks` is the number of tasks if no heads take turns.
 inline int64_t heads_together(int64_t row_bytes, int64_t heads, int64_t tasks, int threads) {
   constexpr int64_t kPage = 4096;
   return std::clamp<int64_t>(std::min(kPage / row_bytes, tasks / (4 * threads)), 1, std::max<int64_t>(heads, 1));
 }
 
-constexpr double kLittleGram = 1 << 20;  // fewer multiplications do not pay for a second thread
+constexpr double kLittleGram = 1 << 20;  // with fewer multiplications, a second thread is not worthwhile
 
 }  // namespace cmab::cpu

@@ -1,5 +1,5 @@
 // Drivers of rows times per-head matrices: a solution applied to queries, and the gradient of the sums. Rows are
-// independent, so their assignment to threads does not change a bit.
+// independent, so their assignment to threads does not change a bit of the result.
 #include <omp.h>
 
 #include "intention/plan.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kPieceRows = 2048;  // packing the matrices for each piece takes 1 to 2 % of its time
 constexpr int64_t kTurnRows = 96;     // per turn of interleaved heads: these and the next turn's stay in the L2 cache
-constexpr size_t kTurnMatrices = 512 << 10;  // bytes of packed matrices that stay there too
+constexpr size_t kTurnMatrices = 512 << 10;  // bytes of packed matrices that also stay in the cache
 
 // Rows of head h of a group [first_head, end_head), whose piece has rows up to `end`.
 struct Turn {
@@ -18,8 +18,8 @@ struct Turn {
   const char* packed;
   void* scratch;
 
-  // This head's share of the rows that all heads of the group compute in their next turn. They are prefetched
-  // meanwhile, row by row as they lie in memory. The processor itself prefetches the rows of heads that are not
+  // This head's share of the rows that all heads of the group compute in their next turn. These rows are prefetched in
+  // the meantime, row by row in the order of memory. The processor itself prefetches the rows of heads that are not
   // interleaved.
   Upcoming ahead(DType dtype, const Operand& x, int64_t width) const {
     const int64_t heads = end_head - first_head, begin = first + rows, left = std::min(rows, end - begin);

@@ -31,8 +31,8 @@ inline void multiply_tile(const Factors<T>* terms, int count, int row, int colum
     for (int c = 0; c < C; ++c) store(to + (row + r) * to_stride + column + c * lanes<V>(), acc[r][c]);
 }
 
-// Prefetches the upcoming rows evenly over the `visits` of rows that are multiplied. Bursts would request their lines
-// faster than memory delivers them.
+// Prefetches the upcoming rows evenly during the `visits` of rows that are multiplied. In bursts, cache lines would be
+// requested faster than memory can deliver them.
 class Fetching {
  public:
   Fetching(const Upcoming& rows, int64_t visits) : rows_(rows), visits_(visits) {}

@@ -1,5 +1,5 @@
 // The driver of K'WK and K'WV. The keys of a head are cut into pieces. Each piece is summed separately, run by run, and
-// the pieces are added in ascending order. The cuts depend on N and the widths only.
+// the pieces are added in ascending order. The cuts depend only on N and the widths.
 #include <omp.h>
 
 #include "intention/plan.h"
@@ -7,14 +7,15 @@
 namespace cmab::cpu {
 namespace {
 
-// The number of keys of a run. They, their values and the prefetched next run stay in the L2 cache together.
+// The number of keys of a run. The keys of a run, their values and the prefetched next run stay in the L2 cache
+// together.
 int64_t run_keys(const GramShape& shape, bool in_double) {
   constexpr int64_t kBytes = 256 << 10;
   const int64_t row = (int64_t(shape.key_width) + shape.value_width) * (in_double ? 8 : 4);
   return std::clamp<int64_t>(kBytes / row / 64 * 64, 128, kMaxRunKeys);
 }
 
-// The number of pieces of the keys. Each but the first needs memory for its sums until they are added.
+// The number of pieces of the keys. Each piece but the first needs memory for its sums until they are added.
 int64_t key_pieces(int64_t keys, int64_t sum_bytes) {
   constexpr int64_t kBytes = 4 << 20;
   return std::clamp<int64_t>(std::min(keys / 4096, std::max<int64_t>(kBytes / sum_bytes, 4)), 1, 32);
@@ -45,7 +46,7 @@ class Gram {
   }
 
   void run() {
-    // A wave holds the pieces of a few heads: enough work for every thread, and a bounded workspace.
+    // A wave holds the pieces of a few heads. This is enough work for every thread, and limits the workspace.
     const int64_t wave = pieces_ == 1 ? groups_ : std::min(groups_, ceil_div(16 * threads_, pieces_));
     partial_ = threads_ * scratch_bytes_;
     prefer_huge_pages(gram_, in_.batch * in_.heads * gram_size_ * int64_t(sizeof(double)));

@@ -16,21 +16,22 @@ struct Run {
   int count;
 };
 
-// The most elements between rows that are read in place. Rows further apart compete for a few sets of the caches and
-// are copied, unless a row fits in one cache line: it is read about twice, so a copy would cost as much.
+// The largest distance between rows, in elements, at which they are read in place. If rows are further apart, they
+// compete for a few sets of the caches and are copied, unless a row fits in one cache line: such a row is read about
+// twice, so a copy would take as long.
 template <class T>
 constexpr int64_t in_place(int width) {
   return size_t(width) * sizeof(T) <= 64 ? INT64_MAX : 2 * width;
 }
 
-// Whether rows that lie apart can be copied unchanged while the run before them is summed.
+// Whether rows that are far apart can be copied unchanged while the run before them is summed.
 template <class T>
 inline bool copied_ahead(DType dtype, const Matrix& matrix, const uint8_t* ignored, int width) {
   return dtype == (sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32) && !ignored && matrix.col_stride == 1 &&
          matrix.row_stride > in_place<T>(width) && width == padded_width<T>(width);
 }
 
-// The rows of the next run, which are prefetched a share at a time. Rows that lie apart are copied, too.
+// The rows of the next run, which are prefetched a share at a time. Rows that are far apart are copied, too.
 template <class T>
 class NextRows {
  public:
@@ -55,12 +56,12 @@ class NextRows {
   }
 
  private:
-  static constexpr int64_t kLine = 64, kAhead = 32;  // rows from prefetch to copy
+  static constexpr int64_t kLine = 64, kAhead = 32;  // the number of rows between prefetching and copying
 
   void take(int64_t rows) {
     left_ -= rows;
     for (; rows > 0; --rows, at_ += stride_) {
-      const uintptr_t to_come = at_ + (copy_ ? kAhead * stride_ : 0);  // may be past the end: a prefetch ignores that
+      const uintptr_t to_come = at_ + (copy_ ? kAhead * stride_ : 0);  // may be past the end, which a prefetch ignores
       for (int64_t i = 0; i < bytes_; i += kLine) __builtin_prefetch(reinterpret_cast<const void*>(to_come + i), 0, 2);
       if (copy_) copy_ = copy_row(copy_);
     }
@@ -77,8 +78,8 @@ class NextRows {
   char* copy_ = nullptr;
 };
 
-// The next run. All passes over this run prefetch a share of it every kFetchKeys keys. A single pass, or a few bursts,
-// would request its lines faster than memory delivers them.
+// The next run. All passes over this run prefetch a share of it every kFetchKeys keys. In a single pass, or in a few
+// bursts, cache lines would be requested faster than memory can deliver them.
 constexpr int kFetchKeys = 64;
 template <class T>
 struct Ahead {
@@ -149,8 +150,8 @@ __attribute__((noinline)) void add_in_double(const Run<float>& run, int rows, co
   add_sums<kColumns>(sums[0], rows, target, row, column);
 }
 
-// sums (R rows, C vectors) += left' right over a few keys. The function is not inlined: otherwise the compiler would
-// keep both accumulators and addend in registers, and spill.
+// sums (R rows, C vectors) += left' right over a few keys. The function is not inlined, because otherwise the compiler
+// would keep both accumulators and addends in registers, and spill.
 template <class V, int R, int C, class T>
 __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride, const T* right,
                                             ptrdiff_t right_stride, int keys, Ahead<T>& ahead, T* sums) {
@@ -164,8 +165,8 @@ __attribute__((noinline)) void add_products(const T* left, ptrdiff_t left_stride
     for (int c = 0; c < C; ++c, sums += lanes<V>()) store<V>(sums, load<V>(sums) + acc[r][c]);
 }
 
-// Keys per partial sum, which starts from zero and is then added to the sum of the run. Where all terms round to one
-// side, this has a smaller error than a single sum of 512 keys.
+// The number of keys of a partial sum, which starts from zero and is then added to the sum of the run. If all terms
+// round to one side, this has a smaller error than a single sum of 512 keys.
 constexpr int kStepKeys = 128;
 
 template <class V, int R, int C, class T>

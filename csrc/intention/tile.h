@@ -66,7 +66,7 @@ inline GramKeys from_key(const GramShape& shape, GramKeys keys, int64_t first, i
   return keys;
 }
 
-// The present rows of a run, ascending.
+// The rows of a run that are present, in ascending order.
 struct PresentRows {
   int count = 0;
   bool all;
@@ -115,7 +115,7 @@ inline Tile<T> load_rows(DType dtype, const Matrix& matrix, const PresentRows& p
   });
 }
 
-// The weights of the present rows; null where all are 1.
+// The weights of the present rows; null if all weights are 1.
 template <class T>
 inline const T* load_weights(DType dtype, const GramKeys& keys, const PresentRows& present, T* copy) {
   if (!keys.weight) return nullptr;

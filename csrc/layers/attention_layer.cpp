@@ -1,4 +1,4 @@
-// The attention layer: rows are normed and projected to heads, the attention family attends, and its result is
+// The attention layer: rows are normed and projected to heads, the attention family attends, and the result is
 // projected back.
 #include "attention/call.h"
 #include "layers/crew.h"
@@ -69,7 +69,7 @@ void project_output(const LinearKernels& kernel, const AttentionLayer& in, const
       });
 }
 
-// The gradient of the output projection: dout (B, H, L, E) in the type of sums, and those of its parameters.
+// The gradient of the output projection: dout (B, H, L, E) in the type of sums, and the gradients of its parameters.
 void output_backward(const LinearKernels& kernel, const AttentionLayer& in, const Matrix& dy, const void* out,
                      const WeightGradients& gradient, void* dout) {
   using Parameters = OutputParameters<true>;
@@ -97,7 +97,7 @@ void output_backward(const LinearKernels& kernel, const AttentionLayer& in, cons
 
 // ---- the layer
 
-// The rows that make queries. If there is no context, they also make keys and values.
+// The rows from which queries are made. If there is no context, they also make keys and values.
 Source latents_of(const AttentionLayer& in, const AttentionKept& kept, const AttentionLayerGradients& gradients) {
   const int depth = in.heads * in.key_width, width = in.heads * in.value_width;
   Source source{in.dtype, in.x, 0, in.batch * in.latents, in.width, nullptr, &in.norm, {}};

@@ -63,7 +63,7 @@ void backward(Arguments& in) {
 // Letters: R = B L rows of x, S = B N rows of the context, P = H D and Q = H E columns of the heads.
 AttentionLayer read_attention_layer(Arguments& in) {
   const TensorView x = in.tensor("x", "RC", kFloating);
-  PyObject* const given = in.object("context");  // a context without rows has no memory, but is one
+  PyObject* const given = in.object("context");  // a context without rows has no memory, but is still a context
   const bool crosses = given != Py_None;
   const TensorView context = crosses ? in.read(given, "context", "SK", x.dtype) : TensorView{};
   const char* const keys = crosses ? "S" : "R";

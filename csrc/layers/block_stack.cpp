@@ -9,7 +9,7 @@
 namespace cmab::cpu {
 namespace {
 
-constexpr double kLittle = 1 << 20;  // fewer multiplications do not pay for a second thread
+constexpr double kLittle = 1 << 20;  // with fewer multiplications, a second thread is not worthwhile
 
 // The extents of the first cross-attentions: C columns of the inputs and of all heads, 2 C of keys and values.
 struct Extents {
@@ -28,7 +28,7 @@ struct Extents {
   int64_t set() const { return latents * width; }  // elements of the queries of one batch element
   int64_t block() const { return batch * set(); }
   // The copies of the queries in memory. An operand has one stride for blocks and batch together, so with several
-  // blocks each batch element needs a copy.
+  // blocks, each batch element needs a copy.
   int64_t copies() const { return depth == 1 ? 1 : batch; }
   int head_width() const { return int(width / heads); }
 };
@@ -45,8 +45,8 @@ class Sums {
   const size_t bytes_;
 };
 
-// The tensors that a pass over the inputs reads beside the inputs: the queries (K, copies, H, M, D), and the weights
-// (K, 2 C, C) and biases (K, 2 C) of keys and values with the norm folded in.
+// The tensors that a pass over the inputs reads in addition to the inputs: the queries (K, copies, H, M, D), and the
+// weights (K, 2 C, C) and biases (K, 2 C) of keys and values, into which the norm is folded.
 struct Folded {
   void *query, *weight, *bias;
 
@@ -78,7 +78,7 @@ void for_each_projection(const Extents& n, const BlockReading& reading, const Bl
   function(reading.value.weight, to.value.weight, n.width);
 }
 
-// The block latents of block k, which make its queries.
+// The block latents of block k, from which its queries are made.
 Source queries_of(const BlockStack& in, const Extents& n, int64_t k, void* query, const WeightGradients& gradient) {
   const BlockReading& reading = in.readings[k];
   const Matrix rows{in.blocks[k].block, n.width, 1};
@@ -142,18 +142,18 @@ ProjectedInputs pass_over(const BlockStack& in, const Extents& n, const Folded& 
 
 int64_t latent_elements(const BlockStack& in, const Extents& n) { return n.batch * in.blocks[0].latents * n.width; }
 
-// The memory of the latents after block k: y after the last block, else `between` if it is wanted, else `otherwise`.
+// The memory of the latents after block k: y after the last block, else `between` if it is needed, else `otherwise`.
 void* latents_after(const BlockStack& in, const Extents& n, int64_t k, void* otherwise, void* y) {
   if (k == n.depth - 1) return y;
   return in.between ? offset(in.between, k * latent_elements(in, n), n.dtype) : otherwise;
 }
 
-// The memory of all blocks; each gives its result to the next, and the last one to y.
+// The memory of all blocks; each block passes its result to the next, and the last block writes y.
 struct StackMemory {
   std::vector<BlockMemory> blocks;
   size_t bytes;
 
-  // Block k, which starts from the result of the one before.
+  // Block k, which starts from the result of the block before.
   LatentBlock block(const BlockStack& in, const Extents& n, int64_t k, const void* out) const {
     LatentBlock block = in.blocks[k];
     block.x = k ? Matrix{blocks[k - 1].latents[3], n.width, 1} : in.x;
@@ -174,8 +174,8 @@ struct Kept : StackMemory {
   }
 };
 
-// Memory that layers overwrite; of each block only the block latents last. `first` is the memory of the first
-// self-attention, one for each thread that computes blocks of its own.
+// Memory that layers overwrite. Of each block, only the last block latents are kept. `first` is the memory of the first
+// self-attention, one for each thread that computes whole blocks.
 struct Passing : StackMemory {
   std::vector<AttentionKept> first;
 
@@ -204,8 +204,9 @@ double multiplications(const BlockStack& in, const Extents& n) {
   return double(n.depth) * n.width * (of_block + of_latents);
 }
 
-// Computes the layers after the first cross-attentions. A thread has whole sets if these divide evenly, else some rows.
-// The first halves of the blocks do not depend on each other: there a thread may have whole blocks instead of rows.
+// Computes the layers after the first cross-attentions. A thread has whole sets if they can be divided evenly, else
+// some rows. The first halves of the blocks do not depend on each other: there a thread may have whole blocks instead
+// of rows.
 void after_reading(const BlockStack& in, const Extents& n, const StackMemory& memory,
                    const std::vector<AttentionKept>& first, int threads, const void* out) {
   Crew::run(threads, [&](const Crew::Member& member) {
@@ -225,7 +226,7 @@ void after_reading(const BlockStack& in, const Extents& n, const StackMemory& me
 
 struct BackwardMemory : Folded {
   void *dattended, *dquery, *dqueries, *dweight, *dbias;
-  void *dblock, *dlatents;  // of one block, and of all, summed over the batch
+  void *dblock, *dlatents;  // of one block, and of all blocks, summed over the batch
 
   BackwardMemory(Sums& take, const Extents& n)
       : Folded(take, n),
@@ -284,7 +285,8 @@ class Backward {
   }
 
  private:
-  // Whether the block latents need more than the gradient of the residual: they also make queries, or they are normed.
+  // Whether the block latents need more than the gradient of the residual, because queries are made from them or
+  // because they are normed.
   bool has_latents_apart() const { return in_.reads || in_.blocks[0].residual == Residual::kNormed; }
 
   void reading(const BackwardMemory& memory, const void* out, const double* lse) const {
@@ -295,7 +297,7 @@ class Backward {
     for (int64_t k = 0; k < n_.depth; ++k) unfold(memory, k);
   }
 
-  // Goes from the last block to the first. The gradient of the latents between blocks is kept in the memory of the
+  // Goes from the last block to the first. The gradient of the latents between blocks is stored in the memory of the
   // gradient of x.
   void after_reading(const BackwardMemory& memory, const Matrix& dy, const void* dbetween, const void* out,
                      void* kept_memory) const {
@@ -334,8 +336,8 @@ class Backward {
     write(norm.dscale, to.context_norm.weight), write(norm.dshift, to.context_norm.bias);
   }
 
-  // Computes the gradients of the block latents and of their norm and, if the blocks read, of the layer that makes
-  // queries.
+  // Computes the gradients of the block latents and of their norm and, if the blocks read inputs, of the layer that
+  // makes queries.
   void before_reading(const BackwardMemory& memory, int64_t k) const {
     std::vector<Heads> dqueries;
     Source source = queries_of(in_, n_, k, nullptr, to_.readings[k].query);

@@ -35,7 +35,7 @@ struct FeedForwardGradients {
   void* x;  // (rows, width), contiguous
   WeightGradients norm, expand, contract;
 };
-// Given dy (rows, width).
+// The same with the gradient dy (rows, width).
 void feed_forward_backward(const FeedForward&, const Matrix& dy, const FeedForwardGradients&);
 
 // r + output(attention of norm(x) over context_norm(context)), r = x or norm(x), with x (batch, latents, width) and
@@ -47,7 +47,7 @@ struct AttentionLayer {
   int key_width, value_width;  // of a head: D, E
   double scale;
   Residual residual;
-  bool crosses;  // the context is another tensor, which may have no rows
+  bool crosses;  // the context is a separate tensor, which may have no rows
   Matrix x, context;
   const uint8_t* ignored;  // (batch * keys,), contiguous, or null
   NormWeights norm, context_norm;
@@ -74,9 +74,9 @@ struct AttentionLayerGradients {
 void attention_layer_backward(const AttentionLayer&, const Matrix& dy, const AttentionKept&,
                               const AttentionLayerGradients&);
 
-// The same for an attention whose result `out` already exists: y = r + output(out). Only the fields of `in` that this
-// needs are read. attended_rows fills some rows of y, which may be x, on the calling thread. The gradient fills dout
-// (B, H, L, E), in the type of sums; the gradient of r is dy.
+// The same for an attention whose result `out` already exists: y = r + output(out). Only the fields of `in` that are
+// needed for this are read. attended_rows fills some rows of y, which may be x, on the calling thread. The gradient
+// pass fills dout (B, H, L, E), in the type of sums; the gradient of r is dy.
 void attended_rows(const AttentionLayer& in, const Rows&, const void* out, void* y);
 void attended_layer_backward(const AttentionLayer& in, const Matrix& dy, const void* out, const WeightGradients& output,
                              void* dout);
@@ -126,7 +126,7 @@ struct LatentBlockGradients {
   AttentionWeightGradients attention[3];
 };
 
-// K blocks, each of which starts from the latents that the block before has made. Their first cross-attentions, of
+// K blocks. Each block starts from the latents that the block before has made. Their first cross-attentions, of
 // norm(block) over context_norm(inputs), read the inputs (batch, rows, width) once for all blocks.
 struct BlockReading {
   NormWeights context_norm;

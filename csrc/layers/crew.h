@@ -1,5 +1,5 @@
-// The threads of one call. Each thread takes its own rows through all layers, so it reads mostly data that it wrote
-// itself.
+// The threads of one call. Each thread takes its own rows through all layers, so most of the data that it reads were
+// written by the same thread.
 #pragma once
 
 #include <omp.h>
@@ -21,17 +21,17 @@ class Crew {
 
     Member(Crew& crew, int number, int threads) : number(number), threads(threads), crew_(crew) {}
 
-    // This thread's rows of `sets` sets: whole sets if every thread gets as many.
+    // This thread's rows of `sets` sets: whole sets if every thread gets the same number of sets.
     Rows share(int64_t sets, int64_t rows_of_set) const {
       const int64_t unit = has_sets(sets) ? std::max<int64_t>(rows_of_set, 1) : kRowStep, count = sets * rows_of_set;
       const int64_t first = piece_start(count, threads, number, unit);
       return {first, piece_start(count, threads, number + 1, unit) - first};
     }
     bool has_sets(int64_t sets) const { return sets % threads == 0; }
-    // This thread as the only one, with all rows.
+    // This thread as the only thread, with all rows.
     Member alone() const { return {crew_, 0, 1}; }
 
-    // Does a part of the work, unless a part has thrown before, in whichever thread.
+    // Does a part of the work, unless a part in any thread has already thrown an exception.
     template <class Work>
     void run(Work work) const {
       if (crew_.failed_) return;
@@ -41,8 +41,8 @@ class Crew {
         if (!crew_.failed_.exchange(true)) crew_.error_ = std::current_exception();
       }
     }
-    // Returns when all threads have called this. Returns at once if each thread has sets of its own: sets do not depend
-    // on each other.
+    // Returns when all threads have called this. Returns at once if each thread has its own sets, because sets do not
+    // depend on each other.
     void wait(int64_t sets) const {
       if (has_sets(sets)) return;
 #pragma omp barrier
@@ -53,7 +53,7 @@ class Crew {
   };
 
   // Calls work(member) on each of up to `threads` threads. When all have returned, rethrows an exception that a part
-  // threw.
+  // has thrown.
   template <class Work>
   static void run(int threads, Work work) {
     Crew crew;

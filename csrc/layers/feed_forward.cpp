@@ -1,5 +1,5 @@
-// The feed-forward layer: tiles of rows pass through norm, expand, activation and contract, and back through their
-// gradients.
+// The feed-forward layer: tiles of rows pass through norm, expand, activation and contract, and back through the
+// gradients of these.
 #include "layers/call.h"
 #include "layers/crew.h"
 #include "linear/driver.h"
@@ -44,8 +44,8 @@ struct Tiles {
   Tiles(Taker& take, const FeedForward& in)
       : x(take, in.width), hidden{take.tile(in.inner), take.tile(in.inner)}, active(take.tile(in.inner)) {}
 
-  // Loads rows of x and computes their hidden features; returns the normed rows. The backward pass calls this too:
-  // these products take no longer than to write hidden features to memory and to read them again.
+  // Loads rows of x and computes their hidden features; returns the normed rows. The backward pass also calls this:
+  // computing these products takes no longer than writing hidden features to memory and reading them again.
   RowTile expand(const LinearKernels& kernel, const FeedForward& in, const Expansion& by, int64_t row,
                  int count) const {
     kernel.load(in.dtype, rows_from(in.x, row, in.dtype), count, in.width, nullptr, 0, x.rows);

@@ -15,8 +15,8 @@ FeedForward feed_forward_of(const LatentBlock& in, int number, const Matrix& x) 
           x,        weights.norm, weights.expand, weights.contract, in.threads};
 }
 
-// The attention on the block latents (0), the attention of the latents to them (1), and the attention on the latents
-// (2).
+// The attention on the block latents (0), the attention of the latents to the block latents (1), and the attention on
+// the latents (2).
 AttentionLayer attention_of(const LatentBlock& in, int number, const Matrix& x, const Matrix& context) {
   const AttentionWeights& weights = in.attention[number];
   AttentionLayer layer{};

@@ -9,8 +9,8 @@ namespace cmab::cpu {
 // The memory that the layers of a block write, contiguous. If nothing is kept for a backward pass, layers may overwrite
 // their input: all addresses in `block` are then the same, and so are all in `latents`.
 struct BlockMemory {
-  void* block[4];    // (batch * block_latents, width): the input of each of their layers, and the result of the last
-  void* latents[4];  // (batch * latents, width): the result of each of their layers
+  void* block[4];    // (batch * block_latents, width): the input of each layer, and the last result
+  void* latents[4];  // (batch * latents, width): the result of each layer
   AttentionKept attention[3];
 };
 
@@ -22,7 +22,7 @@ inline AttentionKept attention_memory(const LatentBlock& in, int64_t queries, in
   return {rows(queries), rows(keys), rows(keys), rows(queries), arena.take<double>(queries * in.heads)};
 }
 
-// Memory for a backward pass: all results are kept apart, and the last one is y.
+// Memory for a backward pass: all results are kept separately, and the last result is y.
 inline BlockMemory kept_memory(const LatentBlock& in, void* y, Arena& arena) {
   const int64_t m = in.batch * in.block_latents, n = in.batch * in.latents;
   const auto rows = [&](int64_t count) -> void* {

@@ -1,5 +1,5 @@
-// Looks up the parameters of layers for a call that stands for all their modules: a stack has hundreds, and every
-// streaming update looks at each.
+// Looks up the parameters of layers for a call that replaces the calls of all their modules. A stack has hundreds of
+// parameters, and every streaming update looks at each of them.
 #include "common/arguments.h"
 #include "common/bindings.h"
 #include "common/python.h"
@@ -46,7 +46,7 @@ bool is_true(py::handle object) {
 
 py::handle type_of(py::handle object) { return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())); }
 
-// The attributes of a module's own; null if it is not just a `kind`, by the rule of nn.layers.plain_parameters.
+// The module's own attributes; null if the module is not exactly a `kind`, by the rule of nn.layers.plain_parameters.
 py::object plain_attributes(py::handle module, py::handle kind) {
   const Known& known = Known::get();
   if (!type_of(module).is(kind)) return {};
@@ -60,11 +60,11 @@ py::object plain_attributes(py::handle module, py::handle kind) {
   return found;
 }
 
-// What is found: a list of tensors, and a set of the eps of norms.
+// The result of the search: a list of tensors, and a set of the eps of norms.
 struct Found {
   PyObject *tensors, *eps;
 
-  // Adds a parameter; whether it is one, or a tensor, and not of a type of its own.
+  // Adds a parameter. Returns whether the value is a parameter or a tensor, and not of a subclass.
   bool add(const py::object& parameter) const {
     const py::handle type = parameter ? type_of(parameter) : py::handle();
     if (!type.is(Known::get().parameter) && !type.is(Known::get().tensor)) return false;
@@ -82,7 +82,7 @@ bool collect_leaf(py::handle module, py::handle kind, bool biased, const Found& 
   const py::object weight = item(parameters, known.weight), bias = item(parameters, known.bias);
   if (!to.add(weight) || (biased ? !to.add(bias) : !bias.is_none())) return false;
   if (!kind.is(known.norm)) return true;
-  // Norms may be kept in float32, of which one call knows nothing.
+  // Norms may be kept in float32, which a single call does not support.
   const py::object first = borrowed(PyList_GET_ITEM(to.tensors, 0));
   const auto dtype = [&](const py::object& of) { return owned(PyObject_GetAttr(of.ptr(), known.dtype.ptr())); };
   if (!dtype(weight).is(dtype(first))) return false;
@@ -93,7 +93,7 @@ bool collect_leaf(py::handle module, py::handle kind, bool biased, const Found& 
   return bool(eps);
 }
 
-// A tuple of a name, a kind and what belongs to them.
+// A tuple of a name, a kind, and the values that belong to them.
 struct Entry {
   PyObject *name, *kind, *rest;
 
@@ -104,7 +104,8 @@ struct Entry {
   }
 };
 
-// Calls function(module, entry) for the entries' modules until it returns false; whether it never did.
+// Calls function(module, entry) for the modules of the entries until the function returns false; returns whether it
+// never returned false.
 template <class Function>
 bool for_each_module(py::handle modules, PyObject* entries, Function function) {
   if (!PyTuple_Check(entries))
@@ -117,7 +118,7 @@ bool for_each_module(py::handle modules, PyObject* entries, Function function) {
   return true;
 }
 
-// Whether those of the `settings`, a dict of what all layers have in common, that a layer has are as they say.
+// Whether a layer agrees with `settings`, a dict of values that all layers share, in those settings that the layer has.
 bool has_settings(py::handle attributes, PyObject* settings) {
   PyObject *name, *value;
   for (Py_ssize_t at = 0; PyDict_Next(settings, &at, &name, &value);) {
@@ -136,9 +137,9 @@ bool collect_layer(py::handle layer, const Entry& entry, PyObject* settings, con
          });
 }
 
-// Appends the parameters of the layers among `modules`, and adds the eps of their norms. A layer is its name, its kind,
-// and the name, the kind of each module in it and whether that has a bias. False if a module is not just its kind, a
-// parameter is absent or of a type of its own, or a layer has other settings.
+// Appends the parameters of the layers among `modules`, and adds the eps of their norms. A layer is given by its name,
+// its kind, and for each module in it the name, the kind and whether it has a bias. False if a module is not exactly
+// its kind, if a parameter is absent or of a subclass, or if a layer has other settings.
 PyObject* collect_parameters(Arguments& in) {
   PyObject* const modules = in.object("modules");
   PyObject* const layers = in.object("layers");

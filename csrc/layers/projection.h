@@ -46,7 +46,7 @@ struct Heads {
   }
 };
 
-// A linear layer of the rows, `width` columns of its result, and the memory of that result.
+// A linear layer of the rows: the `width` columns of its result, and the memory of the result.
 struct Branch {
   const Weights* weights;
   int width;
@@ -54,8 +54,8 @@ struct Branch {
   WeightGradients gradient;
 };
 
-// Rows that are normed and projected to one or more branches. In the branches' results, they are the rows from `first`
-// on.
+// Rows that are normed and projected to one or more branches. In the results of the branches, these are the rows from
+// `first` on.
 struct Source {
   DType dtype;
   Matrix rows;
@@ -146,8 +146,8 @@ inline void project(const LinearKernels& kernel, const Source& source) {
       });
 }
 
-// Adds up the gradients of the rows and of all parameters. It is given the gradients of the branches' results as heads
-// (there may be none), and the gradient of the rows' residual (without data: 0).
+// Adds up the gradients of the rows and of all parameters. It gets the gradients of the branches' results as heads
+// (there may be no such gradients), and the gradient of the rows' residual (without data: 0).
 class ProjectionBackward {
  public:
   ProjectionBackward(const LinearKernels& kernel, const Source& source, std::vector<Heads> dresults, Residual residual,

@@ -8,11 +8,11 @@ using namespace cmab::cpu;
 namespace cmab {
 namespace {
 
-// Tensors of a block, as read_block reads them, and those of them that read_reading does.
+// The tensors of a block, as read_block reads them, and the subset of them that read_reading reads.
 constexpr int kOfBlock = 57, kOfReading = 8;
 
-// The tensors of all blocks, one after the other: parameters, or their gradients, some of which may be None and give
-// null.
+// The tensors of all blocks, one after the other: parameters, or their gradients. Some gradients may be None, which
+// gives null.
 class Tensors {
  public:
   Tensors(Arguments& in, const char* name, DType dtype, bool filled, int of_block = kOfBlock)
@@ -57,7 +57,7 @@ class Tensors {
   int64_t next_ = 0;
 };
 
-// Calls feed_forward(number) and attention(number) in the order of a block's layers after the first.
+// Calls feed_forward(number) and attention(number) in the order of a block's layers after the first layer.
 template <class FeedForward, class Attention>
 void for_each_layer(FeedForward feed_forward, Attention attention) {
   feed_forward(0), attention(0), feed_forward(1), attention(1), feed_forward(2), attention(2), feed_forward(3);
@@ -108,7 +108,7 @@ void read_gradients(Tensors& read, LatentBlockGradients& block, BlockReadingGrad
       });
 }
 
-// What all blocks share, for latents x (BLC) or inputs x (BNC).
+// The values that all blocks share, for latents x (BLC) or inputs x (BNC).
 LatentBlock read_common(Arguments& in, const TensorView& x) {
   LatentBlock common{};
   common.dtype = x.dtype, common.threads = torch_threads();
@@ -129,7 +129,7 @@ void read_inputs(Arguments& in, const TensorView& inputs, BlockStack& stack) {
 // feed-forward layers.
 BlockStack read_stack(Arguments& in) {
   const TensorView x = in.contiguous("x", "BLC", kFloating);
-  PyObject* const given = in.object("inputs");  // inputs without rows have no memory, but are there
+  PyObject* const given = in.object("inputs");  // inputs without rows have no memory, but still exist
   const bool reads = given != Py_None;
   const TensorView inputs = reads ? in.read(given, "inputs", "BNC", x.dtype) : TensorView{};
   const double eps = in.number("eps");
@@ -172,7 +172,7 @@ void* read_kept(Arguments& in, const BlockStack& stack, bool optional) {
   return kept.data;
 }
 
-// Reads no parameter: the numbers say it all.
+// Reads no parameter, because the numbers contain all information.
 PyObject* stack_bytes(Arguments& in) {
   LatentBlock block = read_common(in, in.contiguous("x", "BLC", kFloating));
   block.latents = in.extent('L'), block.block_latents = in.integer("block_latents");
@@ -211,7 +211,7 @@ void stack_forward(Arguments& in) {
   in.run([&] { block_stack(stack, states.before_out, states.before_lse, states.out, states.lse, y, kept); });
 }
 
-// The first cross-attentions alone, of which it takes the first parameters of each block.
+// Only the first cross-attentions; they use the first parameters of each block.
 void stack_read(Arguments& in) {
   const TensorView inputs = in.tensor("inputs", "BNC", kFloating);
   LatentBlock common = read_common(in, inputs);

@@ -101,7 +101,7 @@ struct Activations {
   }
 
  private:
-  // The derivative of gelu at x: Phi(x) + x Phi'(x). Far out, where the density is 0, x may be infinite.
+  // The derivative of gelu at x: Phi(x) + x Phi'(x). Where |x| is so large that the density is 0, x may be infinite.
   static CMAB_INLINE V slope(V x, const Normal<T>& at) { return at.below + (at.density == V{} ? V{} : x * at.density); }
 
   template <class Function>

@@ -111,14 +111,16 @@ struct NormedRows {
   }
 };
 
-// The gradients of parameters, which are sums over rows. Rows are cut into pieces that depend only on the number of
-// rows. Each piece has sums of its own; they are added in ascending order.
+// The gradients of parameters, which are sums over rows. Rows are divided into pieces in a way that depends only on the
+// number of rows. Each piece has its own sums; they are added in ascending order. A long piece is divided into runs, so
+// that a sum of many equal terms, as in the gradient of a bias, keeps its digits.
 class ParameterSums {
  public:
   ParameterSums(const LinearKernels& kernel, DType dtype, int64_t rows)
       : kernel_(kernel), dtype_(dtype), rows_(rows), pieces_(pieces_of(rows)) {}
 
-  // Registers a sum of shape (rows, width) that is to be written to `out`; null: it is not needed. Returns its number.
+  // Registers a sum of shape (rows, width) that will be written to `out`; null means that it is not needed. Returns its
+  // number.
   int add(void* out, int rows, int width) {
     parts_.push_back({out, rows, width, piece_bytes_});
     piece_bytes_ += align(kernel_.tile_bytes(rows, width));
@@ -126,23 +128,31 @@ class ParameterSums {
   }
 
   int pieces() const { return pieces_; }
-  // Calls function(first row, rows) for the tiles of a piece.
+  // Clears the sums of a piece, and calls function(first row, rows) for its tiles.
   template <class Function>
-  void for_each_tile(int piece, Function function) const {
+  void for_each_tile(int piece, Function function) {
+    const int64_t first = piece_start(rows_, pieces_, piece, kRowTile);
     const int64_t end = piece_start(rows_, pieces_, piece + 1, kRowTile);
-    for (int64_t row = piece_start(rows_, pieces_, piece, kRowTile); row < end; row += kRowTile)
+    clear(piece);
+    if (has_runs()) clear(pieces_ + piece);
+    for (int64_t row = first; row < end; row += kRowTile) {
+      if (has_runs() && row > first && (row - first) % kRunRows == 0) {
+        add_to(piece, pieces_ + piece);
+        clear(piece);
+      }
       function(row, int(std::min<int64_t>(kRowTile, end - row)));
+    }
+    if (has_runs()) add_to(pieces_ + piece, piece);
   }
-  size_t bytes() const { return piece_bytes_ * pieces_; }
+  size_t bytes() const { return piece_bytes_ * pieces_ * (has_runs() ? 2 : 1); }
   void place(void* memory) { memory_ = static_cast<char*>(memory); }
-  void clear(int piece) { std::fill_n(memory_ + piece * piece_bytes_, piece_bytes_, 0); }
   bool needed(int number) const { return parts_[number].out != nullptr; }
   RowTile of(int piece, int number) const {
     const Part& part = parts_[number];
     return {memory_ + piece * piece_bytes_ + part.offset, kernel_.stride(part.width)};
   }
 
-  // units() counts the rows of all needed sums; write(unit) writes one of them.
+  // units() returns the number of rows of all needed sums; write(unit) writes one of these rows.
   int64_t units() const {
     int64_t rows = 0;
     for (const Part& part : parts_) rows += part.out ? part.rows : 0;
@@ -165,8 +175,18 @@ class ParameterSums {
   }
 
  private:
-  // A power of two, so that threads get equally many pieces: one for every 512 rows, at least two from 128 rows on, and
-  // at most 16.
+  static constexpr int64_t kRunRows = 64 * kRowTile;
+
+  // Whether pieces have several runs. The sums of the earlier runs are those of piece `pieces_ + piece`.
+  bool has_runs() const { return rows_ > kRunRows * pieces_; }
+  void clear(int piece) { std::fill_n(memory_ + piece * piece_bytes_, piece_bytes_, 0); }
+  void add_to(int from, int to) const {
+    for (size_t i = 0; i < parts_.size(); ++i)
+      if (parts_[i].out) kernel_.add_tile(of(from, int(i)), parts_[i].rows, parts_[i].width, of(to, int(i)));
+  }
+
+  // A power of two, so that all threads get the same number of pieces: one piece for every 512 rows, at least two from
+  // 128 rows on, and at most 16.
   static int pieces_of(int64_t rows) {
     int pieces = rows < 128 ? 1 : 2;
     while (pieces < 16 && rows >= 1024 * pieces) pieces *= 2;
@@ -203,7 +223,7 @@ void for_each_tile(const LinearKernels& kernel, const Problem& problem, int64_t 
 }
 
 // A team of threads for the tiles of the pieces of `sums`. Each thread has its own tiles and its own parameters, which
-// it packs itself. The sums get the rest of the memory.
+// it packs itself. The sums use the rest of the memory.
 template <class Parameters, class Tiles, class Problem>
 class Team {
  public:
@@ -230,7 +250,6 @@ class Team {
       const auto tiles = placed<Tiles>(memory + parameter_bytes_, kernel_, problem_);
 #pragma omp for schedule(static)
       for (int piece = 0; piece < sums.pieces(); ++piece) {
-        sums.clear(piece);
         sums.for_each_tile(piece, [&](int64_t row, int count) { pass(piece, row, count, parameters, tiles); });
       }
 #pragma omp for schedule(static)

@@ -1,4 +1,4 @@
-// The table of kernels of linear layers for the instruction set that this file is compiled for.
+// The table of kernels of linear layers for the instruction set for which this file is compiled.
 #include "common/instance.h"
 #include "linear/activation.h"
 #include "linear/fold.h"

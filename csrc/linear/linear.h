@@ -1,6 +1,6 @@
 // Linear layers on the CPU: the interface between the drivers (layers/, projected/) and the kernels of each instruction
-// set. A driver takes up to kRowTile rows of features at a time through load, normalise, multiply, activate and store,
-// and back through their gradients, so that intermediate results stay in the cache.
+// set. A driver passes up to kRowTile rows of features at a time through load, normalise, multiply, activate and store,
+// and back through the gradients of these, so that intermediate results stay in the cache.
 //
 // The rules for a kernel are those of attention/attention.h: it allocates nothing and starts no thread; its buffers are
 // 64-byte aligned and uninitialised; a row of a result depends on that row only. Everything but the exported tables has
@@ -22,11 +22,11 @@ struct RowTile {
 };
 constexpr int kRowStep = 6;
 
-// geglu(features, gate) = features * gelu(gate); gelu and relu take features only. gelu(x) = x * Phi(x), exact.
+// geglu(features, gate) = features * gelu(gate); gelu and relu take only features. gelu(x) = x * Phi(x), exact.
 enum class Activation { kGeglu, kGelu, kRelu };
 
-// The residual to which a layer adds its result: its input x, or norm(x), as the code of the papers does. Without a
-// norm, both are the same.
+// The residual to which a layer adds its result: its input x, or norm(x), as in the code of the papers. Without a norm,
+// both are the same.
 enum class Residual { kInput, kNormed };
 
 // The LayerNorm of a row: its weight and bias in the compute type, padded with zeros, and eps.
@@ -47,28 +47,28 @@ struct NormWeights {
   double eps;
 };
 
-// The gradients of a layer's weight and bias; contiguous, in the inputs' dtype, null where not needed.
+// The gradients of a layer's weight and bias; contiguous, in the inputs' dtype, null if not needed.
 struct WeightGradients {
   void *weight, *bias;
 };
 
 struct LinearKernels {
   int64_t (*stride)(int width);                  // of a tile
-  size_t (*tile_bytes)(int rows, int width);     // of a tile of so many rows
+  size_t (*tile_bytes)(int rows, int width);     // for a tile of this number of rows
   size_t (*packed_bytes)(int depth, int width);  // of a packed matrix
-  size_t (*stats_bytes)();                       // of the means and reciprocal deviations of a tile
+  size_t (*stats_bytes)();                       // for the means and reciprocal deviations of a tile
   void (*pack)(DType, const Matrix&, int depth, int width, void* packed);
 
   // Rows that are `ignored` (null: none) are read as zeros.
   void (*load)(DType, const Matrix&, int count, int width, const uint8_t* ignored, int64_t ignored_stride, RowTile to);
-  // Reads rows whose columns are heads, `width` wide, that lie apart.
+  // Reads rows whose columns are heads of width `width` that are not adjacent in memory.
   void (*load_heads)(DType, const void* from, int64_t row_stride, int64_t head_stride, int heads, int width, int count,
                      RowTile to);
   void (*store_heads)(RowTile, int count, int heads, int width, DType, void* to, int64_t row_stride,
                       int64_t head_stride);
   void (*store)(RowTile, int count, int width, DType, void* to, int64_t row_stride);
 
-  // to = rows times the packed matrix, + bias (width,) unless null; or to += the same if `add`.
+  // to = rows times the packed matrix, plus bias (width,) unless null; or to += the same, if `add`.
   void (*multiply)(RowTile, int count, int depth, const void* packed, int width, const void* bias, bool add,
                    RowTile to);
   // sums (left_width, right_width) += left' right; sums is a tile of left_width rows.
@@ -77,8 +77,8 @@ struct LinearKernels {
   void (*add_tile)(RowTile, int count, int width, RowTile to);  // to += rows
 
   void (*normalise)(RowTile, int count, int width, const Norm&, void* stats, RowTile to);
-  // drows += the gradient of the rows that were normalised, `rows`, given the gradient of the result. dweight (width,)
-  // and dbias (width,) are added to. `stats` are what normalise wrote.
+  // drows += the gradient of the rows that were normalised, `rows`, given the gradient of the result. The function also
+  // adds to dweight (width,) and dbias (width,). `stats` are the values that normalise wrote.
   void (*normalise_backward)(RowTile rows, RowTile dnormed, int count, int width, const Norm&, const void* stats,
                              RowTile drows, void* dweight, void* dbias);
 
@@ -91,15 +91,16 @@ struct LinearKernels {
                  const void* dfolded, const void* dbias, void* dweight, void* dscale, void* dshift);
 
   void (*activate)(Activation, RowTile features, RowTile gate, int count, int width, RowTile to);
-  // Overwrites features and gate with their gradients, given the gradient of the result; computes the result again.
+  // Overwrites features and gate with their gradients, given the gradient of the result. It computes the result again.
   void (*activate_backward)(Activation, RowTile features, RowTile gate, RowTile dresult, int count, int width,
                             RowTile result);
 
-  // Writes `count` elements of a sum of `pieces` parts, `step` bytes apart, in ascending order.
+  // Writes `count` elements of a sum of `pieces` parts that are `step` bytes apart. The parts are added in ascending
+  // order.
   void (*sum_parts)(const void* parts, size_t step, int pieces, int64_t count, DType, void* to);
 };
 
-// [0] computes in float64, from any type; [1] in float32, from all but float64.
+// [0] computes in float64, from any type; [1] computes in float32, from all types but float64.
 extern const LinearKernels linear_portable[2];
 #if defined(__x86_64__)
 extern const LinearKernels linear_avx2[2];

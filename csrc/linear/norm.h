@@ -79,7 +79,7 @@ struct Normaliser {
  private:
   static CMAB_INLINE void add_to(T* sums, V x) { store(sums, load<V>(sums) + x); }
 
-  // x in the lanes from column d on that are columns of the row, 0 past its end.
+  // x in those lanes from column d on that are columns of the row; 0 past its end.
   static CMAB_INLINE V within(int width, int d, V x) {
     if (width - d >= kLanes) return x;
     return lane_numbers<V>() < broadcast<V>(T(width - d)) ? x : V{};

@@ -53,8 +53,8 @@ struct Products {
   }
 
  private:
-  // Cuts rows into steps of kRowStep. A single column of vectors takes steps of twice as many rows, which hides the
-  // latency of their additions.
+  // Cuts rows into steps of kRowStep. If there is a single column of vectors, a step has twice as many rows, which
+  // hides the latency of their additions.
   template <int C, class Function>
   static CMAB_INLINE void for_each_step(int rows, Function function) {
     int row = 0;
@@ -75,7 +75,7 @@ struct Products {
       for (int c = 0; c < width; ++c) to[d * stride + c] = widen(from[d * matrix.row_stride + c * matrix.col_stride]);
   }
 
-  // Packs a transposed matrix, whose columns are contiguous, by squares of registers.
+  // Packs a transposed matrix, whose columns are contiguous, in square blocks of registers.
   static void pack_squares(const T* from, ptrdiff_t col_stride, int depth, int width, int stride, T* to) {
     for (int c = 0; c < stride; c += kLanes)
       for (int d = 0; d < depth; d += kLanes) {

@@ -13,7 +13,7 @@ CMAB_INLINE T* row_of(RowTile tile, int64_t row) {
   return static_cast<T*>(tile.data) + row * tile.stride;
 }
 
-// Calls `function` with the pointer as one to elements of `dtype`; T is the compute type.
+// Calls `function` with the pointer as a pointer to elements of `dtype`; T is the compute type.
 template <class T, class Function>
 CMAB_INLINE void with_pointer(DType dtype, void* data, Function function) {
   if constexpr (sizeof(T) == 8)
@@ -36,13 +36,13 @@ struct Tiles {
   // An odd number of vectors, so that the columns of a tile are spread over the sets of the L1 cache.
   static int64_t stride(int width) { return (vectors(width) | 1) * lanes<V>(); }
 
-  // Register tiles read up to kRowStep - 1 columns past the last, even in the last row.
+  // Register tiles read up to kRowStep - 1 columns past the last column, even in the last row.
   static size_t bytes(int rows, int width) {
     return (next_multiple(rows, kRowStep) * stride(width) + kRowStep) * sizeof(T);
   }
 
-  // Zeros the rows that register tiles read past the last. Uninitialised memory may hold subnormal numbers, and a
-  // product of such numbers takes a hundred cycles.
+  // Sets the rows that register tiles read past the last row to zero. Uninitialised memory may hold subnormal numbers,
+  // and a product of such numbers takes a hundred cycles.
   static void clear_past(RowTile tile, int count, int width) {
     for (int row = count; row < next_multiple(count, kRowStep); ++row)
       for (int d = 0; d < padded(width); d += lanes<V>()) cpu::store(row_of<T>(tile, row) + d, V{});

@@ -28,7 +28,7 @@ class PinvGradient : PinvSquares<T> {
     trail_ = Squares::take((4 * iterations + 1) * size_);
   }
 
-  T* matrix() { return matrix_; }                                               // to be filled before run
+  T* matrix() { return matrix_; }                                               // must be filled before run
   T* gradient() { return gradient_; }                                           // of the inverse; before differentiate
   const T* turned_inverse() const { return trail_ + 4 * size_ * iterations_; }  // after run
   const T* dmatrix() const { return dmatrix_; }                                 // after differentiate
@@ -86,7 +86,7 @@ class PinvGradient : PinvSquares<T> {
   }
 
   // Adds the gradient through Z_0 = A' / (c r): through A' itself, and through the norms c and r to the columns and
-  // rows that attain them. Columns or rows that tie have equal shares.
+  // rows that attain them. Columns or rows with equal sums have equal shares.
   void differentiate_start() {
     transpose_matrix(gradient_, m_, m_, next_);
     if (columns_.largest == 0) {
@@ -108,8 +108,8 @@ class PinvGradient : PinvSquares<T> {
       }
   }
 
-  // Replaces each column's sum by the gradient of the norm to that column's elements, which is 0 unless the column
-  // attains the largest sum.
+  // Replaces each column's sum by the gradient of the norm with respect to the elements of that column; it is 0 unless
+  // the column has the largest sum.
   void share(T product, ColumnSums<T>& sums) const {
     int64_t count = 0;
     for (int64_t j = 0; j < m_; ++j) count += sums.of[j] == sums.largest;

@@ -20,7 +20,7 @@ struct ColumnSums {
   T* of;
   T largest;
 
-  // The largest sum, or 1 for A = 0, whose Z is 0.
+  // The largest sum, or 1 for A = 0, because Z of that matrix is 0.
   T divisor() const { return largest == 0 ? T(1) : largest; }
 };
 
@@ -54,9 +54,9 @@ class PinvSquares {
              [&](int64_t row, int64_t column, V sum) { finish(row * width_ + column, sum); });
   }
 
-  // Sets the largest column sums of |A| and of its transpose, and replaces subnormal elements of both by 0: the softmax
-  // of large logits has many, and each product with one would take a hundred times as long. over_norms divides by each
-  // norm in turn, because their product may overflow.
+  // Computes the largest column sums of |A| and of its transpose, and replaces subnormal elements of both by 0: the
+  // softmax of large logits has many such elements, and each product with one of them would take a hundred times as
+  // long. over_norms divides by each norm in turn, because the product of the norms may overflow.
   void take_norms(T* matrix, T* turned) {
     add_columns(matrix, columns_);
     add_columns(turned, rows_);
@@ -102,7 +102,7 @@ class PinvIteration : PinvSquares<T> {
     for (T** each : {&matrix_, &inverse_, &product_, &odd_, &even_}) *each = Squares::take(size_);
   }
 
-  T* matrix() { return matrix_; }  // to be filled before run
+  T* matrix() { return matrix_; }  // must be filled before run
   const T* inverse() const { return inverse_; }
   void write(T* inverse) const {
     for (int64_t i = 0; i < m_; ++i) write_row(inverse_ + i * width_, m_, inverse + i * m_);

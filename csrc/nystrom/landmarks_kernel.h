@@ -1,5 +1,5 @@
-// The landmark part of Nyström attention, W = pinv(softmax(scale q k')) v, and its gradients. Absent landmarks are
-// skipped when the operands are read. The softmax is computed on the transpose, k q', so that its sums run down the
+// The landmark part of Nyström attention, W = pinv(softmax(scale q k')) v, and its gradients. Absent landmarks are left
+// out when the operands are read. The softmax is computed on the transpose, k q', so that its sums run down the
 // columns.
 #pragma once
 
@@ -44,7 +44,8 @@ class Landmarks {
     read_matrix(from.at<T>(matrix_), from.stride[1], from.stride[2], which_, present_, columns, to);
   }
 
-  // Writes padded rows of the present landmarks to a result with a row for every landmark; zeros for the absent.
+  // Writes padded rows of the present landmarks to a result that has a row for every landmark; absent landmarks get
+  // zeros.
   void write_rows(const T* from, int64_t columns, void* result) const {
     T* to = static_cast<T*>(result) + matrix_ * call_.order * columns;
     const int64_t width = padded_columns<T>(columns);
@@ -74,7 +75,7 @@ class Landmarks {
     return logit < -kMost ? broadcast<V>(-kMost) : logit;
   }
 
-  // Normalises a vector of columns; zeros in the padding.
+  // Normalises a vector of columns, and writes zeros in the padding.
   void normalise(T* logits, int64_t column) const {
     const int64_t row = padded_columns<T>(present_);
     V most = load<V>(logits), sum{};

@@ -1,4 +1,5 @@
-// The driver of the m x m part of Nyström attention: runs a kernel for each matrix, on as many threads as pay off.
+// The driver of the m x m part of Nyström attention: it runs a kernel for each matrix, on as many threads as are
+// worthwhile.
 #include "nystrom/pinv.h"
 
 #include <omp.h>
@@ -30,7 +31,7 @@ void run(const MatrixKernel<Call>& kernel, const Call& call, int threads) {
   const size_t bytes = align(kernel.bytes(call));
   Workspace workspace;
   workspace.reserve(team * bytes);
-  if (team == 1) {  // without OpenMP, which would cost half a microsecond
+  if (team == 1) {  // without OpenMP, which would take half a microsecond
     const FlushToZero flush;
     for (int64_t matrix = 0; matrix < call.count; ++matrix) kernel.run(call, matrix, workspace.at(0));
     return;

@@ -1,5 +1,5 @@
-// The m x m part of Nyström attention on the CPU, a batch of matrices at a time: the interface between the driver and
-// the kernels of each instruction set. All tensors of a call are float64, or all are float32.
+// The m x m part of Nyström attention on the CPU, for a batch of matrices: the interface between the driver and the
+// kernels of each instruction set. All tensors of a call are float64, or all are float32.
 #pragma once
 
 #include "common/operands.h"
@@ -16,8 +16,8 @@ struct PinvCall {
   void* out;          // (M, m, m), contiguous: the inverse, or the gradient of the matrix
 };
 
-// A call of W = pinv(softmax(scale q k')) v over the present landmarks, or of its gradients. Nothing of an absent
-// landmark, not even a NaN, reaches a result, and its own rows of results are 0.
+// A call of W = pinv(softmax(scale q k')) v over the present landmarks, or of its gradients. No part of an absent
+// landmark, not even a NaN, reaches a result, and the rows of absent landmarks in results are 0.
 struct LandmarkCall {
   DType dtype;
   int64_t count, order, width, value_width;  // M, m, D, E
@@ -32,7 +32,7 @@ struct LandmarkCall {
 };
 
 // An operation on one matrix of a call: its scratch size in bytes, and the operation. Scratch is 64-byte aligned and
-// uninitialised. It allocates nothing and starts no thread.
+// uninitialised. The operation allocates nothing and starts no thread.
 template <class Call>
 struct MatrixKernel {
   size_t (*bytes)(const Call&);

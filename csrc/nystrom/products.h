@@ -76,7 +76,7 @@ CMAB_INLINE void write_row(const T* from, int64_t count, T* to) {
   for (int64_t j = 0; j < count; j += lanes<V>()) store_first(to + j, load<V>(from + j), least(lanes<V>(), count - j));
 }
 
-// Reads a matrix into padded rows, zeros in the padding. `which` lists the rows to read; null: the first ones.
+// Reads a matrix into padded rows, zeros in the padding. `which` lists the rows to read; null means the first rows.
 template <class T>
 void read_matrix(const T* from, int64_t from_row, int64_t step, const int64_t* which, int64_t rows, int64_t columns,
                  T* to) {
@@ -85,7 +85,7 @@ void read_matrix(const T* from, int64_t from_row, int64_t step, const int64_t* w
     read_row(from + (which && i < rows ? which[i] : i) * from_row, step, i < rows ? columns : 0, width, to + i * width);
 }
 
-// Transposes a padded matrix, a square of registers at a time.
+// Transposes a padded matrix, one square of registers at a time.
 template <class T>
 void transpose_matrix(const T* from, int64_t rows, int64_t columns, T* to) {
   using V = Vector<T>;

@@ -1,7 +1,7 @@
-// The backward kernel of prefixes. Chunks are processed in reverse order. Each has the gradient of ordinary attention
-// with respect to the values that the states of its own prefix and of all longer prefixes send back (A and c of
-// reference.py). The scan is blocked over time: lse has the queries in the lanes, and rows of A stay in registers for a
-// few chunks.
+// The backward kernel of prefixes. Chunks are processed in reverse order. Each chunk has the gradient of ordinary
+// attention with respect to the values that the states of its own prefix and of all longer prefixes send back (A and c
+// in reference.py). The scan is divided into blocks over time: the lanes of lse hold queries, and rows of A stay in
+// registers for a few chunks.
 #pragma once
 
 #include "prefix/rows.h"
@@ -10,7 +10,7 @@ namespace cmab::cpu {
 namespace {
 
 // The logarithm of a ratio of sums of exponentials that is at most 1, computed from the logarithms of the sums. A
-// difference below the resolution of a double counts as none.
+// difference below the resolution of a double is treated as no difference.
 template <class V>
 CMAB_INLINE V log_share(V lse, V of) {
   const V x = lse - of;
@@ -20,7 +20,7 @@ CMAB_INLINE V log_share(V lse, V of) {
 // A block of queries, and the values that the prefixes so far send back to it.
 template <class T>
 struct Returned {
-  int rows, first;                // rows of the block, padded; its first query
+  int rows, first;                // rows of the block, padded; the first query of the block
   T *query_columns, *query_rows;  // [D][row], times scale * log2(e); [row][padded D], times scale
   T* a;                           // [row][padded E]
   double *c, *latest;             // [row]; lse of the latest prefix
@@ -50,16 +50,16 @@ inline void turn(const T* rows, int count, int width, T* columns) {
     }
 }
 
-// The runs that are processed together.
+// The runs (keys of one tile between two ends of chunks) that are processed together.
 constexpr int kGroup = 4;
 
 // The rows of A that stay in registers.
 constexpr int kScanned = 4;
 
-// The slopes of a run of fewer keys are computed by sums over lanes.
+// For a run with fewer keys, the gradients `slopes` are computed by sums over lanes.
 constexpr int kFewKeys = 4;
 
-// The values that are sent back to the keys of each run of a group. Arrays of rows are those of a block.
+// The values that are sent back to the keys of each run of a group. Arrays of rows have the rows of a block.
 template <class T>
 struct Sent {
   T* a;                  // [run][row][padded E]
@@ -159,7 +159,7 @@ struct PrefixBackwardKernel {
     for (int i = 0; i < to.rows * d; ++i) to.dquery[i] = 0;
     for (int i = 0; i < to.rows * e; ++i) to.a[i] = 0;
     for (int row = 0; row < to.rows; ++row)
-      to.c[row] = 0, to.latest[row] = kInfinity;  // there is no prefix yet, so later ones have no share in it
+      to.c[row] = 0, to.latest[row] = kInfinity;  // there is no prefix yet, so later prefixes have no share in it
   }
 
   // One tile of keys against one block of queries, in groups of runs in reverse.
@@ -214,7 +214,7 @@ struct PrefixBackwardKernel {
 
   // Computes the share that the sums of the prefix that ends with a run have in the sums of the latest prefix; this
   // prefix is then the latest. A run that is not the end of its chunk belongs to the latest prefix. Rows that do not
-  // exist are empty.
+  // exist are treated as empty.
   static void share_latest(const PrefixBackward& in, const Returned<T>& to, int rows, const Run& run, int i,
                            Sent<T>& sent) {
     typedef T Part __attribute__((vector_size(lanes<Wide>() * sizeof(T))));
@@ -246,7 +246,8 @@ struct PrefixBackwardKernel {
     }
   }
 
-  // Prefetches R rows of both into the L2 cache. They are read backwards, which the processor does not predict.
+  // Prefetches R rows of both into the L2 cache. They are read backwards, which the hardware prefetcher does not
+  // predict.
   template <int R>
   CMAB_INLINE static void fetch_rows(const T* dout, int64_t stride, const T* out, int width) {
     for (int r = 0; r < R; ++r)
@@ -256,8 +257,8 @@ struct PrefixBackwardKernel {
       }
   }
 
-  // Computes A of R rows from `row` on, in C vectors of columns from `e` on, through `count` runs in reverse. Nothing
-  // of an empty prefix, not even a NaN, may reach A. kWhole: all those columns exist. `copied`: a contiguous copy of
+  // Computes A of R rows from `row` on, in C vectors of columns from `e` on, through `count` runs in reverse. No part
+  // of an empty prefix, not even a NaN, may reach A. kWhole: all these columns exist. `copied`: a contiguous copy of
   // rows of dout.
   template <int R, int C, bool kWhole>
   static void scan_rows(const PrefixBackward& in, const Returned<T>& to, const Run* runs, int count, const T* copied,
@@ -373,8 +374,8 @@ struct PrefixBackwardKernel {
       }
   }
 
-  // Writes the gradients of the queries and of the incoming state, which acts as a key before the first, with score
-  // lse.
+  // Writes the gradients of the queries and of the incoming state. This state acts as a key before the first key, with
+  // score lse.
   static void finish(const PrefixBackward& in, const Returned<T>& from, int rows) {
     const int d = in.shape.key_width, e = in.shape.value_width;
     for (int row = 0; in.dquery && row < rows; ++row)

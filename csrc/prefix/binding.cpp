@@ -32,7 +32,7 @@ PrefixInputs read_inputs(Arguments& in) {
   return call;
 }
 
-// Rows of prefixes come as (B, H, T * L, *).
+// Rows of prefixes are given as (B, H, T * L, *).
 void check_rows(const Arguments& in, const PrefixInputs& call, const char* name) {
   in.require(in.extent('R') == call.prefixes() * call.inputs.queries, name, "has not a row for each prefix and query");
 }

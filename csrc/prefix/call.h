@@ -6,7 +6,7 @@
 
 namespace cmab::cpu {
 
-// The operands of both operations, named as in attention/call.h. Rows of prefixes are (B, H, T * L, *).
+// The operands of both operations, with the names of attention/call.h. Rows of prefixes are (B, H, T * L, *).
 struct PrefixInputs {
   Inputs inputs;
   int64_t every;
@@ -18,7 +18,7 @@ struct PrefixInputs {
 // Fills out (B, H, T, L, E), in the type of sums, and lse (B, H, T, L); both are contiguous.
 void prefix_forward(const PrefixInputs&, void* out, double* lse);
 
-// Fills the gradients, contiguous and in their tensors' types; null where not needed.
+// Fills the gradients, contiguous and in the types of their tensors; null if not needed.
 struct PrefixGradients {
   void *query, *key, *value, *state_out;
   double* state_lse;

@@ -1,7 +1,7 @@
 // The forward kernel of prefixes: an online softmax that writes its state after every chunk, blocked over time. As in
 // attention/forward_kernel.h, the scores of a tile of keys are products with the queries in the lanes, and become
-// weights there. The next step has the columns of values in the lanes, as states are written: a few rows of sums stay
-// in registers for all keys of the tile.
+// weights there. In the next step, the lanes hold columns of values, as in the states that are written: a few rows of
+// sums stay in registers for all keys of the tile.
 #pragma once
 
 #include "prefix/rows.h"
@@ -9,19 +9,19 @@
 namespace cmab::cpu {
 namespace {
 
-// A stretch of keys of one tile, for one vector of queries. Sums are rescaled before it, and a state is written after
-// it.
+// A stretch is a group of keys of one tile, for one vector of queries. Sums are rescaled before it, and a state is
+// written after it.
 template <class T>
 struct Stretch {
   int first, last;
-  const T* factors;  // [lane]; null: the sums stay as they are
+  const T* factors;  // [lane]; null: the sums do not change
   const T* inverse;  // [lane]: 1 / the sum of weights; null: no state is written
   int64_t chunk;
 };
 
 // The states of a block of queries during the pass over the keys, relative to 2^reference, and scratch for one tile.
-// The sums over the keys of a tile are kept apart until it ends: sums of partial sums keep the rounding error over many
-// keys small.
+// The sums over the keys of a tile are separate until the tile ends, because sums of partial sums have smaller rounding
+// errors over many keys.
 template <class T>
 struct Passing {
   int rows, width;       // of the block, and of a row of sums: whole vectors
@@ -43,7 +43,7 @@ struct Passing {
 
 // Turns the scores of some runs of a tile into weights for the vector of queries `at`, writes lse where chunks end, and
 // cuts the runs into stretches; returns their number. A reference follows its scores only if they exceed it by kSlack.
-// Other lanes are multiplied by 1: a lane's bits do not depend on its neighbours.
+// Other lanes are multiplied by 1: the bits of a lane do not depend on its neighbours.
 template <class B, class T>
 inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing<T>& state, int at, const Run* runs,
                  const Run* end) {
@@ -85,8 +85,8 @@ inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing
   return int(stretch - state.stretches);
 }
 
-// Adds the weighted values of the stretches to R rows of the tile's sums from `row` on, in C vectors of columns from
-// `e` on, and writes states where chunks end. kWhole: all those columns exist.
+// Adds the weighted values of the stretches to R rows of the tile's sums, from `row` on, in C vectors of columns from
+// `e` on, and writes states where chunks end. kWhole: all these columns exist.
 template <int R, int C, bool kWhole, class T>
 inline void add_values(const PrefixForward& in, int64_t first, const Passing<T>& state, int stretches, Tile<T> value,
                        int row, int e) {

@@ -1,4 +1,4 @@
-// The table of prefix kernels for the instruction set that this file is compiled for.
+// The table of prefix kernels for the instruction set for which this file is compiled.
 #include "common/instance.h"
 #include "prefix/backward_kernel.h"
 #include "prefix/forward_kernel.h"

@@ -20,7 +20,7 @@ const PrefixKernels& kernels_of(DType dtype) {
 #endif
 }
 
-// Calls work(task, scratch) for each task, on as many threads as are worth it.
+// Calls work(task, scratch) for each task, on as many threads as are worthwhile.
 template <class Work>
 void share_out(const PrefixInputs& in, int64_t tasks, size_t scratch_bytes, Work work) {
   const int threads = int(std::min<int64_t>(useful_threads(in.inputs), tasks));

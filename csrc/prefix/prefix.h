@@ -2,9 +2,9 @@
 // threads and memory, and the kernels of each instruction set. The states, and their gradient as a scan in reverse, are
 // defined in cmab_kernels/attention/prefix/reference.py.
 //
-// A kernel sees one head. Its scratch memory is 64-byte aligned and uninitialised. The result of a query row depends on
-// that row and the keys alone, and gradients of keys add the blocks of queries in ascending order, so that bits depend
-// neither on threads nor on neighbours.
+// A kernel sees one head. Its scratch memory is 64-byte aligned and uninitialised. The result of a query row depends
+// only on that row and the keys. Gradients of keys are sums over the blocks of queries in ascending order. So the bits
+// depend neither on threads nor on neighbours.
 #pragma once
 
 #include "attention/attention.h"
@@ -17,7 +17,7 @@ struct States {
   double* lse;
 };
 
-// The state of one head before the first key. Without lse there is none.
+// The state of one head before the first key. Without lse there is no such state.
 struct Incoming {
   Matrix out;  // (L, E), in the type of sums
   const double* lse;
@@ -39,7 +39,7 @@ struct PrefixBackward {
   Matrix query;
   Keys keys;
   Incoming state;
-  States states;  // as forward wrote them
+  States states;  // as written by forward
   Matrix dout;    // (T * L, E), in the type of sums
   const double* dlse;
   int64_t dlse_stride;

@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kLn2 = 0.69314718055994530942;
 
-// Accumulators of values' sums: 16 of 32 registers with AVX-512, 8 of 16 elsewhere.
+// Accumulators for the sums of values: 16 of 32 registers with AVX-512, 8 of 16 elsewhere.
 constexpr int kAccumulators = CMAB_VECTOR_BYTES == 64 ? 16 : 8;
 
 // The natural logarithm of normal numbers, to 2 eps; -inf for 0, NaN for NaN and infinity. With x = 2^n m, m within
@@ -63,7 +63,7 @@ CMAB_INLINE const T* contiguous_row(const T* row, int64_t stride, int width, T* 
   return copy;
 }
 
-// The present rows of a tile, copied into whole vectors, because in place they may start at any address.
+// The present rows of a tile, copied into whole vectors, because in the original memory they may start at any address.
 template <class T>
 __attribute__((noinline)) Tile<T> copy_tile(DType dtype, const Matrix& matrix, int64_t first, const Present& present,
                                             int width, T* copy) {
@@ -76,7 +76,7 @@ __attribute__((noinline)) Tile<T> copy_tile(DType dtype, const Matrix& matrix, i
   return {copy, padded};
 }
 
-// Calls function(count, k) with a constant `count` of kMany keys as often as they fit, then of four, then of one.
+// Calls function(count, k) with a constant `count` of kMany keys as often as possible, then of four, then of one.
 template <int kMany, class Function>
 CMAB_INLINE void in_steps(int first, int last, Function function) {
   int k = first;
@@ -86,7 +86,7 @@ CMAB_INLINE void in_steps(int first, int last, Function function) {
   for (; k < last; ++k) function(std::integral_constant<int, 1>{}, k);
 }
 
-// Calls function(count, i) from `first` to `last` with a constant `count` of kMost or, near the end, fewer.
+// Calls function(count, i) from `first` to `last` with a constant `count` of kMost, or fewer near the end.
 template <int kMost, class Function>
 CMAB_INLINE void in_pieces(int first, int last, Function function) {
   for (; first + kMost <= last; first += kMost) function(std::integral_constant<int, kMost>{}, first);
@@ -122,11 +122,11 @@ inline void add_products(T* out, int width, int first, int last, const T* a, ptr
   if (e < width) columns(std::integral_constant<int, 1>{}, e);
 }
 
-// A run: keys of one tile between two ends of chunks. `first` and `last` count the present keys of the tile.
+// A run: keys of one tile between two ends of chunks. `first` and `last` are numbers of present keys of the tile.
 struct Run {
   int first, last;
   int64_t chunk;
-  bool ends;  // the chunk ends with it
+  bool ends;  // the chunk ends with this run
 };
 
 // Cuts a tile that starts at key `start` into runs, in ascending order; returns their number.

@@ -1,5 +1,5 @@
 // The backward driver. In a thread's own memory, it projects each chunk of rows again and computes the gradients of the
-// attention with respect to its keys and values. It carries them on through the products and the norm, to the rows and
+// attention with respect to its keys and values. It propagates these through the products and the norm, to the rows and
 // to sums for the weights.
 #include <omp.h>
 
@@ -18,9 +18,9 @@ int64_t key_pieces(int64_t keys, int64_t queries) {
   return keys == 0 ? 0 : std::clamp<int64_t>(keys / (2 * kChunkRows), 1, most);
 }
 
-// The columns of the projection that are the keys, or the values, of all heads.
+// The columns of the projection that belong to the keys, or to the values, of all heads.
 struct Part {
-  int width, columns, first;  // of a head, of all, the first column
+  int width, columns, first;  // of one head; of all heads; the first column
 };
 
 // The weights (columns, C) of the keys and of the values of each block, packed for products with gradients.
@@ -38,7 +38,7 @@ struct TransposedWeights {
 struct Slopes {
   Chunk chunk;
   RowTile dnormed, drows, dpart[2];
-  void *dweight, *dbias;  // of the norm, whose weight is 1: not used
+  void *dweight, *dbias;  // of the norm; not used, because its weight is 1
   void* dheads[2];        // (H, rows, width): keys and values of all heads
 
   Slopes(Taker& take, const ProjectedInputs& in)
@@ -189,7 +189,7 @@ class Backward {
     kernel_.attend(shape_, needs_, blocks, int(wave.blocks()), keys, gradient, scratch);
   }
 
-  // Carries dK and dV of block k on to the normed rows, and to the sums for the weights.
+  // Propagates dK and dV of block k to the normed rows, and to the sums for the weights.
   void unproject(const Slopes& slopes, int64_t k, int64_t run, int count) const {
     const auto to = needs_weights_ ? sums_of(run, k) : std::vector<Sums>();
     Projection::for_each_tile(count, [&](int, int row, int rows) {

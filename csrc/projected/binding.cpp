@@ -8,7 +8,7 @@ using namespace cmab::cpu;
 namespace cmab {
 namespace {
 
-// G counts the sets of all K blocks.
+// G is the number of sets of all K blocks.
 ProjectedInputs read_inputs(Arguments& in) {
   ProjectedInputs call{};
   const TensorView query = in.tensor("query", "GHLD", kWide);

@@ -6,10 +6,10 @@
 
 namespace cmab::cpu {
 
-// K blocks of queries read the same inputs. Below, P = H D + H E: the columns of the keys of all heads, then the
+// K blocks of queries read the same inputs. Below, P = H D + H E: first the columns of the keys of all heads, then the
 // columns of their values.
 struct ProjectedInputs {
-  Inputs attention;    // without key and value; shape.dtype is that of sums. query (K * batch, H, L, D)
+  Inputs attention;    // without key and value; shape.dtype is the dtype of sums. query (K * batch, H, L, D)
   int64_t blocks;      // K
   DType dtype;         // of the inputs
   Operand inputs;      // (batch of the keys, N, C), in its first three strides
@@ -29,8 +29,9 @@ struct ProjectedInputs {
 void projected_attention_forward(const ProjectedInputs&, const Operand& state_out, const Operand& state_lse, void* out,
                                  double* lse);
 
-// Fills the gradients, contiguous; the gradient of the inputs has their dtype, and all others the type of sums; null
-// where not needed. dout is (K * batch, H, L, E) and dlse (K * batch, H, L, 1); out and lse are what forward wrote.
+// Fills the gradients, contiguous. The gradient of the inputs has the dtype of the inputs, and all others have the type
+// of sums; null if not needed. dout is (K * batch, H, L, E) and dlse (K * batch, H, L, 1); out and lse are the results
+// of forward.
 struct ProjectedGradients {
   void *query, *inputs, *weight, *bias;
 };

@@ -1,5 +1,5 @@
-// The forward driver. It packs weights and queries. It loads, norms and projects the rows of each piece of the keys a
-// chunk at a time, lets all blocks and heads attend to the chunk, and merges the pieces.
+// The forward driver. It packs weights and queries. It loads, norms and projects the rows of each piece of the keys,
+// one chunk at a time, lets all blocks and heads attend to the chunk, and merges the pieces.
 #include <omp.h>
 
 #include "attention/merge.h"
@@ -8,7 +8,8 @@
 namespace cmab::cpu {
 namespace {
 
-// The number of pieces of the keys. Each keeps its own partial states until they are merged, so many queries get fewer.
+// The number of pieces of the keys. Each piece keeps its own partial states until they are merged, so for many queries
+// there are fewer pieces.
 int64_t key_pieces(int64_t keys, int64_t queries) {
   return keys == 0 ? 0 : std::clamp<int64_t>(std::min(keys / 768, 2048 / queries), 1, 16);
 }

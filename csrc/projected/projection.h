@@ -14,7 +14,7 @@ constexpr int kTilesOfChunk = 4;
 constexpr int kChunkRows = kTilesOfChunk * kRowTile;
 static_assert(kChunkRows % kKeyTile == 0, "chunks start at multiples of both tiles");
 
-// The rows of a chunk: as they are, normed, and projected to the keys and values of one block.
+// The rows of a chunk: unchanged, normed, and projected to the keys and values of one block.
 struct Chunk {
   RowTile rows, normed, projected;
   void* stats[kTilesOfChunk];
@@ -130,8 +130,8 @@ class Projection {
   Norm norm_;
 };
 
-// How many multiplications a call has, for the choice of threads. To merge and write a row takes as long as about a
-// thousand multiplications.
+// The number of multiplications of a call, for the choice of threads. Merging and writing a row takes as long as about
+// a thousand multiplications.
 inline double multiplications(const ProjectedInputs& in) {
   const Inputs& all = in.attention;
   const double widths = all.shape.key_width + all.shape.value_width, heads = double(in.blocks) * all.heads;
@@ -159,7 +159,8 @@ struct Unit {
   int64_t k, h, block;
 };
 
-// The sets of a wave, their tasks and their blocks of queries, and where each block's queries and partial states lie.
+// The sets of a wave, their tasks and their blocks of queries, and the addresses of each block's queries and partial
+// states.
 class Wave {
  public:
   Wave(const ProjectedInputs& in, int block_rows, size_t packed_bytes, size_t state_bytes)
@@ -169,8 +170,8 @@ class Wave {
         packed_bytes_(align(packed_bytes)),
         state_bytes_(align(state_bytes)) {}
 
-  // Fills a wave with the sets from `b` on, as many as fit. Returns the first set that did not fit. The memory starts
-  // at `start`. The choice depends on extents alone.
+  // Fills a wave with the sets from `b` on, with as many as fit. Returns the first set that did not fit. The memory of
+  // the wave starts at `start`. The choice depends only on extents.
   template <class Pieces>
   int64_t fill(int64_t b, size_t start, Pieces pieces_of) {
     sets.clear(), tasks.clear(), units.clear();

@@ -1,6 +1,5 @@
 // Python binding of the batched regularised solve on a GPU.
 #include "common/cuda_bindings.h"
-#include "intention/cut.cuh"
 #include "solve/regularised_solve.cuh"
 
 namespace cmab::cuda {
@@ -9,7 +8,7 @@ namespace {
 void solve(Arguments& in) {
   SolveCall call{};
   const TensorView gram = in.tensor("gram", "MDD", kWide), rhs = in.tensor("rhs", "MDE", gram.dtype);
-  in.require(gram.shape[1] <= kMaxWidth, "gram", "has an order that the kernel does not have");
+  in.require(gram.shape[1] <= kMaxOrder, "gram", "has an order that the kernel does not have");
   call.wide = gram.dtype == DType::kFloat64;
   call.matrices = rhs.shape[0];
   call.order = int(rhs.shape[1]), call.columns = int(rhs.shape[2]);
@@ -30,6 +29,9 @@ int solve_bytes(int order, int columns, bool wide) {
   return wide ? SolveBlock<double>::shared_bytes(order, columns) : SolveBlock<float>::shared_bytes(order, columns);
 }
 
-void bind_solve(PyObject* module) { define<solve>(module, "regularised_solve"); }
+void bind_solve(PyObject* module) {
+  set_constant(module, "MAX_ORDER", kMaxOrder);
+  define<solve>(module, "regularised_solve");
+}
 
 }  // namespace cmab::cuda

@@ -16,11 +16,11 @@ enum Info : int32_t {
   kIllConditioned = CMAB_INFO_ILL_CONDITIONED
 };
 
-// A system is ill-conditioned if its condition number (in the 1-norm) times epsilon exceeds this: its solution may have
-// no correct digit beyond the second. From cmab_kernels/runtime/constants.py.
+// A system is ill-conditioned if its condition number (in the 1-norm) times epsilon exceeds this limit: possibly only
+// the first two digits of its solution are correct. From cmab_kernels/runtime/constants.py.
 constexpr double kIllConditionedLimit = CMAB_ILL_CONDITIONED;
 
-// Returns a penalty unchanged, or NaN for a negative one, with which no system counts as positive definite.
+// Returns a penalty unchanged, or NaN for a negative penalty; with NaN, no system counts as positive definite.
 template <class T>
 static CMAB_HOST_DEVICE T allowed(T alpha) {
   return alpha >= 0 ? alpha : T(NAN);

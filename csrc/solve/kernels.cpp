@@ -1,4 +1,4 @@
-// The table of kernels of the regularised solve for the instruction set that this file is compiled for.
+// The table of kernels of the regularised solve for the instruction set for which this file is compiled.
 #include "common/instance.h"
 #include "solve/lanes.h"
 #include "solve/rows.h"

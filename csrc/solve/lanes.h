@@ -1,4 +1,4 @@
-// Solves many small systems at once, one per lane: a vector holds element (i, j) of each matrix. There are no
+// Solves many small systems at the same time, one per lane: a vector holds element (i, j) of each matrix. There are no
 // cross-lane operations, so a bad matrix does not affect its neighbours.
 #pragma once
 
@@ -15,7 +15,7 @@ class LanesSolve {
   static constexpr int kLanes = kVectorLanes<T>;
   // Rows and columns of a register tile.
   static constexpr int kRows = 4, kColumns = CMAB_VECTOR_BYTES == 64 ? 4 : 2;
-  // The stride of rhs_; odd, like that of the matrix, so that rows spread over the sets of the cache.
+  // The stride of rhs_. It is odd, like that of the matrix, so that rows are spread over the sets of the cache.
   static constexpr int64_t kRhsRow = kLanes + 1;
   using Lines = const T* [kLanes];
 
@@ -51,11 +51,11 @@ class LanesSolve {
  private:
   V& at(int64_t i, int64_t j) { return matrix_[i * row_ + j]; }
 
-  // The matrix in a lane. Lanes past the last matrix read the last one again, and are not written.
+  // The matrix in a lane. Lanes past the last matrix read the last matrix again, and are not written.
   int64_t matrix_of(int lane) const { return first_ + least(lane, count_ - 1); }
 
-  // Gathers elements [first, last) of a line of each matrix into vectors. They are `step` apart in the caller's memory,
-  // and `to_step` apart here.
+  // Gathers elements [first, last) of a line of each matrix into vectors. The elements are `step` apart in the caller's
+  // memory, and `to_step` apart here.
   static void read_line(const Lines& lines, int64_t offset, int64_t step, int64_t first, int64_t last, V* to,
                         int64_t to_step) {
     for (; step == 1 && first < last; first += kLanes) {
@@ -98,7 +98,7 @@ class LanesSolve {
   }
 
   // Sets root_ to the square root of the largest diagonal element; returns the 1-norm divided by root_^2, which keeps
-  // norm and estimate in range.
+  // the norm and the estimate in range.
   V scale_and_norm() {
     V largest{};
     for (int64_t i = 0; i < order_; ++i) largest = maximum(at(i, i), largest);
@@ -181,8 +181,8 @@ class LanesSolve {
       }
   }
 
-  // y = L^-1 y for kWidth columns, where the rows of y are `y_row` apart. With kGrow, y = L^-1 d; d has elements of
-  // size root_, whose signs are chosen to make every |y_i| as large as possible.
+  // y = L^-1 y for kWidth columns, where the rows of y are `y_row` apart. With kGrow, y = L^-1 d. The elements of d
+  // have size root_, and their signs are chosen to make every |y_i| as large as possible.
   template <int kWidth, bool kGrow = false>
   void forward(V* y, int64_t y_row) {
     for (int64_t row = 0; row < padded_; row += kRows) {
@@ -200,7 +200,7 @@ class LanesSolve {
         }
       store_tile(y + row * y_row, y_row, tile);
     }
-    // An infinity would have left NaNs in the padding.
+    // If there was an infinity, it has left NaNs in the padding.
     for (int64_t row = order_; row < padded_; ++row)
       for (int c = 0; c < kWidth; ++c) y[row * y_row + c] = V{};
   }

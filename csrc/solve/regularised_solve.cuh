@@ -6,6 +6,8 @@
 
 namespace cmab::cuda {
 
+constexpr int kMaxOrder = 128;
+
 // The arguments of a batched solve; strides in elements. All tensors are float64 if `wide`, else float32.
 struct SolveCall {
   bool wide;
@@ -36,7 +38,7 @@ CMAB_HOST_DEVICE System<T> system(const SolveCall& call, int64_t matrix) {
           call.info + matrix};
 }
 
-// The threads of a block. Small matrices would leave most threads of a large block idle.
+// The threads of a block. With small matrices, most threads of a large block would be idle.
 CMAB_HOST_DEVICE int solve_threads(int order) { return order <= 32 ? 64 : kThreads; }
 
 // Launches the solve asynchronously; allocates nothing.

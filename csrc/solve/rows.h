@@ -18,11 +18,11 @@ class RowsSolve {
   static constexpr int kLanes = kVectorLanes<T>;
   static constexpr bool kManyRegisters = CMAB_VECTOR_BYTES == 64;
   static constexpr int kColumns = 4;                          // columns of a factorisation tile
-  static constexpr int kRowVectors = kManyRegisters ? 4 : 2;  // vectors of its rows, at most
+  static constexpr int kRowVectors = kManyRegisters ? 4 : 2;  // the largest number of vectors of its rows
   static constexpr int kSolveRows = kManyRegisters ? 8 : 4;   // rows of a substitution tile
-  static constexpr int kStripVectors = 2;                     // vectors of its right-hand sides, at most
+  static constexpr int kStripVectors = 2;                     // the largest number of vectors of its right-hand sides
   static constexpr int64_t kStrip = kStripVectors * kLanes;
-  static constexpr int64_t kPanel = 64;  // columns eliminated from the rest at a time
+  static constexpr int64_t kPanel = 64;  // the number of columns that are eliminated from the rest at a time
 
  public:
   RowsSolve(const Systems& systems, int64_t matrix, void* memory)
@@ -33,7 +33,7 @@ class RowsSolve {
         lines_(next_multiple(order_, kLanes > kSolveRows ? kLanes : kSolveRows)),
         vectors_(lines_ / kLanes) {
     Arena arena(memory);
-    line_ = (vectors_ | 1) * kLanes;  // an odd number of vectors spreads lines over the cache's sets
+    line_ = (vectors_ | 1) * kLanes;  // with an odd number of vectors, lines are spread over the cache's sets
     matrix_ = arena.take<T>(lines_ * line_);
     reciprocal_ = arena.take<T>(lines_);
     residual_ = arena.take<T>(lines_);
@@ -87,8 +87,8 @@ class RowsSolve {
       for (int64_t i = 0; i < count; ++i) to[i] = from[i * step];
   }
 
-  // Fills one triangle of the array from the other. With kAfter, the elements after the diagonal of each line are the
-  // known ones.
+  // Fills one triangle of the array from the other. With kAfter, the known elements are those after the diagonal of
+  // each line.
   template <bool kAfter>
   void mirror() const {
     for (int64_t a = 0; a < lines_; a += kLanes)
@@ -123,7 +123,7 @@ class RowsSolve {
   }
 
   // Sets root_ to the square root of the largest diagonal element; returns the 1-norm divided by root_^2, which keeps
-  // norm and estimate in range.
+  // the norm and the estimate in range.
   T scale_and_norm() {
     T largest = 0, norm = 0;
     for (int64_t i = 0; i < order_; ++i) largest = line(i)[i] > largest ? line(i)[i] : largest;
@@ -260,7 +260,7 @@ class RowsSolve {
       for (int r = 0; r < kSolveRows; ++r) divide<kVectors>(tile, r, r + 1, kSolveRows, row);
       store_rows(strip_ + row * kWidth, tile);
     }
-    for (int64_t i = order_ * kWidth; i < columns_ * kWidth; ++i) strip_[i] = 0;  // an infinity left NaNs there
+    for (int64_t i = order_ * kWidth; i < columns_ * kWidth; ++i) strip_[i] = 0;  // an infinity has left NaNs there
     for (int64_t row = columns_ - kSolveRows; row >= 0; row -= kSolveRows) {
       V tile[kSolveRows][kVectors];
       load_rows(tile, strip_ + row * kWidth);
@@ -360,8 +360,8 @@ class RowsSolve {
     return size;
   }
 
-  // probe = L^-1 residual. With kGrow, probe = L^-1 d; d has elements of size root_, whose signs are chosen to make
-  // every element of the probe as large as possible.
+  // probe = L^-1 residual. With kGrow, probe = L^-1 d. The elements of d have size root_, and their signs are chosen to
+  // make every element of the probe as large as possible.
   template <bool kGrow = false>
   void forward() {
     for (int64_t block = 0; block < lines_; block += kLanes) {
@@ -373,7 +373,7 @@ class RowsSolve {
         store_vectors(residual_ + row, left);
       });
     }
-    for (int64_t i = order_; i < lines_; ++i) probe_[i] = 0;  // an infinity left NaNs there
+    for (int64_t i = order_; i < lines_; ++i) probe_[i] = 0;  // an infinity has left NaNs there
   }
 
   // residual = L'^-1 probe.

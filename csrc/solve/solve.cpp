@@ -1,5 +1,5 @@
-// The driver of the batched solve. It chooses which matrices are solved one per lane and which one by one, and divides
-// them among threads. Both ways give the same bits, so the choice is free.
+// The driver of the batched solve. It chooses which matrices are solved one per lane and which are solved one by one,
+// and divides them among threads. Both methods give the same bits, so the choice does not affect results.
 #include "solve/solve.h"
 
 #include <omp.h>
@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kLanesOrder = 64;
 constexpr int64_t kAllLanesOrder = 80;
 
-// The number of matrices, from the first on, that are solved one per lane; the rest are solved one by one.
+// The number of matrices, counted from the first, that are solved one per lane; the rest are solved one by one.
 int64_t matrices_in_lanes(const Systems& systems, int64_t lanes) {
   const int64_t rest = systems.count % lanes;
   if (systems.order > kLanesOrder) return 0;

@@ -1,11 +1,12 @@
 // The batched regularised solve (A + alpha I) X = B on the CPU: the interface between the driver and the kernels of
 // each instruction set.
 //
-// A kernel has two methods: many small matrices at once, one per lane, and one matrix with its rows, or its right-hand
-// sides, in the lanes. Both give the same bits: every element is computed by the same operations in the same order:
-//   a_ij -= l_ik l_jk for k = 0, 1, .. j - 1, each a single multiply-add, then times 1 / l_jj;
+// A kernel has two methods. One solves many small matrices at once, one per lane. The other solves one matrix with its
+// rows, or its right-hand sides, in the lanes. Both give the same bits: every element is computed by the same
+// operations in the same order: a_ij -= l_ik l_jk for k = 0, 1, .. j - 1, each a single multiply-add, then times 1 /
+// l_jj;
 //   y_i -= l_ik y_k for k = 0, 1, .. i - 1, then times 1 / l_ii;  x_i -= l_ki x_k for k = D - 1, .. i + 1, likewise.
-// A register tile may load a partial element and store it back, but no sum is ever split.
+// A register tile may load a partial element and store it back, but no sum is split into partial sums.
 #pragma once
 
 #include "common/operands.h"
@@ -32,7 +33,7 @@ struct Systems {
 // The entry points of one instruction set and type. Scratch is 64-byte aligned and uninitialised. They allocate nothing
 // and start no thread.
 struct SolveKernel {
-  int lanes;  // matrices that solve_lanes takes, at most
+  int lanes;  // the largest number of matrices that solve_lanes takes
   size_t (*lanes_bytes)(const Systems&);
   void (*solve_lanes)(const Systems&, int64_t first, int count, void* scratch);
   size_t (*rows_bytes)(const Systems&);

@@ -2,9 +2,9 @@
 // of B's columns.
 //
 // All operands are in shared memory: A's lower triangle, which L replaces (with 1 / l_kk in place of l_kk), and columns
-// of B, stored as rows. L is made eight columns at a time: one thread factors the 8 x 8 diagonal block, one thread per
-// row below it (or per row of B) solves with it, and all threads subtract the product of the two from what remains.
-// Each element is thus updated by single FMAs, k ascending (descending in the backward solve).
+// of B, stored as rows. L is computed eight columns at a time: one thread factors the 8 x 8 diagonal block, one thread
+// per row below it (or per row of B) solves with it, and all threads subtract the product of the two from the rest.
+// So each element is updated by single FMAs, with k ascending (descending in the backward solve).
 #pragma once
 
 #include "common/block.cuh"
@@ -41,7 +41,7 @@ struct System {
 struct SolveShape {
   int padded;  // the order, padded to whole steps with a unit matrix
   int pitch;   // odd, so that neither rows nor columns cause bank conflicts
-  int panel;   // columns of B at a time
+  int panel;   // the number of columns of B at a time
 
   CMAB_HOST_DEVICE SolveShape(int order, int columns)
       : padded((order + kStep - 1) / kStep * kStep),
@@ -70,7 +70,7 @@ class SolveBlock {
     const T norm = matrix_norm();
     if (!factor()) return give_up();
     bool worthless = false;
-    // The condition is probed with the first two panels, so a second panel is processed even if it is empty.
+    // The first two panels are used to probe the condition, so a second panel is processed even if it is empty.
     const int panels = most(2, ceil_div(system_.columns, shape_.panel));
     for (int panel = 0; panel < panels; ++panel) {
       const int first = panel * shape_.panel, count = most(0, least(shape_.panel, system_.columns - first));
@@ -209,8 +209,8 @@ class SolveBlock {
     for (int j = 0; j < kStep; ++j) y[k + j] = x[j];
   }
 
-  // Eight columns of L, or eight of its rows from the last up, as factors. The factor of column j and step m is
-  // factor[j * along + m * across]; it multiplies element first + m * step of a row.
+  // Eight columns of L, or eight of its rows from the last row upwards, as factors. The factor of column j and step m
+  // is factor[j * along + m * across]; it multiplies element first + m * step of a row.
   struct Eight {
     const T* factor;
     int along, across, first, step;
@@ -222,10 +222,10 @@ class SolveBlock {
     int first, end;
   };
 
-  // target(i, j) -= sum over the eight m of target(i, first + m * step) * factor(j, m). In the matrix itself, only j <=
-  // i counts. A thread takes 4 x 4 elements at a time. It also reads elements above the diagonal, which nobody wrote,
-  // and past the end, where another thread may be writing, and leaves them out of its results. To skip those reads
-  // would take 16 more registers (float32, sm_90a).
+  // target(i, j) -= the sum over the eight m of target(i, first + m * step) * factor(j, m). In the matrix itself, only
+  // j <= i counts. A thread takes 4 x 4 elements at a time. A thread also reads elements above the diagonal, which were
+  // never written, and elements past the end, where another thread may be writing. It leaves them out of its results.
+  // Skipping these reads would take 16 more registers (float32, sm_90a).
   CMAB_DEVICE void subtract_product(int thread, T* target, Range rows, Range columns, const Eight& eight) const {
     const int down = block_.threads / 16, across = 16, pitch = shape_.pitch;
     for (int i = rows.first + thread / 16; i < rows.end; i += 4 * down)
@@ -235,7 +235,7 @@ class SolveBlock {
         int at_column[4];
         T sums[4][4];
         CMAB_UNROLL
-        for (int a = 0; a < 4; ++a) {  // past the end: clamped to the last
+        for (int a = 0; a < 4; ++a) {  // past the end, the last index is used
           at_row[a] = target + least(i + a * down, rows.end - 1) * pitch;
           at_column[a] = least(j + a * across, columns.end - 1);
         }
@@ -261,7 +261,7 @@ class SolveBlock {
 
   // Loads columns of B as rows 1, ..., and the probe of the condition as row 0. ||A^-1||_1 >= ||A^-1 d||_inf for any d
   // of magnitudes <= 1 and symmetric A. The first d is chosen during the forward solve to make the solution grow
-  // (LINPACK). The second d is the signs of the first solution, which is exact if one eigenvector dominates the inverse
+  // (LINPACK). The second d has the signs of the first solution; this is exact if one eigenvector dominates the inverse
   // (Hager).
   CMAB_DEVICE void load_panel(int first, int count, int panel) const {
     block_.each_thread([&](int thread) {

@@ -1,5 +1,5 @@
-// The host's part of the CUDA kernels for tensors on the CPU: a module with the functions of cmab_kernels._cuda, whose
-// launches go to a Python function that `set_launch` names.
+// The host code of the CUDA kernels for tensors on the CPU: a module with the functions of cmab_kernels._cuda. Its
+// launches call a Python function that `set_launch` sets.
 #include "common/launch.cuh"
 
 #include "common/arguments.cpp"
@@ -8,8 +8,6 @@
 #include "continual/cuda_binding.cpp"
 #include "continual/fields.cpp"
 #include "continual/nystrom_step.cu"
-#include "intention/cuda_binding.cpp"
-#include "intention/ridge_solve.cu"
 #include "solve/cuda_binding.cpp"
 #include "solve/regularised_solve.cu"
 

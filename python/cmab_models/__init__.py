@@ -1,4 +1,4 @@
-"""The systems of the papers behind `cmab_kernels`, with the baselines that their numbers are compared with.
+"""The systems of the papers on which `cmab_kernels` is based, with the baselines to which their numbers are compared.
 
 The package uses only the public API of `cmab_kernels`. The models of `neural_processes` predict functions from points,
 those of `point_processes` predict events, those of `streams` classify windows of tokens, and those of `regressors`
@@ -25,7 +25,7 @@ from .point_processes import CMHP, THP, CMHPState, Events, PointProcess, THPStat
 from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
 from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer, StreamState
 
-# Like the states in cmab_kernels.
+# Registered like the states in cmab_kernels.
 torch.serialization.add_safe_globals([Cache, CMHPState, Points, StreamState, THPState, Total])
 
 __all__ = [

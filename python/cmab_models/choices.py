@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def largest(scores: Tensor) -> Tensor:
-    """Return the index, int64, of the largest of scores (..., C); -1 where all are NaN. `argmax` would choose a NaN."""
+    """Return the index, int64, of the largest of scores (..., C); -1 if all are NaN. `argmax` alone would choose a
+    NaN."""
     missing = scores.isnan()
     return torch.where(missing.all(-1), -1, scores.masked_fill(missing, -torch.inf).argmax(-1))
 

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that all commands have. They say which run is meant."""
+    """Add the arguments that all commands have. They define the run that is meant."""
     command.add_argument("system", choices=SYSTEMS, metavar="SYSTEM", help=f"one of {', '.join(SYSTEMS)}")
     command.add_argument(
         "--task", required=True, choices=sorted(TASKS), metavar="TASK", help=f"one of {', '.join(sorted(TASKS))}"
@@ -112,10 +112,10 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 
 
 def _run(asked: argparse.Namespace) -> Run:
-    """Return the requested run; `ValueError` names a setting that does not exist.
+    """Return the requested run; a `ValueError` names a setting that does not exist.
 
-    A setting that is not given comes from the task's values for the system in a training, and later from the training
-    of the kept model.
+    If a setting is not given, a training uses the task's value for the system, and the other commands use the value of
+    the training of the saved model.
     """
     given = _settings(asked.config, asked.set)
     run = _made(asked, given)
@@ -138,8 +138,8 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
 
 
 def _trained(run: Run) -> dict[str, Any]:
-    """Return the settings with which the kept model was trained; empty without a checkpoint. `BadCheckpoint` if it is
-    another model's."""
+    """Return the settings with which the saved model was trained; empty without a checkpoint. Raises `BadCheckpoint` if
+    the checkpoint belongs to another model."""
     if not run.checkpoint.exists():
         return {}
     checkpoint = load(run.checkpoint)
@@ -173,8 +173,8 @@ def _settings(config: Path | None, given: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_json(name: str, value: Any) -> None:
-    """Refuse a NaN or an infinity anywhere in a value, because records are JSON. If no model is made, no other check
-    refuses it."""
+    """Raise an error for a NaN or an infinity anywhere in a value, because records are JSON. If no model is
+    constructed, no other check raises an error for them."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError as error:
@@ -200,7 +200,7 @@ def _device(text: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """Return the number, truth value or list that the text stands for, or else the text."""
+    """Return the number, truth value or list that the text represents, or else the text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -215,7 +215,7 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
         raise ValueError(
             mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to go on from it")
         )
-    run.model(), run.task.batch(seeded(run.seed))  # if these calls raise, no folder is made
+    run.model(), run.task.batch(seeded(run.seed))  # if these calls raise an error, no folder is made
     losses = run.folder / "tensorboard"
     with _made_folder(run.folder), contextlib.ExitStack() as at_end, tqdm(total=run.task.steps, unit="step") as bar:
 
@@ -249,8 +249,8 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _made_folder(folder: Path) -> Iterator[None]:
-    """Make a folder; `OSError` if no file can be written there, before a training is spent. A folder that was made here
-    and is left empty is removed, and so are those above it."""
+    """Make a folder. Raise `OSError` if no file can be written there, before time is spent on a training. If the folder
+    was made here and stays empty, it is removed, and so are the new folders above it."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         try:
@@ -261,7 +261,7 @@ def _made_folder(folder: Path) -> Iterator[None]:
             raise OSError(f"{folder} cannot be written: {error.strerror}") from error
         yield
     finally:
-        with contextlib.suppress(OSError):  # of a folder that holds something
+        with contextlib.suppress(OSError):  # if the folder was not empty
             for each in made:
                 each.rmdir()
 
@@ -273,7 +273,7 @@ def _evaluate(run: Run, asked: argparse.Namespace) -> None:
 
 
 def _show(run: Run, scores: Mapping[str, float], told: Mapping[str, Any]) -> None:
-    """Print the scores and those that need no model, and record the scores together with `told`."""
+    """Print the scores and the scores that need no model, and record the scores together with `told`."""
     rows = [(run.system, name, value) for name, value in scores.items()]
     rows += [("without a model", name, value) for name, value in run.task.references().items()]
     for who, name, value in rows:
@@ -291,7 +291,7 @@ def _stream(run: Run, asked: argparse.Namespace) -> None:
 
 
 def _print_rows(rows: Iterable[Mapping[str, float]]) -> None:
-    """Print the first rows, then fewer and fewer (1 2 3 ... 10 20 30 ... 100 200), and the last."""
+    """Print the first rows, then fewer and fewer rows (1 2 3 ... 10 20 30 ... 100 200), and the last row."""
     count, row = 0, None
     for count, row in enumerate(rows, 1):
         if count == 1:
@@ -323,7 +323,7 @@ def kept(run: Run) -> nn.Module:
             f"{folder}: it holds no model; train one first, with the same --task, --seed and --folder"
         )
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints that it reads a folder
+        with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints a message that it reads a folder
             model = SYSTEMS[run.system].from_pretrained(folder)
     except (RuntimeError, TypeError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""torch's encoder layer and attention, with every submodule called: with adapters and hooks, models predict as they
-train."""
+"""torch's encoder layer and attention, with every submodule called: if a model has adapters or hooks, it predicts in
+the same way as it trains."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     A folder holds `model.safetensors`, the parameters in their dtype, and `config.json`, the arguments of the
     constructor: numbers, strings and booleans. Loading a folder executes nothing. A folder of another model, or with
-    only a part of the parameters, is a `RuntimeError`, unless `from_pretrained` is given `strict=False`. A
-    `config.json` that holds no JSON object is a `ValueError`.
+    only a part of the parameters, raises a `RuntimeError`, unless `from_pretrained` is given `strict=False`. A
+    `config.json` that is not a JSON object raises a `ValueError`.
 
     Arguments are checked against the constructor's annotations before anything is made. A size that is not a positive
-    int, a number that is not finite, or heads that do not divide the width are a `ValueError`. An option that is
-    missing or unknown is a `TypeError`.
+    int, a number that is not finite, or a number of heads that does not divide the width raises a `ValueError`. An
+    option that is missing or unknown raises a `TypeError`.
 
     >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
     Traceback (most recent call last):
@@ -53,8 +53,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         _check_arguments(cls, args, kwargs)
-        # These values go to config.json. huggingface_hub would leave out an int of NumPy, and then load the model with
-        # the default.
+        # These values are written to config.json. huggingface_hub would leave out an int of NumPy, and would then load
+        # the model with the default.
         made: Self = super().__new__(cls, *map(_plain, args), **{name: _plain(each) for name, each in kwargs.items()})
         return made
 
@@ -63,8 +63,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         """Return the model of a folder, or of a repository `owner/name` on the Hugging Face Hub. The arguments are
         those of huggingface_hub.
 
-        `FileNotFoundError` for a folder that does not exist or holds no model. The same error for a repository that is
-        not on the Hub or, if the Hub does not answer, not in the Hub's cache on this machine.
+        Raises `FileNotFoundError` for a folder that does not exist or holds no model. The same error for a repository
+        that is not on the Hub or, if the Hub does not answer, not in the Hub's cache on this machine.
         """
         folder = Path(pretrained_model_name_or_path)
         if folder.is_dir():
@@ -77,7 +77,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     @classmethod
     def _from_pretrained(cls, *, strict: bool = True, **kwargs: Any) -> Self:
-        """Refuse what `load_state_dict` refuses. By default huggingface_hub leaves missing parameters at random values.
+        """Raise an error wherever `load_state_dict` raises one. By default huggingface_hub leaves missing parameters at
+        random values.
 
         Arguments that the configuration lacks get the values of the version that saved it.
         """
@@ -88,8 +89,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
     @classmethod
     def _load_as_safetensor(cls, model: Any, model_file: str, *args: Any) -> Any:
-        """Load parameters with the dtypes that they have in the file. huggingface_hub would cast them to that of a new
-        model, float32.
+        """Load parameters with the dtypes that they have in the file. huggingface_hub would cast them to the dtype of a
+        new model, float32.
 
         Parameters that were tied when they were saved are tied again. The file holds them under one name, and lists the
         other names.
@@ -106,7 +107,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
 
 
 def _tie(model: nn.Module, names: Mapping[str, str]) -> None:
-    """Replace parameters by the saved parameter that they were tied to, according to `names`, if the shapes agree."""
+    """Tie parameters again: replace each by the saved parameter to which it was tied, according to `names`, if the
+    shapes agree."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, kept in names.items():
         if name in parameters and kept in parameters and parameters[name].shape == parameters[kept].shape:
@@ -131,8 +133,8 @@ def _check_folder(kind: type[Pretrained], folder: Path, given: dict[str, Any]) -
 
 
 def _repository(given: str | Path) -> str:
-    """Return a name that can be a repository's. If it can only be that of a folder, raise `FileNotFoundError`: there is
-    no such folder."""
+    """Return a name that can belong to a repository. If the name can only belong to a folder, raise
+    `FileNotFoundError`, because there is no such folder."""
     if isinstance(given, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", given):
         return given
     what = "a file, not a folder" if Path(given).is_file() else "which is no folder here"
@@ -141,8 +143,8 @@ def _repository(given: str | Path) -> str:
 
 
 def _on_hub(name: str, options: dict[str, Any]) -> bool:
-    """Whether the Hub answers a single request; a download would try for 23 seconds. `FileNotFoundError` if it has no
-    such repository."""
+    """Whether the Hub answers a single request; a download would try for 23 seconds. Raises `FileNotFoundError` if the
+    Hub has no such repository."""
     if options.get("local_files_only"):
         return False
     try:
@@ -151,7 +153,7 @@ def _on_hub(name: str, options: dict[str, Any]) -> bool:
         allowed = "a folder here, or a repository of the Hub that you may read; there is neither"
         raise FileNotFoundError(mismatch(NAME, repr(name), allowed)) from error
     except HfHubHTTPError:
-        return True  # the download then gives the error
+        return True  # then the download raises the error
     except Exception:  # without a network, each version of the HTTP library raises other exceptions
         return False
     return True
@@ -184,7 +186,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_arguments(kind: type[Pretrained], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise unless the arguments of a constructor are what its annotations say.
+    """Raise unless the arguments of a constructor agree with its annotations.
 
     The constructor of a derived class in another package is not checked. A copy is made without arguments.
     """
@@ -221,7 +223,7 @@ def _check_names(kind: type[Pretrained], known: list[str], given: dict[str, Any]
 
 
 def _expected(value: Any, kinds: set[str]) -> str:
-    """Return what is expected in place of an argument's value, if the value is of the wrong kind; else ""."""
+    """Return the value that is expected for an argument, if its value is of the wrong kind; else ""."""
     number = isinstance(value, (Integral, float)) and not isinstance(value, bool)
     if "int" in kinds and not (number and isinstance(value, Integral) and int(value) >= 1):
         return "an int >= 1"

@@ -1,10 +1,10 @@
-"""A photograph, completed while its pixels arrive: a guess of all others after each packet, and no pixel is kept.
+"""A photograph that is completed while its pixels arrive: after each packet all other pixels are predicted, and no
+pixel is kept.
 
-The pixels of a photograph of a cat arrive in random order. A colour is taken for a sum of waves over the image, slow
-ones larger than fast
-ones, and the sizes of the waves are a ridge regression on the pixels so far: each packet goes into its sums, and the
-regression is solved anew, in one call of a time and a memory that do not grow. Nothing is trained: the image is learned
-from itself.
+The pixels of a photograph of a cat arrive in random order. A colour is modelled as a sum of waves over the image, where
+slow waves are larger than fast ones, and the sizes of the waves are a ridge regression on the pixels so far. Each
+packet is added to its sums and the regression is solved again, in one call. The time and memory of this call do not
+grow. Nothing is trained in advance: the image is learned only from its own pixels.
 """
 
 import time
@@ -17,11 +17,11 @@ from cmab_kernels import empty_ridge, ridge_step
 
 WAVES, ALPHA, PACKET = 20, 0.1, 64
 SHOWN = (64, 256, 1024, 4096)
-"""Numbers of pixels after which the guess is looked at."""
+"""Numbers of pixels after which the prediction is evaluated."""
 
 
 def waves(places: Tensor) -> Tensor:
-    """Products (N, WAVES * WAVES) of cosines of rows and columns (N, 2) from 0 to 1; the amplitude falls with the
+    """Products (N, WAVES * WAVES) of cosines of rows and columns (N, 2) from 0 to 1; the amplitude decreases with the
     frequency."""
     order = torch.arange(WAVES, dtype=torch.float64)
     row, column = torch.cos(torch.pi * places.unsqueeze(-1) * order).unbind(1)

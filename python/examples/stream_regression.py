@@ -1,4 +1,4 @@
-"""Regression in context, as a stream: fit a curve, forget it, fit another, and learn how much to regularise.
+"""Regression in context, as a stream: fit a curve, forget it, fit another curve, and learn how much to regularise.
 
 Noisy readings of a curve arrive in chunks, and halfway the curve changes. A `MultiheadIntention` keeps the sums of a
 ridge regression and no readings. It forgets the first curve by subtracting its readings from the sums, exactly. Then
@@ -40,7 +40,7 @@ def main() -> None:
     grid = torch.linspace(0, 1, 200).unsqueeze(0)
 
     def error() -> Tensor:
-        """Root mean square error against the second curve without noise.
+        """Root mean square error relative to the second curve without noise.
 
         The module returns (1 + alpha) times the result of a ridge regression.
         """

@@ -1,6 +1,6 @@
 """Feed a stream to a Constant Memory Attention Block, and watch its memory.
 
-Points arrive in chunks, and none is kept. The block holds a state of constant size, and its latents summarise
+Points arrive in chunks, and none of them is kept. The block holds a state of constant size, and its latents summarise
 everything that has arrived. Attention over the history would have to keep every key and value.
 """
 
@@ -16,7 +16,8 @@ DIM, HEADS, LATENTS, CHUNK, CHUNKS = 64, 4, 64, 10_000, 20
 
 
 def resident_mib() -> float:
-    """Resident memory of this process in MiB: at present, or its peak where the system reports only that (macOS)."""
+    """Resident memory of this process in MiB: the current value, or the peak if the system reports only the peak
+    (macOS)."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20

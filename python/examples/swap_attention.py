@@ -28,7 +28,7 @@ class Pooling(nn.Module):
 
 
 def milliseconds(model: nn.Module, points: Tensor, repeats: int = 5) -> float:
-    """Time of a forward and backward pass in milliseconds, the fastest of a few."""
+    """Time of a forward and backward pass in milliseconds, the minimum of a few passes."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -1,8 +1,9 @@
-"""Swap torch.nn.TransformerEncoderLayer inside a model of your own: its weights are kept, a layer becomes two fused
+"""Swap torch.nn.TransformerEncoderLayer inside a model of your own: the weights are kept, and a layer becomes two fused
 calls.
 
-The model classifies sets of points by a Transformer whose first token gathers the answer. It is swapped half-way
-through its training, which goes on with the same optimizer, because the parameters stay the same objects.
+The model classifies sets of points by a Transformer whose first token is read for the answer. The layers are swapped
+half-way through the training. The training continues with the same optimizer, because the parameters stay the same
+objects.
 """
 
 import time
@@ -31,7 +32,7 @@ class SetTransformer(nn.Module):
 
 
 def shapes(count: int) -> tuple[Tensor, Tensor]:
-    """Points (count, 40, 2) on circles, squares and crosses of any size and place, and which of them they are."""
+    """Points (count, 40, 2) on circles, squares and crosses of any size and place, and the index of the shape."""
     kind, angle, along = torch.randint(3, (count,)), 6.2832 * torch.rand(count, 40), 2 * torch.rand(count, 40) - 1
     side = torch.where(torch.rand(count, 40) < 0.5, -1.0, 1.0)
     circle = torch.stack([angle.cos(), angle.sin()], -1)
@@ -43,7 +44,7 @@ def shapes(count: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """Take some steps; return the milliseconds that each took."""
+    """Take some steps; return the milliseconds that each step took."""
     start = time.perf_counter()
     for _ in range(steps):
         points, kind = shapes(64)

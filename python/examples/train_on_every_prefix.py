@@ -1,9 +1,9 @@
 """A loss after every event: a model of a stream that learns from all lengths of its context at once.
 
-Readings of a curve arrive one by one; from those so far the model predicts the next. A few latents attend to the
-readings, and the state after each reading is what a stream would have then, so that one pass over a sequence gives a
-prediction, and a loss, at every length. At the end the stream is read for real, one reading at a time, with the same
-predictions, and a training step that goes through these updates shows what the one pass is worth.
+Readings of a curve arrive one by one. From the readings so far, the model predicts the next. A few latents attend to
+the readings. The state after each reading equals the state of a stream at that time, so one pass over a sequence gives
+a prediction, and a loss, at every length. At the end, the stream is read one reading at a time, with the same
+predictions. For comparison, a training step through these updates is timed too.
 """
 
 import time
@@ -33,16 +33,16 @@ class Forecaster(nn.Module):
         return key, value
 
     def predict(self, out: Tensor, place: Tensor) -> Tensor:
-        """The value at each place (B, T) from the states' out (B, H, T, L, E) before it."""
+        """The value at each place (B, T), from the states' out (B, H, T, L, E) before it."""
         return self.head(torch.cat([out.transpose(1, 2).flatten(2), place.unsqueeze(-1)], -1)).squeeze(-1)
 
     def forward(self, readings: Tensor) -> Tensor:
-        """Predictions (B, N - 1) of every reading but the first, each from those before it."""
+        """Predictions (B, N - 1) of every reading but the first, each from the readings before it."""
         states = prefix_attention_states(self.latents, *self.keys(readings[:, :-1]))
         return self.predict(states.out, readings[:, 1:, 0])
 
     def one_by_one(self, readings: Tensor) -> Tensor:
-        """The same by an update of the state for each reading."""
+        """The same predictions, with an update of the state for each reading."""
         key, value = self.keys(readings[:, :-1])
         state: AttentionState | None = None
         outs = []
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def milliseconds_of_a_step(model: nn.Module, predict: Callable[[Tensor], Tensor], readings: Tensor) -> float:
-    """The least time of ten gradients of all errors."""
+    """The minimum time of ten gradients of all errors."""
     found = []
     for _ in range(10):
         model.zero_grad()

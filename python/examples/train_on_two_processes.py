@@ -1,8 +1,8 @@
-"""Train a block on two processes with DistributedDataParallel. Each sees half of every batch, and both end with the
-same weights.
+"""Train a block on two processes with DistributedDataParallel. Each process reads half of every batch, and both
+processes end with the same weights.
 
-The weights equal those that one process learns from whole batches. The stream that a module holds is not shared between
-processes.
+The weights equal the weights that one process learns from whole batches. The stream that a module holds is not shared
+between processes.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def block() -> nn.CMAB:
-    """The block that all processes start from."""
+    """The block from which all processes start."""
     torch.manual_seed(0)
     return nn.CMAB(DIM, num_latents=8, num_heads=2)
 

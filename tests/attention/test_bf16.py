@@ -1,9 +1,9 @@
-"""The bfloat16 CPU kernels: AVX512-BF16, AMX where there is one, and its data flow on tiles in software, against the
-definition in float64.
+"""The bfloat16 CPU kernels: AVX512-BF16, AMX if there is one, and AMX's data flow on tiles in software, compared with
+the definition in float64.
 
-Rounding to bfloat16 can hide an extra key. So there are exact tests beside the error bounds: where weights and products
-are representable, counts and gradients must be right to the last bits of float32, for every number of keys and any
-mask.
+Rounding to bfloat16 can hide an extra key. So there are exact tests in addition to the error bounds. If weights and
+products are representable, counts and gradients must be right to the last bits of float32, for every number of keys and
+any mask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTHS = [(1, 1), (2, 3), (3, 5), (7, 17), (16, 8), (33, 31), (48, 64), (65, 100
 
 
 def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the body on one engine, or skip the test if this processor lacks it; all engines need AVX512-BF16."""
+    """Run the body on one engine, or skip the test if this processor does not have it; all engines need AVX512-BF16."""
     extension = pytest.importorskip("cmab_kernels._C", reason="the extension was not built")
     needed = "amx" if name == "amx" else "avx512bf16"
     if needed not in extension.instruction_sets():
@@ -147,7 +147,8 @@ def test_scales(engine: str, scale: float) -> None:
 
 @pytest.mark.parametrize("size", [1e2, 1e4])
 def test_large_logits(engine: str, size: float) -> None:
-    """At large logits lse is as exact as float32 logits are, and weights are as exact as the differences of logits."""
+    """At large logits, lse is as accurate as float32 logits, and weights are as accurate as the differences of
+    logits."""
     q, k, v = torch.full((1, 1, 2, 1), 1.0), size + torch.randn(1, 1, 100, 1), torch.randn(1, 1, 100, 4)
     inputs = [t.bfloat16().requires_grad_() for t in (q, k, v)]
     state = _state(*inputs, scale=1.0)
@@ -164,7 +165,8 @@ def test_a_mean_of_equal_values_is_exact(engine: str) -> None:
 
 
 def test_a_row_that_sees_one_value_has_no_gradient_of_weights(engine: str) -> None:
-    """The gradient of the state, in float32, is rounded for the products: delta must be that of the rounded numbers."""
+    """The gradient of the state, in float32, is rounded for the products, so delta must be that of the rounded
+    numbers."""
     q, k, v = _random(1, 2, 20, 8).requires_grad_(), _random(1, 2, 40, 8).requires_grad_(), _random(1, 2, 40, 17)
     one, equal = torch.arange(40)[None] != 7, v[:, :, :1].expand(-1, -1, 40, -1)
     for state in (_state(q, k[:, :, :1], v[:, :, :1]), _state(q, k, v, key_padding_mask=one), _state(q, k, equal)):
@@ -173,8 +175,8 @@ def test_a_row_that_sees_one_value_has_no_gradient_of_weights(engine: str) -> No
 
 
 def test_gradients_take_lse_in_two_parts(engine: str) -> None:
-    """At logits of 1e6 a float32 lse is off by 3 %, and every weight with it:
-    the backward pass takes lse as two float32 numbers."""
+    """At logits of 1e6, a float32 lse has an error of 3 %, and so has every weight. So the backward pass takes lse as
+    two float32 numbers."""
     q = torch.stack([torch.linspace(1.0, 1.9, 8), torch.ones(8)], -1)[None, None].bfloat16()
     k = torch.stack([torch.full((40,), 2.0**20), torch.randint(0, 3, (40,)).float()], -1)[None, None].bfloat16()
     v = _random(1, 1, 40, 1).requires_grad_()
@@ -199,12 +201,12 @@ def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
         tuple(state), inputs, (torch.ones_like(state.out), torch.ones_like(state.lse))
     )
     assert not any(g.isnan().any() for g in others)
-    # Else log 70 is less than lse's last bit, every P is 1, and the sum of dS K overflows.
+    # Otherwise log 70 is less than the last bit of lse, every P is 1, and the sum of dS K overflows.
     if among or abs(logit) < 1e38:
         assert not dquery.isnan().any()
 
 
-# ---- Exact where everything is representable: which keys take part
+# ---- exact if everything is representable: which keys take part
 
 
 @pytest.mark.parametrize(
@@ -318,8 +320,8 @@ def test_logits_of_minus_infinity_weigh_nothing(engine: str) -> None:
 
 @pytest.mark.parametrize("latents", [1, 2, 15, 16, 31, 32, 33, 64, 100])
 def test_gradients_of_keys_that_weigh_nothing(engine: str, latents: int) -> None:
-    """A logit of -inf gives its key the gradient 0: lanes past the last query,
-    whose 0 * -inf is NaN, must not count."""
+    """A logit of -inf gives its key the gradient 0; lanes past the last query, whose 0 * -inf is NaN, must not
+    count."""
     k, v = torch.zeros(1, 1, 4, 1).bfloat16(), torch.ones(1, 1, 4, 3).bfloat16()
     k[0, 0, 1] = -math.inf
     inputs = [torch.ones(1, 1, latents, 1).bfloat16(), k.requires_grad_(), v.requires_grad_()]

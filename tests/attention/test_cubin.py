@@ -1,5 +1,5 @@
-"""Every Triton kernel of latent cross-attention compiled for GPUs that this machine need not have:
-these tests read the machine code."""
+"""Every Triton kernel of latent cross-attention, compiled for GPUs that this machine need not have: these tests read
+the machine code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ NIGHTLY = [case for case in itertools.product(DTYPES, (8, 16, 32, 64, 128, 256),
 
 @pytest.fixture(autouse=True)
 def _built_in_tiles() -> Iterator[None]:
-    """Tiles that nobody has measured must not spill. Tiles that were tuned on a GPU may: there the time counts."""
+    """Tiles that have not been measured must not spill. Tiles that were tuned on a GPU may spill, because there the
+    time counts."""
     with using({}):
         yield
 
@@ -193,7 +194,7 @@ def test_compiled_with_a_bias(dtype: torch.dtype, latents: int, tmp_path: Path) 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("width, capability", list(itertools.product((8, 16, 32, 64), SHARED_LIMIT)))
 def test_float32_gradients_spill_nowhere(width: int, capability: int, mask: bool, tmp_path: Path) -> None:
-    """The check holds on any card, also for few queries, whose blocks are small."""
+    """The check is valid for any card, also for few queries, whose blocks are small."""
     with as_if_on(capability):
         found = [launch for latents in (128, 16) for launch in _launches(torch.float32, width, latents, mask)]
     gradients = [launch for launch in found if launch.kernel.__name__ == "_backward_in_parts"]
@@ -201,8 +202,8 @@ def test_float32_gradients_spill_nowhere(width: int, capability: int, mask: bool
 
 
 def _shared_memory(name: str, width: int, capability: int, folder: Path) -> list[str]:
-    """Tiles must fit in the shared memory of a card that has little,
-    with one large and one small block of several queries."""
+    """Tiles must fit in the shared memory of a card that has little, with one large block and with a small block of
+    several queries."""
     with as_if_on(capability):
         found = [launch for latents in (300, 128, 16) for launch in _launches(DTYPES[name], width, latents)]
     figures = [compiled(launch, capability, folder) for launch in found if launch.kernel.__name__ in WITH_PRODUCTS]
@@ -229,8 +230,7 @@ def test_little_shared_memory_is_enough(name: str, width: int, capability: int, 
 def test_one_multiply_add_a_score(tmp_path: Path) -> None:
     """One multiply-add applies the scale and the maximum to a score; scores have no other multiplication.
 
-    The remaining products are three a row and tile for the maximum, those of the rescaling, and some per row at the
-    end.
+    The other products are three per row and tile for the maximum, those of the rescaling, and some per row at the end.
     """
     launch = _launches(torch.bfloat16, 16)[0]
     figures = compiled(launch, 90, tmp_path)
@@ -248,7 +248,7 @@ def test_hopper_and_blackwell_instructions(tmp_path: Path) -> None:
     assert "F" not in hopper.instructions, "the line that names the function"
 
 
-# ---- each check refuses a planted fault
+# ---- each check reports a planted fault
 
 
 def test_spills_are_seen(tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_spills_are_seen(tmp_path: Path) -> None:
 
 
 def test_declared_spills_are_held_to(tmp_path: Path) -> None:
-    """Kernels that are known to spill may spill as declared and no more;
-    a kernel that spills nothing must not be declared."""
+    """Kernels that are known to spill may spill as much as declared, and no more; a kernel that spills nothing must not
+    be declared."""
     sound = _launches(torch.bfloat16, 128)[0]
     with mock.patch.object(launches, "_FORWARD", {"half": {128: Tiles(128, 64, 4, 2)}}):
         spilled = _launches(torch.bfloat16, 128)[0]
@@ -280,8 +280,8 @@ def test_too_much_shared_memory_is_seen(tmp_path: Path) -> None:
 
 
 def test_too_much_tensor_memory_is_seen(tmp_path: Path) -> None:
-    """Triton compiles a kernel that needs too much tensor memory,
-    and fails only at its launch; the check sees it before."""
+    """Triton compiles a kernel that needs too much tensor memory, and fails only at its launch; the check finds the
+    kernel before."""
     with mock.patch.object(launches, "_AMPERE_IN_PARTS", {64: Tiles(128, 128, 8, 2)}), as_if_on(80):
         launch = _launches(torch.float32, 64)[0]
     assert any("columns of tensor memory" in fault for fault in faults(compiled(launch, 100, tmp_path), True))
@@ -309,8 +309,8 @@ def _wide(pointer, stride: tl.int32, ROWS: tl.constexpr):
 
 @pytest.mark.parametrize("narrow, sound", [(_narrow, False), (_narrow_then_wide, False), (_wide, True)])
 def test_narrow_offsets_are_seen(narrow: Kernel, sound: bool, tmp_path: Path) -> None:
-    """Triton passes a stride of 2^30 as 32 bits, in which its multiples overflow;
-    the check sees a kernel that multiplies so."""
+    """Triton passes a stride of 2^30 in 32 bits, and multiples of it overflow; the check finds a kernel with such a
+    multiplication."""
     (launch,) = record(lambda: narrow(1, torch.empty(1), 2**30, ROWS=64))
     assert (narrow_offsets(compiled(launch, 90, tmp_path).ttir) == []) == sound
 

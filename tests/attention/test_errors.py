@@ -1,4 +1,4 @@
-"""Bad input raises an error that names the argument, what was given and what is allowed; states stay unchanged."""
+"""Bad input raises an error that names the argument, the given value and the allowed values; states do not change."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_states_in_half_precision_are_not_merged(impl: str) -> None:
 
 @pytest.mark.parametrize("call", [ck.latent_attention, ck.continual_attention_init], ids=lambda call: call.__name__)
 def test_float64_is_not_cast_by_autocast_nor_are_its_neighbours(call: Callable[..., Any]) -> None:
-    """torch leaves float64 alone under autocast, and refuses to mix it."""
+    """torch does not cast float64 under autocast, and raises an error if it is mixed with other dtypes."""
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(TypeError, match=r"^key: got torch.float32.*torch.float64 as query has"),

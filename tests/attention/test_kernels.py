@@ -40,7 +40,7 @@ def margins() -> Iterator[None]:
 
 
 class Case:
-    """Inputs, what the kernels make of them, and what the definition makes of them in float64."""
+    """Inputs, the results of the kernels, and the results of the definition in float64."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Case:
                 self.dout, self.dlse, *self.inputs, mask, cu_seqlens, self.out, self.lse, key_bias, self.scale, needs
             )
         )
+        self.grads = self.grads[: len(self.given())]
 
     def given(self) -> tuple[Tensor, ...]:
         """The inputs that have a gradient."""
@@ -91,7 +92,7 @@ class Case:
     def check(self, tolerance: float) -> None:
         """Check each row within `tolerance` of its size, and lse likewise.
 
-        Rows of gradients may cancel, so their size is at least the median row's.
+        The terms in rows of gradients may cancel, so the size of a row is taken as at least that of the median row.
         """
         (out, lse), grads = self.expected()
         assert not self.out.isnan().any() and (row_error(self.out, out) <= tolerance).all(), "out"
@@ -184,8 +185,8 @@ def test_removal(left: str) -> None:
 @pytest.mark.parametrize("inside", [math.nan, math.inf])
 @pytest.mark.parametrize("lse", [-math.inf, math.inf, math.nan])
 def test_a_state_that_is_not_clean(lse: float, inside: float, keys: int) -> None:
-    """An empty row adds nothing, whatever it holds,
-    and an lse that no keys can have makes its row NaN, added or removed."""
+    """An empty row adds nothing, whatever it contains. An lse that no keys can have makes its row NaN, whether it is
+    added or removed."""
     q, k, v = _inputs(1, 2, 3, keys, 4, 5, torch.float64)
     out, log = kernels.attention_forward(Attention(q, k[:, :, :8], v[:, :, :8], scale=0.5))
     row = (0, 1, 2)
@@ -219,7 +220,7 @@ def test_several_blocks_of_queries(latents: int, keys: int) -> None:
     [(90, 129, 530, 16, 16), (80, 70, 300, 30, 17), (90, 70, 300, 64, 64), (100, 70, 300, 9, 50)],
 )
 def test_float32_in_chunks(capability: int, latents: int, keys: int, width: int, value_width: int) -> None:
-    """Gradients are added up over blocks of queries and chunks of keys, with a ragged end.
+    """Gradients are added up over blocks of queries and chunks of keys; the last ones are not full.
 
     Masked keys are NaN, and fill some tiles.
     """
@@ -232,7 +233,8 @@ def test_float32_in_chunks(capability: int, latents: int, keys: int, width: int,
 
 
 def test_masked_keys_beside_low_logits() -> None:
-    """A masked key is read as 0, whose logit is far above all others': its weight would be infinite."""
+    """A masked key is read as 0, and its logit is far above all others, so without the mask its weight would be
+    infinite."""
     q, k, v = torch.full((1, 1, 3, 2), 1e2), torch.full((1, 1, 70, 2), -1e2), torch.randn(1, 1, 70, 3)
     case = Case(q, k, v, torch.arange(70)[None] % 3 == 0, scale=1.0)
     assert all(grad.isfinite().all() for grad in case.grads)
@@ -240,7 +242,7 @@ def test_masked_keys_beside_low_logits() -> None:
 
 @pytest.mark.parametrize("latents", [6, 70])
 def test_packed_sets_in_float32(latents: int) -> None:
-    """Sets of no key, of part of a tile, and of several chunks have the same bits as each alone."""
+    """Sets with no key, with a part of a tile, and with several chunks have the same bits as each set alone."""
     sizes = [0, 3, 0, 600, 1, 64]
     offsets = torch.tensor([0, *itertools.accumulate(sizes)])
     q, k, v = torch.randn(len(sizes), 1, latents, 16), *_inputs(1, 1, sum(sizes), sum(sizes), 16, 5, torch.float32)[1:]
@@ -277,7 +279,7 @@ def test_masks_hide_nan(masked: slice) -> None:
 
 
 def test_ignored_keys_have_no_gradient_of_a_bad_query() -> None:
-    """Even where the incoming gradient of a query is NaN, which reaches all other keys."""
+    """This also holds if the incoming gradient of a query is NaN, which reaches all other keys."""
     q, k, v = _inputs(1, 1, 5, 70, 8, 4, torch.float64)
     dout = torch.randn(1, 1, 5, 4).double()
     dout[:, :, 2] = math.nan
@@ -327,7 +329,7 @@ BAD_OFFSETS = (
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
 @pytest.mark.parametrize("keys", [70, 5000])
 def test_wrong_offsets(offsets: list[int], keys: int) -> None:
-    """If nobody reads the values, bad offsets make every result NaN, and the kernels read only validated offsets.
+    """If values are not read, bad offsets make every result NaN, and the kernels read only validated offsets.
 
     With 5,000 keys there are fewer slots than runs, and offsets determine the slots.
     """
@@ -345,7 +347,7 @@ def test_wrong_offsets(offsets: list[int], keys: int) -> None:
 
 @pytest.mark.parametrize("sizes", [[], [0], [5, 0, 65], [1] * 3000])
 def test_vetted_offsets(sizes: list[int]) -> None:
-    """Good offsets of any strides are kept, and a single descent is noticed wherever it is among many sets."""
+    """Good offsets with any strides are kept, and a single descent among many sets is found wherever it is."""
     good = [0, *itertools.accumulate(sizes)]
     given = torch.tensor(good).repeat_interleave(3)[::3]
     checked_offsets = runs.checked_offsets(given, good[-1])
@@ -358,7 +360,7 @@ def test_vetted_offsets(sizes: list[int]) -> None:
 
 
 def test_the_host_waits_for_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No value of a tensor on a GPU is read on the host; the tensors of the interpreter stand in for it."""
+    """No value of a tensor on a GPU is read on the host; the tensors of the interpreter represent such tensors."""
 
     def wait(*_: object) -> None:
         raise AssertionError("the host would wait for the device")
@@ -382,7 +384,7 @@ def test_the_host_waits_for_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("keys, packed", [(0, False), (0, True), (50, False), (1100, True)])
 def test_states(keys: int, packed: bool) -> None:
-    """Keys merge with an incoming state of any strides; some of its rows, or all, are empty."""
+    """Keys merge with an incoming state with any strides; some of its rows, or all, are empty."""
     q, k, v = _inputs(1, 2, 5, keys, 8, 6, torch.float64)
     offsets = torch.tensor([0, keys]) if packed else None
     out = torch.randn(2, 1, 6, 5).double().transpose(0, 1).mT
@@ -400,7 +402,8 @@ def test_states(keys: int, packed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_one_run_joins_a_state_with_the_bits_of_a_merge(dtype: torch.dtype) -> None:
-    """A set of one run is merged with a state by the kernel that reads it; packed, it is merged by another."""
+    """A set of one run is merged with a state by the kernel that reads the set; if it is packed, another kernel merges
+    it."""
     q, k, v, old = (torch.randn(1, 2, n, 8, dtype=dtype) for n in (5, 70, 70, 30))
     state = kernels.attention_forward(Attention(q, old, old, scale=0.5))
     alone = kernels.attention_forward(Attention(q, k, v, None, None, *state, scale=0.5))
@@ -415,8 +418,8 @@ def test_one_run_joins_a_state_with_the_bits_of_a_merge(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("latents", [5, 129])
 def test_needs(latents: int) -> None:
-    """Gradients that are not asked for are not computed, and the others keep their bits,
-    for one block of queries and for several."""
+    """Gradients that are not requested are not computed, and the others keep their bits, for one block of queries and
+    for several."""
     inputs = _inputs(1, 1, latents, 40, 8, 12, torch.float32)
     whole = Case(*inputs)
     for needs in itertools.product((False, True), (False, True), (False, True), (False,)):
@@ -497,7 +500,7 @@ def test_small_weights_in_float16() -> None:
 
 
 def test_large_gradients_in_float16() -> None:
-    """The loss is scaled: incoming gradients exceed float16, the gradients of the inputs do not."""
+    """The loss is scaled: incoming gradients exceed the range of float16, and the gradients of the inputs do not."""
     q, k, v = _inputs(1, 1, 4, 1000, 8, 8, torch.float16)
     Case(q, k, v, cotangents=(torch.randn(1, 1, 4, 8) * 1e5, torch.zeros(1, 1, 4).double())).check(4e-3)
 
@@ -511,7 +514,7 @@ def test_scales(scale: float) -> None:
 def test_infinities_stay_in_their_row() -> None:
     """A NaN in a query, or a score of +inf, makes one row NaN.
 
-    Other rows keep their bits, and gradients of keys lose that row's share only.
+    Other rows keep their bits, and gradients of keys lose only the share of that row.
     """
     q, k, v = _inputs(1, 2, 40, 100, 8, 4, torch.float32)
     clean = Case(q, k, v)
@@ -561,7 +564,7 @@ def test_layouts(layout: str) -> None:
 
 
 def test_a_result_that_the_batch_shares() -> None:
-    """`vmap` over the incoming gradient alone gives its rule inputs and results with stride 0 along the batch."""
+    """`vmap` over the incoming gradient alone passes to its rule inputs and results with stride 0 along the batch."""
     query, key, value = _inputs(1, 2, 3, 5, 4, 2, torch.float64)
     out, lse = kernels.attention_forward(Attention(query, key, value, scale=0.5))
     shared = [t.expand(3, *t.shape[1:]) for t in (query, key, value, out, lse)]
@@ -608,8 +611,8 @@ def test_same_bits_again_and_alone() -> None:
 
 @pytest.mark.parametrize("queries", [1, 128, 129, 1000, 10**6])
 def test_runs_cover_the_keys(queries: int) -> None:
-    """Runs cover every key, for any number of keys: at most `most_runs` of them,
-    of which only the last may be short."""
+    """Runs cover every key, for any number of keys: there are at most `most_runs` runs, and only the last may be
+    short."""
     for keys in (0, 1, 1023, 1024, 1025, 262_144, 262_145, 10**6, 2**31 - 1):
         cut = runs.cut_keys(1, queries, keys, packed=False)
         length = int(runs.run_length.fn(keys, cut.most_runs))

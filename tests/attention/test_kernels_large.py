@@ -1,7 +1,7 @@
-"""Scores of 2^20 to 2^60 in Triton's interpreter, where a maximum, a unit or a residue could be lost.
+"""Scores of 2^20 to 2^60 in Triton's interpreter, where a maximum, a unit or a remainder could be lost.
 
 Every test runs twice: once as the interpreter computes, with every product rounded, and once with products fused into
-the following additions, as a GPU's compiler fuses them.
+the following additions, as in code that is compiled for a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVERYTHING = (True, True, True, False)
 
 @pytest.fixture(params=[False, True], ids=["rounded", "fused"], autouse=True)
 def fused(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether a product is left unrounded if it is added or subtracted next."""
+    """Whether a product is not rounded if it is added or subtracted next."""
     with fused_products() if request.param else nullcontext():
         yield request.param
 
@@ -54,7 +54,7 @@ def _sequence(order: str, dtype: torch.dtype, signs: str, largest: int, seed: in
 
 
 def _apart(first: float, second: float) -> Tensor:
-    """One key of each score lies in different tiles; all others are far below."""
+    """One key of each score is in different tiles; the scores of all others are far below."""
     scores = torch.full((200,), -1e30)
     scores[3], scores[150] = first, second
     return scores
@@ -64,7 +64,7 @@ def _apart(first: float, second: float) -> Tensor:
     "first, second", [(1.8e8, 2.0e8), (1e4, 2e8), (-3e8, -1e4), (-2e8, 1.5e8), (2.0e8, 1.8e8), (1.0, 1e38)]
 )
 def test_a_maximum_that_changes_its_unit(first: float, second: float) -> None:
-    """The larger of two scores has all the weight, whichever comes first, if each is kept in another unit."""
+    """The larger of two scores has all the weight, whichever comes first, even if each is stored in another unit."""
     values = torch.zeros(200)
     values[3], values[150] = 1.0, 2.0
     scores = _apart(first, second)
@@ -77,9 +77,10 @@ def test_a_maximum_that_changes_its_unit(first: float, second: float) -> None:
 @pytest.mark.parametrize("order", ["mixed", "rising", "falling"])
 @pytest.mark.parametrize("signs", ["positive", "negative", "both"])
 def test_scores_of_all_sizes(dtype: torch.dtype, order: str, signs: str, fused: bool) -> None:
-    """Results and gradients are those of the largest score; it stands in one tile, or in two, where it counts twice.
+    """Results and gradients are those of the largest score; it occurs in one tile, or in two, where it counts twice.
 
-    Float64 logits from 2^53 on have a gradient where the largest is alone: lse does not tell neighbouring scores apart.
+    Float64 logits from 2^53 on have a gradient if the largest is alone, although lse does not distinguish neighbouring
+    scores.
     """
     for seed, (scale, largest) in enumerate([(1.0, 60), (0.7, 60), (3.0, 48)]):
         scores, values = _sequence(order, dtype, signs, largest, seed), torch.randn(200, dtype=dtype)
@@ -95,9 +96,10 @@ def test_scores_of_all_sizes(dtype: torch.dtype, order: str, signs: str, fused: 
 
 
 def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, lse: Tensor, allowed: float) -> None:
-    """With dout = 1, dlse = 1: dV is the weights; dS is the weight where it is 0 or 1, and so is dK, times the scale.
+    """With dout = 1 and dlse = 1, dV is the weights; dS is the weight where this is 0 or 1, and dK is the same times
+    the scale.
 
-    An error of lse, which may be `allowed`, is an error of the weights.
+    An error of lse, which may be `allowed`, causes an error of the weights.
     """
     query, key, value = scores.new_ones(1, 1, 1, 1), scores.view(1, 1, -1, 1), values.view(1, 1, -1, 1)
     ones = torch.ones_like(out), torch.ones_like(lse)
@@ -134,7 +136,7 @@ def test_a_lone_largest_score_has_weight_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("level", [1e3, 1.3e5, 3e7, 1.7e8])
 def test_neighbours(dtype: torch.dtype, level: float) -> None:
-    """Scores a few units apart on top of a large one are weighed as if they stood alone."""
+    """Scores that differ by a few units, on top of a large one, get the same weights as without it."""
     scores = torch.full((200,), level, dtype=dtype)
     step = max(math.ulp(level) * 2 ** (29 if dtype == torch.float32 else 0), 0.25)
     scores += step * torch.randint(-8, 1, (200,), generator=torch.Generator().manual_seed(1))
@@ -150,7 +152,8 @@ def test_neighbours(dtype: torch.dtype, level: float) -> None:
 
 @pytest.mark.parametrize("level", [100.0, 700.0, 3e3, 7e3, 1.1e4])
 def test_large_scores_in_float16(level: float) -> None:
-    """Weights are lifted by 2^14, and what the rounding of a large maximum adds to them must stay within float16."""
+    """Weights are multiplied by 2^14; with the amount that the rounding of a large maximum adds, they must stay within
+    float16."""
     values = torch.arange(200.0).half()
     for step in range(0, 40, 9):
         key = torch.full((1, 1, 200, 1), level + 8 * step, dtype=torch.float16)

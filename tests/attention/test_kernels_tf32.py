@@ -38,12 +38,12 @@ def _truncated(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, sums: np.ndarray, bits: int = 24) -> np.ndarray:
-    """a b + sums as the units of a GPU compute it.
+    """a b + sums as the matrix units of a GPU compute it.
 
-    Operands have 11 bits, and the rest is ignored. Products are exact. Eight of them and the sum so far are shifted to
-    the largest exponent among them; `bits` bits are kept and the others cut off, and so are those of the result. (Fasi,
-    Higham, Mikaitis, Pranesh: Numerical behavior of NVIDIA tensor cores, 2021. Later units keep a bit or more beyond
-    these.)
+    Operands have 11 bits; other bits are ignored. Products are exact. Eight products and the sum so far are shifted to
+    the largest exponent among them; `bits` bits are kept and the others are cut off, and so are those of the result.
+    (Fasi, Higham, Mikaitis, Pranesh: Numerical behavior of NVIDIA tensor cores, 2021. Newer units keep one or more
+    additional bits.)
     """
     a, b, sums = _truncated(a.astype(np.float64), 11), _truncated(b.astype(np.float64), 11), sums.astype(np.float64)
     for start in range(0, a.shape[1], DEPTH):
@@ -80,8 +80,8 @@ def test_accuracy_with_truncating_units(law: str, latents: int, keys: int, width
 
 
 def test_one_product_of_tf32_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of the units is not better than they are:
-    a plain tf32 product fails in it, and so do sums of 16 bits."""
+    """The model of the units is not more accurate than the units: a plain tf32 product fails in it, and so do sums with
+    16 bits."""
     with truncating_units(bits=16), pytest.raises(AssertionError):
         check_accuracy("normal", 2, 1100, 16, 16)
     monkeypatch.setattr(launch, "forward_products", lambda *_: Products(torch.float32, "tf32"))
@@ -122,7 +122,7 @@ def test_turned_tiles_in_float64(latents: int, keys: int, monkeypatch: pytest.Mo
 
 
 def test_forward_multiplies_in_three_parts() -> None:
-    """Float32 of ordinary widths goes through three products of parts each for scores and values."""
+    """Float32 of ordinary widths uses three products of parts each for scores and values."""
     assert launch.forward_products(torch.float32, 64).precision == "tf32x3"
     q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 64, 8)
     with truncating_units() as count:

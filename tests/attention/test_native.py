@@ -1,5 +1,5 @@
-"""The C++ kernels against the definition in float64: every instruction set of this machine,
-every type, layout and border of tiles."""
+"""The C++ kernels, compared with the definition in float64: every instruction set of this machine, every type, layout
+and border of tiles."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _case(
 def _row_error(ours: Tensor, right: Tensor, floor: float = 1e-2) -> float:
     """Return the largest error of an element, relative to the largest element of its row.
 
-    Terms may cancel in a row, so this is at least `floor` times the largest element of the tensor.
+    Terms may cancel in a row, so the size of a row is taken as at least `floor` times the largest element of the
+    tensor.
     """
     if right.numel() == 0:
         return 0.0
@@ -120,7 +121,7 @@ def test_numbers_of_latents(isa: str, latents: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("latents", [1, 2, 3])
 @pytest.mark.parametrize("width, value_width", [(16, 32), (64, 16), (17, 16), (16, 8)])
 def test_few_queries_of_logits_that_rise(isa: str, latents: int, width: int, value_width: int) -> None:
-    """Few queries are processed one by one where widths fill vectors; sums are scaled down in each of four tiles."""
+    """Few queries are processed one by one if widths fill vectors; sums are scaled down in each of four tiles."""
     query, key, value = _case(2, 3, latents, 235, width, value_width, torch.float64)
     key[..., 0] = torch.arange(235) * 0.1
     query[..., 0] = width**0.5
@@ -188,7 +189,7 @@ def test_nothing_of_an_ignored_key_is_seen(isa: str, where: str, dtype: torch.dt
     query, key, value = _case(2, 2, 20, 230, 8, 8, dtype)
     mask = torch.rand(2, 460) < 0.3
     mask[0, 230 + MASKED[where].indices(230)[0] : 230 + MASKED[where].indices(230)[1]] = True
-    mask = mask[:, 230:] if where != "none" else mask.repeat_interleave(2, 1)[:, 230:690:2]  # a mask of stride 2, too
+    mask = mask[:, 230:] if where != "none" else mask.repeat_interleave(2, 1)[:, 230:690:2]  # also a mask of stride 2
     key, value = (t.masked_fill(mask[:, None, :, None], bad) for t in (key, value))
     _check(query, key, value, mask)
     dquery, dkey, dvalue = _everything(query, key, value, mask)[2:]
@@ -248,8 +249,8 @@ def test_incoming_state(isa: str, keys: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e38, -1e38])
 @pytest.mark.parametrize("at", [0, 63, 64, 130])
 def test_a_key_of_another_size(isa: str, dtype: torch.dtype, logit: float, at: int) -> None:
-    """One key's logit is far above or below the others', early or late:
-    the running reference of the exponentials must cope with both."""
+    """One key's logit is far above or below the others', early or late: the running reference of the exponentials must
+    be right in both cases."""
     query = torch.ones(1, 1, 5, 1, dtype=dtype)
     key = torch.linspace(-1, 1, 150, dtype=torch.float64).to(dtype).view(1, 1, 150, 1).clone()
     key[0, 0, at] = logit
@@ -344,8 +345,8 @@ def test_empty_extents(extents: tuple[int, int, int, int]) -> None:
 
 
 def _everything(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return (out, lse, dquery, dkey, dvalue); incoming gradients depend on the shapes alone,
-    so that parts of a batch can be compared."""
+    """Return (out, lse, dquery, dkey, dvalue); incoming gradients depend only on the shapes, so that parts of a batch
+    can be compared."""
     scale = query.shape[-1] ** -0.5
     out, lse = native.attention_forward(Attention(query, key, value, mask, None, None, None, scale=scale))
     dout = torch.linspace(-1, 1, out[0].numel(), dtype=out.dtype).view(out.shape[1:]).expand_as(out)
@@ -395,7 +396,7 @@ def test_more_than_65535_heads() -> None:
 def test_offsets_beyond_32_bits(apart: int) -> None:
     """Two batch elements, heads or keys lie 2^31 elements apart: an offset of 32 bits would wrap.
 
-    Memory between them is never touched.
+    The memory between them is never accessed.
     """
     shape, strides = [1, 1, 1, 2], [0, 0, 0, 1]
     shape[apart], strides[apart] = 2, 2**31

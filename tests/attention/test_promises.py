@@ -1,5 +1,5 @@
-"""Promises of attention alone: extreme logits, packed sets, memory far apart,
-odd widths. test_suite.py has the rest."""
+"""Promises of attention alone: extreme logits, packed sets, memory far apart, odd widths. test_suite.py tests the other
+promises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _gradients(
     return torch.autograd.grad(tuple(state), inputs, weights)
 
 
-# ---- P1: nothing finite or masked gives a NaN
+# ---- P1: finite or masked inputs never give a NaN
 
 
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e38, -1e38, -math.inf])
@@ -70,9 +70,9 @@ def test_a_bad_key_stays_in_its_set(impl: str) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_beyond_two_to_the_31_elements(dim: int) -> None:
-    """Batch elements, heads or keys lie 2^30 elements apart, so that the offset of the third exceeds 32 bits.
+    """Batch elements, heads or keys are 2^30 elements apart, so that the offset of the third exceeds 32 bits.
 
-    Memory between them is never touched.
+    The memory between them is never accessed.
     """
     step = 2**30
     storage = torch.empty(0, dtype=torch.float16).set_(torch.UntypedStorage(2 * (2 * step + 64)))

@@ -1,4 +1,4 @@
-"""The definition against torch's own attention and log-sum-exp, and by hand."""
+"""The definition, compared with torch's own attention and log-sum-exp, and with values computed by hand."""
 
 from __future__ import annotations
 

@@ -147,7 +147,8 @@ def test_chunks_of_one_with_gradients() -> None:
 
 
 def _logits(law: str, steps: int) -> torch.Tensor:
-    """Return a stream's logits by one of four laws: N(0, 1), N(0, 10^2), and N(0, 1) with rare spikes of 20 or 40."""
+    """Return the logits of a stream from one of four distributions: N(0, 1), N(0, 10^2), and N(0, 1) with rare large
+    logits of 20 or 40."""
     logits = torch.randn(steps)
     if law == "ten":
         logits *= 10
@@ -161,7 +162,7 @@ def _logits(law: str, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("law", ["one", "ten", "spikes of 20", "spikes of 40"])
 @pytest.mark.parametrize("steps", [20_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
 def test_long_stream_equals_one_pass(law: str, steps: int) -> None:
-    """A float32 stream of single keys, saved and restored now and then, equals one pass in float64."""
+    """A float32 stream of single keys that is saved and restored from time to time equals one pass in float64."""
     logits, value = _logits(law, steps), torch.randn(steps, 2)
     query = torch.ones(1, 1, 1, 1)
     state = ck.empty_state(1, 1, 1, 2)
@@ -188,7 +189,7 @@ def _same(ours: Sequence[torch.Tensor], formula: Sequence[torch.Tensor]) -> None
 )
 @pytest.mark.parametrize("left", ["most", "some", "nothing", "nothing there", "nothing removed", "nan"])
 def test_one_native_call_is_the_formula(left: str) -> None:
-    """Removal and merge in one native call, as without gradients, equal their formulas, also in edge cases."""
+    """Removal and merge in one native call, as used without gradients, equal their formulas, also in edge cases."""
     q, k, v = (torch.randn(2, 3, n, 4, dtype=torch.float64) for n in (70, 9, 9))
     gone = slice(0, {"most": 1, "some": 5, "nan": 5, "nothing removed": 0}.get(left, 9))
     state = ck.empty_state(2, 3, 70, 4, dtype=torch.float64) if left == "nothing there" else ck.attention_state(q, k, v)
@@ -216,7 +217,7 @@ def test_the_formula_flags_what_cancelled(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_removal_of_logits_without_digits_is_flagged(impl: str, dtype: torch.dtype) -> None:
-    """The code that added a key may have rounded its logit to a neighbour of the one that is removed."""
+    """The code that added a key may have rounded its logit to a neighbour of the logit that is removed."""
     largest = 2.0 ** (40 if dtype == torch.float32 else 70)
     query = torch.ones(1, 1, 1, 1, dtype=dtype)
     key, value = (

@@ -67,8 +67,8 @@ class TestAttentionState(OperatorSuite):
         return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
 
     def incoming(self, results: Results) -> Results:
-        """Return random gradients of `out` and zeros for `lse`:
-        torch's attention has no `lse` to send a gradient through."""
+        """Return random gradients of `out` and zeros for `lse`, because torch's attention has no `lse` with a
+        gradient."""
         out, *lse = results
         return torch.randn(out.shape), *(torch.zeros_like(t) for t in lse)
 
@@ -76,7 +76,7 @@ class TestAttentionState(OperatorSuite):
         return oracles.largest_score(inputs["query"], inputs["key"])
 
     def row_sizes(self, found: Measured) -> Tensor:
-        """Measure the rows of gradients by the terms that they add up, which may cancel."""
+        """Measure the rows of gradients relative to the terms that they add up, because these may cancel."""
         size = found.right.norm(dim=-1)
         if not found.is_gradient:
             return size
@@ -110,7 +110,7 @@ class Variant(TestAttentionState):
 
 
 class TestLatentAttention(TestAttentionState):
-    """`latent_attention` of queries that all batch elements share, at a scale of its own."""
+    """`latent_attention` of queries that all batch elements share, with a scale that is not the default."""
 
     operator = "latent_attention"
     arguments = {"query": "HLD", "key": "BHND", "value": "BHNE"}
@@ -261,11 +261,11 @@ class TestRemoval(TestIncomingState):
         return oracles.attention(query, key, value)
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Leave gradients of removed keys unchecked: they are differences that vanish."""
+        """Do not check gradients of removed keys, because they are differences that vanish."""
         return not (is_gradient and name.startswith("other"))
 
 
-# ---- what is attention's own
+# ---- tests of attention alone
 
 
 def _leaf(*shape: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""States whose empty rows hold anything, and states that no keys can have: one rule for every function with a state."""
+"""States whose empty rows hold any number, and states that no keys can have: one rule for every function with a
+state."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _state(inside: float, lse: float = -math.inf) -> AttentionState:
-    """A state with a row of this lse that holds `inside`, one of a huge lse, and others of keys."""
+    """A state with a row of this lse that holds `inside`, a row with a huge lse, and rows with keys."""
     out, log = ck.attention_state(Q, 2 * K, V + 1, impl="reference")
     out, log = out.clone(), log.clone()
     log[HUGE_ROW] = 800.0
@@ -121,8 +122,8 @@ def test_what_an_empty_row_holds_counts_for_nothing(path: str, inside: float, im
 
 @pytest.mark.parametrize("path", PATHS)
 def test_gradients_with_an_unclean_row(path: str, impl: str) -> None:
-    """No gradient is NaN, that of the empty row is 0,
-    and all equal those of the clean state; so do second derivatives."""
+    """No gradient is NaN, the gradient of the empty row is 0, and all gradients equal those of the clean state; so do
+    second derivatives."""
     found = [_derived(lambda state: PATHS[path](state, impl), _state(inside), order=2) for inside in (math.nan, 0.0)]
     for ours, right in zip(*found, strict=True):
         assert not right.isnan().any() and torch.equal(ours, right)
@@ -131,7 +132,7 @@ def test_gradients_with_an_unclean_row(path: str, impl: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_transforms_of_an_unclean_state(path: str, impl: str) -> None:
-    """Under vmap, and in forward mode, which takes the definition."""
+    """The same under vmap, and in forward mode, which uses the definition."""
     state = _state(math.nan)
     call = PATHS[path]
     right = call(_state(0.0), "reference")
@@ -160,7 +161,7 @@ def test_an_lse_that_no_keys_have_is_refused(path: str, refused: float, impl: st
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_row_that_keys_have_spoilt_stays_alone(path: str, impl: str) -> None:
-    """The row is NaN, as a NaN in keys would make it: nothing is refused, and no other row changes."""
+    """The row is NaN, as a NaN in keys would make it: no error is raised, and no other row changes."""
     with torch.no_grad():
         _is_alone(path, PATHS[path](_state(math.nan, math.nan), impl), PATHS[path](_state(0.0), impl))
 
@@ -176,7 +177,7 @@ def test_where_values_are_not_read_it_makes_its_row_nan(
 
 
 def _is_alone(path: str, found: AttentionState, right: AttentionState) -> None:
-    """Check that the row of the state that is not clean is NaN, and all others as they are without it."""
+    """Check that the row of the state that is not clean is NaN, and that all other rows are the same as without it."""
     batch, head, row = EMPTY_ROW
     spoilt = torch.zeros_like(right.lse, dtype=torch.bool)
     spoilt[(batch, head, slice(None), row) if path.startswith("prefix") else (..., batch, head, row)] = True
@@ -195,7 +196,7 @@ def test_a_removal_from_such_a_row_is_not_reliable(refused: float, impl: str, un
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_merges_of_all_kinds_of_rows_agree(dtype: torch.dtype, unread: None) -> None:
-    """Native code and the definition, for every pair of an lse and what `out` holds."""
+    """Native code and the definition, for every pair of an lse and a content of `out`."""
     rows = [
         (lse, out) for lse in (-math.inf, -800.0, 0.0, 800.0, math.inf, math.nan) for out in (0.5, math.inf, math.nan)
     ]
@@ -211,7 +212,7 @@ def test_merges_of_all_kinds_of_rows_agree(dtype: torch.dtype, unread: None) -> 
 
 
 def test_the_gradient_of_a_share_of_a_whole() -> None:
-    """An incoming gradient is also 0 where a part is empty, even if it is a NaN."""
+    """An incoming gradient is also 0 where a part is empty, even if this gradient is a NaN."""
     part, whole = _state(math.nan), _state(1.0, 2.0)
     dout, dlse = torch.full_like(part.out, math.nan), torch.ones_like(part.lse)
     down, slope = share_gradient(part, whole, dout, dlse)

@@ -16,8 +16,8 @@ from .common import close, own, raises
 
 
 def case_compiled() -> None:
-    """A merge compiles into one graph with what is around it: the same values and gradients,
-    and errors of other ranks are raised."""
+    """A merge compiles into one graph with the code around it: values and gradients are the same, and errors of other
+    ranks are raised."""
     rank, world = dist.get_rank(), dist.get_world_size()
     query, points = torch.randn(2, 3, 4), torch.randn(world, 1, 2, 5, 4)
 
@@ -38,14 +38,14 @@ def case_compiled() -> None:
 
 
 def case_compiled_on_ranks_of_which_one_wants_a_gradient() -> None:
-    """A graph is compiled with a backward pass or without, so all ranks raise."""
+    """A graph is compiled either with or without a backward pass, so all ranks raise an error."""
     part = AttentionState(torch.randn(1, 2, 3, 4).requires_grad_(dist.get_rank() == 0), torch.randn(1, 2, 3).double())
     with raises(RuntimeError, "state: got one that requires a gradient on rank 0", "the graph is compiled"):
         torch.compile(all_merge_state, backend="aot_eager")(part)
 
 
 def case_compiled_module() -> None:
-    """A compiled block is the block, in one graph."""
+    """A compiled block has the results of the block, in one graph."""
     inputs, query, mask = data()
     module = ShardedCMAB(shaken(CMAB(DIM, 5, HEADS)))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -24,7 +24,7 @@ def loss(state: tuple, rank: int) -> Tensor:
 
 
 def leaves_of(kind: type) -> list[list[Tensor]]:
-    """Return for each rank the fields of its state, known to all ranks, that take a gradient."""
+    """Return for each rank the fields of its state that need a gradient; all ranks know them."""
     parts = states(kind, 2, 3)
     return [[field.requires_grad_() for field in part if field.is_floating_point()] for part in parts]
 
@@ -58,7 +58,7 @@ def derivative(value: Tensor, leaves: list[Tensor], order: int) -> list[Tensor]:
 
 
 def case_gradients_of_second_and_third_order() -> None:
-    """The further values are sums over all leaves, so a rank's own leaves give its part of them."""
+    """The further values are sums over all leaves, so a rank's own leaves give its part of the values."""
     for kind in (AttentionState, RidgeState):
         for order in (2, 3):
             leaves = leaves_of(kind)
@@ -89,8 +89,8 @@ def case_equal_losses_count_once_each() -> None:
 
 
 def case_a_rank_without_a_gradient_takes_part() -> None:
-    """If the state of one rank requires a gradient, the losses of all ranks reach it;
-    all ranks raise unless all are in grad mode."""
+    """If the state of one rank requires a gradient, the losses of all ranks reach it; if not all ranks are in grad
+    mode, all ranks raise an error."""
     rank, leaves = dist.get_rank(), leaves_of(AttentionState)
     part = rebuilt(AttentionState, leaves[rank] if rank == 0 else [leaf.detach() for leaf in leaves[rank]])
     loss(all_merge_state(part), rank).backward()
@@ -130,7 +130,7 @@ def case_no_graph_where_none_is_wanted() -> None:
 
 
 def case_gradients_of_float32() -> None:
-    """Parts of a hundred keys in float32 have the gradients of one pass over all of them, to rounding."""
+    """Parts of a hundred keys in float32 have the gradients of one pass over all keys, up to rounding."""
     world = dist.get_world_size()
     points = torch.randn(2, world, 1, 2, 100, 8)
     query = torch.randn(2, 16, 8)
@@ -155,7 +155,7 @@ def case_nothing_read_has_no_gradient() -> None:
 
 
 def case_transforms_are_refused() -> None:
-    """Transforms of `torch.func` and forward mode raise: a collective has no rule for them."""
+    """Transforms of `torch.func` and forward mode raise an error, because a collective has no rule for them."""
     state = states(AttentionState, 2)[0]
 
     def merged(out: Tensor) -> Tensor:

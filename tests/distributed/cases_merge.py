@@ -1,4 +1,4 @@
-"""Cases: merged states, what is sent, and errors."""
+"""Cases: merged states, the messages that are sent, and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .common import close, counted, own, raises, same_bits_on_all_ranks
 
 
 class OwnState(AttentionState):
-    """A state of a type of its own."""
+    """A state with a type of its own."""
 
 
 def states(kind: type, *leading: int, dtype: torch.dtype = torch.float64) -> list:
@@ -40,8 +40,8 @@ def equal(ours: tuple, theirs: tuple) -> bool:
 
 
 def case_attention_states_merge_to_the_same_bits() -> None:
-    """Any number of leading dimensions (also none), both dtypes and any strides:
-    each rank gets `merge_states` of all states."""
+    """With any number of leading dimensions (also none), both dtypes and any strides, each rank gets `merge_states` of
+    all states."""
     for dtype in (torch.float32, torch.float64):
         for leading in ((), (2,), (2, 3), (2, 1, 3), (2, 0, 3)):
             parts = states(AttentionState, *leading, dtype=dtype)
@@ -99,7 +99,7 @@ def case_one_collective_whose_bytes_do_not_depend_on_the_keys() -> None:
 
 
 def case_errors_are_raised_on_all_ranks() -> None:
-    """Ranks with different states all raise, name what each brought, and can go on."""
+    """If ranks have different states, all raise an error that names the state of each rank, and can continue."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     good = ck.empty_state(1, 2, 3, 4)
     different: dict[str, tuple[object, type[Exception], str]] = {
@@ -158,8 +158,8 @@ def case_errors_are_raised_on_all_ranks() -> None:
 
 
 def case_as_on_a_gpu() -> None:
-    """A rank that would have to wait for headers reads those of new shapes only,
-    and gets NaN if others changed theirs."""
+    """A rank that would have to wait for headers reads headers only for new shapes, and gets NaN if other ranks changed
+    their shapes."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     before, messages._waits = messages._waits, lambda tensor: True
     group = dist.new_group()
@@ -190,7 +190,7 @@ def case_as_on_a_gpu() -> None:
 
 
 def case_an_error_of_packing_reaches_all_ranks() -> None:
-    """Memory may run out at this place."""
+    """At this place, memory may run out."""
     state, packed = ck.empty_state(1, 2, 3, 4), merge.packed_bytes
 
     def fail(_: object) -> None:
@@ -209,7 +209,7 @@ def case_an_error_of_packing_reaches_all_ranks() -> None:
 
 
 def case_groups() -> None:
-    """A group of some ranks merges the states of these; other ranks are refused. Merges over groups compose."""
+    """A group of some ranks merges the states of these ranks; other ranks get an error. Merges over groups compose."""
     rank, parts = dist.get_rank(), states(AttentionState, 2)
     members = [0, dist.get_world_size() - 1]
     group = dist.new_group(members)
@@ -225,7 +225,8 @@ def case_groups() -> None:
 
 
 def case_states_of_many_sizes_in_any_order() -> None:
-    """The ranks agree on the room in a message, whatever came before, even in a group whose first state is empty."""
+    """The ranks agree on the room in a message, whatever was merged before, even in a group whose first state is
+    empty."""
     group = dist.new_group()
     for batch in (0, 1, 40, 3, 200, 199, 201, 0, 7):
         parts = [

@@ -21,7 +21,7 @@ POINTS, DIM, HEADS = 11, 12, 3
 
 
 def shaken(module: Any) -> Any:
-    """Return the module with parameters that all matter: no bias is 0, no norm is 1."""
+    """Return the module with parameters that all affect the result: no bias is 0, and no norm is 1."""
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
     return module.double()
@@ -67,14 +67,14 @@ query and mask, and the class that shards it."""
 
 
 def masks() -> dict[str, Tensor | None]:
-    """Return masks (2, POINTS): none, a random one, all of the first rank's inputs, all but those, all."""
+    """Return masks (2, POINTS): none, a random mask, all of the first rank's inputs, all other inputs, all inputs."""
     position = torch.arange(POINTS).expand(2, -1)
     return {"none": None, "random": data()[2], "first": position < 3, "rest": position >= 3, "all": position >= 0}
 
 
 def case_forward_and_gradients() -> None:
-    """Each module, each mask: the output, the gradients with respect to parameters,
-    and W times those of the inputs; one collective."""
+    """For each module and mask, compare the output, the gradients with respect to parameters, and W times the gradients
+    of the inputs; there is one collective."""
     world = dist.get_world_size()
     for make, call, call_sharded, wrapper in MODULES.values():
         module = shaken(make())
@@ -126,7 +126,8 @@ def case_updates() -> None:
 
 
 def case_own_streams_are_the_same_on_all_ranks() -> None:
-    """A module's own stream advances on all ranks alike, and is saved and loaded; an error leaves it."""
+    """A module's own stream advances in the same way on all ranks, and is saved and loaded; an error does not change
+    it."""
     inputs, query, _ = data()
     for make, *_, wrapper in (MODULES["block"], MODULES["stack"], MODULES["intention"]):
         module = shaken(make())
@@ -153,7 +154,7 @@ def case_own_streams_are_the_same_on_all_ranks() -> None:
 
 
 def case_encoded_files() -> None:
-    """Each rank encodes chunks of its own; merged, the states give the result and the gradients of all chunks."""
+    """Each rank encodes its own chunks; the merged states give the result and the gradients of all chunks."""
     stack, (inputs, query, _) = shaken(CMABStack(DIM, 5, HEADS, depth=2)), data()
     whole = stack(inputs, query)
     wanted = torch.autograd.grad(whole.sin().sum(), list(stack.parameters()))
@@ -165,7 +166,7 @@ def case_encoded_files() -> None:
 
 
 def case_an_error_on_one_rank_is_raised_on_all() -> None:
-    """No rank waits for another that refuses its inputs, and states stay as they were."""
+    """No rank waits for a rank that raises an error for its inputs, and states do not change."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     inputs, query, mask = data()
     block, stack, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
@@ -195,7 +196,8 @@ def case_an_error_on_one_rank_is_raised_on_all() -> None:
 
 
 def refused(call: Callable[[bool], Any], error: type[Exception]) -> None:
-    """Assert that the last rank, whose argument is wrong, raises this error, and that the others miss its state."""
+    """Assert that the last rank, whose argument is wrong, raises this error, and that the others report that its state
+    is missing."""
     last = dist.get_world_size() - 1
     with (
         raises(error) if dist.get_rank() == last else raises(RuntimeError, f"rank {last} raised an error and sent none")
@@ -204,8 +206,8 @@ def refused(call: Callable[[bool], Any], error: type[Exception]) -> None:
 
 
 def case_what_follows_the_merge_is_checked_before_it() -> None:
-    """If one rank cannot go on with its query, state or stream, no rank goes on:
-    no backward pass waits, no stream advances."""
+    """If one rank cannot continue with its query, state or stream, no rank continues: no backward pass waits, and no
+    stream advances."""
     inputs, query, _ = data()
     block, stack, attention, fit = (shaken(make()) for make, *_ in MODULES.values())
     queried: list[Callable[[Any], Tensor]] = [
@@ -255,8 +257,8 @@ def case_what_follows_the_merge_is_checked_before_it() -> None:
 
 
 def case_queries_of_inference_mode() -> None:
-    """Autograd refuses inference tensors: a rank with one goes on with a copy,
-    because the others wait in the backward pass."""
+    """Autograd refuses inference tensors, so a rank with one continues with a copy, because the others wait in the
+    backward pass."""
     inputs, query, _ = data()
     for make, _, call, wrapper in (MODULES["block"], MODULES["stack"], MODULES["intention"]):
         module = shaken(make())
@@ -297,7 +299,8 @@ def train(module: nn.Module, call: Callable[[Tensor], Tensor], steps: Tensor) ->
 def same_as_one_process(
     wrapped: Callable[[nn.Module], nn.Module], weights: Callable[[nn.Module], list[Tensor]]
 ) -> None:
-    """Train each module sharded and wrapped, and alone on all inputs; assert that parameters move, and end the same."""
+    """Train each module sharded and wrapped, and alone on all inputs; assert that parameters change, and that both end
+    with the same values."""
     _, query, mask = data()
     steps = torch.randn(3, 2, POINTS, DIM).double()
     for make, call, call_sharded, wrapper in MODULES.values():
@@ -322,7 +325,7 @@ def case_distributed_data_parallel() -> None:
 
 
 def case_fully_shard() -> None:
-    """The same with parameters spread over the ranks as well (FSDP2)."""
+    """The same with parameters that are also spread over the ranks (FSDP2)."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))

@@ -1,4 +1,4 @@
-"""What the cases share: this rank's part of data that all ranks know, and comparisons."""
+"""The functions that the cases share: this rank's part of data that all ranks know, and comparisons."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COLLECTIVES = (
 
 
 def own(points: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return this rank's part of `points`: parts of ragged sizes,
-    of which the last is empty if there are three ranks."""
+    """Return this rank's part of `points`: the parts have different sizes, and if there are three ranks, the last part
+    is empty."""
     if sizes is None:
         sizes = {1: [points.shape[dim]], 2: [3, points.shape[dim] - 3], 3: [3, points.shape[dim] - 3, 0]}[
             dist.get_world_size()
@@ -54,7 +54,7 @@ def summed(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def counted() -> Iterator[list[tuple[str, int]]]:
-    """Yield a list, to which each collective of the context adds its name and the bytes that this rank sends."""
+    """Yield a list, to which each collective in the context adds its name and the bytes that this rank sends."""
     calls: list[tuple[str, int]] = []
     before = {name: getattr(dist, name) for name in COLLECTIVES}
 

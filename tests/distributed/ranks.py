@@ -1,6 +1,7 @@
 """Runs cases on every rank of process groups of several sizes: `python -m tests.distributed.ranks FOLDER`.
 
-The ranks are forks of one process, as most of the time would go to starting Python and importing torch for each.
+The ranks are forks of one process, because otherwise most of the time would be spent on starting Python and importing
+torch for each rank.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def run(rank: int, folder: Path, processes: int, modules: list[str]) -> None:
     """Run the cases on one rank, and write the outcome of each to FOLDER/RANK.json:
     "" for a case that passed, else its traceback.
 
-    After the first failure the ranks no longer agree on what comes next, so they stop.
+    After the first failure, the ranks no longer agree on the next case, so they stop.
     """
     meeting = f"file://{folder / 'store'}"
     dist.init_process_group(
@@ -62,7 +63,7 @@ def run(rank: int, folder: Path, processes: int, modules: list[str]) -> None:
 
 
 def main(folder: Path) -> None:
-    # The cases would import these modules on every rank.
+    # Otherwise the cases would import these modules on every rank.
     for name in (
         "torch._dynamo",
         "torch._inductor.compile_fx",

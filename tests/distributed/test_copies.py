@@ -62,7 +62,7 @@ def test_a_pickle_says_what_to_do(kind: Any, group: Any) -> None:
 
 
 class Counted(torch.nn.Module):
-    """A parametrization that leaves the tensor as it is, and counts."""
+    """A parametrization that does not change the tensor, and counts its calls."""
 
     count = 0
 
@@ -77,7 +77,7 @@ def test_a_parametrization_is_computed_once_a_call(kind: Any, group: Any) -> Non
     place, name = (module.blocks[1], "latents") if kind is ShardedCMAB else (module, "in_proj_weight")
     parametrize.register_parametrization(place, name, part := Counted())
     few, many = torch.randn(1, 3, 16), torch.randn(1, 9, 16)
-    part.count = 0  # registration reads the shape
+    part.count = 0  # registration reads the shape, which is one call
     kind(module, group)(*((many, few) if kind is ShardedCMAB else (few, many, many)))
     assert part.count == 1
 

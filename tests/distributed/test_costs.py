@@ -31,7 +31,8 @@ def alone() -> Iterator[None]:
 
 
 def message(state: ck.AttentionState | ck.RidgeState, size: int, gradient: int) -> None:
-    """Assert that a second merge sends `size` bytes beside its header, and its backward pass `gradient` bytes."""
+    """Assert that a second merge sends `size` bytes in addition to its header, and that its backward pass sends
+    `gradient` bytes."""
     part = type(state)(*(field.requires_grad_(field.is_floating_point()) for field in state))
     all_merge_state(part)
     with counted() as calls:
@@ -87,7 +88,7 @@ def test_the_table() -> None:
 
 @pytest.mark.parametrize("available", [False, True])
 def test_without_a_process_group(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing needs neither a process group nor a torch that can make one; a merge looks for it."""
+    """Importing needs neither a process group nor a torch that can make one; only a merge looks for it."""
     monkeypatch.setattr(dist, "is_available", lambda: available)
     with pytest.raises(
         RuntimeError, match=r"^group: .* no process group yet; call torch\.distributed\.init_process_group first"

@@ -1,5 +1,5 @@
-"""States and modules over process groups: the cases beside this file,
-on two to four processes that talk through Gloo."""
+"""States and modules over process groups: the cases in this folder, on two to four processes that communicate through
+Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reduce_states`: what workers read, merged in a tree, is what one reader would hold."""
+"""`reduce_states`: states that workers read and merge in a tree equal the state of a single reader."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("forgetting", [1.0, 0.9])
 def test_a_regression_equals_one_fit(client: Any, parts: int, forgetting: float) -> None:
-    """The partitions keep their order, on which a forgetting factor depends."""
+    """The partitions keep their order, because a forgetting factor depends on it."""
     model = reduce_states(client, functools.partial(_regression, forgetting=forgetting), PARTS[:parts])
     right = _regression(slice(0, PARTS[parts - 1].stop), forgetting=forgetting)
     np.testing.assert_allclose(model.coef_, right.coef_, rtol=1e-11)
@@ -87,7 +87,7 @@ def test_a_stack_reads_partitions(client: Any) -> None:
 
 
 class Counted(Executor):
-    """An executor that runs tasks at once, and keeps the bytes of the states that each merge takes."""
+    """An executor that runs tasks at once, and records the bytes of the states that each merge takes."""
 
     def __init__(self) -> None:
         self.tasks: list[str] = []
@@ -119,7 +119,7 @@ def test_what_a_merge_sends_does_not_depend_on_the_rows() -> None:
 
 
 class Remote:
-    """A stand-in for a future of Dask, which is no future of Python's: only a worker reads it."""
+    """A substitute for a future of Dask, which is not a future of Python: only a worker reads it."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.read = value, False
@@ -132,7 +132,7 @@ class Remote:
 
 
 class Workers:
-    """A stand-in for a client of Dask: a worker puts values in the place of futures among its arguments."""
+    """A substitute for a client of Dask: a worker replaces futures among its arguments by their values."""
 
     def __init__(self) -> None:
         self.futures: list[Remote] = []
@@ -144,14 +144,14 @@ class Workers:
 
 
 def test_states_stay_on_the_workers() -> None:
-    """The caller fetches the last state alone, and a partition may be a future."""
+    """The caller fetches only the last state, and a partition may be a future."""
     client = Workers()
     merged = reduce_states(client, _regression, [Remote(PARTS[0]), *PARTS[1:]])
     assert merged.n_samples_seen_ == 100 and [future.read for future in client.futures] == [False] * 8 + [True]
 
 
 def test_merges_form_a_tree() -> None:
-    """5 partitions take 2 merges, then 1, then 1. The states of partitions stay as they are."""
+    """5 partitions take 2 merges, then 1, then 1. The states of partitions do not change."""
     x, y = _data()
     states = [ck.OnlineRidge().fit(x[rows], y[rows]) for rows in PARTS]
     client = Counted()

@@ -1,5 +1,5 @@
-"""`python -m tests.fire [STEPS]` runs the streams under fire, a million steps each,
-and writes bench/results/streams.json."""
+"""`python -m tests.fire [STEPS]` runs the random streams of this folder, a million steps each, and writes
+bench/results/streams.json."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Streams that are pushed, merged, removed from, saved and restored at random, and the error of what they hold, for
-`python -m tests.fire`.
+"""Streams with random pushes, merges, removals, saves and restores, and the errors of their states, for `python -m
+tests.fire`.
 
-Four laws of the logits stand side by side as four batch elements, whose results do not depend on each other.
+Four distributions of the logits are four batch elements, whose results do not depend on each other.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import cmab_kernels as ck
 
 LAWS = ("N(0, 1)", "N(0, 10²)", "spikes of 20", "spikes of 40")
 SIZES = (1, 1, 1, 2, 5)
-"""The sizes that chunks have, each as likely as another."""
+"""The sizes that chunks have, each with the same probability."""
 WINDOW = 64
 LIVE = 400
-"""How many points a set holds before some are removed."""
+"""The number of points that a set holds before some are removed."""
 BLOCK = 4096
 EPS = torch.finfo(torch.float32).eps
 
 Figures = dict[str, dict[str, Any]]
-"""law -> what was counted and measured"""
+"""distribution -> the figures that were counted and measured"""
 
 
 def logits(first: int, count: int) -> Tensor:
-    """Return the logits (4, 1, count, 1) of the tokens `first`, `first` + 1, ... by the four laws."""
+    """Return the logits (4, 1, count, 1) of the tokens `first`, `first` + 1, ... from the four distributions."""
     number, noise = torch.arange(first, first + count), torch.randn(4, 1, count, 1)
     noise[1] *= 10
     noise[2, 0, :, 0] += 20 * (number % 5_000 == 4_999)
@@ -40,7 +40,7 @@ def logits(first: int, count: int) -> Tensor:
 
 
 def chunks(chance: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield keys (4, 1, t, 1), which are the logits, and values (4, 1, t, 2), for ever."""
+    """Yield keys (4, 1, t, 1), which are the logits, and values (4, 1, t, 2), without end."""
     first = 0
     while True:
         cut = [chance.choice(SIZES) for _ in range(BLOCK // 2)]
@@ -58,7 +58,7 @@ def restored(state: Any) -> Any:
 
 
 def summary(errors: Tensor, **counted: Any) -> Figures:
-    """Return the figures of each law from errors (4, number)."""
+    """Return the figures of each distribution from errors (4, number)."""
     ranks = torch.tensor([0.5, 0.999], dtype=errors.dtype)
     found: Figures = {}
     for i, law in enumerate(LAWS):
@@ -74,7 +74,7 @@ def _quantiles(errors: Tensor, ranks: Tensor) -> Tensor:
 
 
 class Live:
-    """The points that a set holds, in the chunks in which they came."""
+    """The points that a set holds, in the chunks in which they were added."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.chunks, self.points = chance, [], 0
@@ -100,8 +100,8 @@ def attention_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
     `every`-th step.
 
     A row is recomputed from its points if a removal is not reliable, or if its history allows an error of 1e-2.
-    `of_allowed` is the largest error as a multiple of what the history allows: a rounding of float32 at each step,
-    divided by the share that each removal left.
+    `of_allowed` is the largest error as a multiple of the error that the history allows: a rounding of float32 at each
+    step, divided by the share that each removal left.
     """
     torch.manual_seed(seed)
     chance, query = random.Random(seed), torch.ones(1, 1, 1, 1).expand(4, 1, 1, 1)
@@ -127,7 +127,7 @@ def attention_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
                 state = ck.merge_states(state, ck.attention_state(query, *chunk, scale=1.0))
             else:
                 state = ck.attention_state(query, *chunk, state=state, scale=1.0)
-        share = (before - state.lse).exp().clamp(max=1 / EPS)  # above 1 for a removal: the growth of its errors
+        share = (before - state.lse).exp().clamp(max=1 / EPS)  # above 1 for a removal: the growth of the errors
         allowed = ((share * allowed).square() + (share.clamp(min=1.0) * EPS).square()).sqrt()
         if chance.random() < 1e-3:
             state = restored(state)
@@ -175,7 +175,8 @@ def ridge_stream(steps: int, seed: int = 0, every: int = 1000) -> Figures:
 def window_stream(start: Callable[..., Any], step: Callable[..., Any], steps: int, seed: int = 0) -> Figures:
     """Return the absolute errors of all outputs of a sliding window; values are N(0, 1).
 
-    Now and then the state is saved and restored or copied, or an older one is stepped as well, to the same bits.
+    From time to time the state is saved and restored or copied, or an older state is also stepped, which must give the
+    same bits.
     """
     torch.manual_seed(seed)
     chance = random.Random(seed)
@@ -218,4 +219,4 @@ STREAMS: dict[str, Callable[[int], Figures]] = {
         lambda *first: ck.continual_attention_init(*first, scale=1.0), ck.continual_attention_step, steps
     ),
 }
-"""operator -> its stream of so many steps, and the figures of each law"""
+"""operator -> its stream of this number of steps, and the figures of each distribution"""

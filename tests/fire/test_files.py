@@ -1,7 +1,7 @@
-"""Promise P7: a state file with changed bytes is refused or loads to a valid state; nothing in it runs, and streams go
-on.
+"""Promise P7: loading a state file with changed bytes raises an error or gives a valid state; nothing in it is
+executed, and streams continue.
 
-Files are mutated as bytes (bits flipped, pieces cut out, doubled, swapped) and as entries (values, shapes, dtypes,
+Files are mutated as bytes (bits flipped, pieces removed, doubled or swapped) and as entries (values, shapes, dtypes,
 names, other objects).
 """
 
@@ -21,7 +21,7 @@ from cmab_kernels import nn
 
 DIM, LENGTH = 8, 5
 RAN: list[str] = []
-"""The names of all that files have executed: always empty."""
+"""The names of everything that files have executed: always empty."""
 
 
 def _rows(count: int = 7) -> Tensor:
@@ -47,7 +47,7 @@ MODULES: dict[str, Module] = {
     ),
     "RetroactiveEncoderLayer": (
         lambda: nn.RetroactiveEncoderLayer(DIM, 2, 16, sequence_len=LENGTH, batch_first=True),
-        # Its outputs may be NaN: the norms square a token of 1e30, as torch's do.
+        # Its outputs may be NaN, because the norms square a token of 1e30, as torch's norms do.
         lambda m: m.forward_steps(_rows()) is None,
     ),
 }
@@ -123,7 +123,7 @@ def _mutated_entry(entry: Any, chance: random.Random) -> Any:
 
 
 def _mutated_entries(entries: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """Return the entries with one of the stream's entries changed, dropped, swapped with another or renamed."""
+    """Return the entries with one of the stream's entries changed, removed, swapped with another or renamed."""
     changed = dict(entries)
     names = [name for name in entries if "stream" in name]
     name, other = chance.choice(names), chance.choice(names)
@@ -148,7 +148,7 @@ def _saved(entries: dict[str, Any]) -> bytes:
 def _try(module: Any, advance: Callable[[Any], Any], file: bytes) -> bool:
     """Load the file and return whether it was accepted.
 
-    Assert that the stream then is valid, or else unchanged, and that it can go on.
+    Assert that the stream is then valid, or else unchanged, and that it can continue.
     """
     weights, before = {name: p.clone() for name, p in module.named_parameters()}, _held(module)
     taken = False
@@ -156,7 +156,7 @@ def _try(module: Any, advance: Callable[[Any], Any], file: bytes) -> bool:
         entries = torch.load(io.BytesIO(file), weights_only=True)
         module.load_state_dict({name: entry for name, entry in entries.items() if "stream" in name} | weights)
         taken = True
-    except Exception as refusal:  # torch has many ways to say that a file is broken, none of which ends the process
+    except Exception as refusal:  # torch has many errors for a broken file; none of them ends the process
         assert not isinstance(refusal, (SystemError, MemoryError)), refusal
     after = _held(module)
     if taken:
@@ -177,7 +177,7 @@ def _try(module: Any, advance: Callable[[Any], Any], file: bytes) -> bool:
 @pytest.mark.parametrize("files", [50, pytest.param(1700, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", MODULES)
 def test_mutated_files(name: str, files: int) -> None:
-    """Each of 350 files of seven modules, and nightly of 11,900, is refused or is valid."""
+    """For each of 350 files of seven modules (nightly 11,900), loading raises an error or gives a valid state."""
     make, advance = MODULES[name]
     chance, RAN[:] = random.Random(name), []
     with torch.no_grad(), warnings.catch_warnings():
@@ -190,15 +190,15 @@ def test_mutated_files(name: str, files: int) -> None:
         for i in range(files):
             mutated = _mutated_bytes(good, chance) if i % 2 else _saved(_mutated_entries(entries, chance))
             refused += not _try(module, advance, mutated)
-            if i % 10 == 9:  # a loaded state of huge values cannot go on for ever
+            if i % 10 == 9:  # a loaded state with huge values cannot continue for ever
                 assert _try(module, advance, good)
     assert refused > files // 4 and RAN == []
 
 
 def test_nothing_is_executed() -> None:
-    """A file with an object that calls a function when it is read is refused, and the call is not made.
+    """A file with an object that calls a function when it is read raises an error, and the call is not made.
 
-    As a pickle it would be made.
+    If the file were read as a pickle, the call would be made.
     """
     module, advance = nn.CMAB(DIM, 3, 2).eval(), MODULES["CMAB"][1]
     RAN[:] = []
@@ -211,8 +211,8 @@ def test_nothing_is_executed() -> None:
 
 
 def test_a_check_that_is_missing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that takes entries with any values fails this test,
-    or ends in an error of the operator that reads them."""
+    """A stream that accepts entries with any values fails this test, or ends in an error of the operator that reads
+    them."""
     monkeypatch.setattr(nn.AttentionStream, "_unlikely", lambda *_: "")
     with pytest.raises((AssertionError, ValueError)):
         test_mutated_files("CMAB", 200)

@@ -1,4 +1,5 @@
-"""A stream that is interrupted in the middle of an update has the state before it or the one after it, and goes on."""
+"""If a stream is interrupted in the middle of an update, it has the state before the update or the state after it, and
+continues."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from cmab_kernels.nn.stream import Keeper
 
 CHUNK, POINTS, DIM = 40, 4, 8
 INTERRUPTIONS, SECONDS = 60, 5e-4
-"""How many interruptions come, and how late at most after a stream has gone on: an update takes about as long."""
+"""The number of interruptions, and the largest delay of each after a stream has continued: an update takes about as
+long."""
 
 
 Module = tuple[Any, Callable[[Any, Tensor], Any]]
@@ -57,7 +59,7 @@ class Interrupted(KeyboardInterrupt):
 
 @pytest.fixture
 def interruptions() -> Iterator[Callable[[float], None]]:
-    """Interrupt the main thread after so many seconds, by a signal; 0 stops that."""
+    """Interrupt the main thread after this number of seconds, by a signal; 0 stops this."""
 
     def interrupt(*_: Any) -> None:
         raise Interrupted
@@ -79,8 +81,8 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_an_interruption_leaves_the_old_state_or_the_new_one(name: str, interruptions: Callable[[float], None]) -> None:
-    """After an interrupted update, the stream holds its state before,
-    or that of the whole update, and goes on from there."""
+    """After an interrupted update, the stream holds its state before the update, or the state after the whole update,
+    and continues from there."""
     module, update = MODULES[name]()
     other = copy.deepcopy(module)
     with torch.no_grad():
@@ -107,7 +109,7 @@ def _after(update: Callable[[Any, Tensor], Any], module: Any, rows: Tensor) -> d
 
 
 def test_half_an_update_is_seen(interruptions: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream whose state is replaced in two steps fails, if it is interrupted between them."""
+    """A stream whose state is replaced in two steps fails if it is interrupted between the two."""
 
     def hold(self: Any, value: Any) -> None:
         if value is not None and self._value is not None:

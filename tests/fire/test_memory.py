@@ -1,5 +1,5 @@
-"""Memory does not grow over hundreds of calls of any operator, with and without a backward pass;
-nightly 100,000, and 10,000 with one."""
+"""Memory does not grow over hundreds of calls of any operator, with and without a backward pass (nightly 100,000 calls,
+and 10,000 with a backward pass)."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ pytestmark = [
 def _in_use() -> tuple[int, int]:
     """Return the bytes that C and C++ hold, tensors among them, and the number of blocks that Python holds.
 
-    Python keeps the names of attributes that were looked up, at most 4,096 of them, where their addresses say. The
-    engine of autograd looks them up by new strings, so that some calls in a row each leave a name behind: that is no
-    growth. The table of the tensors that continual steps may write to forgets dead ones when it has doubled; here it
-    forgets them at once.
+    Python keeps the names of attributes that were looked up in a table of at most 4,096 places, which depend on their
+    addresses. The engine of autograd looks them up by new strings, so that several successive calls may each leave a
+    name in the table; this does not count as growth. The table of the tensors to which continual steps may write
+    removes dead tensors when it has doubled; here it removes them at once.
     """
     sys._clear_type_cache()
     if native := backends.imported("nystrom.continual", "native"):
@@ -71,12 +71,12 @@ def _in_use() -> tuple[int, int]:
 def _growth(call: Callable[[], object], calls: int) -> tuple[float, float]:
     """Return by how many bytes and Python blocks the memory in use grows at each call, in the best of ten rounds.
 
-    A cache that fills grows in one round; a leak grows in all of them.
+    A cache that is being filled grows in one round; a leak grows in all rounds.
     """
     for _ in range(WARM_UP):
         call()
     gc.collect()
-    gc.freeze()  # the collector need not search existing objects again
+    gc.freeze()  # the collector then does not search existing objects again
     in_use = [_in_use()]
     for _ in range(ROUNDS):
         for _ in range(calls // ROUNDS):
@@ -127,8 +127,8 @@ KEPT: list[object] = []
     "leak", [lambda: KEPT.append(torch.empty(1)), lambda: KEPT.append([])], ids=["a tensor", "an object"]
 )
 def test_what_stays_behind_is_seen(leak: Callable[[], None]) -> None:
-    """Rounds have 2,000 calls: in 200 calls,
-    a leak of one object per call could hide behind twenty blocks that a thread frees."""
+    """Rounds have 2,000 calls, because in 200 calls a leak of one object per call could be hidden by twenty blocks that
+    a thread frees."""
     suite, impl, inputs = _suite("latent_attention")
     with torch.no_grad(), pytest.raises(AssertionError, match="stay behind"):
         _assert_flat(lambda: (suite.call(impl, **inputs), leak()), 20_000)

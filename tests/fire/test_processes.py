@@ -1,5 +1,5 @@
-"""Kernels in other processes and threads: the children of a fork, spawned ones,
-a loader's workers, and many threads over one state."""
+"""Kernels in other processes and threads: forked children, spawned processes, workers of a data loader, and many
+threads with one state."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ THREADS = 8
 @pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux")
 @pytest.mark.parametrize("how", ["fork", "loader", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_children_have_the_same_bits(how: str) -> None:
-    """A parent that has used the threads of all kernels forks;
-    the child runs the same on one thread, and does not hang."""
+    """A parent that has used the threads of all kernels forks; the child runs the same kernels on one thread, and does
+    not hang."""
     done = subprocess.run([sys.executable, "-m", "tests.fire.workers", how], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -62,7 +62,7 @@ def _step(kind: str, state: Any, query: Tensor, key: Tensor, value: Tensor) -> A
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """Return the tensors of a result that mean something: an output, or a state of sums."""
+    """Return the tensors of a result that have a meaning: an output, or a state of sums."""
     return [result.out] if isinstance(result, ck.StepResult) else list(result)
 
 
@@ -93,10 +93,10 @@ def test_eight_threads_step_one_state(kind: str, tokens: int) -> None:
 
 
 def test_states_after_steps_at_the_same_instant_share_no_memory() -> None:
-    """Eight threads step a state that is the sole owner of its tensors; one may do so in place.
+    """Eight threads step a state that is the sole owner of its tensors; one thread may do so in place.
 
-    Each result goes on as if it had been alone. Without Python's lock and without the state's own lock, 1 in 50 results
-    differed; hence there are more rounds in that case.
+    Each result continues as if it had been computed alone. Without Python's lock and without the state's own lock, 1 in
+    50 results differed, so there are more rounds in that case.
     """
     unlocked = not getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -118,7 +118,8 @@ def test_states_after_steps_at_the_same_instant_share_no_memory() -> None:
 
 
 def test_eight_threads_update_one_module() -> None:
-    """They may lose each other's updates, but the stream holds whole updates: k times the same rows add log k."""
+    """The threads may lose each other's updates, but the stream holds whole updates: k times the same rows add log
+    k."""
     module, rows, latents = nn.CMABStack(16, 4, 2, depth=2).eval(), torch.randn(1, 20, 16), torch.randn(2, 16)
 
     def update(_: int) -> None:

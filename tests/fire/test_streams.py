@@ -1,5 +1,5 @@
-"""Promise P4 under fire: a stream of random chunks, saves, restores, merges and removals equals its points, for four
-laws.
+"""Promise P4 with random operations: a stream of random chunks, saves, restores, merges and removals equals its points,
+for four distributions.
 
 A million steps run nightly; bench/results/streams.json holds the figures of a whole run, which `python -m tests.fire`
 writes.
@@ -24,16 +24,17 @@ BOUNDS = {
     "spikes of 20": (2e-7, 4e-5),
     "spikes of 40": (2e-7, 3e-6),
 }
-"""law -> the median and the largest error of a window that docs/numerics.md promises"""
+"""distribution -> the median and the largest error of a window that docs/numerics.md promises"""
 
 
 pytestmark = pytest.mark.usefixtures("threads", "no_gradients")
 
 
 def _check(operator: str, found: Figures) -> None:
-    """Assert what the numerics page promises.
+    """Assert the promises of the numerics page.
 
-    Attention is bounded by its history, sums by their largest values so far, and windows by the law.
+    The error bound of attention depends on its history, that of sums on their largest values so far, and that of
+    windows on the distribution.
     """
     assert set(found) == set(LAWS)
     for law, figures in found.items():
@@ -56,7 +57,7 @@ def test_a_stream_under_fire(operator: str, steps: int) -> None:
 
 @pytest.mark.parametrize("operator", STREAMS)
 def test_the_figures_of_a_million_steps(operator: str) -> None:
-    """The committed figures have a million steps of every law, and are within the promises."""
+    """The committed figures have a million steps of every distribution, and are within the promises."""
     kept = record.read("streams")
     assert kept["steps"] == 1_000_000 and set(kept["streams"]) == set(STREAMS)
     assert {"processor", "versions", "commit", "when"} <= set(kept)

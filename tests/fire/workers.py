@@ -1,5 +1,5 @@
-"""Work in other processes and threads:
-`python -m tests.fire.workers fork|spawn|loader` exits with 0 if all is right."""
+"""Work in other processes and threads: `python -m tests.fire.workers fork|spawn|loader` exits with 0 if everything is
+right."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SECONDS = 60
 
 
 def results() -> list[Tensor]:
-    """Return results of all kernels that share their work among threads, from inputs that every process draws alike.
+    """Return results of all kernels that share their work among threads, from inputs that are the same in every
+    process.
 
-    Torch's own operators run on one thread here: in the child of a fork those that share their work hang, which ours do
-    not.
+    Torch's own operators run on one thread here, because in a forked child those that share their work hang; our
+    operators do not.
     """
     torch.set_num_threads(1)
     made = torch.Generator().manual_seed(0)
@@ -53,13 +54,13 @@ def results() -> list[Tensor]:
 
 
 class Sets(Dataset[Any]):
-    """A data set whose elements are made by kernels, in the workers of a loader."""
+    """A data set whose elements are computed by kernels, in the workers of a loader."""
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, at: int) -> Tensor:
-        return results()[at]  # on four threads, where a loader gives its workers one
+        return results()[at]  # on four threads; a loader gives its workers one thread
 
 
 def _answer(sender: Any) -> None:
@@ -67,7 +68,7 @@ def _answer(sender: Any) -> None:
 
 
 def child(method: str) -> bool:
-    """Return whether a child of this start method has the same bits; `TimeoutError` if it hangs."""
+    """Return whether a child process of this start method has the same bits; `TimeoutError` if it hangs."""
     mine = results()
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
@@ -84,7 +85,7 @@ def child(method: str) -> bool:
 
 
 def loader() -> bool:
-    """Return whether a loader's workers, forked after this process used its threads, make the same bits."""
+    """Return whether a loader's workers, forked after this process used its threads, compute the same bits."""
     mine = results()
     made = DataLoader(Sets(), batch_size=None, num_workers=2, timeout=SECONDS)
     return all(torch.equal(ours.detach(), theirs) for ours, theirs in zip(mine, made, strict=False))

@@ -1,4 +1,5 @@
-"""What only a GPU shows beyond the suite that every operator inherits: `python -m pytest -m gpu tests` runs both."""
+"""Tests that need a GPU, in addition to the suite that every operator inherits: `python -m pytest -m gpu tests` runs
+both."""
 
 from __future__ import annotations
 

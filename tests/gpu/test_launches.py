@@ -1,4 +1,5 @@
-"""What a call does on the GPU: how many kernels it launches, on which device, and that the CUDA kernels are there."""
+"""The effects of a call on the GPU: how many kernels it launches and on which device; and that the CUDA kernels were
+built."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ pytestmark = pytest.mark.gpu
 
 
 def launches(call: Callable[[], Any]) -> int:
-    """Return the number of kernels and copies that run on the GPU in a call, which has been made once before.
+    """Return the number of kernels and copies that run on the GPU in a call. The call has been made once before.
 
-    Memory is not poisoned meanwhile: to fill it is a launch as well.
+    Memory is not poisoned during this call, because filling memory is also a launch.
     """
     torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()
@@ -74,7 +75,7 @@ def test_one_launch(name: str) -> None:
 
 
 def test_the_current_device_is_restored() -> None:
-    """Calls on another GPU leave the current device as it was."""
+    """Calls on another GPU do not change the current device."""
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU only")
     q, k = (torch.randn(1, 2, n, 16, device="cuda:1") for n in (3, 40))

@@ -1,5 +1,5 @@
-"""Sizes that only a GPU is tried with: rows beyond the reach of 32 bits, long sums,
-keys whose squares overflow, bad systems."""
+"""Sizes that are tested only on a GPU: rows beyond the range of 32 bits, long sums, keys whose squares overflow, bad
+systems."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from . import DEVICE, impls
 
 pytestmark = pytest.mark.gpu
 FAR = 2**30
-"""Elements between rows: the third lies beyond the reach of 32 bits."""
+"""Elements between rows: the third row is beyond the range of 32 bits."""
 
 
 def _far(rows: Tensor) -> Tensor:
-    """Return a copy of (1, 1, 3, 8) rows that lie `FAR` elements apart."""
+    """Return a copy of (1, 1, 3, 8) rows that are `FAR` elements apart."""
     storage = torch.empty(2 * FAR + 8, dtype=rows.dtype, device=DEVICE)
     return storage.as_strided(rows.shape, (0, 0, FAR, 1)).copy_(rows)
 
@@ -47,9 +47,10 @@ def test_rows_far_apart(impl: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keys, largest", [(300_000, 0.0), (1500, 3e19)])
 def test_sums(impl: str, dtype: torch.dtype, keys: int, largest: float) -> None:
-    """Sums over many keys, and over one whose squares overflow float32, are off by 1e-13 of the sizes of their terms.
+    """The errors of sums over many keys, and over a key whose square overflows float32, are 1e-13 of the sizes of their
+    terms.
 
-    The right sums add up 100 keys at a time: a single product over all keys would itself be off by as much.
+    The right sums add up 100 keys at a time, because a single product over all keys would itself have such an error.
     """
     key, value = (torch.randn(3, 2, keys, 16, device=DEVICE).to(dtype) for _ in range(2))
     if largest:
@@ -74,8 +75,8 @@ def _systems(dtype: torch.dtype, order: int, condition: float) -> tuple[Tensor, 
 @pytest.mark.parametrize("dtype, condition", [(torch.float64, 1e12), (torch.float32, 1e4)])
 @pytest.mark.parametrize("order", [1, 16, 33, 64, 128])
 def test_bad_systems(impl: str, dtype: torch.dtype, condition: float, order: int) -> None:
-    """LAPACK's own measure of a solve holds;
-    a matrix that is not positive definite is reported and changes no other."""
+    """LAPACK's own measure of a solve is met; a matrix that is not positive definite is reported and changes no other
+    matrix."""
     gram, rhs = _systems(dtype, order, condition)
     weight, info = ck.regularised_solve(gram, rhs, 0.0, impl=impl)
     assert not (info == 1).any() and (lapack_ratio(gram, weight, rhs) <= 30).all()

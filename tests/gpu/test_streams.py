@@ -1,4 +1,4 @@
-"""Continual steps on a GPU: rows of long streams against the definition, captured steps, launches."""
+"""Continual steps on a GPU: rows of long streams compared with the definition, captured steps, launches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Stream(NamedTuple):
-    """The parameters of a stream; `kind` is that of its landmarks, or "exact" for attention without landmarks."""
+    """The parameters of a stream; `kind` is the kind of its landmarks, or "exact" for attention without landmarks."""
 
     dtype: torch.dtype
     kind: str = "continual"
@@ -87,7 +87,7 @@ behaved = pytest.mark.parametrize("stream", BEHAVED, ids=lambda stream: f"{strea
 def test_every_row(stream: Stream, impl: str) -> None:
     """Each row is within the bounds of P2.
 
-    Torch's own error is that of its worst row, since in one it may be small by chance.
+    Torch's own error is that of its worst row, since the error of a single row may be small by chance.
     """
     tokens = stream.tokens(stream.window + sum(CHUNKS))
     score = float((tokens[0].double() @ tokens[1].double().mT).abs().max()) * stream.width**-0.5
@@ -109,8 +109,8 @@ def test_every_row(stream: Stream, impl: str) -> None:
 
 @behaved
 def test_a_captured_step_streams_on(stream: Stream, impl: str, replays: int = 1000, after: int = 100) -> None:
-    """Each replay takes the next token, and eager steps go on from there,
-    with the bits of a stream without a capture."""
+    """Each replay takes the next token, and eager steps continue from there, with the bits of a stream without a
+    capture."""
     first = stream.window + 1
     tokens = stream.tokens(first + replays + after)
     token = tuple(t.clone() for t in _at(tokens, first - 1, first))
@@ -148,7 +148,7 @@ def test_a_side_stream(stream: Stream, impl: str) -> None:
 def test_one_launch_a_step(stream: Stream, impl: str, chunk: int, shared: bool) -> None:
     """Twelve steps are twelve launches.
 
-    Some replace a landmark, and if `shared`, some copy the window of a state that is still held.
+    Some steps replace a landmark, and with `shared`, some copy the window of a state that is still held.
     """
     tokens = stream.tokens(stream.window + 13 * chunk)
     first, *parts = (_at(tokens, at, at + chunk) for at in range(stream.window, tokens[0].shape[2], chunk))
@@ -174,7 +174,7 @@ def test_nothing_is_waited_for(stream: Stream, impl: str) -> None:
 
 
 def test_66_000_heads(impl: str) -> None:
-    """The bits of the last head are those that it has alone."""
+    """The bits of the last head are the same as when it is alone."""
     tokens = tuple(torch.randn(66_000, 1, 9, 4, device=DEVICE) for _ in range(3))
     last = tuple(t[-1:] for t in tokens)
     outs = []

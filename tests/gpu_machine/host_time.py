@@ -1,10 +1,10 @@
-"""The time that the host takes for a call on a GPU, over the stub of the driver: `python -m
+"""The time that the host takes for a call on a GPU, measured with the stub of the driver: `python -m
 tests.gpu_machine.host_time`.
 
-Kernels are compiled, loaded and launched as on a GPU of compute capability 9.0, and do nothing; a GPU's own driver adds
-to each launch what its queue takes. Tensors are on the CPU, whose allocator stands for that of a GPU; streams count in
-a tensor, as on a GPU. So calls name Triton, because "auto" looks at the device: it asks `unsupported` of one or two
-implementations more.
+Kernels are compiled, loaded and launched as on a GPU of compute capability 9.0, and do nothing. The driver of a real
+GPU adds the time of its queue to each launch. Tensors are on the CPU, and its allocator replaces that of a GPU; streams
+keep their position in a tensor, as on a GPU. So the calls name Triton, because "auto" looks at the device: it would ask
+`unsupported` of one or two more implementations.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from cmab_kernels.nystrom.continual import triton as kernels
 from gpu_machine.driver import stub
 
 CALLS, ROUNDS = 30, 400
-"""The calls of a sample, and the samples of a figure, which is the least of them."""
+"""The calls of a sample, and the samples of a figure, which is their minimum."""
 
 
 class Stream:
-    """Steps of a stream, whose state nothing else refers to."""
+    """Steps of a stream whose state nothing else references."""
 
     def __init__(self, step: Callable[..., Any], state: Any, *arguments: Any, **options: Any) -> None:
         self._step, self._state, self._arguments, self._options = step, state, arguments, options
@@ -93,7 +93,7 @@ def layers() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def positions_unread() -> Any:
-    """A context in which no check reads the position of a state, as on a GPU: the stub's kernels write none."""
+    """A context in which no check reads the position of a state, as on a GPU, because the stub's kernels write none."""
     return mock.patch.object(state_module, "_check_positions", lambda *_: None)
 
 

@@ -1,5 +1,5 @@
-"""The CUDA kernels of csrc on the machine, compiled by nvcc: the checks of their tests on the CPU,
-in several orders with equal bits."""
+"""The CUDA kernels of csrc on the machine, compiled by nvcc: the checks of the tests on the CPU, in several orders with
+equal bits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gpu_machine.report import Fault
 
 if cuda_launch.COMPILER is None or cuda_launch.nvcc() is None:
     pytest.skip("no nvcc, or no C++ compiler, to compile the CUDA kernels with", allow_module_level=True)
-pytest.importorskip("cmab_kernels.intention.cuda", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.intention.solve.cuda", exc_type=ImportError)
 
 from cmab_kernels.intention.solve.contract import RegularisedSolve
 
 from ..emulated_cuda import once
-from ..intention.solve import test_cuda as ridge
+from ..intention.solve import test_cuda as solve
 from ..nystrom.continual import test_cuda as steps
 
 NIGHTLY = [pytest.param(dtype, marks=pytest.mark.nightly) for dtype in (torch.float64, torch.float16)]
@@ -42,18 +42,11 @@ def run(built: cuda_launch.Built) -> Run:
 
     def in_both(check: Callable[[], object], lenient: bool = False) -> set[str]:
         def place(machine: Machine) -> AbstractContextManager[None]:
-            return cuda_launch.cuda_on_machine(machine, built, ridge.cuda, ridge.cuda_solve, steps.cuda_step)
+            return cuda_launch.cuda_on_machine(machine, built, solve.cuda, steps.cuda_step)
 
         return {re.findall(r"\d([a-z_]+_kernel)I", name)[0] for name in in_orders(check, place, lenient=lenient)}
 
     return in_both
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ridge(dtype: torch.dtype, run: Run) -> None:
-    """Sums over masked and weighted keys in several blocks; the last block to arrive solves."""
-    inputs = ridge._inputs(2, 1, 300, 9, 4, dtype, weighted=True, masked=True)
-    assert run(lambda: ridge._check(inputs), lenient=True) == {"ridge_kernel"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -63,9 +56,9 @@ def test_solve(width: int, columns: int, dtype: torch.dtype, run: Run) -> None:
     gram, alpha = factor @ factor.mT, torch.rand(3, dtype=dtype) + 0.1
 
     def check() -> None:
-        weight, info = ridge.cuda_solve.regularised_solve(RegularisedSolve(gram, rhs, alpha))
+        weight, info = solve.cuda.regularised_solve(RegularisedSolve(gram, rhs, alpha))
         matrix = gram.double() + alpha.double()[:, None, None] * torch.eye(width)
-        assert (info == 0).all() and (ridge.lapack_ratio(matrix, weight, rhs) < 10).all()
+        assert (info == 0).all() and (solve.lapack_ratio(matrix, weight, rhs) < 10).all()
 
     assert run(check, lenient=True) == {"solve_kernel"}
 
@@ -85,13 +78,13 @@ def test_what_the_host_makes_belongs_to_the_machine_that_runs(built: cuda_launch
     stream = steps._tokens(1, 2, 13, 8, 5, torch.float32)
     for seed in range(2):
         machine = Machine(seed, rough=True)
-        with cuda_launch.cuda_on_machine(machine, built, ridge.cuda, ridge.cuda_solve, steps.cuda_step):
+        with cuda_launch.cuda_on_machine(machine, built, solve.cuda, steps.cuda_step):
             steps._compare(stream, 12, 3, [1], False)
         assert any("1x2, int64" in part.name for part in machine.memory.results)
 
 
 class OneColumnMore(Machine):
-    """A machine that tells the solver of one column more than the right-hand side has."""
+    """A machine that passes to the solver one column more than the right-hand side has."""
 
     def launch(
         self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]
@@ -106,7 +99,7 @@ class OneColumnMore(Machine):
 def test_a_column_too_many_is_reported(built: cuda_launch.Built) -> None:
     machine = OneColumnMore(lenient=True)
     with (
-        cuda_launch.cuda_on_machine(machine, built, ridge.cuda_solve),
+        cuda_launch.cuda_on_machine(machine, built, solve.cuda),
         pytest.raises(Fault, match=r"(?s)out of bounds.*\.cuh:\d+"),
     ):
-        ridge.cuda_solve.regularised_solve(RegularisedSolve(torch.eye(9)[None], torch.randn(1, 9, 4), torch.ones(1)))
+        solve.cuda.regularised_solve(RegularisedSolve(torch.eye(9)[None], torch.randn(1, 9, 4), torch.ones(1)))

@@ -109,14 +109,14 @@ def test_a_wait_for_too_few_copies_is_reported() -> None:
 
 
 def test_a_key_too_many_is_reported() -> None:
-    """The kernel is told of one key too many: its masks are off by one."""
+    """The kernel is told that there is one key more, so its masks are off by one."""
     right, wrong = (struct.pack("<I", n) for n in (KEYS, KEYS + 1))
     with pytest.raises(Fault, match=r"(?s)out of bounds: read 16 bytes at byte 12960 of key.*_forward"):
         _attention(Tampered(str, lambda value: wrong if value == right else value))
 
 
 def test_swapped_operands_give_wrong_results() -> None:
-    """Two registers of a matrix are swapped, or the sides of a difference."""
+    """Two registers of a matrix are swapped, or the two sides of a difference."""
     product = r"(mma\.sync\S+ \{[^}]*\}, \{ )(%r\d+), (%r\d+), "
     for edit in (
         _without(product, 0, r"\1\3, \2, "),
@@ -127,7 +127,7 @@ def test_swapped_operands_give_wrong_results() -> None:
 
 
 def test_a_store_that_is_left_out_is_seen() -> None:
-    """A later kernel, or the caller, finds NaN in its place."""
+    """A later kernel, or the caller, finds NaN at this place."""
     (out, _) = _attention(Tampered(_without(r"(@%p\d+ )?st\.global\.v\d\.b32 [^;]*;", 0)))
     assert out.isnan().any()
 
@@ -210,7 +210,7 @@ SHARED = """
     ],
 )  # fmt: skip
 def test_small_programs(code: str, report: str) -> None:
-    """Two warps; the report is the same in every order of them."""
+    """Two warps; the report is the same in every order of the two."""
     for seed in range(4):
         if report:
             with pytest.raises(Fault, match=report) as fault:

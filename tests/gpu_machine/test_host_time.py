@@ -1,4 +1,4 @@
-"""The calls whose host time is measured are one launch each; times are not tested, since a machine may be busy."""
+"""Each call whose host time is measured is one launch; the times are not tested, since a machine may be busy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _token() -> torch.Tensor:
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.usefixtures("device")
 def test_steps_of_one_form_are_checked_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rings of a stream stay in place if nothing else holds its state: a check holds no tensor."""
+    """The rings of a stream stay in place if nothing else holds its state; a check must hold no tensor."""
     _, state = STEPS[kind](stream(kind), *[_token()] * 3, impl="triton")
     _, state = STEPS[kind](state, *[_token()] * 3, impl="triton")
     rings = [ring.data_ptr() for ring in state[:3]]

@@ -1,4 +1,4 @@
-"""Single instructions of the machine, in small programs, against numbers computed another way."""
+"""Single instructions of the machine, in small programs, compared with numbers that are computed in another way."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ RESULTS = {"16": "%rs0", "32": "%r40", "64": "%rd0"}
 
 
 def execute(body: str, rows: Any, threads: int = 32, shared: int = 1024, seed: int = 0) -> np.ndarray:
-    """Run a program in which %rd30 is the address of a thread's row of `rows`,
-    and %rd31 that of its 8 bytes of the result."""
+    """Run a program in which %rd30 is the address of a thread's row of `rows`, and %rd31 is the address of its 8 bytes
+    of the result."""
     given = torch.from_numpy(np.ascontiguousarray(rows))
     result = torch.zeros(threads, dtype=torch.int64)
     machine = Machine(seed)
@@ -58,8 +58,8 @@ def execute(body: str, rows: Any, threads: int = 32, shared: int = 1024, seed: i
 
 
 def compute(code: str, *operands: Any, kinds: Sequence[str]) -> np.ndarray:
-    """Run one instruction with operands %rd1, %rd2, ... or registers of other widths,
-    by `kinds`, whose first is that of the result."""
+    """Run one instruction with operands %rd1, %rd2, ... or registers of other widths. `kinds` has the widths, with that
+    of the result first."""
     names = {"16": "%rs", "32": "%r", "64": "%rd"}
     columns = [np.asarray(operand).reshape(-1) for operand in operands]
     rows = np.zeros((32, len(columns)), np.uint64)
@@ -149,7 +149,7 @@ def test_wide_integers(code: str, operands: tuple[int, ...], expected: int) -> N
 
 
 def _same(ours: np.ndarray, right: np.ndarray) -> bool:
-    """Return whether numbers are equal with their signs, and NaN where the others are."""
+    """Return whether numbers are equal, including their signs, and NaN at the same places."""
     return np.array_equal(ours, right, equal_nan=True) and np.array_equal(np.signbit(ours), np.signbit(right))
 
 
@@ -277,7 +277,7 @@ def _rounded(exact: Fraction, into: type) -> Any:
     [(np.float32, fma32, 24, 60), (np.float64, fma64, 53, 60), (np.float64, fma64, 53, 1000)],
 )
 def test_fma_is_rounded_once(into: type, fma: Any, digits: int, spread: int) -> None:
-    """Addends lie near the product, or so that the sum is near a midpoint of two numbers."""
+    """Addends are near the product, or such that the sum is near the midpoint of two numbers."""
     random.seed(digits + spread)
     numbers = []
     for _ in range(500):
@@ -359,7 +359,7 @@ def test_exchanges(code: str, expected: Any) -> None:
 
 
 def test_divergence() -> None:
-    """Every thread runs a loop a number of times of its own, with a branch inside, and all meet again."""
+    """Every thread runs a loop a different number of times, with a branch inside, and all threads meet again."""
     body = """
     ld.global.b32 %r1, [%rd30];
     mov.b32 %r2, 0;
@@ -387,7 +387,7 @@ def test_divergence() -> None:
 
 
 def test_atomics() -> None:
-    """Each of 64 threads adds its number to one place, and gets a sum of some numbers: all differ."""
+    """Each of 64 threads adds its number to one place, and gets a partial sum: all results differ."""
     body = "ld.global.b64 %rd1, [%rd30]; sub.s64 %rd2, %rd31, %rd29; atom.global.add.u64 %rd0, [%rd2+504], %rd1;"
     result = execute(body, np.arange(1, 65, dtype=np.int64), threads=64)
     assert result[63] == 2080
@@ -424,8 +424,8 @@ def _registers(values: np.ndarray) -> np.ndarray:
 
 
 def _matrix_product(kind: str, depth: int, seed: int) -> tuple[np.ndarray, ...]:
-    """Return A, B, C as float64, and D of one `mma.sync`, by fragments as the PTX manual lays them out,
-    spelt out element by element."""
+    """Return A, B, C as float64, and D of one `mma.sync`, from fragments in the layout of the PTX manual, written
+    element by element."""
     generator = torch.Generator().manual_seed(seed)
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "tf32": torch.float32, "f64": torch.float64}[kind]
     rows = 8 if kind == "f64" else 16

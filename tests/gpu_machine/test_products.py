@@ -1,4 +1,4 @@
-"""The digits of a float32 number that products in parts keep, with matrix units' truncation, which no CPU has."""
+"""The digits of a float32 number that products in parts keep, with the truncation of matrix units, which no CPU has."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def _errors(multiply: Kernel, a: Tensor, b: Tensor) -> Tensor:
 
 
 def test_three_products_in_tf32() -> None:
-    """22 bits of a number stay, rounded: with truncation, errors would be twice as large, and all of one sign."""
+    """22 bits of a number are kept, with rounding: with truncation, errors would be twice as large, and all of one
+    sign."""
     numbers, one = torch.rand(SIZE, SIZE) + 1, torch.eye(SIZE)
     assert _errors(_in_tf32, numbers, one).max() <= 2.0**-22
     assert _errors(_in_tf32, one, numbers).max() <= 2.0**-22
@@ -71,7 +72,7 @@ def test_numbers_wider_than_the_operands(dtype: torch.dtype, allowed: float) -> 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000, -0x800000])
 def test_no_number_is_lost(bits: int) -> None:
-    """A NaN of any bits makes its row NaN; an infinity keeps its sign."""
+    """A NaN with any bits makes its row NaN; an infinity keeps its sign."""
     odd = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     numbers = torch.rand(SIZE, SIZE) + 1
     numbers[3, 5] = odd

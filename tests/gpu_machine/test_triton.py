@@ -100,7 +100,7 @@ def test_every_kernel_is_named_here() -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_attention(name: str) -> None:
-    """Ragged tiles of one block of queries."""
+    """Partial tiles of one block of queries."""
     assert accuracy(attention.TestAttentionState, name, FEW) >= (IN_PARTS if name == "fp32" else ATTENTION)
 
 
@@ -111,8 +111,8 @@ def test_attention_of_several_blocks(name: str) -> None:
 
 @pytest.mark.parametrize("width", [16, pytest.param(64, marks=pytest.mark.nightly)])
 def test_float32_gradients_over_blocks_and_chunks(width: int) -> None:
-    """Two blocks of queries, and several chunks of wide heads:
-    a block or chunk adds to the stored results of others."""
+    """Two blocks of queries, and several chunks of wide heads: a block or chunk adds to the stored results of
+    others."""
     extents = {"B": 1, "H": 1, "L": 70, "N": 140 if width == 16 else 270, "D": width, "E": width}
     assert accuracy(attention.TestAttentionState, "fp32", extents) >= IN_PARTS
 
@@ -140,7 +140,7 @@ def test_attention_of_nothing(emptied: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_removal(dtype: torch.dtype) -> None:
-    """Rows of two programs: one loses all of its mass, one had none, and one loses nothing."""
+    """Rows of two programs: one row loses all of its mass, one had no mass, and one loses nothing."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 1, rows, 17, dtype=dtype) for rows in (18, 5, 5))
     state, part = ck.attention_state(query, key, value), ck.attention_state(query, key[:, :, :2], value[:, :, :2])
@@ -161,20 +161,21 @@ def test_removal(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.nightly), *SLOW])
 def test_prefixes(name: str) -> None:
-    """Groups of four chunks of three keys; the last is not full."""
+    """Groups of four chunks of three keys; the last group is not full."""
     assert accuracy(prefix.TestPrefixStates, name, {**FEW, "B": 1, "N": 31}) >= {*PREFIXES, "_sum_runs"}
 
 
 @pytest.mark.parametrize("suite", [attention.TestAttentionState, prefix.TestPrefixStates])
 def test_large_scores_in_float16(suite: type[OperatorSuite]) -> None:
-    """A score of 2.5e5 has weight 1 in the gradients too: matrix units truncate its sum as in the forward pass."""
+    """A score of 2.5e5 has weight 1 in the gradients too: matrix units truncate its sum in the same way as in the
+    forward pass."""
     accuracy(suite, "fp16", {"B": 1, "H": 1, "L": 2, "N": 4, "D": 16, "E": 16}, orders=1, law="one outlier")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_with_one_key_has_its_value(dtype: torch.dtype) -> None:
-    """The same holds for any rounding of its weight's exponent: 1.02 at scores of 1e6,
-    which a half type would round again."""
+    """The same holds for any rounding of the exponent of its weight: without it, the weight would be 1.02 at scores of
+    1e6, which a half type would round again."""
     torch.manual_seed(0)
     query = torch.linspace(100, 1000, 16, dtype=dtype).view(1, 1, 16, 1)
     key, value = torch.tensor([1000.0, 1.0], dtype=dtype).view(1, 1, 2, 1), torch.randn(1, 1, 2, 8).to(dtype)
@@ -188,7 +189,7 @@ def test_a_row_with_one_key_has_its_value(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("suite", [prefix.TestEveryKey, prefix.TestWholeTiles, prefix.TestIncomingState])
 def test_other_prefixes(suite: type[OperatorSuite]) -> None:
-    """Sixteen chunks of a key, chunks of their own, and a state before them."""
+    """Sixteen chunks of one key, longer chunks, and a state before them."""
     assert accuracy(suite, "fp32", {**FEW, "B": 1, "H": 1, "N": 70}) >= PREFIXES
 
 
@@ -203,7 +204,7 @@ def test_prefixes_of_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.nightly), *SLOW])
 def test_projected_attention(name: str) -> None:
-    """Ragged tiles of rows of several pieces, one piece alone, and half types that are read as they are."""
+    """Partial tiles of rows of several pieces, one piece alone, and half types that are read unchanged."""
     assert accuracy(projected.TestProjectedAttention, name, {**FEW, "N": 37, "C": 36}) >= PROJECTED
 
 
@@ -230,7 +231,7 @@ def test_projected_attention_of_packed_sets() -> None:
 
 @pytest.mark.parametrize("suite", [projected.TestIncomingState, projected.TestPackedSets])
 def test_projected_attention_of_several_chunks(suite: type[OperatorSuite], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk continues the state and adds to the shares of those before."""
+    """A chunk continues the state and adds to the shares of earlier chunks."""
     chunks = importlib.import_module("cmab_kernels.attention.projected.triton.chunks")
     monkeypatch.setattr(chunks, "STEP", 16)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
@@ -254,7 +255,7 @@ def test_projected_attention_of_nothing(emptied: str) -> None:
     "name", ["fp32", *[pytest.param(name, marks=pytest.mark.nightly) for name in ("bf16", "fp16", "fp64")]]
 )
 def test_feed_forward_layers(name: str) -> None:
-    """Two blocks of rows, of which the last is ragged, and ragged tiles of features."""
+    """Two blocks of rows, where the last is partial, and partial tiles of features."""
     assert accuracy(layers.TestGeglu, name, {"B": 1, "R": 40, "C": 12, "F": 35, "G": 70}, orders=1) == FEED_FORWARD
 
 
@@ -274,7 +275,7 @@ def test_other_activations(suite: type[OperatorSuite]) -> None:
     "name", ["bf16", *[pytest.param(name, marks=pytest.mark.nightly) for name in ("fp32", "fp16", "fp64")]]
 )
 def test_attention_layers(name: str) -> None:
-    """Cross-attention, whose heads straddle the tiles of the matrices."""
+    """Cross-attention whose heads extend over several tiles of the matrices."""
     extents = {"B": 1, "L": 5, "N": 9, "K": 8 * layers.HEADS, "V": 4 * layers.HEADS}
     assert accuracy(layers.TestAttentionLayer, name, extents, orders=1) >= {*ATTENTION_LAYER, "_forward", "_row_terms"}
 
@@ -336,7 +337,7 @@ def test_other_forms_of_intention(suite: type[OperatorSuite]) -> None:
     ],
 )
 def test_masks(suite: type[OperatorSuite]) -> None:
-    """NaN and infinity lie under the mask."""
+    """NaN and infinity are under the mask."""
     declared = suite()
     declared.extents = {**declared.extents, "H": 1}
     in_orders(lambda: declared.test_masks("triton", (3, 197)), on_machine)
@@ -365,7 +366,7 @@ class OneIteration(nystrom.TestPinv):
 
 @pytest.mark.parametrize("name", ["fp32", *SLOW])
 def test_more_landmarks_than_registers_hold(name: str) -> None:
-    """Products of 65 x 65, in blocks; the last blocks are a row and a column."""
+    """Products of 65 x 65, in blocks; the last blocks are one row and one column."""
     assert accuracy(OneIteration, name, {"B": 1, "M": 65}) == {"_multiply"}
 
 
@@ -401,8 +402,8 @@ def test_steps(suite: type[OperatorSuite], ran: str, name: str) -> None:
 @pytest.mark.parametrize("width", [1, 8, 33, 64, 128])
 @pytest.mark.parametrize("latents", [3, 130])
 def test_attention_of_any_width(latents: int, width: int, name: str) -> None:
-    """A row of the result has several numbers: a single one may vanish,
-    and the float32 definition then exceeds P2, too."""
+    """A row of the result has several numbers: a single number may vanish, and then the float32 definition also exceeds
+    P2."""
     accuracy(
         attention.TestAttentionState,
         name,

@@ -1,5 +1,5 @@
-"""A plugin of pytest that leaves out tests of other instruction sets than those compiled with that in
-CMAB_KERNELS_ISA."""
+"""A plugin of pytest that leaves out tests of other instruction sets than the compiled one, which CMAB_KERNELS_ISA
+names."""
 
 from __future__ import annotations
 

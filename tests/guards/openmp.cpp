@@ -1,7 +1,7 @@
-// The functions of OpenMP's run time that the extension calls, for the thread sanitizer, which knows nothing of how
-// libgomp synchronises. A loop's iterations go to the threads in turn, whatever its schedule: nothing is shared, so
-// that every thread has its part of even a small loop, and nothing but threads that begin and end and barriers is
-// ordered. A parallel region inside another has one thread.
+// The functions of the OpenMP runtime that the extension calls. They are for the thread sanitizer, which does not know
+// how libgomp synchronises. The iterations of a loop are distributed over the threads in turn, whatever its schedule.
+// Threads share no state for this, so every thread has some iterations even in a small loop, and only the begin and end
+// of threads and barriers order the threads. A parallel region inside another has one thread.
 #include <pthread.h>
 #include <sched.h>
 
@@ -28,7 +28,7 @@ struct Team {
   }
 };
 
-// A loop of the calling thread: iterations from `next` on, `chunk` in every `step`, belong to it.
+// A loop of the calling thread: its iterations are `chunk` iterations in every `step`, from `next` on.
 struct Loop {
   unsigned long long next, end, chunk, step;
 };
@@ -46,7 +46,7 @@ bool take(Int* first, Int* last) {
   return true;
 }
 
-// Begins the next loop, which goes upwards from 0 or above in steps of 1, as those of the extension do.
+// Begins the next loop, which goes upwards from 0 or above in steps of 1, like all loops of the extension.
 template <class Int>
 bool begin(Int start, Int end, Int chunk, Int* first, Int* last) {
   const unsigned long long size = chunk, threads = team ? team->threads : 1;

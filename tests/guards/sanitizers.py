@@ -1,10 +1,11 @@
-"""The native tests under a sanitizer: `python -m tests.guards.sanitizers KIND VECTORS`, and other arguments of pytest
-if wanted.
+"""The native tests under a sanitizer: `python -m tests.guards.sanitizers KIND VECTORS`, with optional arguments of
+pytest.
 
-All of the extension that runs is compiled with the sanitizer; of the kernels, those for VECTORS: "portable", "avx2", or
-"avx512" with the engines of bfloat16. KIND is "memory": accesses out of bounds and undefined behaviour end the process,
-and memory from malloc is filled with NaN; or "threads": OpenMP's run time is that of openmp.cpp, as the sanitizer does
-not know how libgomp synchronises, and a race ends the process.
+All parts of the extension that run are compiled with the sanitizer. Of the kernels, these are those for VECTORS:
+"portable", "avx2", or "avx512" with the engines of bfloat16. KIND is "memory" or "threads". With "memory", accesses out
+of bounds and undefined behaviour end the process, and memory from malloc is filled with NaN. With "threads", a race
+ends the process, and the OpenMP runtime is that of openmp.cpp, because the sanitizer does not know how libgomp
+synchronises.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ THREADED = f"{OPERATORS} tests/test_many_threads.py -k threads"
 
 
 class Sanitizer(NamedTuple):
-    """How a sanitizer is built and run, its output when it finds something, and the faults that it must find."""
+    """How a sanitizer is built and run, its output when it reports something, and the faults that it must report."""
 
     flags: str
     libraries: tuple[str, ...]
@@ -118,7 +119,7 @@ class Sanitized:
         self.tree.link(steps_of(sets=self.sets), stay=True)
 
     def run(self, tests: str) -> subprocess.CompletedProcess[str]:
-        """Run these tests; those of another instruction set are left out."""
+        """Run these tests; tests of another instruction set are left out."""
         folder = self.tree.folder
         best = [name for name in load().instruction_sets() if name in self.sets][-1]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -141,7 +142,7 @@ class Sanitized:
             "-p",
             "tests.guards.one_isa",
         ]
-        # No random addresses: the thread sanitizer wants its own.
+        # No random addresses, because the thread sanitizer needs its own address layout.
         plain = ["setarch", "-R"] if shutil.which("setarch") else []
         return subprocess.run(
             [*plain, *command, *shlex.split(tests)],
@@ -153,7 +154,7 @@ class Sanitized:
         )
 
     def reports(self, fault: Fault) -> bool:
-        """Whether the sanitizer reports the fault in the tests that must meet it."""
+        """Whether the sanitizer reports the fault in the tests that must reach it."""
         source = self.tree.folder / fault.path
         right = source.read_text()
         source.write_text(right.replace(fault.right, fault.wrong))

@@ -1,4 +1,4 @@
-"""The native tests under sanitizers, each of which reports the faults that are planted for it."""
+"""The native tests under sanitizers; each sanitizer reports the faults that are planted for it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ key = rows.as_strided((1, 1, 40 + {beyond}, 8), (0, 0, 8, 1))
 out, _ = native.attention_forward(Attention(query, key, key, scale=1.0))
 print("read", tuple(out.shape))
 """
-"""A kernel is told of `beyond` keys more than there are."""
+"""The kernel is told that there are `beyond` more keys than exist."""
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:

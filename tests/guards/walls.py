@@ -1,9 +1,9 @@
-"""Every public operator on inputs that lie between pages without access, with results between margins: `python -m
-tests.guards.walls`.
+"""Every public operator on inputs between memory pages that cannot be accessed, with results between margins: `python
+-m tests.guards.walls`.
 
 The operators are those of the suites, in every layout, without gradients and with them. A read outside of an input ends
-the process; the last line that it printed names the case. Arguments are the names of dtypes, float32 alone if there is
-none.
+the process; the last line that it printed names the case. The arguments are the names of dtypes; without arguments,
+only float32.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MADE_BY_TORCH = ("prefix_ridge_states", "remove_ridge")
 
 
 def between_walls(dtype: torch.dtype, elements: int, at_the_end: bool, beyond: int = 0) -> Tensor:
-    """Return a vector of zeros in pages of its own, with a page without access before and after them.
+    """Return a vector of zeros in its own pages, with a page that cannot be accessed before and after them.
 
-    Its last element ends where the page after begins, or, if not `at_the_end`, its first begins where the page before
-    ends. `beyond` more elements belong to the tensor, and cannot be read.
+    Its last element ends where the page after begins. If not `at_the_end`, its first element begins where the page
+    before ends. `beyond` more elements belong to the tensor, and cannot be read.
     """
     size = elements * dtype.itemsize
     pages = -(-size // PAGE)
@@ -51,7 +51,7 @@ def between_walls(dtype: torch.dtype, elements: int, at_the_end: bool, beyond: i
 
 
 def walled(tensor: Tensor, at_the_end: bool) -> Tensor:
-    """Return a copy with the same strides in memory of `between_walls`."""
+    """Return a copy with the same strides in memory from `between_walls`."""
     if not tensor.numel():
         return tensor
     reach = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -85,7 +85,7 @@ def check(suite: OperatorSuite, dtype: torch.dtype, layout: str, at_the_end: boo
 
 
 def check_merge(dtype: torch.dtype, layout: str, at_the_end: bool) -> None:
-    """Merge two states between walls: this native call is not an operator of a suite."""
+    """Merge two states between such pages: this native call is not an operator of a suite."""
     shapes = ((2, 3, 5, 7), torch.promote_types(dtype, torch.float32)), ((2, 3, 5), torch.float64)
     first, second = (
         ck.AttentionState(
@@ -102,24 +102,24 @@ def _has_margins(result: Tensor) -> bool:
 
 
 def allocate_in_python() -> None:
-    """Have the extension make tensors as with an older torch, through `torch.empty`, and that through
+    """Let the extension create tensors as with an older torch, through `torch.empty`, and let `torch.empty` use
     `Tensor.new_empty`: with margins.
 
-    It must be called before the extension is.
+    This must be called before the extension is called.
     """
     if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         del torch.Tensor.__dlpack_c_exchange_api__
     plain, like = torch.empty, torch.zeros(0)
 
     def empty(*shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        others = options.keys() - {"device"}  # the extension asks for the CPU, where `like` is
+        others = options.keys() - {"device"}  # the extension requests the CPU, where `like` is
         return plain(*shape, dtype=dtype, **options) if others else like.new_empty(*shape, dtype=dtype)
 
     torch.empty = empty  # type: ignore[assignment]  # the calls that are made here, of all its overloads
 
 
 def _laid(tensor: Tensor, layout: str) -> Tensor:
-    """The tensor in a layout; a mask, for which there is none, and a number as they are."""
+    """The tensor in a layout; a mask, which the layout does not apply to, and a number are returned unchanged."""
     return LAYOUTS[layout](tensor) if tensor.dim() and tensor.is_floating_point() else tensor
 
 

@@ -1,4 +1,4 @@
-"""Containers of the package continual-inference hold our modules, and train and stream them."""
+"""Containers of the package continual-inference hold our modules, train them and stream them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def positions() -> nn.Module:
 @pytest.mark.parametrize("kind", [*MODULES, "positions"])
 @pytest.mark.parametrize("container", ["Residual", "BroadcastReduce", "Parallel"])
 def test_other_containers_take_our_modules_as_they_are(kind: str, container: str) -> None:
-    """They ask for delays before they convert; a branch with a delay is waited for."""
+    """Containers ask for delays before they convert; a branch with a delay is waited for."""
     make = MODULES.get(kind, positions)
     torch.manual_seed(0)
     module = make().eval()
@@ -110,9 +110,9 @@ def test_other_containers_take_our_modules_as_they_are(kind: str, container: str
 
 
 def test_a_stack_with_a_retroactive_layer_equals_theirs() -> None:
-    """Theirs is right for n - 1 outputs, because the ring of the n tokens turns at n - 1 places.
+    """Their result is right for n - 1 outputs, because the ring of the n tokens turns at n - 1 places.
 
-    This takes two layers to see.
+    Two layers are needed to see this.
     """
     whole = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(C, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False

@@ -1,4 +1,4 @@
-"""Our `scaled_dot_product_attention` equals torch's; the operator computes it where it can, torch elsewhere."""
+"""Our `scaled_dot_product_attention` equals torch's; the operator computes it where it can, and torch elsewhere."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_results_and_gradients_are_torchs(
 
 
 def test_without_a_dimension_of_heads(fused: list[str]) -> None:
-    """Models that fold heads into the batch pass three dimensions, and a mask with or without that of the batch."""
+    """Models that fold heads into the batch pass three dimensions, and a mask with or without the dimension of the
+    batch."""
     tensors = [each[:, 0] for each in heads()]
     for mask in (None, SEEN[:, None], SEEN[:1], BY_QUERY):
         torch.testing.assert_close(
@@ -115,7 +116,7 @@ COUNTS = {
 def test_few_queries_without_gradients_are_torchs(
     queries: int, keys: int, width: int, groups: int, is_fused: bool, fused: list[str]
 ) -> None:
-    """torch is faster there; with a gradient, a mask or a named implementation the operator runs nevertheless."""
+    """torch is faster there; with a gradient, a mask or a named implementation, the operator runs nevertheless."""
     query, (key, value) = torch.randn(1, 2, queries, width), torch.randn(2, 1, groups, keys, width)
     given: dict[str, Any] = {"enable_gqa": True}
     out = scaled_dot_product_attention(query, key, value, **given)

@@ -1,5 +1,5 @@
-"""The programs of docs/use_it_in.md for packages that the tests do not install run where these are installed, on the
-operator."""
+"""The programs of docs/use_it_in.md for packages that the tests do not install run where these packages are installed,
+on the operator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .. import pages
 PAGE = pages.DOCS / "use_it_in.md"
 BLOCKS: list[str] = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
 FUSED = {"perceiver_pytorch": 4, "timm": 2}
-"""Package -> the calls of attention in its program's model, without those of a single query, which are torch's."""
+"""Package -> the calls of attention in its program's model, without those of a single query, which torch computes."""
 
 
 def test_every_program_is_for_a_package() -> None:
@@ -55,7 +55,7 @@ def test_offloaded_weights_come_for_a_class_that_is_named(make: Any, given: tupl
     named = accelerate.cpu_offload(copy.deepcopy(module), cpu, preload_module_classes=[name])
     torch.testing.assert_close(named(*tokens), expected)
     all_offloaded = accelerate.cpu_offload(module, cpu)
-    if isinstance(module, nn.CMABStack):  # its blocks have hooks now, so it calls them one by one
+    if isinstance(module, nn.CMABStack):  # its blocks have hooks now, so the module calls them one by one
         torch.testing.assert_close(all_offloaded(*tokens), expected)
         return
     with pytest.raises(

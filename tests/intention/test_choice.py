@@ -12,13 +12,12 @@ import torch
 from cmab_kernels import use_impl
 from cmab_kernels.runtime import backends
 
-cuda = pytest.importorskip("cmab_kernels.intention.cuda", exc_type=ImportError)
+pytest.importorskip("cmab_kernels.intention.solve.cuda", exc_type=ImportError)
 pytest.importorskip("triton")
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-FAMILIES = {"intention": "intention", "regularised_solve": "intention.solve"}
 NOISE = 1.02
-"""The ratio of two times from which one is faster."""
+"""The ratio of two times from which on one counts as faster."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,43 +27,35 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _measured() -> dict[tuple[str, str], tuple[str, list[torch.Tensor]]]:
-    """(Operator, group) -> the faster kernel in the newest check of a GPU, and tensors of its sizes."""
+def _measured() -> dict[str, tuple[str, list[torch.Tensor]]]:
+    """Group of solves -> the faster kernel in the newest check of a GPU, and tensors of its sizes."""
     newest = max(RESULTS.glob("gpu_check_*_????-??-??.json"), key=lambda path: path.stem[-10:])
-    times: dict[tuple[str, str], dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
     sizes = {}
     for section in json.loads(newest.read_text())["sections"].values():
         for row in section["rows"]:
-            if row.get("scan") in FAMILIES and row["implementation"] in ("triton", "cuda") and "seconds" in row:
-                times.setdefault((row["scan"], row["group"]), {})[row["implementation"]] = row["seconds"][0]
-                sizes[row["scan"], row["group"]] = row["parameters"]
+            solves = row.get("scan") == "regularised_solve" and row["implementation"] in ("triton", "cuda")
+            if solves and "seconds" in row:
+                times.setdefault(row["group"], {})[row["implementation"]] = row["seconds"][0]
+                sizes[row["group"]] = row["parameters"]
     found = {}
-    for case, taken in times.items():
+    for group, taken in times.items():
         first, second = sorted(taken, key=lambda name: taken[name])
         if taken[second] / taken[first] > NOISE:
-            found[case] = first, _tensors(sizes[case])
+            found[group] = first, _systems(sizes[group])
     return found
 
 
-def _tensors(size: dict[str, int]) -> list[torch.Tensor]:
-    """The tensors on which the choice depends: query, key and value, or gram and rhs."""
+def _systems(size: dict[str, int]) -> list[torch.Tensor]:
     dtype, width, batch = getattr(torch, str(size["dtype"])), size["D"], size["B"]
-    if "N" in size:
-        return [torch.empty(batch, 1, size["N"], width, dtype=dtype, device="meta")] * 3
-    return [
-        torch.empty(batch, width, width, dtype=dtype, device="meta"),
-        torch.empty(batch, width, width, dtype=dtype, device="meta"),
-    ]
+    return [torch.empty(batch, width, width, dtype=dtype, device="meta")] * 2
 
 
 def test_what_was_faster_is_taken() -> None:
     measured = _measured()
-    assert {operator for operator, _ in measured} == FAMILIES.keys() and {best for best, _ in measured.values()} == {
-        "triton",
-        "cuda",
-    }
-    for (operator, group), (best, tensors) in measured.items():
-        assert backends.choose(FAMILIES[operator], "auto", *tensors) == best, (operator, group)
+    assert {best for best, _ in measured.values()} == {"triton", "cuda"}
+    for group, (best, tensors) in measured.items():
+        assert backends.choose("intention.solve", "auto", *tensors) == best, group
 
 
 def test_a_solve_in_float64_is_cudas() -> None:
@@ -76,11 +67,12 @@ def test_a_solve_in_float64_is_cudas() -> None:
 
 def test_a_named_implementation_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements decide only if the caller does not; and a slower kernel runs if no other can."""
-    rows = [torch.empty(2, 1, 9, 4, device="meta")] * 3
-    assert backends.choose("intention", "cuda", *rows) == "cuda"
+    systems = [torch.empty(2, 9, 9, device="meta")] * 2
+    assert backends.choose("intention.solve", "auto", *systems) == "triton"
+    assert backends.choose("intention.solve", "cuda", *systems) == "cuda"
     with use_impl("cuda"):
-        assert backends.choose("intention", "auto", *rows) == "cuda"
+        assert backends.choose("intention.solve", "auto", *systems) == "cuda"
     monkeypatch.setattr(
         backends, "_unsupported", lambda operator_set, impl, tensors: None if impl == "cuda" else "it is made up"
     )
-    assert backends.choose("intention", "auto", *rows) == "cuda"
+    assert backends.choose("intention.solve", "auto", *systems) == "cuda"

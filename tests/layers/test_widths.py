@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cmab_kernels import attention_layer, explain
+from cmab_kernels import attention_layer, explain, feed_forward_layer
 
 pytestmark = pytest.mark.skipif(
     not explain("feed_forward_layer", torch.ones(1, 1), torch.ones(2, 1), torch.ones(1, 1))[0].usable,
@@ -35,3 +35,12 @@ def test_heads_may_be_much_narrower_than_the_layer(width: int, heads: int, each:
     ]
     for ours, right in zip(*found, strict=True):
         assert (ours - right).norm() <= 1e-5 * right.norm() + 1e-6
+
+
+def test_gradients_of_biases_keep_their_digits_over_many_rows() -> None:
+    """A bias sums as many terms as there are rows, all equal after a `.sum()`: one running sum would drift."""
+    rows = 1_000_000
+    bias = torch.zeros(2, requires_grad=True)
+    y = feed_forward_layer(torch.randn(rows, 2), torch.randn(2, 2), torch.randn(2, 1), contract_bias=bias)
+    (slope,) = torch.autograd.grad(y, bias, torch.full_like(y, 0.7))
+    assert (slope.double() / (rows * torch.tensor(0.7).double()) - 1).abs().max() < 1e-6

@@ -215,6 +215,10 @@ def test_a_table_becomes_events() -> None:
     late = cmab_models.events_from_frame(TABLE.assign(number=[10**18, 10**18 + 1, 10**18 + 5, 10**18 + 9]), "number")
     # A float64 cannot hold the times, but holds the differences.
     assert late.events.times.tolist() == [[0.0, 1.0, 5.0, 9.0]]
+    for narrow in ("int8", "int16", "uint8", "float16"):
+        times = np.array([5, 100, 120] if narrow == "uint8" else [-100, 0, 100]).astype(narrow)
+        few = cmab_models.events_from_frame(pandas.DataFrame({"t": times}), "t", start=-100.5)
+        assert few.events.times.tolist() == [(times.astype(float) + 100.5).tolist()], "no difference leaves the range"
     in_minutes = cmab_models.events_from_frame(zoned, "when", unit="m")
     assert in_minutes.events.times.tolist() == [[0.0, 60.0, 60.0, 1710.0]] and in_minutes.marks == ()
     numbers = cmab_models.events_from_frame(TABLE, "number", "what", start=0)

@@ -316,7 +316,7 @@ NO_NUMBERS = {
     "a tensor without values": torch.zeros(2, device="meta"),
     "an int beyond floats": [10**400, 1],
 }
-"""What is no sequence of numbers."""
+"""Values that are not a sequence of numbers."""
 
 
 @pytest.mark.parametrize("given", NO_NUMBERS.values(), ids=NO_NUMBERS)

@@ -17,4 +17,4 @@ class Fault(NamedTuple):
     caught_by: str
     """The arguments of pytest for the tests that must catch the fault: few and quick ones."""
     vectors: str = ""
-    """For a fault in C++: the instruction set whose kernels alone have it; "" means the one in use."""
+    """For a fault in C++: the only instruction set whose kernels have it; "" means the one in use."""

@@ -108,21 +108,6 @@ IN_CPP = {
 }
 
 IN_CUDA = {
-    "sums of a run that replace those before": Fault(
-        "csrc/intention/gram_block.cuh",
-        "total(thread % cut_.owners(), s) += double(sums_[thread][s]);",
-        "total(thread % cut_.owners(), s) = double(sums_[thread][s]);",
-        f"{CUDA}::test_lengths",
-    ),
-    "a run that overflowed and is not repeated": Fault(
-        "csrc/intention/gram_block.cuh",
-        "return live(place) && !finite;",
-        "return false;",
-        f"{CUDA}::test_overflow_is_repeated_in_float64",
-    ),
-    "weights of another tile": Fault(
-        "csrc/intention/gram_block.cuh", "weight_[first + k]", "weight_[first]", f"{CUDA}::test_sums_and_solution"
-    ),
     "a probe of the condition that is not asked": Fault(
         "csrc/solve/solve_block.cuh",
         "if (probing) worthless |= is_worthless(norm);",

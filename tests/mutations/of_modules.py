@@ -13,10 +13,10 @@ MODULES = {
     ),
     "a window that lets the oldest go before a merge fails": Fault(
         "cmab_kernels/window.py",
-        "        total = state if self._total is None else merge(self._total, state)\n        if full:\n            "
+        "        total = state if self._total is None else _partial(self._total, state)\n        if full:\n            "
         "self._front.pop()\n",
         "        if full:\n            self._front.pop()\n        total = state if self._total is None else "
-        "merge(self._total, state)\n",
+        "_partial(self._total, state)\n",
         "tests/test_window.py::test_a_failing_merge_leaves_what_is_held",
     ),
     "a tree that keeps the merge with a state that left": Fault(

@@ -1,7 +1,8 @@
-"""A process that has imported torch and pytest once and runs tests in forks of itself, since a new start takes long.
+"""A process that has imported torch and pytest once, and runs tests in forks of itself, because a new start takes long.
 
-It reads a request a line, as JSON: `folder`, the tree whose tests run, `arguments` of pytest, `log`, the file for what
-is printed, and `limit` in seconds. It answers each with a line: the exit code, or a signal's number, negative.
+It reads one request per line, as JSON: `folder`, the tree whose tests run; `arguments` of pytest; `log`, the file for
+printed text; and `limit` in seconds. It answers each request with a line: the exit code, or the negative number of a
+signal.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def answer(request: dict[str, Any]) -> int:
 
 def run(folder: str, arguments: list[str], log: str, limit: int) -> None:
     """Run the tests in this process, and end it."""
-    signal.alarm(limit)  # the default action of its signal ends the process
+    signal.alarm(limit)  # so that the default action of its signal ends the process
     os.chdir(folder)
     sys.path[:0] = [folder, os.path.join(folder, "python")]
     with open(log, "w") as file:
@@ -38,7 +39,7 @@ def run(folder: str, arguments: list[str], log: str, limit: int) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # the folder of this file holds no modules to import
+    del sys.path[0]  # the folder of this file contains no modules to import
     torch.set_num_threads(1)
     for line in sys.stdin:
         print(answer(json.loads(line)), flush=True)

@@ -1,4 +1,4 @@
-"""The table of what caught the planted faults, in CAUGHT.md; a row stays until its fault changes."""
+"""The table of the tests that caught the planted faults, in CAUGHT.md; a row stays until its fault changes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Each planted fault can still be planted, and is caught: a sample of ten in the ordinary tests,
-all of them in the nightly ones."""
+"""Each planted fault can still be planted, and is caught: a sample of ten in the ordinary tests, and all of them in the
+nightly tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_fault_can_be_planted(name: str) -> None:
 
 
 def test_the_table_has_all_of_them() -> None:
-    """There are more than a hundred faults, and each was caught when it was planted last."""
+    """There are more than a hundred faults, and each was caught when it was last planted."""
     caught = {name for name, row in table.read().items() if row.caught_by}
     assert len(FAULTS) >= 100 and caught == set(FAULTS), (
         f"run `make mutants`, which plants {sorted(caught ^ set(FAULTS))}"
@@ -51,7 +51,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tree]:
 
 @pytest.fixture(scope="module")
 def built_tree() -> Iterator[Tree]:
-    """A tree whose compiled faults are linked with the build's own objects."""
+    """A tree in which compiled faults are linked with the build's own objects."""
     with contextlib.closing(Tree(ROOT / "build" / f"mutants-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}")) as tree:
         yield tree
 
@@ -77,6 +77,6 @@ def test_the_fault_is_caught(name: str, built_tree: Tree) -> None:
 
 
 def test_what_changes_nothing_is_not_caught(tree: Tree) -> None:
-    """A fault that changes nothing passes its tests, so tests catch the others for what they change."""
+    """A fault that changes nothing passes its tests, so the tests catch the other faults because of their changes."""
     fault = FAULTS[SAMPLE[1]]
     assert not tree.outcome(fault._replace(wrong=fault.right)).caught

@@ -1,7 +1,7 @@
 """A copy of the tree in which faults are planted, one at a time, and tests are run.
 
-A fault in C++ compiles only the objects that read its file, and links them with the other objects of the build, which
-setup.py has left in build/. Of the kernels, only those for the instruction set in use are compiled.
+For a fault in C++, only the objects that read its file are compiled, and linked with the other objects of the build,
+which setup.py has left in build/. Of the kernels, only those for the instruction set in use are compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VECTORS = ("portable", "avx2", "avx512")
 ENGINES = ("avx512bf16", "amx", "amx_emulated")
 """The instruction sets for which kernels.cpp and bf16_kernels.cpp are compiled."""
 LIMIT = 600
-"""The most seconds for tests, because a fault may make a loop endless."""
+"""The largest number of seconds for tests, because a fault may make a loop endless."""
 QUICKLY = "-O1 -Wno-error"
 """Flags added for the compiler, because its code runs in a few tests only."""
 
@@ -85,25 +85,25 @@ class Tree:
                 shutil.copy(_extension(), self.folder / "cmab_kernels")
 
     def link(self, steps: list[dict[str, Any]], *, stay: bool = False) -> None:
-        """Compile the objects of these steps again, and link the extension with them;
-        if they `stay`, every later one, too."""
+        """Compile the objects of these steps again, and link the extension with them; if they `stay`, all later
+        extensions are also linked with them."""
         folder = self.folder / ("objects" if stay else "planted")
         folder.mkdir(exist_ok=True)
         made = {}
         for step in steps:
             made[step["output"]] = str(folder / step["output"].replace("/", "-"))
             command = step["command"].replace(step["output"], made[step["output"]])
-            _run(f"{command} {self.flags}", self.folder)  # paths are relative: to csrc of this tree
+            _run(f"{command} {self.flags}", self.folder)  # paths are relative to csrc of this tree
         if stay:
             self._staying = made
         (linking,) = (step for step in _steps() if Path(step["output"]).name == _extension().name)
         extension = self.folder / "cmab_kernels" / _extension().name
-        extension.unlink()  # a process that still reads it goes on
+        extension.unlink()  # a process that still reads the old file is not affected
         renamed = {**self._staying, **made, linking["output"]: str(extension)}
         _run(" ".join([renamed.get(word, word) for word in linking["command"].split()] + [self.flags]), ROOT)
 
     def _tested(self, tests: str) -> tuple[str, str]:
-        """What caught the fault, or "", and the output of the tests."""
+        """The test that caught the fault, or "", and the output of the tests."""
         log = self.folder / "log"
         request = {
             "folder": str(self.folder),
@@ -119,8 +119,8 @@ class Tree:
         return failed[0] if code == 1 and failed else "", output
 
     def _answer(self, request: dict[str, Any], interpret: bool) -> int:
-        """The exit code of tests that run in a fork of a server;
-        one server is for Triton's interpreter, one for all else."""
+        """The exit code of tests that run in a fork of a server; one server is for Triton's interpreter, and one for
+        all other tests."""
         if interpret not in self._servers:
             kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHONPATH"))}
             kept |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -190,7 +190,7 @@ def steps_of(path: str = "", sets: Collection[str] = ()) -> list[dict[str, Any]]
 
 
 def _in_use(with_engines: bool) -> tuple[str, ...]:
-    """The widest vectors that this processor has, and the engines of bfloat16 if wanted."""
+    """The widest vectors that this processor has, and the engines of bfloat16 if requested."""
     best = max((name for name in load().instruction_sets() if name in VECTORS), key=VECTORS.index)
     return (best, *ENGINES) if with_engines else (best,)
 

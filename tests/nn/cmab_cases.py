@@ -1,4 +1,4 @@
-"""An `nn.CMAB` in which every part matters, and its result in plain PyTorch."""
+"""An `nn.CMAB` in which every part affects the result, and its result in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ DIM, BLOCK, HEADS, BATCH, INPUTS, LATENTS = 12, 5, 3, 2, 41, 4
 
 
 def block(dtype: torch.dtype = torch.float64) -> CMAB:
-    """Return a block in which every parameter matters: no bias is 0, no norm is 1, and attention is sharp."""
+    """Return a block in which every parameter affects the result: no bias is 0, no norm is 1, and attention is
+    sharp."""
     made = CMAB(DIM, BLOCK, HEADS, dtype=dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
@@ -36,7 +37,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-12) -> None:
 
 
 def definition(weights: dict[str, Tensor], inputs: Tensor, latents: Tensor, ignore: Tensor | None = None) -> Tensor:
-    """Return the output of the block as the paper describes it; only the names of the weights are the package's."""
+    """Return the output of the block as the paper describes it; only the names of the weights come from the package."""
 
     def norm(name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, (DIM,), weights[f"{name}.weight"], weights[f"{name}.bias"])

@@ -1,4 +1,5 @@
-"""A changed part of a module is called, whether by adapters, hooks, parametrizations or tensor subclasses."""
+"""A changed part of a module is called, whether it was changed by adapters, hooks, parametrizations or tensor
+subclasses."""
 
 from __future__ import annotations
 
@@ -177,8 +178,8 @@ def test_every_module_is_here() -> None:
 
 
 def leaves(module: nn.Module) -> list[str]:
-    """Return the parts without parts of their own; for a stack, whose blocks are CMABs,
-    some from each half of a block."""
+    """Return the parts that have no parts themselves; for a stack, whose blocks are CMABs, some from each half of a
+    block."""
     names = [
         name
         for name, part in module.named_modules()
@@ -213,7 +214,8 @@ class Doubled(nn.Module):
 
 
 class TwiceTensor(Tensor):
-    """A weight that works in a linear layer and a norm, and refuses all other uses, as quantised weights do."""
+    """A weight that works in a linear layer and a norm, and raises an error in all other uses, as quantised weights
+    do."""
 
     calls = 0
 
@@ -254,7 +256,7 @@ NO_PARAMETERS: dict[str, Callable[[nn.Module, str, Tensor], None]] = {
 
 
 def changed(module: nn.Module, name: str, how: str) -> Callable[[], int]:
-    """Double the result of a part of a module, in one of the ways; return a function that counts its calls."""
+    """Double the result of a part of a module in one of these ways; return a function that counts the part's calls."""
     part: Any = module.get_submodule(name)
     parent, _, child = name.rpartition(".")
     calls: list[int] = []
@@ -289,8 +291,8 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def ran(module: nn.Module, run: Run, training: bool) -> tuple[Tensor, list[Tensor]]:
-    """Return the result, and in training the gradients of the parameters in their order,
-    without those that are None."""
+    """Return the result, and in training also the gradients of the parameters in their order, without those that are
+    None."""
     few, many = inputs()
     module.train(training)
     with torch.set_grad_enabled(training):
@@ -302,13 +304,13 @@ def ran(module: nn.Module, run: Run, training: bool) -> tuple[Tensor, list[Tenso
 
 
 WITHOUT_WEIGHTS = ["adapter", "hook", "forward"]
-"""The ways to change a part that has no weights, too."""
+"""The ways to change a part that also work for a part without weights."""
 WAYS = [*WITHOUT_WEIGHTS, "parametrization", "subclass", *NO_PARAMETERS]
 
 
 def cases(module: nn.Module, runs: dict[str, list[Run]]) -> list[tuple[str, str, str, Run]]:
-    """Return a part, a way to change it, a mode and a run of each case: all pairs of two of them, and every combination
-    for a module of few parts."""
+    """Return for each case a part, a way to change it, a mode and a run. All pairs of two of these occur, and for a
+    module of few parts every combination."""
     calls = [(mode, run) for mode, ways in runs.items() for run in ways]
     weighty, found = with_weights(module), []
     for parts, ways in ((weighty, WAYS), ([name for name in leaves(module) if name not in weighty], WITHOUT_WEIGHTS)):
@@ -386,7 +388,7 @@ def test_hooks_of_all_kinds_run(kind: str) -> None:
 
 
 def negated(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with weights of the same values, whose memory holds their opposites."""
+    """Return a copy of the module with weights of the same values, whose memory holds the negatives of these values."""
     copied = copy.deepcopy(module)
     for each in copied.parameters():
         each.data = torch.complex(torch.zeros_like(each.data), -each.data).conj().imag
@@ -426,7 +428,7 @@ def test_a_weight_that_a_load_left_on_the_meta_device_is_refused(kind: str) -> N
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_forward_of_the_class_is_called(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some packages put adapters of all linear layers into torch's class; these look at attributes of a layer."""
+    """Some packages put adapters of all linear layers into torch's class; these adapters read attributes of a layer."""
     make, runs = MODULES[kind]
     torch.manual_seed(1)
     made, forward = make().double(), nn.Linear.forward
@@ -449,7 +451,7 @@ CALLS: dict[Run, int] = {chained: 2, updated: 2, removed: 2, encoded: 2, predict
 
 
 class Counted(nn.Module):
-    """A parametrization that leaves the tensor as it is, and counts."""
+    """A parametrization that does not change the tensor, and counts its calls."""
 
     count = 0
 
@@ -459,15 +461,15 @@ class Counted(nn.Module):
 
 
 def counted(module: nn.Module) -> list[Counted]:
-    """Put a parametrization on each parameter of our attention or block itself,
-    and on a feed-forward weight of a decoder."""
+    """Put a parametrization on each parameter of our attention or block itself, and on a feed-forward weight of a
+    decoder."""
     owners: list[nn.Module] = [part for part in module.modules() if isinstance(part, MultiheadProjections | ours.CMAB)]
     places = [(owner, name) for owner in owners for name, _ in owner.named_parameters(recurse=False)]
     places += [(part.linear1, "weight") for part in module.modules() if isinstance(part, nn.TransformerDecoderLayer)]
     made = [Counted() for _ in places]
     for (owner, name), each in zip(places, made, strict=True):
         parametrize.register_parametrization(owner, name, each)
-        each.count = 0  # registration reads the shape
+        each.count = 0  # registration reads the shape, which is one call
     return made
 
 
@@ -586,7 +588,7 @@ def test_landmarks_are_fitted_with_one_value_of_a_parametrization(
 
 
 def test_classes_of_attention_are_not_kept_alive() -> None:
-    """A class per module, as `parametrize` makes them: a cache keeps only the last ones."""
+    """One class per module, as `parametrize` makes them; a cache keeps only the last classes."""
     classes = []
     for i in range(torchs_attention.MOST_KINDS + 5):
         kind = type(f"Attention{i}", (nn.MultiheadAttention,), {})
@@ -601,7 +603,7 @@ def test_classes_of_attention_are_not_kept_alive() -> None:
 
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, ours.TransformerEncoderLayer])
 def test_hooks_of_attention_work_on_the_attention_when_out_proj_is_hooked(kind: Any) -> None:
-    """Pruning sets the pruned weight in a pre-hook. A hook of the user's counts calls on the module."""
+    """Pruning sets the pruned weight in a pre-hook. A hook of the user counts calls of the module."""
     torch.manual_seed(0)
     layer, x = kind(16, 2, 24, dropout=0.0, batch_first=True).eval(), torch.randn(2, 5, 16)
     prune.l1_unstructured(layer.self_attn, "in_proj_weight", amount=0.4)

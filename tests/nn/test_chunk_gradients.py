@@ -1,4 +1,4 @@
-"""`CMABStack.encode` has the gradients of `read`, whichever implementation reads or differentiates its chunks."""
+"""`CMABStack.encode` has the same gradients as `read`, whichever implementation reads or differentiates its chunks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_pass_over_chunks_chooses_its_implementation(forward: str, backward
 @pytest.mark.filterwarnings("ignore:cmab_kernels runs its PyTorch reference")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_chunks_train_where_only_the_definition_runs(device: str) -> None:
-    """Heads of 300 are too wide for native code, and none runs on the meta device."""
+    """Heads of 300 are too wide for native code, and no native code runs on the meta device."""
     module = CMABStack(300, 4, 1, 2, device=device)
     module.encode(torch.randn(1, 20, 300, device=device)).out.sum().backward()
     assert all(parameter.grad is not None and parameter.grad.shape == parameter.shape for parameter in read_by(module))

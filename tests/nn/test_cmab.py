@@ -63,7 +63,7 @@ def test_block_latents_are_a_shared_query(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is one native call; with a hook on one part, an operator for each of the other layers."""
+    """A block is one native call; with a hook on one part, there is one operator for each of the other layers."""
     calls = []
     for place, name in ((one_call, "differentiated_blocks"), (layers, "feed_forward"), (layers, "attention")):
         operator = getattr(place, name)
@@ -87,7 +87,7 @@ def test_a_block_is_one_call_or_one_operator_a_layer(monkeypatch: pytest.MonkeyP
 def test_keys_on_a_gpu_are_written_where_heads_are_wide(
     width: int, inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No kernel projects heads wider than 256 there, and the definition would store all scores."""
+    """There, no kernel projects heads wider than 256, and the definition would store all scores."""
     launch = pytest.importorskip("cmab_kernels.attention.projected.triton.launch", exc_type=ImportError)
     monkeypatch.setattr(launch, "device_problem", lambda _: None)
     with FakeTensorMode():
@@ -197,7 +197,7 @@ def largest_allocation(module: CMAB, count: int, grad: bool) -> int:
 def test_nothing_of_size_n_is_allocated(grad: bool) -> None:
     module = block(torch.float32)
     assert largest_allocation(module, 4 * 64, grad) == largest_allocation(module, 50 * 64, grad)
-    with LargestAllocation() as largest:  # the measurement does see large tensors
+    with LargestAllocation() as largest:  # shows that the measurement notices large tensors
         module.compress.cross_attention.context_norm(torch.randn(1, 50 * 64, DIM))
     assert largest.numel >= 50 * 64 * DIM
 
@@ -250,7 +250,7 @@ def test_own_stream() -> None:
             assert torch.equal(module.stream.state.out, state.out)
             # Touches no state.
             close(module(chunk, latents), definition(dict(module.named_parameters()), chunk, latents))
-            module.update(chunk, latents, module.init_state(BATCH))  # nor does a stream of the caller
+            module.update(chunk, latents, module.init_state(BATCH))  # a stream of the caller does not change either
         close(result, module(inputs, latents))
         close(module.remove(inputs[:, :10], latents).latents, module(inputs[:, 10:], latents), 1e-8)
         close(module.update(inputs[:, :10], latents).latents, module(inputs, latents), 1e-8)
@@ -345,7 +345,7 @@ def test_compiled_stream(own: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_low_precision(dtype: torch.dtype, autocast: bool) -> None:
-    """The block is as exact as the definition in the same precision, and its state is float32."""
+    """The block is as accurate as the definition in the same precision, and its state is float32."""
     module, (inputs, latents) = CMAB(DIM, BLOCK, HEADS), points(torch.float32)
     with torch.no_grad():
         truth = definition(

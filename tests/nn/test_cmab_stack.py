@@ -19,7 +19,7 @@ DIM, BLOCK, HEADS, DEPTH, BATCH, INPUTS, LATENTS = 12, 5, 3, 3, 2, 41, 4
 
 
 def stack(dtype: torch.dtype = torch.float64) -> CMABStack:
-    """Return a stack in which every parameter matters."""
+    """Return a stack in which every parameter affects the result."""
     made = CMABStack(DIM, BLOCK, HEADS, DEPTH, dtype=dtype)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.6)
@@ -83,7 +83,7 @@ def test_a_projection_with_a_hook_is_called() -> None:
 
 @pytest.mark.parametrize("all_blocks", [False, True])
 def test_a_block_with_a_hook_is_called(all_blocks: bool) -> None:
-    """So is a block that `fully_shard` or a checkpoint has wrapped, whose weights exist only during its call."""
+    """The same for a block that `fully_shard` or a checkpoint has wrapped, whose weights exist only during its call."""
     module, (inputs, latents) = stack(), points()
     expected, seen = module(inputs, latents, all_blocks=True), []
     for block in module.blocks:
@@ -93,7 +93,7 @@ def test_a_block_with_a_hook_is_called(all_blocks: bool) -> None:
 
 
 class Wrapper(torch.nn.Module):
-    """A block behind another name, as wrappers of other packages have it."""
+    """A block under another name, as in wrappers of other packages."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Wrapper(torch.nn.Module):
 
 @pytest.mark.parametrize("wrapped", [(0,), (1,), (0, 1, 2)])
 def test_a_block_in_a_wrapper_is_called(wrapped: tuple[int, ...]) -> None:
-    """It has no state, and calls that need one name it."""
+    """The module has no state, and calls that need a state name it in their error."""
     module, (inputs, latents) = stack(), points()
     expected = module(inputs, latents)
     for i in wrapped:

@@ -1,4 +1,4 @@
-"""Signatures of constructors show torch's arguments and then our own, though torch's are written only once."""
+"""Signatures of constructors show torch's arguments and then our own, although torch's are written only once."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ SIZES: dict[type[nn.Module], dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", SIZES, ids=lambda kind: kind.__name__)
 def test_sizes(kind: type[nn.Module]) -> None:
-    """A size may be a NumPy integer; anything else is refused by name before it is used."""
+    """A size may be a NumPy integer; any other type raises an error with the name of the argument before it is used."""
     sizes = SIZES[kind]
     assert str(kind(**{name: np.int64(size) for name, size in sizes.items()})) == str(kind(**sizes))
     for name in sizes:
@@ -153,7 +153,7 @@ def test_every_public_module_is_here() -> None:
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_an_argument_that_is_an_array_is_named(kind: type[nn.Module]) -> None:
-    """Python cannot tell whether an array is true, and its own error names no argument."""
+    """Python cannot convert an array to a truth value, and its own error names no argument."""
     kind(**ALL[kind])
     for name in inspect.signature(kind).parameters:
         for wrong in (np.ones(2), np.array(["a", "b"]), torch.ones(2), torch.tensor([True, False])):
@@ -182,7 +182,7 @@ def test_numbers_of_intention(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
 def test_a_misspelt_or_missing_option_is_named(kind: type[nn.Module]) -> None:
-    """The error names the class that was called, not one that it inherits from."""
+    """The error names the class that was called, not a parent class."""
     needed = {name: given for name, given in EXAMPLE.items() if name in OWN[kind][1]}
     with pytest.raises(
         TypeError,

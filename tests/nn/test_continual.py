@@ -1,5 +1,5 @@
-"""Continual attention as a module equals continual-inference where that is stable,
-and `forward` of its window at every step."""
+"""Continual attention as a module equals continual-inference where the latter is stable, and `forward` of its window at
+every step."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_continual_inference_gives(output: str, batch_first: bool, config: 
         mine, other = ours.forward_steps(*some), theirs.forward_steps(*some)
         assert (mine is None) == (other is None) == (last < WINDOW and first == 0)
         if other is not None:
-            # Theirs has one more dimension.
+            # The other package has one more dimension.
             assert_equal(mine, other.squeeze(1) if output == "single" and not batch_first else other)
     ours.clean_state(), theirs.clean_state()
     whole, other = ours.forward_steps(*tokens), theirs.forward_steps(*tokens)
@@ -119,7 +119,8 @@ def test_self_attention_of_one_argument_is_theirs() -> None:
 
 @torch.no_grad()
 def test_large_logits_where_theirs_are_lost() -> None:
-    """Raw exponentials of continual-inference are NaN in float32 from logits of 88 on; our stream equals its window."""
+    """In float32, raw exponentials of continual-inference are NaN from logits of 88 on; our stream equals its
+    window."""
     ours, theirs = both("retroactive", True)
     ours, theirs = ours.float(), theirs.float()
     tokens = 3 * stream(4 * WINDOW, ours)
@@ -143,8 +144,8 @@ def test_large_logits_where_theirs_are_lost() -> None:
 def test_steps_equal_forward(
     kind: str, window: int, landmarks: int, output: str, batch_first: bool, batched: bool
 ) -> None:
-    """Steps equal `forward`: at every step with fixed landmarks,
-    else after each full segment if m divides n, or after every n tokens."""
+    """Steps equal `forward`: with fixed landmarks at every step; otherwise after each full segment if m divides n, or
+    after every n tokens."""
     config = {"num_landmarks": landmarks} if landmarks else {}
     module = made(kind, sequence_len=window, output=output, batch_first=batch_first, **config)
     tokens = stream(4 * window + 2, module, batched=batched)
@@ -235,7 +236,7 @@ def test_gradients_of_forward_reach_all_weights_and_landmarks() -> None:
 
 
 def test_compiled_forward() -> None:
-    torch.compiler.reset()  # versions from other tests count toward the limit of eight
+    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     for kind in KINDS:
         module = made(kind, output="retroactive", dtype=torch.float32)
         tokens = stream(WINDOW, module)
@@ -248,7 +249,7 @@ def test_compiled_forward() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @torch.no_grad()
 def test_low_precision(kind: str, dtype: torch.dtype, autocast: bool) -> None:
-    """A stream is in the module's dtype, with autocast or without, and its sums are float32."""
+    """A stream has the dtype of the module, with and without autocast, and its sums are float32."""
     module = made(kind, output="retroactive", dtype=torch.float32 if autocast else dtype)
     for parameter in module.parameters():
         parameter.mul_(0.5)
@@ -265,7 +266,7 @@ def test_low_precision(kind: str, dtype: torch.dtype, autocast: bool) -> None:
     for mine, other in ((out, expected[:-1]), (last, expected[-1])):
         assert (mine.double() - other).pow(2).mean().sqrt() <= 16 * torch.finfo(dtype).eps * other.pow(2).mean().sqrt()
     if autocast:
-        module.forward_step(tokens[0])  # the stream goes on without autocast
+        module.forward_step(tokens[0])  # the stream continues without autocast
 
 
 @torch.no_grad()
@@ -362,7 +363,7 @@ def same(first: Any, second: Any) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_errors_leave_the_stream(kind: str, output: str, filled: int) -> None:
-    """Any error, at any of several tokens, names the argument and leaves the stream as it was."""
+    """An error at any of several tokens names the argument and does not change the stream."""
     module = made(kind, output=output)
     tokens = stream(filled + 20, module)
     module.forward_steps(tokens[:filled])
@@ -436,8 +437,8 @@ def test_modules_are_torchs() -> None:
 @pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
 @pytest.mark.parametrize("window, number", [(12, 3), (13, 5), (1, 1)])
 def test_what_is_trained_is_what_is_streamed(kind: str, output: str, window: int, number: int) -> None:
-    """The training form equals the steps at every token, between replacements of landmarks too,
-    and has the gradient of the steps."""
+    """The training form equals the steps at every token, also between replacements of landmarks, and has the gradient
+    of the steps."""
     options: dict[str, Any] = {"batch_first": True, "sequence_len": window, "output": output, "dtype": torch.float64}
     if kind == "exact":
         module: Any = ContinualAttention(8, 2, **options)

@@ -61,7 +61,8 @@ def test_each_output_of_a_retroactive_stack_is_torchs_encoder_on_its_window(dept
 @pytest.mark.parametrize("output", LAYERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_trained_is_what_is_streamed(kind: str, output: str, depth: int, batch_first: bool) -> None:
-    """A single layer (depth 0) and a stack: all at once, in blocks of tokens, and token by token from a kept state."""
+    """A single layer (depth 0) and a stack: all tokens at once, in blocks of tokens, and token by token from a kept
+    state."""
     made = layer(kind, output, batch_first=batch_first)
     module: Any = ContinualEncoder(made, depth, nn.LayerNorm(C, dtype=torch.float64)) if depth else made
     assert module.sequence_len == (N if output == "retroactive" else max(depth, 1) * (N - 1) + 1)
@@ -88,7 +89,7 @@ def test_what_is_trained_is_what_is_streamed(kind: str, output: str, depth: int,
 
 @pytest.mark.parametrize("output", LAYERS)
 def test_what_stands_in_place_of_a_dropout_is_called(output: str) -> None:
-    """A step calls it as `forward` does, for example a layer scale."""
+    """A step calls it in the same way as `forward`, for example a layer scale."""
     made = layer(output=output).eval()
     made.dropout1 = nn.Tanh()
     stream = tokens()
@@ -102,8 +103,8 @@ def test_what_stands_in_place_of_a_dropout_is_called(output: str) -> None:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("part", ["linear1", "linear2", "dropout", "dropout1", "dropout2", "norm1", "norm2"])
 def test_a_hook_of_a_part_sees_every_step(part: str, norm_first: bool) -> None:
-    """A step computes only unchanged modules without calling them:
-    a module with a hook is called, and its result is the hook's."""
+    """A step may compute a module without calling it only if the module is unchanged: a module with a hook is called,
+    and its result is that of the hook."""
     made, stream = layer(norm_first=norm_first).eval(), tokens()
     with torch.no_grad():
         made.forward_steps(stream[:, :-1])
@@ -133,7 +134,7 @@ def test_a_stream_without_a_batch(output: str) -> None:
 
 
 def test_a_retroactive_stream_starts_anew_where_its_attention_does() -> None:
-    """Earlier tokens are not read, whatever their batch, if only the attention was reset, as `fit_landmarks` does."""
+    """Earlier tokens are not read, whatever their batch, if only the attention was reset, as by `fit_landmarks`."""
     module = layer("landmarks", "retroactive", landmarks="fixed").eval()
     module.self_attn.fit_landmarks(tokens()[0])
     with torch.no_grad():
@@ -213,7 +214,8 @@ def test_a_checkpoint_of_half_a_stream_is_refused() -> None:
 
 @pytest.mark.parametrize("output", LAYERS)
 def test_an_error_in_a_later_layer_leaves_no_layer_ahead(output: str) -> None:
-    """In grad mode the streams stay; without it, they end, because earlier steps overwrote the oldest tokens."""
+    """In grad mode the streams do not change; without it they end, because earlier steps have overwritten the oldest
+    tokens."""
     module = ContinualEncoder(layer(output=output), 2, torch.nn.LayerNorm(C, dtype=torch.float64)).eval()
     module.layers[0].requires_grad_(False)
     token = tokens()[:, 0]
@@ -245,8 +247,8 @@ def test_an_error_in_a_later_layer_leaves_no_layer_ahead(output: str) -> None:
 
 @pytest.mark.parametrize("output", LAYERS)
 def test_an_interrupt_within_a_layer_leaves_no_part_ahead(output: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C in a step, a layer whose attention took a token finishes it;
-    a stack whose other layers lack it ends all."""
+    """After Ctrl-C in a step, a layer whose attention has taken a token finishes it; a stack in which other layers lack
+    the token ends all streams."""
     alone, stream = layer(output=output).eval(), tokens()
     stack = ContinualEncoder(alone, 2).eval()
 

@@ -1,4 +1,5 @@
-"""The window of a continual module: a value, saved and restored to the same bits, and refused if no stream has it."""
+"""The window of a continual module: a value that is saved and restored with the same bits; an error is raised if no
+stream can have it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def fresh(module: Continual) -> Continual:
 
 
 def saved(module: nn.Module) -> dict[str, Tensor]:
-    """Save and load the `state_dict`, with `weights_only=True`, which runs no code."""
+    """Save and load the `state_dict`, with `weights_only=True`, which executes no code."""
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
@@ -60,7 +61,8 @@ def goes_on_alike(first: Continual, second: Continual, steps: int = 12) -> bool:
 
 @pytest.mark.parametrize("kind, output", KIND_OUTPUTS)
 def test_saved_and_restored_at_every_step(kind: str, output: str) -> None:
-    """A stream is saved before its window is full, when it is, at and between landmarks, and past the ring's end.
+    """A stream is saved before its window is full, when it becomes full, at and between replacements of landmarks, and
+    past the end of the ring.
 
     It continues with the same bits.
     """
@@ -92,7 +94,7 @@ def test_copied_and_pickled_in_midstream(kind: str, output: str, tokens: int) ->
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_a_window_taken_in_blocks_is_saved_like_any_other(chunk: int) -> None:
-    """A step of many tokens leaves a longer ring, and the stream is saved and restored all the same."""
+    """A step of many tokens leaves a longer ring, and the stream can still be saved and restored."""
     for kind in KINDS:
         module = made(kind, **SMALL)
         with torch.no_grad():
@@ -246,8 +248,8 @@ def test_what_is_no_window_is_refused_and_the_old_one_stays(
 
 
 def test_windows_of_other_modules_are_refused() -> None:
-    """A window of another shape, another kind, or with other landmarks is refused,
-    both by `set_state` and by loading."""
+    """A window of another shape, another kind, or with other landmarks raises an error, both in `set_state` and in
+    loading."""
     module = streaming("continual", 9)
     before = module.get_state()
     others = [
@@ -319,9 +321,9 @@ def test_retroactive_sums_may_come_from_single_outputs() -> None:
 @pytest.mark.parametrize("tokens", [0, 3, 5, 9])
 @torch.no_grad()
 def test_get_state_is_a_value_and_update_state_false_leaves_it(kind: str, output: str, tokens: int) -> None:
-    """`get_state` returns a value, and `update_state=False` leaves the stream.
+    """`get_state` returns a value, and `update_state=False` does not change the stream.
 
-    Steps fill the window, cross landmarks or wrap the ring.
+    Steps fill the window, pass replacements of landmarks, or wrap the ring.
     """
     module = streaming(kind, tokens, output=output)
     reference = copy.deepcopy(module)
@@ -389,8 +391,8 @@ def test_memory_is_constant_however_tokens_come() -> None:
 )
 @torch.no_grad()
 def test_a_cast_stream_goes_on(kind: str, output: str, tokens: int, first: torch.dtype, then: torch.dtype) -> None:
-    """After a cast the stream goes on in the new dtype, with sums over the cast tokens,
-    and older states do not change."""
+    """After a cast, the stream continues in the new dtype, with sums over the cast tokens, and older states do not
+    change."""
     module = streaming(kind, tokens, output=output, dtype=first)
     older = module.get_state()
     before = copy.deepcopy(older)

@@ -1,4 +1,5 @@
-"""Modules under `torch.compile(dynamic=True)`: few graphs serve batches and lengths of any size, with eager results."""
+"""Modules under `torch.compile(dynamic=True)`: a few graphs serve batches and lengths of any size, with the results of
+eager mode."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def window(batch: int, _: int) -> tuple[Tensor, ...]:
 
 
 class Output(nn.Module):
-    """The first result of a module of torch's signature, for self-attention."""
+    """The first result of a module with torch's signature, for self-attention."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -98,12 +99,13 @@ OF_OTHERS = (
     *("CMAB, shared latents", "CMABStack", "LatentLayer"),
     *("TransformerEncoderLayer", "TransformerDecoderLayer", "ContinualEncoderLayer", "RetroactiveEncoderLayer"),
 )
-"""Modules whose parts are others of these; sizes of 1, which take as long as all others, are tested with the parts."""
+"""Modules whose parts are other modules of this list. Sizes of 1, which take as long as all others, are tested with the
+parts."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_any_size(name: str) -> None:
-    torch.compiler.reset()  # versions from other tests count toward the limit of eight
+    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     torch.manual_seed(0)
     make, inputs = CASES[name]
     module, graphs = make(), []
@@ -125,7 +127,7 @@ NIGHTLY = [pytest.param(name, marks=() if name == "NystromAttention" else pytest
 
 @pytest.mark.parametrize("name", NIGHTLY)
 def test_training_at_any_size(name: str) -> None:
-    """Inductor compiles the gradients too, for lengths that segments divide evenly and for others."""
+    """Inductor also compiles the gradients, for lengths that segments divide evenly and for other lengths."""
     torch.compiler.reset()
     torch.manual_seed(0)
     make, inputs = CASES[name]
@@ -156,7 +158,7 @@ def test_widths_of_any_size() -> None:
 
 
 EXPORTED_BY_ALL = ("ContinualEncoderLayer", "RetroactiveEncoderLayer")
-"""The modules that torch 2.6 can export, too: it knows no dynamic sizes in an autograd Function."""
+"""The modules that torch 2.6 can also export: it does not support dynamic sizes in an autograd Function."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""`nn.CMABStack.encode` reads any source chunk by chunk, with the state and the gradients of all inputs at once."""
+"""`nn.CMABStack.encode` reads any source chunk by chunk, and has the state and the gradients of all inputs at once."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_source_may_write_each_chunk_to_the_same_memory() -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_source_runs_in_the_callers_modes(grad: bool) -> None:
-    """So does the backward pass, which reads the source again."""
+    """The same for the backward pass, which reads the source again."""
     module, project, found = stack(torch.float32), torch.nn.Linear(DIM, DIM), []
     parts = points(torch.float32)[0].bfloat16().split(20, 1)
 
@@ -173,7 +173,7 @@ def test_a_source_runs_in_the_callers_modes(grad: bool) -> None:
 
 
 class Streamed(IterableDataset):
-    """Rows of unknown number."""
+    """An unknown number of rows."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -365,7 +365,7 @@ def test_a_state_of_another_batch_is_named() -> None:
 )
 def test_arrays_that_torch_does_not_read(given: Callable[[Any], Any]) -> None:
     module, every = stack(), np.random.default_rng(0).standard_normal((50, DIM))
-    for rows in (given(every), given(every[:1])):  # NumPy accepts one reversed row, torch does not
+    for rows in (given(every), given(every[:1])):  # NumPy accepts a single reversed row, and torch does not
         with torch.no_grad():
             assert same(
                 module.encode(rows),

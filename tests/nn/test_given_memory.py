@@ -1,4 +1,4 @@
-"""Inputs of a module may be overwritten afterwards, as a buffer for all inputs is: its state keeps copies."""
+"""Inputs of a module may be overwritten afterwards, for example in a buffer for all inputs: its state keeps copies."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_buffer_may_be_filled_again(kind: str, tokens: int) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_stream_ends_where_it_has_no_values(kind: str) -> None:
-    """`to_empty` gives new memory to a module from the meta device, but no values."""
+    """`to_empty` gives new memory to a module from the meta device, but not values."""
     make, (read, *_) = MODULES[kind]
     module, inputs = make().eval(), torch.randn(2, 5, C)
     read(module, inputs)

@@ -1,4 +1,4 @@
-"""`nn.InformerEncoderLayer` is torch's encoder layer around Intention, on every path by which torch may call it."""
+"""`nn.InformerEncoderLayer` is torch's encoder layer with Intention, on every path through which torch may call it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from cmab_kernels.nn import InformerEncoderLayer, MultiheadIntention, MultiheadSigmaIntention
 
 DIM, HEADS, HIDDEN, BATCH, LENGTH = 16, 2, 24, 3, 11
-MASK = torch.arange(LENGTH) >= torch.tensor([[11], [7], [2]])  # ragged at the end, as torch needs for nested tensors
+MASK = torch.arange(LENGTH) >= torch.tensor([[11], [7], [2]])  # different lengths, as nested tensors need
 KINDS = ("intention", "sigma")
 
 
@@ -105,7 +105,8 @@ def test_kinds() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_torchs_encoder(kind: str, nested: bool, norm_first: bool) -> None:
-    """The layer works in torch's encoder, even if that is asked for nested tensors: it warns and goes without."""
+    """The layer works in torch's encoder, even if the encoder is constructed for nested tensors: it warns and does not
+    use them."""
     layer = made(kind=kind, norm_first=norm_first)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -154,7 +155,7 @@ def test_padding_may_hold_anything() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: str) -> None:
-    torch.compiler.reset()  # versions from other tests count toward the limit of eight
+    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     encoder = torch.nn.TransformerEncoder(made(kind=kind), 2, enable_nested_tensor=False)
     src = source(requires_grad=True)
     leaves = [src, *encoder.parameters()]

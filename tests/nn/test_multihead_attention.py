@@ -29,8 +29,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def pair(**config: Any) -> tuple[torch.nn.MultiheadAttention, MultiheadAttention]:
-    """Return torch's module and ours with the same weights and random biases:
-    torch's initial biases of 0 would hide a missing one."""
+    """Return torch's module and ours with the same weights and random biases, because torch's initial biases of 0 would
+    hide a missing bias."""
     config = {"dtype": torch.float64, **config}
     theirs = torch.nn.MultiheadAttention(DIM, HEADS, **config).eval()
     for parameter in theirs.parameters():
@@ -57,7 +57,8 @@ def inputs(module: torch.nn.MultiheadAttention, batched: bool = True, **factory:
 
 
 def outputs_and_gradients(module: torch.nn.Module, tensors: list[Tensor], **options: Any) -> list[Tensor]:
-    """Return the output, and the gradients of a random weighting of it for all tensors and parameters."""
+    """Return the output, and the gradients of a random weighting of the output with respect to all tensors and
+    parameters."""
     out, weights = module(*tensors, need_weights=False, **options)
     assert weights is None
     generator = torch.Generator().manual_seed(1)
@@ -73,7 +74,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.fixture
 def only_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function; after its call, every call that goes to torch raises."""
+    """Return a function. After it was called, every call that goes to torch raises an error."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("handed to torch")

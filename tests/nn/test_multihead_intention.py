@@ -91,8 +91,8 @@ def assert_equal(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_definition(kind: type[LearnedRidge], config: dict[str, Any], masked: bool, keys: int) -> None:
-    """The result, the weights, and all gradients, alpha's too, equal the definition,
-    with more keys than a head is wide and with fewer."""
+    """The result, the weights, and all gradients (also of alpha) equal the definition, if there are more keys than a
+    head is wide, and if there are fewer."""
     module = made(kind, **config)
     tensors = inputs(module, keys)
     mask = (torch.arange(keys) % 3 == torch.tensor([[1], [2]])) if masked else None
@@ -150,8 +150,8 @@ def test_gradcheck(kind: type[LearnedRidge]) -> None:
 
 
 def test_both_ends_of_alpha() -> None:
-    """With a = 0, values linear in the keys are fitted exactly;
-    with a = 1 it is linear attention, and nothing overflows."""
+    """With a = 0, values that are linear in the keys are fitted exactly; with a = 1 the module is linear attention, and
+    nothing overflows."""
     module = made(MultiheadIntention)
     query, key, value = inputs(module)
     q, k, v = (module._project(part, tensor) for part, tensor in enumerate((query, key, value)))
@@ -179,7 +179,8 @@ def test_a_module_from_the_meta_device_has_the_penalty_that_it_starts_with(kind:
 def test_memory_without_values_leaves_the_penalty_as_it_was(
     kind: type[LearnedRidge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model visits a module once for each of its places; at the second visit it has already left the meta device."""
+    """A model visits a module once for each of its places; at the second visit the module has already left the meta
+    device."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(7.0))
     module = kind(DIM, HEADS, device="meta")
@@ -266,13 +267,13 @@ def test_no_keys_no_queries_no_batch(kind: type[LearnedRidge]) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: type[LearnedRidge], dynamic: bool) -> None:
-    torch.compiler.reset()  # versions from other tests count toward the limit of eight
+    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     module = made(kind)
     tensors = inputs(module)
     mask = torch.rand(BATCH, KEYS) < 0.4
     leaves = [*tensors, *module.parameters()]
     compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    need_weights = dynamic == (kind is KINDS[0])  # each kind with weights and without, in graphs of both forms
+    need_weights = dynamic == (kind is KINDS[0])  # each kind with and without weights, in graphs of both forms
     out, weights = module(*tensors, mask, need_weights)
     again, more = compiled(*tensors, mask, need_weights)
     assert_equal([again, *gradients(again, leaves, False)], [out, *gradients(out, leaves, False)], 1e-9)
@@ -283,7 +284,8 @@ def test_compile(kind: type[LearnedRidge], dynamic: bool) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision(kind: type[LearnedRidge], dtype: torch.dtype, autocast: bool) -> None:
-    """Projections are rounded to the low precision; all else is as exact as in float64, up to rounding the result."""
+    """Projections are rounded to the low precision; everything else is as accurate as in float64, apart from rounding
+    the result."""
     module = made(kind)
     tensors = inputs(module)
     held = torch.float32 if autocast else dtype
@@ -386,7 +388,7 @@ def test_stream_equals_batch_with_gradients(split: list[int], batch_first: bool)
 def test_own_stream_and_what_is_removed_from_it() -> None:
     module = made(MultiheadIntention, dtype=torch.float32)
     query, key, value = (tensor.detach() for tensor in inputs(module))
-    value[:4] = 1e6  # the rows that are removed outweigh the rest
+    value[:4] = 1e6  # the rows that are removed have more weight than the rest
     for k, v in zip(key.split(10), value.split(10), strict=True):
         held = module.update(k, v)
     assert module.stream.state == held
@@ -451,7 +453,7 @@ def test_a_stream_refuses_what_it_cannot_do() -> None:
 
 
 def test_the_fast_path_is_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without weights, only the operator is called: no float64 state, and no solve for queries."""
+    """If no weights are requested, only the operator is called: no float64 state, and no solve for queries."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("another way")

@@ -56,8 +56,8 @@ def inputs(module: NystromAttention, queries: int = TOKENS, batched: bool = True
 
 
 def means(tokens: Tensor, number: int) -> Tensor:
-    """Return the means of segments of the tokens (N, D) that are not masked;
-    as in numpy's split, the first segments have one more."""
+    """Return the means of segments of the tokens (N, D) that are not masked; as in numpy's split, the first segments
+    have one token more."""
     return torch.stack([segment.mean(0) for segment in torch.tensor_split(tokens, number)])
 
 
@@ -105,7 +105,7 @@ def assert_equal(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_the_weights_are_the_largest_matrix() -> None:
-    """They store nothing of N x N, and no warning mentions a size that the caller did not give."""
+    """They store nothing of size N x N, and no warning mentions a size that the caller did not give."""
     module, largest = made(num_landmarks=2, landmarks="fixed", batch_first=True).float(), 0
 
     class Sizes(TorchDispatchMode):
@@ -125,7 +125,7 @@ def test_the_weights_are_the_largest_matrix() -> None:
 @pytest.mark.parametrize("queries", [TOKENS, 11])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_definition(config: dict[str, Any], queries: int) -> None:
-    """The result, the weights, and all gradients, those of landmarks too, equal the definition."""
+    """The result, the weights, and all gradients (also of landmarks) equal the definition."""
     module = made(**config)
     tensors = inputs(module, queries)
     flip = (lambda t: t) if module.batch_first else (lambda t: t.transpose(0, 1))
@@ -151,8 +151,8 @@ def test_unbatched(batch_first: bool, landmarks: str) -> None:
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_padding_is_as_if_it_were_not_there(batch_first: bool, additive: bool) -> None:
-    """Padding at the end covers whole segments, differs in each row and holds a NaN:
-    it changes no result or gradient."""
+    """Padding at the end covers whole segments, differs between rows and holds a NaN: it changes no result or
+    gradient."""
     module = made(batch_first=batch_first, num_landmarks=6)
     ends, along = (24, 12), 1 if batch_first else 0
     tokens = torch.randn(BATCH, 24, DIM, dtype=torch.float64)
@@ -204,7 +204,7 @@ def test_m_equal_to_n_exact_pinv_is_attention() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_low_precision(dtype: torch.dtype, landmarks: str, autocast: bool) -> None:
     module = made(dtype=torch.float32 if autocast else dtype, num_landmarks=5, landmarks=landmarks)
-    with torch.no_grad():  # landmarks well apart, because pinv is not tested here
+    with torch.no_grad():  # landmarks are far apart, because pinv is not tested here
         for parameter in module.parameters():
             parameter.mul_(0.5)
     exact = copy.deepcopy(module).double()
@@ -218,7 +218,7 @@ def test_low_precision(dtype: torch.dtype, landmarks: str, autocast: bool) -> No
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_forward(dynamic: bool) -> None:
-    torch.compiler.reset()  # versions from other tests count toward the limit of eight
+    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     for landmarks in ("segments", "fixed"):
         module = made(num_landmarks=5, landmarks=landmarks, dtype=torch.float32)
         tensors = inputs(module)
@@ -284,7 +284,7 @@ def clustered(tokens: int = 400, groups: int = 5, dtype: torch.dtype = torch.flo
 
 
 def matched(found: Tensor, expected: Tensor) -> Tensor:
-    """Return the rows of `found` in the order of the nearest rows of `expected`; each must be found once."""
+    """Return the rows of `found` in the order of the nearest rows of `expected`; each row must be found once."""
     order = torch.cdist(expected, found).argmin(-1)
     assert len(set(order.tolist())) == len(expected)
     return found[order]
@@ -408,8 +408,8 @@ def test_landmarks_are_saved_and_loaded() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_replaces_torchs_module_in_an_encoder(training: bool) -> None:
-    """The module runs in torch's encoder, also in eval mode with padding,
-    where torch's layers would run attention instead."""
+    """The module runs in torch's encoder, also in eval mode with padding, where torch's layers would otherwise run
+    attention."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, dtype=torch.float64)
     model = nn.TransformerEncoder(layer, 2).train(training)
     source, mask = torch.randn(2, 12, 16, dtype=torch.float64), torch.arange(12) >= torch.tensor([[12], [6]])

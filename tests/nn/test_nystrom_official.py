@@ -20,7 +20,7 @@ SIZES = {"num_heads": 4, "num_landmarks": 8}
 
 
 def drawn(module: nn.Module, scale: float) -> nn.Module:
-    """Give a module weights of N(0, scale^2): large ones leave the pseudo-inverse far from convergence."""
+    """Give a module weights of N(0, scale^2): with large weights the pseudo-inverse is far from convergence."""
     generator = torch.Generator().manual_seed(3)
     for weight in module.parameters():
         weight.data = torch.randn(weight.shape, dtype=torch.float64, generator=generator) * scale
@@ -72,7 +72,7 @@ def test_weights_of_nystrom_attention(length: int, residual: bool) -> None:
     theirs = drawn(theirs, 0.5)
     ours = NystromAttention.from_official(theirs.state_dict(), **SIZES)
     expected = theirs(x)
-    # Theirs makes 1 in float32.
+    # The published module computes 1 in float32.
     torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], expected, rtol=1e-6, atol=1e-6)
     assert (ours.conv is not None) == residual
 

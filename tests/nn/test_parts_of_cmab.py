@@ -20,7 +20,7 @@ PARTS += ["compress.cross_attention.key", "retrieve.cross_attention.output"]
 
 
 class Doubled(torch.nn.Linear):
-    """A layer with a forward of its own, such as an adapter has."""
+    """A layer with its own forward method, as an adapter has."""
 
     def forward(self, features: Tensor) -> Tensor:
         return 2 * super().forward(features)
@@ -41,10 +41,10 @@ def test_a_part_that_does_more_is_called(name: str, how: str) -> None:
     elif how == "a parametrization":
         for parameter, _ in [*part.named_parameters()]:
             torch.nn.utils.parametrize.register_parametrization(part, parameter, Double())
-    elif how == "a forward":  # as accelerate assigns it
+    elif how == "a forward":  # assigned in the way of accelerate
         forward = part.forward
         part.forward = lambda features: 2 * forward(features)
-    elif how == "an adapter":  # without a weight of its own, as quantised layers have none
+    elif how == "an adapter":  # without a weight of its own, like quantised layers
         parent, _, child = name.rpartition(".")
         setattr(module.get_submodule(parent), child, torch.nn.Sequential(part, Double()))
     else:
@@ -63,7 +63,8 @@ class Double(torch.nn.Module):
     ["compress.cross_attention.norm", "compress.cross_attention.context_norm", "retrieve.self_feed_forward.norm"],
 )
 def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -> None:
-    """To the operators, no weight means no norm; a norm without a weight, or without a bias, still is one."""
+    """For the operators, a norm without a weight would mean no norm, but a norm without a weight, or without a bias, is
+    still a norm."""
     module, (inputs, latents) = block(), points()
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, torch.nn.LayerNorm(inputs.shape[-1], dtype=torch.float64, **options))
@@ -127,7 +128,7 @@ def test_a_layer_names_what_is_wrong(case: str) -> None:
 
 
 class Halved(torch.nn.Module):
-    """A layer that replaces one of a block, or wraps it like a checkpoint."""
+    """A layer that replaces a layer of a block, or wraps it like a checkpoint."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class Halved(torch.nn.Module):
 )
 @pytest.mark.parametrize("how", ["another", "a subclass"])
 def test_layers_in_place_of_its_own_are_called(name: str, how: str) -> None:
-    """The layer may be wrapped or of a subclass; it runs with a gradient, without, and as a stream."""
+    """The layer may be wrapped or of a subclass; it runs with a gradient, without a gradient, and as a stream."""
     module, (inputs, latents) = block(), points()
     parent, _, child = name.rpartition(".")
     layer = module.get_submodule(name)
@@ -198,7 +199,7 @@ def test_weights_that_are_no_parameters() -> None:
 
 def test_the_default_device_is_not_asked() -> None:
     """Tensors that a call makes for itself are on the device of its inputs,
-    not on the default one: meta stands for a GPU."""
+    not on the default device; the meta device represents a GPU here."""
     module, (inputs, latents) = block(), points()
     expected = torch.autograd.grad(module(inputs, latents).sum(), [*module.parameters()])
     with torch.device("meta"):

@@ -1,5 +1,5 @@
-"""Encodings on a circle: a stream and a window agree,
-tokens of a window have different encodings, a saved stream continues."""
+"""Encodings on a circle: a stream and a window agree, the tokens of a window have different encodings, and a saved
+stream continues."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_layouts() -> None:
 
 
 def test_what_continual_inference_gives() -> None:
-    """Encodings equal those of continual-inference, whose `forward` is told not to advance,
-    and whose channels are the second dimension."""
+    """Encodings equal those of continual-inference, whose `forward` is called without advancing, and whose channels are
+    the second dimension."""
     theirs = peer.RecyclingPositionalEncoding(DIM, PERIOD, forward_update_index_steps=0).double()
     ours, x = made(), tokens(30)
     ours.encodings = nn.Parameter(theirs.pe.weight.detach().clone())
@@ -82,7 +82,7 @@ def test_waves_close_and_tell_all_places_of_a_window_apart() -> None:
         if window > 2:
             distances = torch.cdist(rows, rows) + torch.eye(len(rows))
             assert distances.min() > 0.5 / window
-            around = torch.cat([rows, rows[:1]]).diff(dim=0).norm(dim=-1)  # the step across the seam is like any other
+            around = torch.cat([rows, rows[:1]]).diff(dim=0).norm(dim=-1)  # last to first is like any other step
             assert around.max() < 1.001 * around.min() or dim % 2
             products = rows @ rows.T  # depends only on the distance of two places
             shifted = products.roll((1, 1), (0, 1))
@@ -151,7 +151,7 @@ def test_saved_at_any_place() -> None:
 
 
 def test_a_window_of_encoded_tokens_through_attention() -> None:
-    """With encoded tokens a stream through attention equals `forward` of its windows, anywhere on the circle."""
+    """With encoded tokens, a stream through attention equals `forward` of its windows, anywhere on the circle."""
     attention = ContinualAttention(DIM, 2, batch_first=True, sequence_len=WINDOW, dtype=torch.float64).eval()
     moving, x = made(learned=False), tokens(24)
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_the_place_is_saved_under_any_default_device() -> None:
 
 
 def test_rows_have_places_of_their_own() -> None:
-    """Each row of a batch has the encodings of a stream that is alone, whatever the others do."""
+    """Each row of a batch has the encodings of a stream that is alone, whatever the other rows do."""
     for batch_first in (False, True):
         module, alone = made(batch_first=batch_first), [made() for _ in range(BATCH)]
         for row in alone:

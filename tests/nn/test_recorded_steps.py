@@ -1,5 +1,5 @@
-"""Programs do not record steps of a module's own stream,
-because they would hold one state for ever; compiled steps go on."""
+"""Programs do not record steps of a module's own stream, because they would hold one state for ever; compiled steps
+advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A refused `load_state_dict` leaves every stream as it was, though torch reports errors only at the end."""
+"""If `load_state_dict` raises an error, every stream stays as it was, although torch reports errors only at the end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STREAMING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 def streaming(name: str) -> tuple[Any, Any]:
-    """Return a module in the middle of its stream, and another with other weights and another stream."""
+    """Return a module in the middle of its stream, and another module with other weights and another stream."""
     make, advance = STREAMING[name]
     module, other = make().eval(), make().eval()
     with torch.no_grad():
@@ -91,8 +91,8 @@ def in_a_model(module: nn.Module, first: bool) -> nn.Module:
 @pytest.mark.parametrize("with_stream", [True, False], ids=["a stream", "weights"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_module_made_on_the_meta_device(name: str, with_stream: bool, dtype: torch.dtype) -> None:
-    """Loaded with `assign=True`, it has the weights' device and dtype,
-    and goes on with the saved stream or starts one."""
+    """A module that is loaded with `assign=True` has the weights' device and dtype, and continues the saved stream or
+    starts one."""
     make, advance = STREAMING[name]
     module, source = make().eval().to(dtype), make().eval().to(dtype)
     with torch.device("meta"):
@@ -157,9 +157,9 @@ def test_the_module_itself_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_what_is_not_strict(name: str) -> None:
-    """With `strict=False` unexpected and missing keys are no errors: the stream becomes the saved one, or ends.
+    """With `strict=False`, unexpected and missing keys are not errors: the stream becomes the saved one, or ends.
 
-    A wrong shape still is an error.
+    A wrong shape is still an error.
     """
     module, other = streaming(name)
     before, entries = held(module), other.state_dict()
@@ -176,8 +176,8 @@ def test_what_is_not_strict(name: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_module_in_two_places(name: str) -> None:
-    """torch loads a module that occurs twice two times;
-    an error at the second place also refuses the load at the first."""
+    """torch loads a module that occurs at two places twice; an error at the second place also prevents the load at the
+    first."""
     module, other = streaming(name)
     before = held(module)
     model, source = (nn.ModuleDict({"a": each, "b": each}) for each in (module, other))
@@ -190,7 +190,7 @@ def test_a_module_in_two_places(name: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_hook_that_looks_while_torch_still_loads(name: str) -> None:
-    """A hook that reads the stream during the load does not decide what the stream is afterwards."""
+    """A hook that reads the stream during the load does not affect the stream afterwards."""
     module, other = streaming(name)
     before, model = held(module), in_a_model(module, True)
     seen = []

@@ -59,7 +59,7 @@ def test_transformers_compute_what_they_did(
 ) -> None:
     """Results stay the same, also in eval mode.
 
-    There torch's layers run fused kernels, and padded inputs become nested tensors.
+    In eval mode, torch's layers run fused kernels, and padded inputs become nested tensors.
     """
     model, tensors, options, count = models()[name]
     for parameter in model.parameters():
@@ -74,13 +74,13 @@ def test_transformers_compute_what_they_did(
             result = model(*tensors, **options)
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-    seen = ~MASK if name == "padded encoder" else ...  # torch's path leaves anything in padded rows
+    seen = ~MASK if name == "padded encoder" else ...  # torch's path may leave any number in padded rows
     torch.testing.assert_close(result[seen], expected[seen], rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
 def only_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function; after its call, torch's own attention and its fused encoder layer raise."""
+    """Return a function. After it was called, torch's own attention and its fused encoder layer raise an error."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("torch's own code")
@@ -95,8 +95,8 @@ def only_fused(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", ["encoder layer", "encoder", "padded encoder"])
 def test_replaced_means_used(name: str, training: bool, only_fused: Callable[[], None]) -> None:
-    """No call is torch's: neither with padding, which torch's layers turn into a float mask,
-    nor in its fast path in eval mode."""
+    """No call goes to torch: neither with padding, which torch's layers turn into a float mask, nor in torch's fast
+    path in eval mode."""
     model, tensors, options, count = models()[name]
     model.train(training)
     with torch.set_grad_enabled(training):
@@ -233,7 +233,7 @@ def test_attention_dropout_can_be_given_up_alone(only_fused: Callable[[], None])
 
 
 class TwoWays(nn.Module):
-    """A model with torch's own attention, ours, one that is never called, and a subclass."""
+    """A model with torch's own attention, our attention, an attention that is never called, and a subclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Copied(nn.Module):
 
 
 def test_explain_leaves_nothing_on_a_module_that_two_threads_explain() -> None:
-    """Nor is anything left on copies that are made meanwhile. The first that begins ends first."""
+    """Nothing is left on copies that are made in the meantime either. The call that begins first ends first."""
     model, x, second_began, first_ended = Copied(), torch.randn(9, 2, 16), threading.Event(), threading.Event()
     before = dict(model.part.__dict__)
 
@@ -339,7 +339,7 @@ def test_explain_of_what_streams() -> None:
 
 def test_explain_sees_torchs_fast_path() -> None:
     model = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
-    model.self_attn = MultiheadAttention.sharing(model.self_attn)  # by hand, so no layer calls it
+    model.self_attn = MultiheadAttention.sharing(model.self_attn)  # replaced by hand, so no layer calls it
     with torch.no_grad():
         (row,) = cmab_kernels.explain(model, torch.randn(2, 9, 16))
     assert not row.fused and "torch's fused encoder layer" in row.reason
@@ -443,7 +443,7 @@ def test_added_attributes_are_kept() -> None:
 
 
 def test_added_parts_are_refused() -> None:
-    """They would silently leave the model and its state_dict."""
+    """Otherwise they would be removed from the model and its state_dict without an error."""
     for add in (lambda m: m.register_buffer("seen", torch.zeros(1)), lambda m: m.add_module("lora", nn.Linear(2, 2))):
         model = nn.Sequential(nn.MultiheadAttention(16, 2))
         add(model[0])
@@ -505,10 +505,10 @@ def encoder(layers: int = 2, **options: object) -> nn.TransformerEncoder:
 
 @pytest.mark.parametrize("mapping", [INTENTION, SIGMA, INFORMER], ids=["intention", "sigma", "informer"])
 def test_torchs_fast_path_does_not_bypass_intention(mapping: dict[type[nn.Module], type[nn.Module]]) -> None:
-    """In eval mode without gradients torch's encoder would make nested tensors of padded inputs, and its layers would
+    """In eval mode without gradients, torch's encoder would make nested tensors of padded inputs, and its layers would
     run attention.
 
-    Intention must run all the same.
+    Intention must run nevertheless.
     """
     model, source = encoder(), torch.randn(2, 9, 16, dtype=torch.float64)
     attention = model(source, src_key_padding_mask=MASK)
@@ -549,7 +549,7 @@ def test_intention_takes_the_very_parameters(new: type[nn.Module], options: dict
 
 def test_an_encoder_layer_becomes_an_informers() -> None:
     old = nn.TransformerEncoderLayer(16, 2, 32, 0.1, "gelu", 1e-3, True, True, dtype=torch.float64)
-    old.linear1.register_forward_hook(lambda *_: None)  # stays with its module
+    old.linear1.register_forward_hook(lambda *_: None)  # this stays on its module
     model = nn.ModuleList([old, old]).eval()
     parameters = dict(old.named_parameters())
     assert replace_modules(model, {**INFORMER, **INTENTION}) == 1

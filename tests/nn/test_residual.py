@@ -41,7 +41,7 @@ def given(kind: Any) -> list[Tensor]:
 
 
 def derivatives(module: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """Return the result, the first derivatives of its sine, and the second ones of their squares."""
+    """Return the result, the first derivatives of its sine, and the second derivatives of the squares of these."""
     leaves = [*inputs, *module.parameters()]
     result = module(*inputs)
     first = torch.autograd.grad(result.sin().sum(), leaves, create_graph=True)
@@ -68,7 +68,7 @@ def test_fused_and_one_by_one(kind: Any) -> None:
 
 
 def test_the_formula() -> None:
-    """y = LN(x) + f(LN(x)), and not x + f(LN(x))."""
+    """The formula is y = LN(x) + f(LN(x)), and not x + f(LN(x))."""
     layer, (x,) = made(FeedForward), given(FeedForward)
     normed = F.layer_norm(x, (8,), layer.norm.weight, layer.norm.bias)
     features, gate = layer.expand(normed).chunk(2, -1)
@@ -77,7 +77,7 @@ def test_the_formula() -> None:
 
 @of_each
 def test_the_residual_is_no_part_of_the_weights(kind: Any) -> None:
-    """Both forms load the weights of the other, and give other results."""
+    """Each form loads the weights of the other, and gives other results."""
     normed, plain = made(kind), made(kind, "input")
     plain.load_state_dict(normed.state_dict())
     inputs = given(kind)
@@ -86,7 +86,7 @@ def test_the_residual_is_no_part_of_the_weights(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [CMAB, CMABStack])
 def test_layers_of_several_residuals(kind: Any) -> None:
-    """One call cannot replace them: each layer keeps its own residual."""
+    """One call cannot replace the layers, because each layer keeps its own residual."""
     module, inputs = made(kind), given(kind)
     block = module if kind is CMAB else module.blocks[1]
     block.retrieve.self_feed_forward.residual = "input"
@@ -110,7 +110,7 @@ def test_streams(kind: Any) -> None:
 
 @of_each
 def test_a_module_that_was_pickled_before(kind: Any) -> None:
-    """It has no `residual` attribute, and adds to its inputs as before."""
+    """The module has no `residual` attribute, and adds to its inputs as before."""
     module, inputs = made(kind, "input"), given(kind)
     expected = module(*inputs)
     for part in module.modules():

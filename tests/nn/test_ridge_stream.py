@@ -1,5 +1,5 @@
-"""The running sums of `MultiheadIntention`: unchanged by casts,
-saved with the weights, refused if no keys have them."""
+"""The running sums of `MultiheadIntention`: casts do not change them, they are saved with the weights, and sums that no
+keys have raise an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELDS = ("gram", "moment", "count")
 
 
 def streaming(batch: int = 2, dtype: torch.dtype = torch.float32) -> MultiheadIntention:
-    """Return a module in the middle of its stream; one batch element has seen nothing."""
+    """Return a module in the middle of its stream; one batch element has no key yet."""
     module = MultiheadIntention(DIM, HEADS, batch_first=True, dtype=dtype)
     if batch:
         mask = torch.zeros(batch, 20, dtype=torch.bool)
@@ -53,7 +53,7 @@ def test_the_state_moves_with_the_module() -> None:
 
 
 def saved(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Save and load the `state_dict`, with `weights_only=True`, which runs no code."""
+    """Save and load the `state_dict`, with `weights_only=True`, which executes no code."""
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)

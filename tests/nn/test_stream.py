@@ -1,4 +1,5 @@
-"""The state of a streaming module: unchanged by casts, saved with the weights, refused if it cannot be a state."""
+"""The state of a streaming module: casts do not change it, it is saved with the weights, and values that cannot be a
+state raise an error."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ DIM, LATENTS, HEADS = 12, 5, 3
 
 
 def streaming(batch: int = 2, dtype: torch.dtype = torch.float32) -> CMAB:
-    """Return a block in the middle of its stream; one batch element has seen nothing."""
+    """Return a block in the middle of its stream; one batch element has no input yet."""
     module = CMAB(DIM, LATENTS, HEADS, dtype=dtype)
     if batch:
         mask = torch.zeros(batch, 20, dtype=torch.bool)
@@ -63,7 +64,7 @@ def test_the_state_moves_with_the_module() -> None:
 
 
 def saved(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Save and load the `state_dict`, with `weights_only=True`, which runs no code."""
+    """Save and load the `state_dict`, with `weights_only=True`, which executes no code."""
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
@@ -73,8 +74,8 @@ def saved(module: torch.nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("held", [0, 2, 5])
 @pytest.mark.parametrize("assign", [False, True])
 def test_saved_and_restored_in_midstream(held: int, assign: bool) -> None:
-    """A module that is new, or had a stream of the same or another batch,
-    continues a loaded stream with the same bits."""
+    """A module that is new, or had a stream of the same or another batch, continues a loaded stream with the same
+    bits."""
     module, other = streaming(), streaming(held)
     assert {"stream.out", "stream.lse"} <= set(saved(module))
     other.load_state_dict(saved(module), assign=assign)
@@ -170,7 +171,7 @@ def test_what_a_row_without_keys_holds_counts_for_nothing(value: float) -> None:
 
 
 def test_entries_cannot_be_set_one_by_one() -> None:
-    """`functional_call` would assign them: nothing would read them, and they would stay."""
+    """`functional_call` would assign these entries, but no code would read them, and they would stay."""
     module = streaming()
     before = saved(module)
     with (
@@ -201,7 +202,7 @@ def test_assignment_is_checked() -> None:
 
 
 def test_a_distributed_checkpoint_holds_the_stream() -> None:
-    """It looks up each name of the `state_dict` as an attribute."""
+    """The function looks up each name of the `state_dict` as an attribute."""
     model, other = torch.nn.Sequential(streaming()), torch.nn.Sequential(streaming(0))
     saved = get_model_state_dict(model)
     assert saved.keys() == model.state_dict().keys() and "0.stream.out" in saved

@@ -1,4 +1,4 @@
-"""Rows of a batch that begin, pause and end by themselves: each has the bits of a stream whose batch does the same in
+"""Rows of a batch that begin, pause and end independently: each has the bits of a stream whose batch does the same in
 all rows."""
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def same(module: nn.Module, *states: Any) -> bool:
 
 
 def row_of(out: Tensor, row: int) -> Tensor:
-    """Return a row of a result of `forward_step`: (B, C), or of a retroactive module (n, B, C), or (B, n, C) with
+    """Return a row of a result of `forward_step`: (B, C); for a retroactive module (n, B, C), or (B, n, C) with
     `batch_first`."""
     return out.select(0 if out.dim() == 2 else out.shape.index(ROWS), row)
 
 
 class Alone:
-    """The stream of one row: a module of the same batch that steps when this row has a token, in all rows."""
+    """The stream of one row: a module with the same batch that takes a step in all rows when this row has a token."""
 
     def __init__(self, module: nn.Module, row: int) -> None:
         self.module, self.row = copy.deepcopy(module), row
@@ -84,7 +84,7 @@ class Alone:
 
 
 def schedule(steps: int, seed: int, begins: float) -> list[tuple[list[int], Tensor]]:
-    """Return (rows that begin anew, rows without a token) before and at each step."""
+    """Return (rows that restart, rows without a token) before and at each step."""
     draw = random.Random(seed)
     often = [draw.choice([0.2, 0.6, 0.9, 1.0]) for _ in range(ROWS)]
     made = []
@@ -116,7 +116,7 @@ def through(
                 alone[row].module.clean_state()
         tokens = torch.randn(ROWS, DIM, dtype=torch.float64).to(dtype)
         wanted = [None if absent[row] else alone[row].step(tokens[row]) for row in range(ROWS)]
-        tokens[absent] = torch.nan  # what stands for no token is not read
+        tokens[absent] = torch.nan  # the entries without a token are not read
         out = module.forward_step(tokens, key_padding_mask=absent if at % 4 else absent[:, None])
         ready = module.ready
         for row in range(ROWS):
@@ -147,7 +147,7 @@ def test_each_row_is_a_stream_of_its_own(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["exact, single", "exact, retroactive", "continual, single", "fixed, retroactive"])
 @torch.no_grad()
 def test_long_windows(name: str) -> None:
-    """Sums over windows that are not small are updated, and not computed anew with every token."""
+    """Sums over windows that are not small are updated, and not recomputed at every token."""
     kind, output = name.split(", ")
     through(
         attention(kind, output=output, sequence_len=70, dtype=torch.float32, batch_first=True),
@@ -160,7 +160,8 @@ def test_long_windows(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 @torch.no_grad()
 def test_saved_copied_and_set_in_midstream(name: str) -> None:
-    """A module that is loaded, copied or set from a state goes on with the same bits, whatever the ages of its rows."""
+    """A module that is loaded, copied or set from a state continues with the same bits, whatever the ages of its
+    rows."""
 
     def change(module: Any, at: int) -> Any:
         if at % 5 == 0 and module.get_state() is not None:
@@ -179,7 +180,7 @@ def test_saved_copied_and_set_in_midstream(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 @torch.no_grad()
 def test_what_is_held_elsewhere_does_not_move(name: str) -> None:
-    """A state that was taken out, and a step without an update, leave what they had."""
+    """A state that was taken out, and a step without an update, leave the module unchanged."""
     kept: list[Any] = []
     draw = torch.Generator().manual_seed(1)
 
@@ -231,7 +232,7 @@ def test_several_tokens_are_as_many_steps(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 @torch.no_grad()
 def test_a_batch_of_one_age_is_as_ever(name: str) -> None:
-    """Without a mask and with all windows full, the state is that of the operators; a mask of nothing changes no
+    """Without a mask and with all windows full, the state is that of the operators; a mask without True changes no
     bits."""
     module = MODULES[name](torch.float32)
     other = copy.deepcopy(module)
@@ -267,7 +268,7 @@ def test_under_inference_mode_and_by_the_definition(kind: str, impl: str) -> Non
             if wanted is not None:
                 torch.testing.assert_close(row_of(out, 0), row_of(wanted, 0), rtol=1e-9, atol=1e-9)
             if at == WINDOW:
-                with torch.inference_mode(False), torch.no_grad():  # a stream goes on outside
+                with torch.inference_mode(False), torch.no_grad():  # a stream continues outside
                     module.clean_state(4)
                     module.forward_step(tokens.clone(), key_padding_mask=absent.clone())
                     plain.forward_step(tokens.clone())
@@ -283,7 +284,7 @@ def test_a_step_reuses_the_memory_of_the_rings() -> None:
             module.forward_step(torch.randn(ROWS, DIM), key_padding_mask=torch.rand(ROWS) < 0.3)
             held = module.stream.held
             rings.add((held.window if type(held) is StaggeredWindow else held).keys.data_ptr())
-            del held  # else the next step copies
+            del held  # otherwise the next step copies
         assert len(rings) <= 2
 
 
@@ -305,7 +306,7 @@ def test_a_saved_stream_has_nothing_of_one_that_ended() -> None:
 @pytest.mark.parametrize("name", MODULES)
 @torch.no_grad()
 def test_casts(name: str) -> None:
-    """A cast casts the tokens of a row that is not ready, and the rows go on."""
+    """A cast casts the tokens of a row that is not ready, and the rows continue."""
     module = MODULES[name](torch.float32)
     tokens = torch.randn(30, ROWS, DIM)
     for at, each in enumerate(tokens[:20]):
@@ -348,6 +349,25 @@ def test_windows_that_fill_go_through_a_compiled_step() -> None:
         assert torch.equal(module.ready, other.ready)
 
 
+@pytest.mark.parametrize("name", ["fixed", "fixed, in an encoder"])
+def test_a_cleaned_row_brings_no_graph_into_the_stream(name: str) -> None:
+    """Fixed landmarks are parameters, and `clean_state` is called without `no_grad`: it computes no outputs."""
+    options = {"sequence_len": 4, "num_landmarks": 2, "landmarks": "fixed", "batch_first": True}
+    module = (
+        cmab_kernels.nn.ContinualNystromAttention(8, 2, **options)
+        if name == "fixed"
+        else ContinualEncoder(ContinualEncoderLayer(8, 2, 16, **options), 2)
+    ).eval()
+    for part in module.modules():
+        if hasattr(part, "fit_landmarks"):
+            part.fit_landmarks(torch.randn(1, 30, 8))
+    with torch.no_grad():
+        module.forward_step(torch.randn(3, 8))
+    module.clean_state(1)
+    assert not any(t.requires_grad for t in module.state_dict().values())
+    copy.deepcopy(module)
+
+
 def test_a_mask_without_values_is_refused() -> None:
     module = attention("exact", sequence_len=WINDOW, batch_first=True).float().to("meta")
     absent = torch.zeros(ROWS, dtype=torch.bool, device="meta")
@@ -376,7 +396,7 @@ LAYOUTS: dict[str, Callable[[bool], Any]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
 def test_an_unbatched_stream_may_have_gaps(name: str, batch_first: bool) -> None:
-    """So may one of any layout, of no tokens, and of no rows."""
+    """The same for a mask with any layout, without tokens, and without rows."""
     module = LAYOUTS[name](batch_first).eval()
     other, tokens = copy.deepcopy(module), torch.randn(7, DIM, dtype=torch.float64)
     gaps = torch.tensor([False, True, False, False, True, False, False])

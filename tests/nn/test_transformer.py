@@ -28,7 +28,7 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=torch.floa
 
 
 def pair(kind: type[nn.Module], **options: Any) -> tuple[Any, Any]:
-    """Return torch's layer, in which every parameter matters, and ours with its weights."""
+    """Return torch's layer, in which every parameter affects the result, and our layer with its weights."""
     theirs = kind(WIDTH, HEADS, 2 * WIDTH, **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **options})
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -120,8 +120,8 @@ def test_masks_of_any_layout(layout: str) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_whole_transformers(training: bool, operators: list[str]) -> None:
-    """A model of torch's keeps its results, padded, and with a causal mask in the decoder,
-    whose self-attention torch runs."""
+    """A model with torch's layers keeps its results, with padding, and with a causal mask in the decoder, where torch
+    runs the self-attention."""
     model = nn.Transformer(WIDTH, HEADS, 2, 2, 24, 0.0, batch_first=True, dtype=torch.float64).train(training)
     source, target = torch.randn(BATCH, MEMORY, WIDTH).double(), torch.randn(BATCH, TOKENS, WIDTH).double()
     options = {"src_key_padding_mask": PADDED_MEMORY, "memory_key_padding_mask": PADDED_MEMORY, "tgt_mask": CAUSAL}
@@ -219,7 +219,7 @@ def test_norms_may_be_kept_in_float32(operators: list[str]) -> None:
 
 
 class Mean(nn.Module):
-    """An attention with torch's arguments, and none of its attributes."""
+    """An attention with torch's arguments, but without its attributes."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple[Tensor, None]:
         return query + value.mean(1, keepdim=True), None
@@ -236,7 +236,8 @@ def test_an_attention_of_another_kind_is_called(kind: type[nn.Module], operators
 
 
 class Doubled(nn.Linear):
-    """An adapter replaces a projection: code that reads only its weights misses the factor."""
+    """An adapter replaces a projection; code that reads only the weights of the projection lacks the adapter's
+    factor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -264,8 +265,8 @@ ADAPTERS = {
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_are_called_in_evaluation(name: str, masked: bool) -> None:
-    """torch's fused layer, which it prefers without gradients,
-    reads the weights of its parts and calls none of them."""
+    """torch's fused layer, which torch prefers without gradients, reads the weights of its parts and calls none of
+    them."""
     layer, x = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval(), torch.randn(2, 5, 8)
     ADAPTERS[name](layer)
     mask = torch.zeros(5, 5).fill_diagonal_(-math.inf) if masked else None
@@ -289,7 +290,7 @@ FLOAT_MASKS: dict[str, dict[str, Tensor]] = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", FLOAT_MASKS)
 def test_float_masks_are_added_in_evaluation(name: str, compiled: bool) -> None:
-    """torch's fused layer, which it prefers without gradients, would ignore keys whose number is not 0, and add
+    """torch's fused layer, which torch prefers without gradients, would ignore keys whose number is not 0, and add
     nothing."""
     layer, x, masks = TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), torch.randn(3, 5, 8), FLOAT_MASKS[name]
     with_gradients = layer(x, **masks).detach()
@@ -326,7 +327,7 @@ def test_dropout_autocast_and_missing_kernels(operators: list[str]) -> None:
 @pytest.mark.parametrize("part", ["dropout1", "dropout", "self_attn"])
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 def test_a_dropout_that_is_left_on_drops(kind: type[nn.Module], part: str) -> None:
-    """Monte Carlo dropout does this in evaluation: each part has its own mode."""
+    """Monte Carlo dropout needs this in evaluation: each part has its own mode."""
     theirs, ours = pair(kind, dropout=0.5)
     for layer in (theirs.eval(), ours.eval()):
         layer.get_submodule(part).train()

@@ -1,4 +1,4 @@
-"""Blocks that read a sliding window: what `update` returns, and the window that the module's own stream holds."""
+"""Blocks that read a sliding window: the results of `update`, and the window that the module's own stream holds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_update_is_over_the_newest_chunks(stacked: bool) -> None:
 
 @BOTH
 def test_padding_and_one_by_one(stacked: bool) -> None:
-    """Masked inputs do not count; hooks make the modules run one by one."""
+    """Masked inputs do not count; with hooks the modules run one by one."""
     block, other = made(stacked), made(stacked)
     other.load_state_dict(block.state_dict())
     for module in other.modules():
@@ -82,7 +82,7 @@ def test_a_state_that_is_passed_has_no_window(stacked: bool) -> None:
 
 
 def test_a_spike_leaves_without_a_trace() -> None:
-    """Chunk of huge inputs leaves; the state equals that of a stream that never saw it, also in float32."""
+    """A chunk of huge inputs leaves; the state equals that of a stream that never contained it, also in float32."""
     block = made(False, dtype=torch.float32)
     block.compress.cross_attention.key.weight.mul_(100)
     points, latents = [chunk(dtype=torch.float32) for _ in range(8)], wanted_latents.float()

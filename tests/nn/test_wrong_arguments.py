@@ -1,4 +1,5 @@
-"""Every module's forward refuses a non-tensor or another layout by the name of the argument, with the likely cause."""
+"""The forward method of every module raises an error for a non-tensor or another layout, with the name of the argument
+and the likely cause."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_forward_names_what_is_wrong(kind: str, what: str) -> None:
     options = {"need_weights": False} if "need_weights" in inspect.signature(module.forward).parameters else {}
     for i, name in enumerate(names):
         if what == "nothing" and i > 0 and kind.startswith("Continual"):
-            continue  # None stands for the query there
+            continue  # None means the query there
         given: list[Any] = [torch.randn(2, 6, 16) for _ in names]
         given[i] = change(given[i])
         with pytest.raises((TypeError, ValueError), match=rf"^{name}: {message}"):
@@ -94,7 +95,8 @@ def test_a_flag_that_is_an_array_is_named(kind: str, wrong: Any) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", MODULES)
 def test_float64_in_a_module_of_float32(kind: str, autocast: bool) -> None:
-    """Autocast leaves float64 as it is, so it does not help; nor does it in a float64 module with float32 features."""
+    """Autocast does not cast float64, so it does not help; it does not help in a float64 module with float32 features
+    either."""
     make, names = MODULES[kind]
     module = make()
     options = {"need_weights": False} if "need_weights" in inspect.signature(module.forward).parameters else {}

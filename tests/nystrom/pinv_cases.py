@@ -33,18 +33,19 @@ MATRICES: dict[str, Callable[[int, int], Tensor]] = {
     "tiny": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * 2.0**-25,
     "large": lambda count, m: torch.randn(count, m, m, dtype=torch.float64) * 2.0**25,
 }
-"""(count, m, m) of float64. Norms are reached by several columns and rows in "all equal", "permutations" and "signs",
-and matter after the first iteration in "signs" alone.
+"""(count, m, m) of float64. In "all equal", "permutations" and "signs", norms are attained by several columns and rows;
+only in "signs" do they matter after the first iteration.
 
-The rows of a softmax add up to 1 but for rounding, and the gradient through their norm goes to one by chance, until
-that of the softmax takes it out: so here they are weighted.
+The rows of a softmax add up to 1 except for rounding, and the gradient through their norm goes to one of them at
+random, until
+the gradient of the softmax removes it. So here the rows are weighted.
 """
 
 
 def _row_sizes(right: Tensor, terms: Tensor) -> Tensor:
-    """Return the size to which a row's error is relative: its norm, or a twentieth of that of its terms.
+    """Return the size relative to which a row's error is measured: its norm, or a twentieth of the norm of its terms.
 
-    Numbers that underflow beside the rest of their matrix are not errors.
+    Numbers that underflow because the rest of their matrix is much larger are not errors.
     """
     size = torch.maximum(right.norm(dim=-1), 0.05 * terms.norm(dim=-1))
     return size.clamp(min=max(1e-30 * float(terms.norm()), 1e-300))
@@ -53,10 +54,10 @@ def _row_sizes(right: Tensor, terms: Tensor) -> Tensor:
 def shares(
     ours: Tensor, right: Tensor, terms: Tensor, same_precision: Tensor, score: float, factor: float = 1.0
 ) -> Tensor:
-    """Return the error of each row as a share of what promise P2 allows; infinite for NaN.
+    """Return the error of each row as a share of the error that promise P2 allows; infinite for NaN.
 
-    `same_precision` is torch's result. Its error counts at least as the matrix's median row, since a row may be right
-    by chance.
+    `same_precision` is torch's result. Its error counts as at least that of the matrix's median row, since a row may be
+    right by chance.
     """
     assert ours.shape == right.shape and ours.is_contiguous() and ours.dtype == same_precision.dtype
     size = _row_sizes(right, terms)
@@ -80,8 +81,8 @@ def _moved(matrix: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _like_its_matrix(gradient: Tensor) -> Tensor:
-    """Return an estimate of the terms in a gradient's rows if nothing else is known:
-    twenty times the matrix's median row."""
+    """Return an estimate of the terms in a gradient's rows if nothing else is known: twenty times the matrix's median
+    row."""
     return (
         20
         * gradient.norm(dim=-1, keepdim=True).median(dim=-2, keepdim=True).values.expand_as(gradient)
@@ -120,10 +121,10 @@ def check_nearly_singular(
 ) -> None:
     """Check the inverses of matrices (count, m, m) whose rows are almost equal, against float64.
 
-    The error of one evaluation is a matter of luck, for its roundings are multiplied by up to (13/4)^iterations: the
-    largest over several orders of the rows and columns counts, in which the same inverse is had with other sums. Two
-    terms have one sum in any order, and a kernel that rounds their products together has another: there elements are
-    moved by at most half an eps too, as such a rounding does.
+    The error of one evaluation is random, because its roundings are multiplied by up to (13/4)^iterations. So the
+    largest error over several orders of the rows and columns counts; with these orders, the same inverse is computed
+    with other sums. Two terms have one sum in any order, but a kernel that rounds their products together has another
+    sum. So in this case elements are also changed by at most half an eps, as such a rounding does.
     """
     matrices = (0.03 * torch.randn(count, m, m)).softmax(-1).to(dtype)
     right = oracles.iterative_pinv(matrices.double(), iterations)

@@ -1,4 +1,5 @@
-"""The counts of the paper equal the printed ones, and ours equal those of the products that the definition needs."""
+"""The counts of the paper equal the printed ones, and our counts equal those of the products that the definition
+needs."""
 
 from __future__ import annotations
 
@@ -180,7 +181,8 @@ def test_operations_of_a_stretch_are_those_of_its_tokens(fixed):
 
 
 def test_a_new_landmark_is_not_recomputed_on_schedule_too():
-    """With n landmarks for n tokens each token replaces one. A new row that would also be recomputed counts once."""
+    """With n landmarks for n tokens, each token replaces one landmark. A new row that would also be recomputed counts
+    only once."""
     n = m = 5
     token = SCHEDULE + m - 1
     by_token = [
@@ -214,8 +216,8 @@ def test_operations_of_exact_attention_are_those_of_its_products():
 
 @pytest.mark.parametrize(("n", "times"), [(SCHEDULE - 1, 0), (SCHEDULE, 1), (2 * SCHEDULE + 1, 2)])
 def test_rows_that_live_long_are_recomputed(n, times):
-    """In exact attention a row is recomputed on schedule:
-    row i belongs to the token that has been in the window for n - i steps."""
+    """In exact attention a row is recomputed on schedule: row i belongs to the token that has been in the window for n
+    - i steps."""
     assert times == sum((n - row) % SCHEDULE == 0 for row in range(n))
     assert executed_attention_operations(n, D, E, 1, True) == (1 + times) * 2 * n * (D + E) + 4 * (n - 1) * (D + E)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that this machine need not have: these tests read the machine code."""
+"""The Triton kernels, compiled for GPUs that this machine need not have: these tests read the machine code."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ SPILLING = {
 }
 """Kernels known to spill, and the largest share of their instructions that may access local memory.
 
-Float32 on sm_80 and sm_90: parts of bfloat16 take the registers. Float32 and float64 on sm_100: without matrix units a
-thread holds whole rows and columns. Float64 on sm_80: three squares lie in the layouts of its matrix unit. No other
+Float32 on sm_80 and sm_90: the bfloat16 parts take the registers. Float32 and float64 on sm_100: without matrix units a
+thread holds whole rows and columns. Float64 on sm_80: three squares have the layouts of its matrix unit. No other
 number of warps spills less.
 """
 
@@ -139,7 +139,7 @@ def test_compiled_everywhere(name: str, m: int, capability: int, kernel: str, tm
     "m, capability, in_blocks", [(33, 80, False), (64, 90, False), (32, 100, False), (33, 100, True), (64, 86, True)]
 )
 def test_float64_without_matrix_units_goes_in_blocks(m: int, capability: int, in_blocks: bool) -> None:
-    """In one program, half of the instructions of 64 landmarks would go to local memory (`test_products_in_blocks`
+    """In one program, half of the instructions for 64 landmarks would access local memory (`test_products_in_blocks`
     compiles the blocks)."""
     with as_if_on(capability):
         assert set(_launches("fp64", m)) == ({"_multiply"} if in_blocks else set(KERNELS))
@@ -147,16 +147,16 @@ def test_float64_without_matrix_units_goes_in_blocks(m: int, capability: int, in
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT)
 def test_only_hopper_takes_eight_warps_for_64_rows(capability: int) -> None:
-    """Elsewhere the second four warps would multiply the rows of the first again;
-    on sm_100, all rows are multiplied."""
+    """On other targets, the second four warps would repeat the rows of the first four; on sm_100, all rows are
+    multiplied."""
     with as_if_on(capability):
         found = {one.options["num_warps"] for name, one in _launches("fp32", 64).items() if name not in GRADIENTS}
     assert found == {8 if capability in (90, 100) else 4}
 
 
 def test_a_mask_makes_no_operand_a_byte(tmp_path: Path) -> None:
-    """If operands follow from a load of bytes,
-    Triton 3.6 takes float32 as exact in tf32 on sm_100, and fails to compile this."""
+    """If operands depend on a load of bytes, Triton 3.6 treats float32 as exact in tf32 on sm_100, and fails to compile
+    this."""
     with as_if_on(100):
         launched = _launches("fp32", 64)["_landmark_values"]
     figures = compiled(launched, 100, tmp_path)
@@ -164,8 +164,8 @@ def test_a_mask_makes_no_operand_a_byte(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_in_tensor_memory_is_multiplied_in_full(tmp_path: Path) -> None:
-    """Bfloat16 parts would take 928 of 512 columns of tensor memory,
-    and no GPU could launch the kernel: so it has none."""
+    """Bfloat16 parts would need 928 columns of tensor memory, where 512 exist,
+    and no GPU could launch the kernel; so it has no such parts."""
     with as_if_on(100):
         launched = _launches("fp32", 64)["_pinv"]
     assert launched.options["PRECISION"] == "ieee"
@@ -174,7 +174,7 @@ def test_what_does_not_fit_in_tensor_memory_is_multiplied_in_full(tmp_path: Path
     assert any("tensor memory" in fault for fault in _check(launched, 100, tmp_path))
 
 
-# ---- each check refuses a planted fault
+# ---- each check reports a planted fault
 
 
 def test_spills_are_seen(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_spills_are_seen(tmp_path: Path) -> None:
 
 
 def test_lost_descriptors_are_seen(tmp_path: Path) -> None:
-    """The check reports what ptxas 12.8 does to the landmark values, whose tiles share addresses with squares."""
+    """The check reports the error of ptxas 12.8 in the landmark values, whose tiles share addresses with squares."""
 
     def by_default(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Any:
         return triton.compile(source, target=target, options=options)

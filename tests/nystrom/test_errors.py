@@ -1,4 +1,4 @@
-"""Bad input raises an error that names the argument, what was given and what is allowed; states stay unchanged."""
+"""Bad input raises an error that names the argument, the given value and the allowed values; states do not change."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ STEPS: dict[str, tuple[Callable[..., Any], Any]] = {
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_tokens(impl: str, name: str, kind: str) -> None:
-    """A bad token is refused with its message, and the state keeps its bits."""
+    """A bad token raises an error with its message, and the state keeps its bits."""
     error, message, given = BAD_TOKENS[name]
     step, state = STEPS[kind]
     before = copy.deepcopy(state)
@@ -209,7 +209,7 @@ def test_tokens(impl: str, name: str, kind: str) -> None:
 
 
 def _bits(field: Any) -> Any:
-    """Equality of a state's memory: `spare` may be unwritten and hold a NaN, which equals nothing."""
+    """Equality of a state's memory: `spare` may be unwritten and hold a NaN, which equals no number."""
     return field.numpy().tobytes() if isinstance(field, torch.Tensor) else field
 
 

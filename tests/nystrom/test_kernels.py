@@ -69,7 +69,7 @@ def test_nearly_singular_matrices(dtype: torch.dtype, iterations: int) -> None:
     "kind, dtype", [*(("normal", dtype) for dtype in DTYPES), ("signs", torch.float32), ("zero", torch.float64)]
 )
 def test_inverses_in_blocks(kind: str, dtype: torch.dtype) -> None:
-    """Matrices that one program cannot keep to itself; their last blocks are not full."""
+    """Matrices that do not fit in one program; their last blocks are not full."""
     check_pinv(kernels, between_margins(MATRICES[kind](2, 70).to(dtype)), 1)
 
 
@@ -104,7 +104,7 @@ def test_landmarks(dtype: torch.dtype, m: int, width: int, value_width: int) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 5, 17])
 def test_absent_landmarks_are_not_there(dtype: torch.dtype, m: int) -> None:
-    """Some, none, all, or all but one of the landmarks are absent, and NaN in rows and gradients."""
+    """Some, none, all, or all but one of the landmarks are absent, and have NaN in rows and gradients."""
     absent = torch.rand(4, m) < 0.4
     absent[1], absent[2], absent[3] = False, True, True
     absent[3, m // 2] = False
@@ -114,7 +114,7 @@ def test_absent_landmarks_are_not_there(dtype: torch.dtype, m: int) -> None:
 
 @pytest.mark.parametrize("logit", [1e4, -1e4, 88.8, -104.0, 1e38, -1e38])
 def test_extreme_logits(logit: float) -> None:
-    """Extreme logits stand between each query and its own key."""
+    """There are extreme logits between each query and its own key."""
     own = torch.eye(5).expand(1, 5, 5)
     given = landmarks(1, 5, 5, 3, dtype=torch.float32, iterations=1)._replace(
         landmark_query=logit * own, landmark_key=own, scale=1.0
@@ -129,7 +129,7 @@ def test_extreme_logits(logit: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [5, 16])
 def test_huge_logits_in_any_order(dtype: torch.dtype, m: int) -> None:
-    """Logits from 2^20 to 2^60: each query's largest has all the weight, and no gradient is infinite."""
+    """Logits from 2^20 to 2^60: the largest logit of each query has all the weight, and no gradient is infinite."""
     for order in (torch.arange(m), torch.arange(m).flip(0), torch.randperm(m)):
         given = landmarks(1, m, 4, 3, dtype=dtype, iterations=2)
         query, key = torch.zeros(2, 1, m, 4, dtype=dtype)
@@ -168,7 +168,7 @@ def test_inverses_of_any_size(exponent: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
 def test_a_matrix_leaves_its_neighbours_alone(bad: float) -> None:
-    """A matrix with a NaN or an infinity, or one of zeros, changes no bit of the others in its batch."""
+    """A matrix with a NaN or an infinity, or a matrix of zeros, changes no bit of the others in its batch."""
     matrix, dinverse = torch.randn(3, 4, 4), torch.randn(3, 4, 4)
     alone = [with_gradient(kernels, Pinv(one, 1), g) for one, g in zip(matrix.split(1), dinverse.split(1), strict=True)]
     matrix[1] = matrix[1] * bad if bad == 0 else matrix[1].index_fill(0, torch.tensor(3), bad)

@@ -1,5 +1,5 @@
-"""The iterative pseudo-inverse and the values of landmarks in C++ against float64,
-for every instruction set, size and layout."""
+"""The iterative pseudo-inverse and the values of landmarks in C++, compared with float64, for every instruction set,
+size and layout."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_widths(isa: str, dtype: torch.dtype, width: int, value_width: int) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 2, 16, 17, 40, 65])
 def test_absent_landmarks_are_not_there(isa: str, dtype: torch.dtype, m: int) -> None:
-    """Some, none, all, or all but one of the landmarks are absent, and NaN in rows and gradients.
+    """Some, none, all, or all but one of the landmarks are absent, and have NaN in rows and gradients.
 
-    All bits are those of the others alone.
+    All bits equal those of the other landmarks alone.
     """
     absent = torch.rand(5, m) < 0.4
     absent[1], absent[2], absent[3] = False, True, True
@@ -73,7 +73,7 @@ def test_absent_landmarks_are_not_there(isa: str, dtype: torch.dtype, m: int) ->
 @pytest.mark.parametrize("m", [1, 4, 17])
 @pytest.mark.parametrize("logit", [1e4, -1e4, 88.8, -104.0, 1e38, -1e38])
 def test_extreme_logits(isa: str, dtype: torch.dtype, m: int, logit: float) -> None:
-    """Extreme logits stand everywhere, between each query and its own key, or between one query and its key."""
+    """There are extreme logits everywhere, between each query and its own key, or between one query and its key."""
     own = torch.eye(m, dtype=dtype).expand(2, m, m)
     for query, key in (
         (torch.ones_like(own), own[:, :1].expand(2, m, m)),
@@ -83,7 +83,7 @@ def test_extreme_logits(isa: str, dtype: torch.dtype, m: int, logit: float) -> N
         given = landmarks(2, m, m, 3, dtype)._replace(landmark_query=logit * query, landmark_key=key, scale=1.0)
         gradients = native.landmark_values_backward(LandmarkValuesBackward(torch.ones_like(given.values), *given))
         assert all(not g.isnan().any() for g in gradients)
-        # All at the end of the range, or all columns equal but for rounding.
+        # All at the end of the range, or all columns equal except for rounding.
         undecided = abs(logit) > 1e30 or not query.equal(own)
         check_landmarks(native, given, torch.zeros_like(given.values) if undecided else None)
 
@@ -237,9 +237,9 @@ def test_more_than_65535_matrices() -> None:
 
 @pytest.mark.parametrize("far", [0, 1, 2])
 def test_offsets_beyond_32_bits(far: int) -> None:
-    """Elements lie 2^31 apart in one dimension: an offset of 32 bits would wrap.
+    """Elements are 2^31 apart in one dimension: an offset of 32 bits would wrap.
 
-    Memory between them is reserved and never touched.
+    The memory between them is reserved and never accessed.
     """
     strides = [5, 2, 1]
     strides[far] = 2**31

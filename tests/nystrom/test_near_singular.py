@@ -1,8 +1,7 @@
 """Nyström attention with landmarks that are close to each other: small windows, more iterations, small logits.
 
-The pseudo-inverse then multiplies the rounding errors of its matrix by up to (13/4)^iterations, and torch's own error
-on one input is a matter of luck. The tests therefore use the largest error over equivalent evaluations, as derived
-below.
+Then the pseudo-inverse multiplies the rounding errors of its matrix by up to (13/4)^iterations, and torch's own error
+on one input is random. The tests therefore use the largest error over equivalent evaluations, as derived below.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ Results = tuple[Tensor, ...]
 
 
 def _moved(matrix: Tensor) -> Tensor:
-    """Return the matrix with each element moved by at most an eps of it at random, as another exponential would do."""
+    """Return the matrix with each element changed by at most an eps of it at random, as another exponential would
+    do."""
     eps = torch.finfo(matrix.dtype).eps
     return matrix * (1 + eps * (2 * torch.rand_like(matrix) - 1)) if eps > 1e-10 else matrix
 
@@ -33,8 +33,7 @@ def _moved(matrix: Tensor) -> Tensor:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, order: Tensor, iterations: int, move: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return Nyström attention with segment means as landmarks,
-    taken in the given order, which changes roundings only."""
+    """Return Nyström attention with segment means as landmarks, in the given order, which changes only roundings."""
     near, far = (oracles.segment_means(t, len(order))[:, :, order] for t in (query, key))
     scale = query.shape[-1] ** -0.5
     gamma, by_query, by_key = (
@@ -61,13 +60,14 @@ def _errors(results: Results, right: Results) -> list[Tensor]:
 def _own_errors(evaluate: Callable[[Tensor], Results], right: Results, number: int) -> list[Tensor]:
     """Return the largest error of float32 torch in each head, for each result that it has with landmarks in some order.
 
-    Gamma reaches the iteration with each element off by about an eps, and the iteration rounds A Z, whose terms are as
-    large as |A| |Z|, four times in each step. To first order both change the result by a sum of many terms, each a
-    rounding error times the derivative of the result: by how much depends on how these add up, and with it on the order
-    of the sums and on the exponential, which the definition leaves open. A single evaluation may have an error near 0
-    and says little: one head in a thousand, of five tokens and five landmarks, had less than a third of the kernel's,
-    and one in twenty of sixteen tokens. The largest error of several evaluations that differ in nothing else is what
-    float32 gives; over 80 heads each of nine shapes, kernel errors had a median of 0.5 to 0.8 of it.
+    Gamma enters the iteration with an error of about an eps in each element, and the iteration rounds A Z, whose terms
+    are as large as |A| |Z|, four times in each step. To first order both change the result by a sum of many terms, each
+    a rounding error times the derivative of the result. The size of the change depends on how these add up, and so on
+    the order of the sums and on the exponential, which the definition leaves open. A single evaluation may have an
+    error near 0 and says little: in one head out of a thousand with five tokens and five landmarks, and in one out of
+    twenty with sixteen tokens, it had less than a third of the kernel's error. The largest error of several evaluations
+    that differ in nothing else is the error of float32. Over 80 heads each of nine shapes, kernel errors had a median
+    of 0.5 to 0.8 of it.
     """
     evaluations = [_errors(evaluate(torch.randperm(number)), right) for _ in range(ORDERS)]
     return [

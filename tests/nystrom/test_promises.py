@@ -22,7 +22,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("start, stop", [(0, 64), (64, 128), (128, 200), (0, 200), (3, 197), (1, 200)])
 def test_masked_blocks(impl: str, start: int, stop: int) -> None:
-    """The first, middle or last block is masked, and holds NaN and infinity: these reach no result and no gradient."""
+    """The first, middle or last block is masked, and holds NaN and infinity; these reach no result and no gradient."""
     q, k, v = torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 4)
     mask = torch.zeros(2, 200, dtype=torch.bool)
     mask[0, start:stop] = True
@@ -32,6 +32,18 @@ def test_masked_blocks(impl: str, start: int, stop: int) -> None:
     grads = torch.autograd.grad(out.sum(), inputs)
     assert out.isfinite().all() and all(g.isfinite().all() for g in grads)
     assert all(g[0, :, start:stop].eq(0).all() for g in grads)
+
+
+@pytest.mark.parametrize("pinv", ["iterative", "exact"])
+def test_a_nan_stays_in_its_set(impl: str, pinv: str) -> None:
+    """LAPACK, which computes the exact pseudo-inverse, would refuse the whole batch."""
+    tokens = torch.randn(2, 1, 12, 4)
+    right = ck.nystrom_attention(tokens, tokens, tokens, 3, pinv=pinv, impl=impl)
+    tokens[1, 0, 3, 0] = math.nan
+    tokens.requires_grad_()
+    out = ck.nystrom_attention(tokens, tokens, tokens, 3, pinv=pinv, impl=impl)
+    (slope,) = torch.autograd.grad(out[0].sum(), tokens)
+    assert torch.allclose(out[0], right[0], atol=1e-5) and out[1].isnan().any() and slope[0].isfinite().all()
 
 
 @pytest.mark.parametrize("size", [0.0, 88.8, 104.0, 1e4, 1e18])
@@ -77,8 +89,8 @@ def _attend(length: int, backward: bool) -> Callable[[], tuple[Tensor, ...]]:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_does_not_grow_with_the_tokens(backward: bool) -> None:
-    """A call stores nothing of the number of tokens but the result,
-    the requested gradients, and one log-sum-exp per row."""
+    """A call stores nothing whose size grows with the number of tokens except the result, the requested gradients, and
+    one log-sum-exp per row."""
     beyond = []
     for length in (50_000, 400_000):
         peak = measure.peak_memory(_attend, length, backward, warm_up=(1000, backward))

@@ -51,7 +51,7 @@ def test_given_landmarks(impl: str, iterations: int, shared: bool) -> None:
 
 
 def test_every_token_a_landmark_is_attention(impl: str) -> None:
-    """With every token a landmark and the exact pseudo-inverse the result is attention, since A pinv(A) A = A."""
+    """If every token is a landmark and the pseudo-inverse is exact, the result is attention, since A pinv(A) A = A."""
     q, k, v = _tokens(12)
     ours = ck.nystrom_attention(q, k, v, 12, pinv="exact", impl=impl)
     torch.testing.assert_close(ours, scaled_dot_product_attention(q, k, v), rtol=1e-8, atol=1e-8)
@@ -59,7 +59,7 @@ def test_every_token_a_landmark_is_attention(impl: str) -> None:
 
 @pytest.mark.parametrize("hidden", [[0], [3, 4, 5], list(range(15, 20)), list(range(0, 20, 2)), list(range(20))])
 def test_a_mask_hides_tokens_and_empty_segments(impl: str, hidden: list[int]) -> None:
-    """A mask has the effect of leaving out masked keys and empty segments, even where padding is NaN."""
+    """A mask has the same effect as leaving out masked keys and empty segments, even if padding is NaN."""
     q, k, v = _tokens(20)
     mask = torch.zeros(2, 20, dtype=torch.bool)
     mask[0, hidden] = True
@@ -87,7 +87,7 @@ def test_a_mask_hides_tokens_and_empty_segments(impl: str, hidden: list[int]) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("impl", ["reference", "auto"])
 def test_shapes_on_the_meta_device(impl: str, dtype: torch.dtype) -> None:
-    """The meta device has no autocast, and torch raises if asked about it."""
+    """The meta device has no autocast, and torch raises an error if asked about it."""
     tokens = torch.empty(2, 3, 20, 8, device="meta", dtype=dtype)
     assert ck.nystrom_attention(tokens, tokens, tokens, 4, impl=impl).shape == tokens.shape
     assert ck.iterative_pinv(tokens[..., :8, :], impl=impl).shape == (2, 3, 8, 8)

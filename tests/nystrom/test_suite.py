@@ -71,7 +71,7 @@ class TestGivenLandmarks(NystromSuite):
         return max(oracles.largest_score(*pair) for pair in ((query, far), (near, key), (near, far)))
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Leave out gradients where a softmax saturates or all inputs are equal: they are differences that vanish.
+        """Leave out gradients if a softmax saturates or all inputs are equal, because they are differences that vanish.
 
         The tests of attention bound them.
         """
@@ -116,7 +116,7 @@ class TestMasked(TestSegmentMeans):
 
 
 class TestExactPinv(TestGivenLandmarks):
-    """`nystrom_attention` with the exact pseudo-inverse of landmarks that are well apart."""
+    """`nystrom_attention` with the exact pseudo-inverse of landmarks that are far apart."""
 
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "near": "BHMD"}
     logits = ((), ())  # one-hot rows have no exact inverse
@@ -166,7 +166,7 @@ class TestPinv(NystromSuite):
     accepted = tuple(f"matrix {what}" for what in ("of a dimension too few", "of another dtype", "on another device"))
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        # Rows of different sums: one norm is the largest.
+        # Rows with different sums, so that one norm is the largest.
         return (2 * LAWS[law](*shape)).softmax(-1) * (1 + torch.rand(*shape[:-1], 1))
 
     def call(self, impl: str, matrix: Tensor) -> Results:

@@ -1,4 +1,5 @@
-"""`alpha="gcv"`, from the sums, and `alpha="loo"`, from all rows: scikit-learn's `RidgeCV` for the latter."""
+"""`alpha="gcv"`, from the sums, and `alpha="loo"`, from all rows; the latter is compared with scikit-learn's
+`RidgeCV`."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_gcv_equals_the_definition(intercept: bool) -> None:
 
 
 def test_gcv_is_near_leave_one_out() -> None:
-    """With 400 examples the two choose the same penalty, or its neighbour in the grid, in nine of ten."""
+    """With 400 examples, the two choose the same penalty, or neighbours in the grid, in nine of ten cases."""
     near = 0
     for seed in range(30):
         x, y, _ = _noisy(seed, rows=400, noise=10.0)
@@ -73,7 +74,8 @@ def test_gcv_is_near_leave_one_out() -> None:
 
 
 def test_gcv_follows_from_the_examples_held() -> None:
-    """However they came: in chunks, one by one, from two workers, with others that were forgotten."""
+    """This holds however the examples came: in chunks, one by one, from two workers, or with others that were
+    forgotten."""
     x, y, weights = _noisy(3)
     right = OnlineRidge("gcv", alphas=ALPHAS).fit(x, y, weights)
     chunks, one_by_one = OnlineRidge("gcv", alphas=ALPHAS), OnlineRidge("gcv", alphas=ALPHAS)

@@ -1,4 +1,4 @@
-"""What `OnlineRidge` reads and returns: sparse matrices, data frames, and pickles of an earlier version."""
+"""Inputs and outputs of `OnlineRidge`: sparse matrices, data frames, and pickles of an earlier version."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_sparse_equals_dense(parameters: dict[str, Any], form: str) -> None:
 
 @pytest.mark.parametrize("sparse_first", [True, False])
 def test_sparse_and_dense_examples_mix(sparse_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After dense examples, whose origin is not 0, sparse ones are read by dense blocks."""
+    """After dense examples, whose origin is not 0, sparse examples are read as dense blocks."""
     monkeypatch.setattr("cmab_kernels.online.rows.BLOCK", 100)
     x, y, weights = _sparse_examples()
     x[:, 0] += 2
@@ -135,8 +135,29 @@ def test_frames_of_pandas() -> None:
         model.set_output(transform="arrow")
 
 
+def test_names_of_targets_and_of_rows_are_matched() -> None:
+    pandas = pytest.importorskip("pandas", reason="the package pandas is not installed")
+    x, y, _ = examples()
+    frame, targets = pandas.DataFrame(x, columns=list("abcde")), pandas.DataFrame(y, columns=["u", "v"])
+    model = OnlineRidge().fit(frame, targets)
+    for wrong in (model.partial_fit, model.forget):
+        with pytest.raises(ValueError, match=r"^y: got the targets \['v', 'u'\], expected \['u', 'v'\]"):
+            wrong(frame, targets[["v", "u"]])
+    with pytest.raises(ValueError, match=r"^other: got names of targets"):
+        model.merge(OnlineRidge().fit(frame, targets[["v", "u"]]))
+    single = OnlineRidge().fit(frame, targets.u)
+    row = frame.iloc[3]
+    assert single.predict_one(row) == single.predict_one(row[list("edcba")]) == single.predict_one(row.to_dict())
+    assert OnlineRidge().fit(x, y[:, 0]).predict_one(row) == single.predict_one(row), "without names, by place"
+    single.learn_one(row[list("edcba")], y[3, 0])
+    first = OnlineRidge()
+    first.learn_one(row, y[3, 0])
+    assert first.feature_names_in_.tolist() == list("abcde")
+    assert single.n_samples_seen_ == 61
+
+
 def test_frames_of_polars_are_made_by_its_constructors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package need not be installed: a stand-in shows what its constructors get."""
+    """The package need not be installed: a substitute shows the arguments of its constructors."""
     made = types.SimpleNamespace(
         Series=lambda name, values: (name, values), DataFrame=lambda values, schema: (values, schema)
     )
@@ -181,7 +202,7 @@ X, Y = [[1.0, 2.0], [3.0, 5.0], [4.0, -1.0], [0.5, 2.0]], [1.0, 2.0, 4.0, 3.0]
 
 
 def test_pickles_of_an_earlier_version() -> None:
-    """They go on as before, but for the noise, of which they hold nothing."""
+    """They continue as before, except for the noise, about which they hold nothing."""
 
     def read() -> OnlineRidge:
         return pickle.loads(zlib.decompress(base64.b85decode(EARLIER)))

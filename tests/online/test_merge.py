@@ -1,4 +1,4 @@
-"""`OnlineRidge.merge`: workers that read parts of the data hold what one `fit` holds of the whole."""
+"""`OnlineRidge.merge`: workers that read parts of the data hold the same as one `fit` of the whole data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_workers_equal_one_fit(forgetting: float, intercept: bool, targets: int)
 
 @pytest.mark.parametrize("distance", [1e3, 1e6])
 def test_parts_far_from_each_other(distance: float) -> None:
-    """The shift of the origin costs the digits that the distance costs, and those alone."""
+    """The shift of the origin loses as many digits as the distance costs, and no more."""
     x, y, _ = examples(offset=0.0)
     x[30:] += distance
     merged = OnlineRidge(fit_intercept=True).fit(x[:30], y[:30]).merge(OnlineRidge().fit(x[30:], y[30:]))
@@ -52,7 +52,7 @@ def test_parts_far_from_each_other(distance: float) -> None:
 
 
 def test_what_a_part_has_lost_is_said() -> None:
-    """The peak of a part counts about the new origin."""
+    """The peak of a part is counted about the new origin."""
     x, y, _ = examples()
     lossy = OnlineRidge().fit(x, y).partial_fit(x + 1.5e7, y).forget(x + 1.5e7, y)
     assert OnlineRidge().fit(x, y).merge(lossy).info_ == lossy.info_ == 2

@@ -1,4 +1,4 @@
-"""`predict(return_std=True)` and `sample_y`: scikit-learn's `BayesianRidge`, for the same precisions."""
+"""`predict(return_std=True)` and `sample_y`, compared with scikit-learn's `BayesianRidge` for the same precisions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from .data import examples
 def _defined(
     x: np.ndarray, y: np.ndarray, w: np.ndarray, alpha: float, intercept: bool, points: np.ndarray
 ) -> tuple[Any, ...]:
-    """Return the covariance of noiseless predictions, times the precision of the noise, and the estimate of that."""
+    """Return the covariance of noiseless predictions, times the precision of the noise, and the estimate of this
+    precision."""
     mean, offset = (intercept * np.average(each, axis=0, weights=w) for each in (x, y))
     x, y = x - mean, y - offset
     gram = x.T @ (w[:, None] * x)
@@ -69,13 +70,13 @@ def test_equals_the_definition(intercept: bool) -> None:
 
 
 def test_draws_have_the_covariance() -> None:
-    """With draws of a basis in place of random numbers, their products are the covariance."""
+    """If the vectors of a basis replace random numbers, the products of the draws are the covariance."""
     x, y, weights = examples()
     points, alphas, noise = x[:4] + 1, [0.5, 8.0], [2.0, 0.3]
     model = OnlineRidge(alphas, noise_precision=noise).fit(x, y, weights)
 
     class Basis(np.random.RandomState):
-        """Unit vectors: coefficients (D, E) and noise (N, E) are taken by turns."""
+        """Unit vectors: coefficients (D, E) and noise (N, E) are taken in turn."""
 
         taken = 0
 
@@ -98,7 +99,8 @@ def test_draws_have_the_covariance() -> None:
 
 
 def test_equals_a_gaussian_process() -> None:
-    """It has the kernel of a dot product and the same noise; our draws have its means and covariance."""
+    """The Gaussian process has the kernel of a dot product and the same noise; our draws have its means and
+    covariance."""
     x, y, _ = examples(targets=1)
     y, noise, prior = y - 7, 4.0, 0.5
     kernel = ConstantKernel(1 / prior, "fixed") * DotProduct(0.0, "fixed") + WhiteKernel(1 / noise, "fixed")
@@ -189,7 +191,8 @@ def test_draws_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_features_of_unlike_scales_keep_their_digits(seed: int) -> None:
-    """Without a penalty, scales change no prediction. Eigenvectors of the unscaled Gram matrix would lose them."""
+    """Without a penalty, scales change no prediction. Eigenvectors of the unscaled Gram matrix would lose the digits of
+    small features."""
     numbers = np.random.default_rng(seed)
     scale = np.array([1.0, 1e-3, 1e3])
     x, y = numbers.normal(size=(30, 3)), numbers.normal(size=30)

@@ -1,4 +1,4 @@
-"""`learn_one` and `predict_one`: as `partial_fit` and `predict`, an example at a time."""
+"""`learn_one` and `predict_one` equal `partial_fit` and `predict`, one example at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_predicts_before_it_learns(alpha: float, intercept: bool) -> None:
                 np.c_[np.sqrt(alpha) * np.eye(5), np.zeros(5)],
             ]
             fitted = np.linalg.lstsq(right, np.r_[y[:row] * np.sqrt(weights[:row]), np.zeros(5)], rcond=None)[0]
-            # The sums have the square of the rows' condition.
+            # The condition number of the sums is the square of that of the rows.
             assert guess == pytest.approx(np.r_[x[row], intercept] @ fitted, rel=max(1e-10, 1e-14 / alpha))
         assert row > 0 or guess == 0.0
         assert model.learn_one(each, target, weight) is None
@@ -46,7 +46,7 @@ def test_predicts_before_it_learns(alpha: float, intercept: bool) -> None:
 
 @pytest.mark.parametrize("rows", [20_000, pytest.param(100_000, marks=pytest.mark.thorough)])
 def test_errors_do_not_grow(rows: int) -> None:
-    """The rank-one updates stay by the sums, and the sums by those of one fit, of examples that drift."""
+    """For examples that drift, the rank-one updates agree with the sums, and the sums agree with those of one fit."""
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, 5)) + np.linspace(0, 30, rows)[:, None]
     y = x @ np.arange(5.0) + 2 + 0.1 * random.normal(size=rows)
@@ -163,7 +163,7 @@ def test_kinds_of_examples() -> None:
         assert type(model.predict_one(given[0])) is float and model.predict_one(given[0]) == pytest.approx(
             right.predict(x[:1])[0]
         )
-    # What a dict lacks is 0.
+    # A feature that a dict lacks is 0.
     assert model.predict_one({"c": 1.0}) == pytest.approx(model.predict([[0, 0, 1.0, 0, 0]])[0])
     mixed = OnlineRidge().fit(x[:30], y[:30])
     for row in range(30, 60):
@@ -181,8 +181,8 @@ def test_a_row_belongs_to_the_caller() -> None:
 
 
 def test_updates_that_lose_digits_are_not_followed() -> None:
-    """Examples a million times as large leave nothing of the inverse before: the solution is made anew from the
-    sums."""
+    """Examples that are a million times as large leave nothing of the earlier inverse: the solution is recomputed from
+    the sums."""
     random = np.random.default_rng(0)
     x = random.normal(size=(60, 3)) * np.where(np.arange(60) < 20, 1e-3, 1e3)[:, None]
     y = x @ np.ones(3) + random.normal(size=60)

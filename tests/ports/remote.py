@@ -1,9 +1,9 @@
 """A plugin of pytest that runs the native kernels on another machine, `-p tests.ports.remote`.
 
-The command in CMAB_REMOTE, to which the path of `server.py` is added, starts a Python there, or under emulation, that
-has torch and this package with its extension. Definitions, oracles and all else that a test does stay here, so that
-tests take about as long as ever where the other machine is a hundred times slower. What a kernel reads and writes is
-copied both ways with all that lies around it.
+The command in CMAB_REMOTE, with the path of `server.py` appended, starts a Python on the other machine or under
+emulation. This Python has torch, and this package with its extension. Definitions, oracles and all other parts of a
+test run on this machine, so that tests take about as long as usual if the other machine is a hundred times slower. The
+data that a kernel reads and writes are copied in both directions, with the memory around them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Remote(ModuleType):
         try:
             sent, tensors = server.pack((arguments, named), {})
         except OverflowError as error:
-            pytest.skip(str(error))  # the error says how many bytes are too many to send
+            pytest.skip(str(error))  # the error says that this number of bytes is too large to send
         except (RuntimeError, NotImplementedError):  # the extension must refuse a tensor without memory
             refused = getattr(self.here, name)(*arguments, **named)
             assert refused is None, f"{name} has taken a tensor without memory"
@@ -84,7 +84,7 @@ _REMOTE = pytest.StashKey[Remote]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Replace the extension before `conftest.py` asks it for its instruction sets."""
+    """Replace the extension before `conftest.py` reads its instruction sets."""
     name = "cmab_kernels._C"
     remote = Remote(shlex.split(os.environ["CMAB_REMOTE"]), importlib.import_module(name))
     assert not [known for known in sys.modules if known.startswith("cmab_kernels.") and known.endswith(".native")], (

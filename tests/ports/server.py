@@ -22,7 +22,7 @@ Place = tuple[int, int]
 
 
 class Subclass(Tensor):
-    """Stands for any subclass of Tensor, which a step of a stream leaves to the checked path."""
+    """Represents any subclass of Tensor, for which a step of a stream uses the path with checks."""
 
 
 class Sent(NamedTuple):
@@ -35,7 +35,7 @@ class Sent(NamedTuple):
 class Packer(pickle.Pickler):
     """Pickles a message.
 
-    `tensors` are those that it holds, in order; one of those that the receiver `has` is sent as its number.
+    `tensors` are those that it holds, in order; a tensor that the receiver `has` is sent as its number.
     """
 
     def __init__(self, file: BinaryIO, has: dict[int, int]) -> None:
@@ -61,7 +61,7 @@ class Packer(pickle.Pickler):
 
 
 class Unpacker(pickle.Unpickler):
-    """Reads a message: its tensors have their own memory here, `storages`, or are those `known` by their number."""
+    """Reads a message: its tensors have their own memory here, `storages`, or are `known` by their number."""
 
     def __init__(self, sent: Sent, known: list[Tensor]) -> None:
         super().__init__(io.BytesIO(sent.body))
@@ -115,7 +115,7 @@ class Reply(NamedTuple):
     changed: dict[Place, bytes]
 
 
-# Both sides know these classes by the same name, whatever name each has given this file.
+# Both sides know these classes by the same name, whatever name each side has given this file.
 sys.modules["cmab_server"] = sys.modules[__name__]
 Sent.__module__ = Call.__module__ = Reply.__module__ = "cmab_server"
 

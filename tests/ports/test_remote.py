@@ -1,4 +1,5 @@
-"""Kernels of another process give the same bits as here, and write where kernels here do; tests see these kernels."""
+"""Kernels of another process give the same bits as kernels here, and write to the same places; tests see these
+kernels."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_a_fault_there_is_seen(faulty: Remote) -> None:
 
 
 def test_a_step_of_a_state_that_came_from_elsewhere(remote: Remote) -> None:
-    """It is copied there, like memory that the library did not make."""
+    """The memory is copied there, like memory that the library did not make."""
     tokens = torch.randn(1, 2, 20, 4)
     found = []
     for extension in (remote, remote.here):
@@ -87,7 +88,7 @@ def test_a_step_of_a_state_that_came_from_elsewhere(remote: Remote) -> None:
 
 
 def test_what_is_too_large_is_not_cut(remote: Remote) -> None:
-    """A tensor far inside of untouched memory, as in tests of offsets beyond 32 bits."""
+    """A tensor in the middle of memory that is not accessed, as in tests of offsets beyond 32 bits."""
     far = torch.UntypedStorage(2**31)
     with pytest.raises(pytest.skip.Exception, match="2147483648 bytes"):
         remote.apply_rows(query=torch.empty(0).set_(far, 2**28, (1, 1, 1, 1), (1, 1, 1, 1)))

@@ -1,5 +1,5 @@
-"""The values that Hypothesis draws for a property: extents, a dtype,
-a layout and a law for each tensor; and their number."""
+"""The values that Hypothesis draws for a property: extents, a dtype, a layout and a distribution for each tensor; and
+their number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from cmab_kernels.testing import LAWS, LAYOUTS
 FEW, MANY = 30, 1000
 IMPLS = [impl for impl in ("reference", "native") if impl == "reference" or backends.imported("attention", impl)]
 EXACT = {torch.float64: 1e-11, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""dtype -> the relative error by which two ways to the same result may differ: a few roundings of the weights' dtype"""
+"""dtype -> the relative error by which two ways to compute the same result may differ: a few roundings of the weights'
+dtype"""
 
 
 def with_examples(examples: int, steps: int = 50) -> settings:
@@ -36,8 +37,8 @@ def with_examples(examples: int, steps: int = 50) -> settings:
 
 
 def holds(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a check with drawn arguments,
-    with few examples in the ordinary tier and many in the nightly one."""
+    """Make a test of a check with drawn arguments, with few examples in the ordinary tests and many in the nightly
+    tests."""
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
         @pytest.mark.parametrize("impl", IMPLS)
@@ -60,7 +61,8 @@ class Rows(NamedTuple):
 
     @property
     def score(self) -> float:
-        """Return the largest absolute product of a query and a key, at least 1: logits are off by eps times this."""
+        """Return the largest absolute product of a query and a key, at least 1: the error of logits is eps times
+        this."""
         products = self.query.double() @ self.key.double().mT
         return max(1.0, float(products.abs().max()) if products.numel() else 0.0)
 
@@ -84,7 +86,7 @@ def rows(
     least: int = 0,
     layouts: tuple[str, ...] = tuple(LAYOUTS),
 ) -> Rows:
-    """Draw rows of any extents, at least `least` keys, of which there may be more than a tile of a kernel holds."""
+    """Draw rows of any extents, with at least `least` keys, and possibly more keys than a tile of a kernel holds."""
     torch.manual_seed(draw(st.integers(0, 2**32)))
     dtype, law = draw(st.sampled_from(dtypes)), draw(st.sampled_from(laws))
     batch, heads, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 9))

@@ -77,8 +77,8 @@ FAMILIES = {"attention": ATTENTION, "ridge": RIDGE}
 
 
 def far(state: Any, right: Any, allowed: tuple[float, ...], grown: float = 1.0) -> str:
-    """Return which field of a state differs from another by more than `grown` times the allowance,
-    and by how much; "" if none."""
+    """Return the field of a state that differs from another state by more than `grown` times the allowance, and by how
+    much; "" if there is none."""
     for name, ours, wanted, most in zip(state._fields, state, right, allowed, strict=True):
         same = ours.double() == wanted.double()  # infinities too
         difference = (ours.double() - wanted.double()).masked_fill(same, 0.0).abs()

@@ -1,4 +1,4 @@
-"""Every public operator has the inherited suite, and every public module a test that builds it."""
+"""Every public operator has the inherited suite, and every public module has a test that constructs it."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ WIDE_ONLY = {
     "sigma_intention",
     "solve_ridge",
 }
-"""Operators without a half type in any declaration: their inputs are sums or states,
-or half types have tests of their own."""
+"""Operators without a half type in any declaration, because their inputs are sums or states, or because half types have
+separate tests."""
 
 
 def test_every_dtype_has_a_declaration() -> None:

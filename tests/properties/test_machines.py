@@ -1,7 +1,7 @@
 """States of every family in any order of moves that Hypothesis finds.
 
-Beside each state stands the plain list of its points; after every move all states, older ones too, must equal their
-points.
+Each state is accompanied by the plain list of its points; after every move, all states, including older ones, must
+equal their points.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _ridge(impl: str) -> Kind:
 
 
 def _stack(impl: str) -> Kind:
-    """Return the states of a `CMABStack`, whose points are rows of inputs; they stand in for keys."""
+    """Return the states of a `CMABStack`, whose points are rows of inputs; these rows are used as keys."""
     stack = nn.CMABStack(HEADS * WIDTH, QUERIES, HEADS, depth=2).eval().requires_grad_(False)
     stacks = {torch.float32: stack, torch.float64: copy.deepcopy(stack).double()}
 
@@ -109,7 +109,7 @@ class Known(NamedTuple):
 
 
 class Sets(RuleBasedStateMachine):
-    """A pool of states; every move makes a new one of some of them, and they do not change."""
+    """A pool of states; every move makes a new state from some of them, and they do not change."""
 
     kind: Callable[[str], Kind]
     impl = "native"
@@ -212,7 +212,7 @@ def test_sets_of_points(kind: str, examples: int, impl: str) -> None:
 
 
 class Windows(RuleBasedStateMachine):
-    """A pool of states of windows; every step makes a new one of any of them."""
+    """A pool of states of windows; every step makes a new state from one of them."""
 
     kind = "fixed"
     impl = "native"

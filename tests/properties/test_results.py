@@ -74,7 +74,7 @@ def test_permuting_the_keys_changes_nothing(operator: Operator, given: Rows, see
 
 @holds(operator=every, given=mild, seed=seeds, poison=st.sampled_from([math.nan, math.inf]))
 def test_a_mask_equals_deletion(operator: Operator, given: Rows, seed: int, poison: float, impl: str) -> None:
-    """Masked keys leave no trace, whatever they hold; each batch element has a mask of its own."""
+    """Masked keys do not affect the result, whatever they hold; each batch element has its own mask."""
     torch.manual_seed(seed)
     mask = torch.rand(given.key.shape[0], given.key.shape[2]) < 0.4
     hidden = mask[:, None, :, None]
@@ -97,7 +97,7 @@ def test_results_are_linear_in_the_values(operator: Operator, given: Rows, seed:
 
 @holds(given=rows(), shift=st.sampled_from([-1000.0, -30.0, 0.5, 7.0, 256.0]))
 def test_a_constant_added_to_all_logits_changes_lse_alone(given: Rows, shift: float, impl: str) -> None:
-    """A column of ones beside the queries and of a constant beside the keys adds the constant to every logit."""
+    """A column of ones in the queries and of a constant in the keys adds the constant to every logit."""
     given = given._replace(query=F.pad(given.query, (0, 1), value=1.0), key=F.pad(given.key, (0, 1)))
     shifted = given._replace(key=given.key.clone())
     shifted.key[..., -1] = shift

@@ -1,4 +1,5 @@
-"""The algebra of states, for rows of any extents, dtype, layout and law: a state depends only on its set of keys."""
+"""The algebra of states, for rows of any extents, dtype, layout and distribution: a state depends only on its set of
+keys."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_merge_is_associative_and_commutative(family: Family, given: Rows, seed:
 
 @holds(family=families, given=rows())
 def test_the_empty_state_is_the_identity(family: Family, given: Rows, impl: str) -> None:
-    """It changes no bit, on either side; and the state of no keys is the empty one."""
+    """This changes no bit, on either side; and the state of no keys is the empty state."""
     state, empty = family.of(given, impl), family.empty(given)
     for same in (family.merge(state, empty), family.merge(empty, state), family.of(part(given, slice(0)), impl, state)):
         assert all(torch.equal(ours, field) for ours, field in zip(same, state, strict=True))
@@ -61,8 +62,8 @@ def test_permuting_the_keys_changes_nothing(family: Family, given: Rows, seed: i
 
 @holds(family=families, given=rows(least=1), seed=seeds)
 def test_removal_undoes_addition(family: Family, given: Rows, seed: int, impl: str) -> None:
-    """The state of the other keys is left, up to the digits that cancel;
-    if too few are left, the removal reports it."""
+    """The state of the other keys remains, up to the digits that cancel; if too few are left, the removal reports
+    it."""
     kept, gone = _cuts(given, seed, 2)
     both = family.of(given, impl)
     left, reliable = family.remove(both, gone, impl)

@@ -1,4 +1,4 @@
-"""A window that slides equals its recomputation, for any extents, chunks, dtype, layout and law."""
+"""A sliding window equals its recomputation, for any extents, chunks, dtype, layout and distribution."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_window_equals_its_recomputation(
     impl: str,
 ) -> None:
     torch.manual_seed(seed)
-    law = law if kind != "continual" else "normal"  # large tokens have means close together
+    law = law if kind != "continual" else "normal"  # the means of large tokens are close together
     stream = Stream(kind, window, 3, some_tokens(shape, window, dtype, law, layout))
     state, taken = stream.start(), window
     for chunk in chunks:
@@ -48,7 +48,8 @@ def test_a_window_equals_its_recomputation(
 
 @holds(kind=st.sampled_from(KINDS), shape=shapes, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=seeds)
 def test_chunking_changes_no_bit(kind: str, shape: tuple[int, ...], cuts: list[int], seed: int, impl: str) -> None:
-    """Tokens in chunks, or one by one: native steps give the same bits, and the definition the same to rounding."""
+    """Tokens in chunks, or one by one: native steps give the same bits, and the definition gives the same up to
+    rounding."""
     torch.manual_seed(seed)
     stream = Stream(kind, 5, 3, some_tokens(shape, 5, torch.float32, "normal", "heads inside"))
     tokens, outs = some_tokens(shape, sum(cuts), torch.float32, "normal", "heads inside"), []

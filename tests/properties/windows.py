@@ -35,7 +35,7 @@ class Stream:
         return ck.continual_nystrom_init(*self.tokens, **chosen)
 
     def with_more(self, tokens: tuple[Tensor, ...]) -> Stream:
-        """Return the stream with further tokens; this one does not change."""
+        """Return the stream with further tokens; this stream does not change."""
         longer = Stream.__new__(Stream)
         longer.__dict__.update(self.__dict__)
         longer.tokens = tuple(torch.cat(parts, 2) for parts in zip(self.tokens, tokens, strict=True))

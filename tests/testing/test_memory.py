@@ -1,4 +1,4 @@
-"""Poisoned memory and guard margins reveal the errors that they are made for."""
+"""Poisoned memory and guard margins find the errors for which they are made."""
 
 from __future__ import annotations
 

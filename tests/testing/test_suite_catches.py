@@ -1,4 +1,4 @@
-"""The inherited suite finds the faults that it is made for.
+"""The inherited suite finds the faults for which it is made.
 
 A small operator passes, and each faulty copy of it fails the check for its fault.
 """
@@ -280,13 +280,13 @@ CATCHES = {
 
 @pytest.mark.parametrize("fault, check", [(fault, check) for fault, checks in CATCHES.items() for check in checks])
 def test_the_fault_is_reported(fault: str, check: str) -> None:
-    """Each fault fails its check. Checkpointing has none: torch makes it right for any operator."""
+    """Each fault fails its check. Checkpointing has no fault, because torch makes it right for any operator."""
     faulty = type("Faulty", (PoolSuite,), {"fault": fault, "impls": ("sound",)})
     assert failures(faulty, check), f"{check} does not see «{fault}»"
 
 
 def test_every_check_is_seen_to_fail() -> None:
-    """But for checkpointing, which torch itself makes right for any operator."""
+    """Except for checkpointing, which torch itself makes right for any operator."""
     seen = {check for checks in CATCHES.values() for check in checks}
     checks = {name for name in dir(PoolSuite) if name.startswith("test_") and getattr(PoolSuite, name) is not None}
     assert checks - seen == {"test_checkpointing"}

@@ -1,4 +1,4 @@
-"""The demo `cmab`: a CMAB reads the 2 million pixels of a photograph in constant memory, beside torch's own
+"""The demo `cmab`: a CMAB reads the 2 million pixels of a photograph in constant memory, compared with torch's own
 attention."""
 
 from __future__ import annotations
@@ -248,7 +248,8 @@ def _cell(figures: Figures | None, ours: Figures | None) -> str:
 
 
 def _streaming(count: int, device: str, impl: str) -> Iterator[str]:
-    """Yield lines about a stream in chunks of random sizes: the error of its latents and the time of one more pixel."""
+    """Yield lines about a stream in chunks of random sizes: the error of its latents and the time to add one more
+    pixel."""
     while count > 1 and not _fits(c.OPERATOR_NAME, count, device, impl):
         count //= 2
     reader, inputs = c.Reader.make(device), c.pixels(device)[:, :count]

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import STYLE
 from . import cloud, digits
 
-OURS, ATTENTION, OTHERS, INK = "#0072B2", "#D55E00", "#B0B0B0", "#333333"  # colour-blind people can tell these apart
+OURS, ATTENTION, OTHERS, INK = "#0072B2", "#D55E00", "#B0B0B0", "#333333"  # colour-blind people can distinguish these
 TILE = 10
 """The distance from one digit to the next, in pixels of a digit."""
 

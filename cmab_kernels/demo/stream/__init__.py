@@ -1,4 +1,4 @@
-"""The demo `stream`: attention over a sliding window takes the noise out of a photograph that arrives patch by patch.
+"""The demo `stream`: attention over a sliding window removes the noise from a photograph that arrives patch by patch.
 
 The demo compares continual Nyström attention with exact continual attention, and with attention that is recomputed for
 every window.
@@ -122,7 +122,8 @@ def run(output: str, window: int | None = None, landmarks: int | None = None) ->
     window, landmarks = _checked(WINDOW if window is None else window, LANDMARKS if landmarks is None else landmarks)
     with torch.no_grad():
         impl = _introduce(window)
-        # "auto" instead of the name of the kernel: a named implementation takes the checked path, which is slower.
+        # "auto" instead of the name of the kernel, because a named implementation takes the path with checks, which is
+        # slower.
         with use_impl("reference" if impl == "reference" else "auto"):
             measured = _measure(window, landmarks, impl)
     for line in _lines(measured):

@@ -20,7 +20,7 @@ from . import tokens as t
 if TYPE_CHECKING:
     from . import Run
 
-# Colour-blind people can tell them apart.
+# Colours that colour-blind people can distinguish.
 COLOURS = {
     CONTINUAL: "#0072B2",
     FIXED: "#009E73",

@@ -99,10 +99,10 @@ def before(end: int, window: int) -> Tokens:
 def tokens(patches: Tensor) -> Tokens:
     """Return the tokens of patches (N, 48).
 
-    The value is the patch. q k' is minus half the squared distance of two patches' features, up to a constant of the
-    query. With features f, in units of the bandwidth, q k' = f_q f_k' - |f_k|^2 / 2. That is -|f_q - f_k|^2 / 2 plus a
-    constant of the query, which a softmax ignores. The features are 47 principal components of the training patches.
-    The 48th number of a key holds -|f_k|^2 / 2.
+    The value is the patch. q k' is minus half the squared distance between the features of two patches, up to a
+    constant of the query. With features f, in units of the bandwidth, q k' = f_q f_k' - |f_k|^2 / 2. That is -|f_q -
+    f_k|^2 / 2 plus a constant of the query, which a softmax ignores. The features are 47 principal components of the
+    training patches. The 48th number of a key holds -|f_k|^2 / 2.
     """
     mean, components = _principal_components()
     features = (patches - mean) @ components / BANDWIDTH

@@ -14,14 +14,3 @@ class RegularisedSolve(NamedTuple):
     rhs: Tensor
     alpha: Tensor
     impl: str = "auto"
-
-
-class RidgeSolve(NamedTuple):
-    """The arguments of `cmab::ridge_solve`, whose results are the solution, K'WK and the info of the solution."""
-
-    key: Tensor
-    value: Tensor
-    weights: Tensor | None
-    key_padding_mask: Tensor | None
-    alpha: Tensor
-    impl: str = "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...runtime.cuda_launch import CUDA, MAX_WIDTH, gpu_problem, launch
+from ...runtime.cuda_launch import CUDA, MAX_ORDER, gpu_problem, launch
 from .contract import RegularisedSolve
 
 
@@ -15,25 +15,11 @@ def unsupported(gram: Tensor, rhs: Tensor) -> str | None:
         return f"it needs a GPU, and gram is on {gram.device}"
     if gram.dtype not in (torch.float64, torch.float32):
         return f"no CUDA kernel for {gram.dtype}"
-    if gram.shape[-1] > MAX_WIDTH:
-        return f"its systems have at most {MAX_WIDTH} unknowns, and gram is {gram.shape[-1]} wide"
+    if gram.shape[-1] > MAX_ORDER:
+        return f"its systems have at most {MAX_ORDER} unknowns, and gram is {gram.shape[-1]} wide"
     return gpu_problem(
         gram.device.index, "solve_shared_bytes", gram.shape[-1], rhs.shape[-1], gram.dtype == torch.float64
     )
-
-
-MOST_FOR_TRITON = 64
-"""The most unknowns of float32 systems that Triton solves faster.
-
-On an H100, Triton took 37 us and this kernel 88 for 4,096 systems of 16 unknowns, 935 and 1,220 for 4,096 of 64, and
-1,753 and 1,542 for 1,024 of 128 (docs/measured_gpu.md). In float64, in which Intention solves its systems, this kernel
-is faster.
-"""
-
-
-def is_slower(gram: Tensor, rhs: Tensor) -> bool:
-    """Whether Triton's kernel takes less time."""
-    return gram.dtype == torch.float32 and gram.shape[-1] <= MOST_FOR_TRITON
 
 
 def regularised_solve(inputs: RegularisedSolve) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,9 @@ def constrained(
     weight, multipliers, doubt = _held(free, turned, normals, bounds, active, impl)
     missed = _missed(normals.mT @ weight - bounds, size, multipliers, equalities)
     info = torch.maximum(info.unsqueeze(-1), doubt)
-    info = info.masked_fill(missed & (info == 0), 2).masked_fill(weight.isnan().any(-2), 1)
+    # A bound that is NaN is in no active set, so that the weight does not show it.
+    undefined = (weight.isnan() | bounds.isnan().any(-2, keepdim=True)).any(-2)
+    info = info.masked_fill(missed & (info == 0), 2).masked_fill(undefined, 1)
     info = torch.where((info != 1) & (problem != SOUND), problem, info)
     unsolved = ((info != 0) & (info != 2)).unsqueeze(-2)
     return ConstrainedRegression(

@@ -20,7 +20,7 @@ from ...runtime.checks import (
 )
 from ...runtime.operator import Call, Gradients, Operator
 from .inputs import check_query, check_rows, expand_to
-from .inverse_root import inverse_root
+from .inverse_root import inverse_root, products
 
 
 def kernel_features(
@@ -64,7 +64,7 @@ def kernel_features(
     own, cross = _gaussian(points, points, rate), _gaussian(check_query(query, batch, heads, width), points, rate)
     if present is not None:
         own, cross = own * present * present.mT, cross * present
-    return (cross @ inverse_root(own)).to(query.dtype)
+    return products(cross, inverse_root(own)).to(query.dtype)
 
 
 def nystrom_features(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.operator import Call, Gradients, Operator
+from ..schema import row_products
 
 
 class InverseRoot(NamedTuple):
@@ -20,21 +21,35 @@ class InverseRoot(NamedTuple):
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvalues, with 1 in place of zeros; eigenvectors; and a mask (..., N), True for the nonzero eigenvalues.
 
-    An eigenvalue counts as zero if it is 0 up to rounding.
+    An eigenvalue counts as zero if it is 0 up to rounding. Those of a matrix that is not finite are NaN: LAPACK would
+    refuse the whole batch.
     """
-    values, vectors = torch.linalg.eigh(matrix)
+    defined = matrix.isfinite().all(-1).all(-1)[..., None, None]
+    values, vectors = _eigh(matrix.where(defined, 0.0))
+    values = values.where(defined.squeeze(-1), torch.nan)
     cutoff = (
         matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values.detach().abs().amax(-1, keepdim=True)
         if values.numel()
         else 0.0
     )
-    kept = values > cutoff
+    kept = ~(values <= cutoff)
     return torch.where(kept, values, 1.0), vectors, kept
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of symmetric matrices. On a CPU each matrix is decomposed by itself, because the
+    bits of LAPACK depend on where a matrix lies in memory."""
+    lead = matrix.shape[:-2]
+    if matrix.is_cuda or lead.numel() < 2:
+        return torch.linalg.eigh(matrix)
+    each = [torch.linalg.eigh(one) for one in matrix.reshape(lead.numel(), *matrix.shape[-2:])]
+    values, vectors = (torch.stack(parts).unflatten(0, lead) for parts in zip(*each, strict=True))
+    return values, vectors
 
 
 def _kernel(inputs: InverseRoot) -> Tensor:
     values, vectors, kept = _spectrum(inputs.matrix)
-    return (vectors * (values.rsqrt() * kept).unsqueeze(-2)) @ vectors.mT
+    return products(vectors * (values.rsqrt() * kept).unsqueeze(-2), vectors.mT)
 
 
 def _operations(inputs: Any) -> int:
@@ -55,7 +70,14 @@ def _backward(call: Call[InverseRoot], dout: Tensor) -> Gradients:
     both, either = kept.unsqueeze(-1) & kept.unsqueeze(-2), kept.unsqueeze(-1) | kept.unsqueeze(-2)
     inside, across = -1 / (one * other * (one + other)), 1 / (one * other) ** 3  # a zero eigenvalue is stored as 1
     slopes = torch.where(both, inside, torch.where(either, across, 0.0))
-    return {"matrix": vectors @ (slopes * (vectors.mT @ dout @ vectors)) @ vectors.mT}
+    turned = slopes * products(products(vectors.mT, dout), vectors)
+    return {"matrix": products(products(vectors, turned), vectors.mT)}
+
+
+def products(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of matrices in float64. The bits of a product do not depend on the number of matrices."""
+    rows, matrices = (each.reshape(each.shape[:-2].numel(), *each.shape[-2:]) for each in (left, right))
+    return row_products(rows, matrices).reshape(*left.shape[:-1], right.shape[-1])
 
 
 _inverse_root_op = Operator(

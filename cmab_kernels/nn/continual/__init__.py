@@ -1,4 +1,4 @@
-"""Attention and encoders over the newest tokens of a stream, which take a token and return one."""
+"""Attention and encoders over the newest tokens of a stream; a step takes a token and returns an output."""
 
 from .attention import ContinualAttention, ContinualNystromAttention
 from .encoder import ContinualEncoder, ContinualEncoderLayer, RetroactiveEncoderLayer

@@ -45,10 +45,10 @@ class Continual(MultiheadProjections):
     a gradient raises a `RuntimeError`. Use `torch.no_grad()` for steps, and train with `forward_stream`, which returns
     the same results as the steps. Errors leave the stream unchanged.
 
-    The rows of a batch are streams of their own. `clean_state(rows)` lets some of them start anew, and a step with a
-    `key_padding_mask` passes over rows that have no token, whose states keep their bits. From such a call on, and until
-    all rows have a full window, a step returns a result for every row: NaN where a row has no token or no full window.
-    `ready` tells which windows are full. Rows do not change the bits of other rows.
+    The rows of a batch are independent streams. `clean_state(rows)` restarts some of them, and a step with a
+    `key_padding_mask` skips rows that have no token. The states of these rows keep their bits. After such a call, and
+    until all rows have a full window, a step returns a result for every row: NaN where a row has no token or no full
+    window. `ready` tells which windows are full. A row does not change the bits of other rows.
     """
 
     sequence_len: int
@@ -75,7 +75,7 @@ class Continual(MultiheadProjections):
         self = computed(self)
         key = query if key is None else key
         value = query if value is None else value
-        self._check(None, query=query)  # before it is sliced
+        self._check(None, query=query)  # the check must come before a slice
         query, need_weights = self._asking(query), self._asks_for_weights(need_weights)
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -100,8 +100,8 @@ class Continual(MultiheadProjections):
         """Take one more token (B, C), and return its output (B, C).
 
         A retroactive module returns the outputs of the window, in the layout of `forward`. With `update_state=False`
-        the stream does not change. `key_padding_mask` (B,) or (B, 1) is True where a row has no token: the row of the
-        result is NaN, as it is where the window is not full.
+        the stream does not change. `key_padding_mask` (B,) or (B, 1) is True where a row has no token. The result of
+        such a row is NaN, and so is the result of a row whose window is not full.
         """
         self = computed(self)
         self._check_given(query, key, value, one=True)
@@ -131,10 +131,10 @@ class Continual(MultiheadProjections):
     def forward_stream(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor | None:
         """Return what `forward_steps` of a new stream returns, computed for all tokens at once and with gradients.
 
-        Use this method for training. The module's own stream is neither read nor changed. In training mode attention
-        weights are dropped, if the module has dropout. The method uses torch's `scaled_dot_product_attention`. On a CPU
-        that function has second-order derivatives and forward-mode derivatives only under
-        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
+        Use this method for training. The module's own stream is neither read nor changed. In training mode, dropout
+        applies to the attention weights if the module has dropout. The method uses torch's
+        `scaled_dot_product_attention`. On a CPU that function has second-order derivatives and forward-mode derivatives
+        only under `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
         """
         self = computed(self)
         self._check_given(query, key, value)
@@ -146,10 +146,10 @@ class Continual(MultiheadProjections):
         return self._joined(attended if self.output == "retroactive" else attended.squeeze(3), batched=query.dim() == 3)
 
     def clean_state(self, rows: Rows | None = None) -> None:
-        """Forget all tokens, or those of some rows of the batch: an index, several, or a bool tensor (B,).
+        """Forget all tokens, or the tokens of some rows of the batch: an index, several indices, or a bool tensor (B,).
 
-        These rows start anew with the next step, and the others go on. Before the first token no batch is known, and
-        nothing is left to forget.
+        These rows restart with the next step, and the other rows continue. Before the first token, the batch is not
+        known, and there is nothing to forget.
         """
         held = self.stream.held
         if rows is None or held is None:
@@ -197,8 +197,8 @@ class Continual(MultiheadProjections):
 
     @abstractmethod
     def _step(self, state: Any, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None = None) -> StepResult:
-        """Call the operator with a state and t new tokens, given as heads (B, H, t, *), which the rows `absent` (B,)
-        lack."""
+        """Call the operator with a state and t new tokens, given as heads (B, H, t, *). The rows `absent` (B,) have no
+        tokens."""
 
     __copy__ = with_own_streams
 
@@ -219,7 +219,7 @@ class Continual(MultiheadProjections):
     def _stepped(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, update_state: bool, mask: Tensor | None = None
     ) -> Tensor | None:
-        """Return what `forward_step` returns, for a token that was checked before."""
+        """Return the result of `forward_step` for a token that was checked before."""
         self._refuse_to_drop()
         absent = None if mask is None else absent_of(mask, query, self.batch_first, one=True)
         attended = self._advance(self._heads_of_one(query, key, value), update_state, absent)
@@ -263,7 +263,7 @@ class Continual(MultiheadProjections):
         return None if not outs else outs[0].unsqueeze(2) if self.output == "retroactive" else outs[0]
 
     def _heads_of_one(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what `_heads` returns, for one token (B, C) or (C). Its layout does not depend on `batch_first`."""
+        """Return the result of `_heads` for one token (B, C) or (C). Its layout does not depend on `batch_first`."""
         own = self._parameters
         weight = own.get("in_proj_weight")
         alike = (key is None or key is query) and (value is None or value is query)
@@ -316,7 +316,7 @@ class Continual(MultiheadProjections):
             self._check(None, **given)
 
     def _check_token(self, **token: Tensor) -> None:
-        """Raise for one token, (B, C) or (C), as `_check` does for several.
+        """Raise an error for one token, (B, C) or (C), as `_check` does for several tokens.
 
         This check comes before the token gets an axis that the caller did not give.
         """
@@ -339,7 +339,8 @@ class Continual(MultiheadProjections):
                 raise ValueError(
                     mismatch(name, f"batch {shape[0]}", f"batch {batch}, that of the stream; clean_state() ends it")
                 )
-            # Once the window is full, the operators make this check. On a GPU there is none: it would synchronise.
+            # Once the window is full, the operators make this check. On a GPU this check is not made, because it would
+            # synchronise.
             if fills and head.device.type == "cpu" and has_values(head) and not _finite(head, absent):
                 raise ValueError(
                     mismatch(name, "tokens with a NaN or an infinity, or that lead to one", "finite tokens")
@@ -400,7 +401,8 @@ def _finite(head: Tensor, absent: Tensor | None) -> bool:
 
 
 class ContinualAttention(Continual, MultiheadAttention):
-    """Exact attention over the n newest tokens of a stream: O(n) per token, where recomputing the window is O(n^2).
+    """Exact attention over the n newest tokens of a stream: O(n) per token, while recomputing the window would take
+    O(n^2).
 
     Args:
         embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as torch's. A stream has no
@@ -487,12 +489,12 @@ class ContinualNystromAttention(Continual, NystromAttention):
     `forward` is that of `NystromAttention`, over a whole window at once. A key or value of None means the query.
     `forward` does not change the stream. With fixed landmarks, every step of a stream equals `forward` over its window.
     With continual landmarks the step equals `forward` after every n tokens, or after every n / m tokens if m divides n.
-    In between, the landmarks lag behind the window by less than one segment. So train a module that will stream with
-    continual landmarks by `forward_stream`, on pieces of more than n tokens. `forward_stream` uses the stream's
-    landmarks at every token.
+    In between, the landmarks lag behind the window by less than one segment. So if a module with continual landmarks
+    will run on streams, train it with `forward_stream`, on pieces of more than n tokens. `forward_stream` uses the
+    stream's landmarks at every token.
 
     A stream is valid only with the weights and landmarks that filled its window. `fit_landmarks` ends the stream.
-    Method names are those of continual-inference, with the differences that `ContinualAttention` lists.
+    The methods have the names of continual-inference, with the differences that `ContinualAttention` lists.
 
     Source: Continual Low-Rank Scaled Dot-product Attention (Carreto Picon et al.).
 

@@ -1,4 +1,4 @@
-"""Transformer encoders over the newest tokens of a stream: layers that take a token and return one."""
+"""Transformer encoders over the newest tokens of a stream; a step of a layer takes a token and returns an output."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         dtype: as torch's.
         sequence_len: n.
         num_landmarks: None for exact attention by `ContinualAttention`; else m for `ContinualNystromAttention`. Nyström
-            attention has no attention weights to drop, so its `dropout` acts on features only.
+            attention has no attention weights to which dropout could apply, so its `dropout` applies only to features.
         landmarks, pinv, pinv_iterations: as in `ContinualNystromAttention`.
 
     `forward` takes a stream of T >= n tokens at once, with gradients. It returns the outputs of the T - n + 1 full
     windows, as `forward_steps` of a new stream does. For T = n the output equals that of torch's layer at the last
     token. `forward_step`, `forward_steps`, `clean_state`, `get_state` and `set_state` are those of
     `ContinualAttention`. Steps in training mode with dropout raise a `RuntimeError`. Parameters have torch's names, so
-    a `state_dict` of torch's layer loads as it is. There are no masks but the `key_padding_mask` of a step.
+    a `state_dict` of torch's layer loads as it is. No masks are supported except the `key_padding_mask` of a step.
 
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023), the
     single-output layer. `RetroactiveEncoderLayer` is the paper's other layer.
@@ -122,7 +122,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return None if attended is None else self._added(src, attended)
 
     def clean_state(self, rows: Rows | None = None) -> None:
-        """Forget all tokens, or those of some rows of the batch, as `ContinualAttention` does."""
+        """Forget all tokens, or the tokens of some rows of the batch, as `ContinualAttention` does."""
         self.self_attn.clean_state(rows)
 
     @property
@@ -143,7 +143,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return self._added(window, self.self_attn(self._asking(window), need_weights=False)[0])
 
     def _attended(self, src: Tensor) -> Tensor:
-        self.self_attn._check(None, src=src)  # before a norm reads it
+        self.self_attn._check(None, src=src)  # the check must come before a norm reads `src`
         attended = self.self_attn.forward_stream(self._asking(src))
         if attended is None:
             raise ValueError(
@@ -170,7 +170,7 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return called(parts["norm2"], tokens + self._fed_forward(tokens))
 
     def _fed_forward(self, tokens: Tensor) -> Tensor:
-        """Return what torch's `_ff_block` returns. If a subclass replaced that method, the replacement runs."""
+        """Return the result of torch's `_ff_block`. If a subclass replaced that method, the replacement runs."""
         if type(self)._ff_block is not torch.nn.TransformerEncoderLayer._ff_block or "_ff_block" in self.__dict__:
             return self._ff_block(tokens)
         parts = self._modules
@@ -237,12 +237,13 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
     def forward_steps(
         self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
     ) -> Tensor | None:
-        """Take T tokens in the layout of `forward`, and return the outputs of the windows ending at them, or None."""
+        """Take T tokens in the layout of `forward`, and return the outputs of the windows that end with these tokens,
+        or None."""
         self.self_attn._check(None, src=src)
         return self._stepped(src, update_state, absent_of(key_padding_mask, src, self.self_attn.batch_first))
 
     def _stepped(self, src: Tensor, update_state: bool, absent: Tensor | None) -> Tensor | None:
-        """Return what `forward_steps` returns; `absent` (B, T) is its mask."""
+        """Return the result of `forward_steps`; `absent` (B, T) is its mask."""
         self._refuse_to_drop()
         update_state = as_flag("update_state", update_state)
         recent, before, attention = self._recent(src), self.stream.held, self.self_attn.stream
@@ -294,7 +295,8 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
             raise
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Refuse window tokens without the attention's state over them, and an attention's state without tokens."""
+        """Raise an error for window tokens without the attention's state over them, and for an attention's state
+        without tokens."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         name = f"{prefix}stream.tokens"
         batch, attended = (extent(state_dict, entry, 0) for entry in (name, f"{prefix}self_attn.stream.queries"))
@@ -302,14 +304,15 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
             args[-1].append(mismatch(name, f"batch {batch}", f"batch {attended}, that of the stream of its attention"))
 
     def _refuse_two_batches(self) -> None:
-        """Raise if the tokens of the window have another batch than the attention's state over them."""
+        """Raise an error if the batch of the tokens of the window differs from the batch of the attention's state."""
         recent, attention = self.stream.held, self.self_attn.stream.held
         if recent is not None and attention is not None and recent.tokens.shape[0] != attention.queries.shape[0]:
             given = f"tokens of batch {recent.tokens.shape[0]} and an attention of batch {attention.queries.shape[0]}"
             raise ValueError(mismatch("state", given, "one batch for both"))
 
     def _recent(self, src: Tensor) -> Tensor:
-        """Return the tokens of the window (B, n, C), with zeros before the first token, followed by those of `src`."""
+        """Return the tokens of the window (B, n, C), with zeros before the first token, followed by the tokens of
+        `src`."""
         self.self_attn._check(None, src=src)
         tokens = self.self_attn._batch_first(src).to(self.stream.weight_like.dtype)
         batch = tokens.shape[0]
@@ -373,21 +376,21 @@ class ContinualEncoder(nn.Module):
         num_layers: L >= 1, or L >= 2 for retroactive layers.
         norm: a module for the outputs of the last layer, or None.
 
-    `forward` takes a stream at once, with gradients, and returns the same outputs as steps do. The first output belongs
-    to the first token that has seen `sequence_len` tokens. The methods are those of the layer. A state is a tuple of
-    the states of the layers. In grad mode an error leaves the streams unchanged. A token that the first layer's
-    attention refuses also leaves them unchanged. Under `torch.no_grad()` a later error, for example for numbers that
-    overflow in a later layer, ends the streams as `clean_state` does. Keeping them would need a copy of the windows at
-    each step, which would cost more than the step.
+    `forward` takes a whole stream at once, with gradients, and returns the same outputs as the steps. The first output
+    belongs to the first token that depends on `sequence_len` tokens. The methods are those of the layer. A state is a
+    tuple of the states of the layers. In grad mode an error leaves the streams unchanged. A token that causes an error
+    in the attention of the first layer also leaves them unchanged. Under `torch.no_grad()` a later error, for example
+    for numbers that overflow in a later layer, ends the streams as `clean_state` does. Keeping them would need a copy
+    of the windows at each step, which would cost more than the step.
 
     With a `ContinualEncoderLayer`, each layer reads the newest n outputs of the previous layer, as they were when
-    computed. An output has seen L (n - 1) + 1 tokens, and all layers take O(n) per token, or O(m) with landmarks. With
-    a `RetroactiveEncoderLayer`, an output has seen n tokens. It equals the output of `torch.nn.TransformerEncoder` for
-    this window at its last token. The first layer steps, and the later layers recompute the window. The last layer
-    computes the newest token only. If the landmarks of a retroactive encoder are continual, only layer 1 uses streaming
-    landmarks; later layers recompute segment means of the window.
+    computed. An output depends on L (n - 1) + 1 tokens, and all layers take O(n) per token, or O(m) with landmarks.
+    With a `RetroactiveEncoderLayer`, an output depends on n tokens. It equals the output of
+    `torch.nn.TransformerEncoder` for this window at its last token. The first layer takes a step, and the later layers
+    recompute the window. The last layer computes only the newest token. If the landmarks of a retroactive encoder are
+    continual, only layer 1 uses streaming landmarks; later layers recompute segment means of the window.
 
-    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023). It
+    Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023). The paper
     describes the retroactive kind.
 
     >>> layer = cmab_kernels.nn.ContinualEncoderLayer(16, 2, 32, batch_first=True, sequence_len=8, num_landmarks=4)
@@ -426,7 +429,7 @@ class ContinualEncoder(nn.Module):
 
     @property
     def sequence_len(self) -> int:
-        """The number of tokens that an output has seen."""
+        """The number of tokens on which an output depends."""
         windows = [layer.sequence_len for layer in self._each()]
         return windows[0] if self.retroactive else 1 + sum(n - 1 for n in windows)
 
@@ -466,7 +469,7 @@ class ContinualEncoder(nn.Module):
         return self._through(layers, "forward_steps", src, update_state, batched=3)
 
     def clean_state(self, rows: Rows | None = None) -> None:
-        """Forget all tokens, or those of some rows of the batch, as `ContinualAttention` does."""
+        """Forget all tokens, or the tokens of some rows of the batch, as `ContinualAttention` does."""
         for layer in self._each():
             layer.clean_state(rows)
 
@@ -508,8 +511,8 @@ class ContinualEncoder(nn.Module):
             stream.hold(state)
 
     def _through_apart(self, src: Tensor, update_state: bool, absent: Tensor | None) -> Tensor | None:
-        """Pass tokens through the layers, where rows of the batch lack some, `absent` (B, T), or differ in their
-        number.
+        """Pass tokens through the layers if some rows of the batch have no token, as `absent` (B, T) says, or if the
+        rows have different numbers of tokens.
 
         A layer has no token in a row where the layer before has no result.
         """
@@ -520,7 +523,7 @@ class ContinualEncoder(nn.Module):
             batch = src.shape[0 if first.batch_first else 1] if src.dim() == 3 else 1
             absent = torch.zeros(batch, src.shape[along], dtype=torch.bool, device=src.device)
         pairs = list(zip(src.unbind(along), absent.unbind(1), strict=True))
-        # Of several tokens, a later one may be refused.
+        # If there are several tokens, a later token may cause an error.
         before = None if update_state and len(pairs) == 1 else self._held()
         outs = self._guarded(_stream(layers[0]), lambda: [self._one_apart(layers, *pair) for pair in pairs], before)
         if before is not None and not update_state:
@@ -542,10 +545,10 @@ class ContinualEncoder(nn.Module):
     def _guarded(
         self, first: Stream, run: Callable[[], Result], before: list[tuple[Stream, Any]] | None = None
     ) -> Result:
-        """Run a step of all layers. After an error no layer is ahead of another, and the streams are what they were
-        `before`, if given."""
-        # A step copies the windows while another reference to the states exists. That is accepted in grad mode, where
-        # a step may raise.
+        """Run a step of all layers. After an error, all layers are at the same token. If `before` is given, the streams
+        are reset to it."""
+        # A step copies the windows while another reference to the states exists. In grad mode, where a step may raise
+        # an error, we accept this copy.
         before = self._held() if before is None and torch.is_grad_enabled() else before
         first_before = first.held
         try:

@@ -35,10 +35,10 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
     `forward` adds encodings to a window of at most n tokens: (B, N, C) or (N, B, C), depending on `batch_first`, or (N,
     C). `forward_stream` adds them to a stream of any length. In training mode the encodings start at a random place,
     drawn at every call, so that all places are trained and only differences carry information. In eval mode they start
-    at the stream's place, which both methods leave unchanged. `forward_step` takes one token (B, C) and `forward_steps`
-    takes any number. Both advance the stream. `clean_state` resets the stream to place 0. The `state_dict` contains the
-    place unless the place is 0. From a `key_padding_mask` or a `clean_state(rows)` on, each row of the batch has a
-    place of its own, and the place is a tensor (B,).
+    at the stream's place, and both methods leave this place unchanged. `forward_step` takes one token (B, C) and
+    `forward_steps` takes any number. Both advance the stream. `clean_state` resets the stream to place 0. The
+    `state_dict` contains the place unless it is 0. After the first `key_padding_mask` or `clean_state(rows)`, each row
+    of the batch has its own place, and the place is a tensor (B,).
 
     The package continual-inference calls this `RecyclingPositionalEncoding`. That class takes (B, C, T) and advances at
     every `forward`.
@@ -126,7 +126,8 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         return 0 if held is None else held
 
     def clean_state(self, rows: Rows | None = None) -> None:
-        """Go back to place 0, or let some rows of the batch go back: an index, several, or a bool tensor (B,)."""
+        """Go back to place 0, or let some rows of the batch go back: an index, several indices, or a bool tensor
+        (B,)."""
         held, batch = self.held, self._rows
         if rows is None or held is None:
             self.hold(None)
@@ -159,7 +160,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
 
     @property
     def _learned(self) -> bool:
-        return "encodings" not in self._buffers  # not `in self._parameters`: a parametrized one is stored elsewhere
+        return "encodings" not in self._buffers  # `self._parameters` does not hold a parametrized parameter
 
     def _apply(self, fn: Callable, recurse: bool = True) -> CircularPositionalEncoding:
         """Cast or move the module, and recompute sines and cosines, because `to_empty` gives memory without values."""
@@ -229,7 +230,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
 
     def _move(self, place: int | Tensor, tokens: int, absent: Tensor | None, batch: int) -> None:
         self.__dict__["_rows"] = (
-            batch  # for `clean_state`: a place that all rows share does not tell how many there are
+            batch  # for `clean_state`: one place for all rows does not tell how many rows there are
         )
         self.hold((place + (tokens if absent is None else (~absent).sum(1))) % self.period)
 

@@ -1,5 +1,5 @@
-"""A batch of streams that begin and end by themselves: each row has tokens of its own, and steps with or without
-one."""
+"""A batch of streams that begin and end independently: each row has its own tokens, and a step may have no token for a
+row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...runtime.checks import check_dense, kind_of, mismatch
 from .window import FillingWindow, StaggeredWindow, WindowState
 
 Rows = int | Sequence[int] | Tensor
-"""What `clean_state` takes for some rows of a batch: an index, several, or a bool tensor (B,)."""
+"""The values that `clean_state` takes for some rows of a batch: an index, several indices, or a bool tensor (B,)."""
 
 MASK = "torch.bool, True where a stream has no token"
 
@@ -73,7 +73,7 @@ def absent_of(mask: Any, tokens: Tensor, batch_first: bool, one: bool = False) -
 
 
 def staggered(module: Any, state: WindowState | None, batch: int) -> StaggeredWindow:
-    """Return a state of a module's stream in the form in which each row has its own number of tokens."""
+    """Return the state of a module's stream in the form in which each row has its own number of tokens."""
     n = module.sequence_len
     if type(state) is StaggeredWindow:
         return state
@@ -86,14 +86,19 @@ def staggered(module: Any, state: WindowState | None, batch: int) -> StaggeredWi
     return StaggeredWindow(torch.full((batch,), held, dtype=torch.int64, device=window.position.device), window)
 
 
+@torch.no_grad()
 def cleaned(module: Any, state: WindowState, rows: Any) -> WindowState:
-    """Return a state in which some rows of the batch start anew."""
+    """Return a state in which some rows of the batch restart.
+
+    Fixed landmarks are parameters: without `no_grad` their graph would enter the stream.
+    """
     batch = state.keys.shape[0]
     gone = rows_of(rows, batch, state.keys.device)
     if not gone.any():
         return state
     tokens, window = staggered(module, state, batch)
-    # Its tokens stay in memory until others come, and are never read. A state of operators has full windows only.
+    # The tokens of such a row stay in memory until others replace them, and are never read. A state of operators has
+    # only full windows.
     position = window.position.masked_fill(gone[:, None], module.sequence_len)
     return StaggeredWindow(tokens.masked_fill(gone, 0), window._replace(position=position))
 
@@ -110,7 +115,7 @@ def ready_rows(state: WindowState | None, window: int) -> Tensor | None:
 
 
 def windows_without(recent: Tensor, absent: Tensor) -> Tensor:
-    """Return the windows (B, T, n, C) after each of T >= 1 tokens, where rows lack those that are `absent` (B, T).
+    """Return the windows (B, T, n, C) after each of T >= 1 tokens. Rows lack the tokens that are `absent` (B, T).
 
     `recent` (B, n + T, C) has the window before, and then the tokens.
     """
@@ -133,7 +138,7 @@ def walked(
     """
     outs: list[Tensor] = []
     if type(state) is StaggeredWindow or state is None or type(state) is FillingWindow:
-        if absent is not None:  # a window that is not full yet is read, so what stands for no token must be finite
+        if absent is not None:  # a window that is not full yet is read, so the entries without a token must be finite
             heads = tuple(head.masked_fill(absent[:, None, :, None], 0.0) for head in heads)
         state = staggered(module, state, heads[0].shape[0])
     for t in range(heads[0].shape[2]):
@@ -169,15 +174,16 @@ def _one(
 
 
 def _writing(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which the tensor may be written to: one of inference mode may be only there."""
+    """Return a context in which the tensor may be written to: a tensor of inference mode may be written to only in that
+    mode."""
     return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def _with_first_windows(
     window: ContinualNystromState | ContinualAttentionState, rows: Tensor, first: Any
 ) -> ContinualNystromState | ContinualAttentionState:
-    """Return the state of a batch with the states of some rows after their first full windows, which its rings hold
-    already."""
+    """Return the state of a batch, with the states of some rows after their first full windows, which are already in
+    the rings of the batch."""
     if window.sums.shape[2]:
         with _writing(window.sums):
             window.sums[rows] = with_sums(first).sums

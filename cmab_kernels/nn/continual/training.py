@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...nystrom import iterative_pinv, segment_ends
+from ...nystrom import iterative_pinv, pinv_reference, segment_ends
 from ...runtime.dtypes import state_dtype
 
 
@@ -52,14 +52,14 @@ def nystrom_over_stream(
         held = torch.zeros(steps, dtype=torch.int64, device=key.device)
     scale = key.shape[-1] ** -0.5
     kernel = (scale * near @ far.mT).softmax(-1)
-    inverse = iterative_pinv(kernel, iterations) if iterations else torch.linalg.pinv(kernel)
+    inverse = iterative_pinv(kernel, iterations) if iterations else pinv_reference(kernel, 0)
     landmark_values = inverse[:, :, held] @ _over_windows(near[:, :, held], keys, values, window)
     weights = (scale * _asking(queries, window, retroactive) @ far[:, :, held].mT).softmax(-1)
     return (weights @ landmark_values).to(query.dtype)
 
 
 def _asking(query: Tensor, window: int, retroactive: bool) -> Tensor:
-    """Return the queries (B, H, T - n + 1, 1 or n, D) whose outputs each window has."""
+    """Return the queries (B, H, T - n + 1, 1 or n, D) for which each window has outputs."""
     return query.unfold(2, window, 1).mT if retroactive else query[:, :, window - 1 :].unsqueeze(3)
 
 

@@ -41,8 +41,8 @@ class StaggeredWindow(NamedTuple):
     tokens: Tensor
     """(B,) int64: how many tokens of its window each stream has, 0 to n"""
     window: ContinualNystromState | ContinualAttentionState
-    """The state of all streams. One with p < n tokens has them in rows 0 to p - 1 of its rings, and its position is n;
-    the rest of its rings, its sums and its landmarks mean nothing yet."""
+    """The state of all streams. A stream with p < n tokens has them in rows 0 to p - 1 of its rings, and its position
+    is n; the rest of its rings, its sums and its landmarks have no meaning yet."""
 
     @property
     def queries(self) -> Tensor:
@@ -65,7 +65,7 @@ class RecentTokens(NamedTuple):
 
 # Their place in 0.1.0.
 _OLDER = [(kind, f"cmab_kernels.nn.continual_stream.{kind.__name__}") for kind in (FillingWindow, RecentTokens)]
-# Also done for the states in cmab_kernels.
+# The states in cmab_kernels are registered in the same way.
 torch.serialization.add_safe_globals([FillingWindow, StaggeredWindow, RecentTokens, *_OLDER])
 
 
@@ -74,9 +74,9 @@ class ContinualStream(Stream[WindowState]):
 
     `state_dict` contains the window if there is one. Before the window is full, the entries are `queries`, `keys` and
     `values` (B, H, p, D) of the p < n tokens so far. Once it is full, the entries are these for all n tokens, oldest
-    first, and the other fields of the state except `spare`, with ints as int64 tensors. While the streams of a batch
-    differ and one has fewer than n tokens, `tokens` (B,) is one more entry; such a stream has its tokens first, and
-    zeros. See `Stream` for the rules of loading. A window that is assigned to `state` is checked and copied.
+    first, and the other fields of the state except `spare`, with ints as int64 tensors. If the streams of the batch
+    differ and one of them has fewer than n tokens, `tokens` (B,) is one more entry; such a stream has its tokens first,
+    and then zeros. See `Stream` for the rules of loading. A window that is assigned to `state` is checked and copied.
 
     The window moves with the module between devices, with the same bits. A cast of the module casts the tokens, and the
     next step recomputes the sums over them.
@@ -141,7 +141,8 @@ class ContinualStream(Stream[WindowState]):
         return self._built(entries, self.weight_like.device)
 
     def _cast(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the cast entries. The peak of each row is set to the largest number: the next step recomputes it."""
+        """Return the cast entries. The peak (largest value) of each row is set to the largest number, so the next step
+        recomputes the row."""
         cast = super()._cast(entries)
         if "sums" in cast:
             sums = cast["sums"]

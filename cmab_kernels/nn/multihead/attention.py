@@ -29,11 +29,11 @@ class MultiheadAttention(MultiheadProjections):
     """`torch.nn.MultiheadAttention`, fast and with little memory for few queries over many keys.
 
     Constructor, parameters, `state_dict`, arguments and result of `forward` are those of torch's module; see its
-    documentation for shapes. The fused operator runs for calls that do not ask for the attention matrix: calls with
+    documentation for shapes. The fused operator runs for calls that do not request the attention matrix: calls with
     `need_weights=False`, no `attn_mask`, no dropout (p 0, or eval mode), and a `key_padding_mask` that is None, bool,
-    or a float mask of 0 and -inf. torch's transformer layers make such float masks of bool masks. All other calls run
-    torch's own implementation, with torch's memory and speed: calls with `need_weights=True` (torch's default!), with
-    an `attn_mask` with or without `is_causal`, with a `key_padding_mask` that holds other numbers or requires a
+    or a float mask of 0 and -inf. torch's transformer layers convert bool masks to such float masks. All other calls
+    run torch's own implementation, with torch's memory and speed: calls with `need_weights=True` (torch's default!),
+    with an `attn_mask` with or without `is_causal`, with a `key_padding_mask` that holds other numbers or requires a
     gradient, with dropout in training, with nested tensors, and with heads or devices that have no kernel. `why_torch`
     says whether torch's implementation runs, and why.
 
@@ -41,9 +41,9 @@ class MultiheadAttention(MultiheadProjections):
     on the fused path, where torch gives NaN. Second, `is_causal=True` without an `attn_mask` raises a `ValueError`.
     (torch raises too, except in its fast path, which ignores `is_causal`.) Third, the numbers of a float
     `key_padding_mask` are not read on a GPU or under a compiler. Numbers other than 0 and -inf there make every result
-    NaN, or raise a `RuntimeError` in a compiled call. Fourth, a `torch.nn.TransformerEncoderLayer` does not call this
-    module in eval mode without gradients if you put the module into the layer by hand: the layer then runs torch's own
-    fused layer. After `replace_modules` the layer calls this module.
+    NaN, or raise a `RuntimeError` in a compiled call. Fourth, if you put this module into a
+    `torch.nn.TransformerEncoderLayer` by hand, the layer does not call the module in eval mode without gradients: it
+    runs torch's own fused layer. After `replace_modules` the layer calls this module.
 
     A wrong shape, dtype or device raises a `ValueError` or `TypeError` that names the argument. Source: Attention Is
     All You Need (Vaswani et al., 2017), section 3.2.2.
@@ -131,9 +131,9 @@ class MultiheadAttention(MultiheadProjections):
     ) -> Attended:
         """Attend to a stream in time O(new inputs). `state` summarises the past inputs, and `inputs` are the new ones.
 
-        `inputs` serve as keys and as values. `query`, `inputs` and `key_padding_mask` (bool only) have the same shapes
-        as in `forward`. The queries must be the same at every call. `state` is the state of the previous result, or
-        None at the start. Streaming equals `forward` over all inputs at once, for any division into chunks, and
+        `inputs` are used as keys and as values. `query`, `inputs` and `key_padding_mask` (bool only) have the same
+        shapes as in `forward`. The queries must be the same at every call. `state` is the state of the previous result,
+        or None at the start. Streaming equals `forward` over all inputs at once, for any division into chunks, and
         gradients flow through the chain of states. The keys of `add_bias_kv` and `add_zero_attn` count in the output
         but not in the state, so that states can be merged. `decay` lets the inputs of `state` fade, as in
         `cmab_kernels.attention_state`. A `ValueError` is raised if kdim and vdim differ, and a

@@ -112,13 +112,13 @@ class LearnedRidge(MatrixFreeAttention):
 class MultiheadIntention(LearnedRidge):
     """Regularised least squares in place of attention.
 
-    It takes O(L + N) time. It can also run as an exact stream, whose state does not grow with the number of keys.
+    It takes O(L + N) time. It can also run as an exact stream with a state that does not grow with the number of keys.
 
     In each head, with alpha = exp(log_alpha) and a = sigmoid(log_alpha) = alpha / (1 + alpha),
 
         out = scale Q [(1 - a) K'K + a I]^-1 K'V = scale (1 + alpha) Q (K'K + alpha I)^-1 K'V
 
-    a = 0 gives least squares, and a = 1 gives linear attention. (In the paper's text a multiplies I, as here. The
+    a = 0 gives least squares, and a = 1 gives linear attention. (In the text of the paper, a multiplies I, as here. The
     paper's appendix 9 swaps a and 1 - a.) `log_alpha` (H,) is learned and starts at 0, where a = 1/2. It should stay
     small: as alpha approaches the largest number of the dtype (log_alpha 11 in float16, 88 in float32), results lose
     digits and then overflow.
@@ -130,11 +130,11 @@ class MultiheadIntention(LearnedRidge):
         alpha: None to learn it, or a fixed number >= 0 for all heads in the same formula. A module with a fixed alpha
             has no `log_alpha`.
         scale: the factor in the formula. The paper uses sqrt(D) / 2, with D = embed_dim / num_heads. The paper derives
-            this factor from a variance of D / (D - N - 1), which exists for D > N + 1 only. So it suits heads that are
+            this factor from a variance of D / (D - N - 1), which exists only for D > N + 1. So it suits heads that are
             much wider than the number of keys.
 
-    Parameters have torch's names. So a `state_dict` of `torch.nn.MultiheadAttention` loads as it is and leaves
-    `log_alpha` unchanged (0 in a module that came from the meta device by `to_empty`).
+    Parameters have torch's names. So a `state_dict` of `torch.nn.MultiheadAttention` loads unchanged, and does not
+    change `log_alpha` (it is 0 in a module that `to_empty` has moved from the meta device).
     `forward` is torch's, without `attn_mask` and `is_causal`. With `need_weights=True` (torch's default!) the returned
     weights are the matrix of the linear map from values to results, scale (1 + alpha) Q (K'K + alpha I)^-1 K'. No other
     L x N matrix is ever formed. These weights may be negative, do not sum to 1, and are 0 for masked keys. With a fixed

@@ -17,7 +17,8 @@ NO_DROPOUT = {"dropout": "0, as dropout acts on attention weights, which are nev
 
 
 class MatrixFreeAttention(MultiheadProjections):
-    """Base class of attentions whose output is a linear map of the values, and that do not form its L x N matrix.
+    """Base class of attentions whose output is a linear map of the values, and that do not form the L x N matrix of
+    this map.
 
     A mask can hide padding from all queries. It cannot hide different keys from different queries.
     """

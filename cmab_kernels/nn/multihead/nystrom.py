@@ -45,16 +45,16 @@ class NystromAttention(MatrixFreeAttention):
     Args:
         embed_dim, num_heads, bias, kdim, vdim, batch_first, device, dtype: as torch's.
         dropout, add_bias_kv, add_zero_attn: only torch's defaults. Other values raise a `ValueError`, because the
-            module forms no attention weights and landmarks stand for tokens.
+            module forms no attention weights, and because landmarks represent tokens.
         num_landmarks: m.
         landmarks: "segments": q~ and k~ are the means of m segments of the queries and of the keys. So m <= min(L, N),
             and a result also depends on later tokens. "fixed": q~ and k~ are parameters `landmark_queries` and
             `landmark_keys` (H, m, D). They are None until `fit_landmarks` makes them or a `state_dict` supplies them.
         pinv: "iterative", "exact" or "shared"; see `cmab_kernels.nystrom_attention`.
         pinv_iterations: the number of iterations.
-        conv_kernel_size: k, an odd number: adds to each head a convolution of its values over k tokens, `conv`, one
-            kernel for each head. Values of ignored tokens count as 0. As many queries as keys are needed. None: no
-            convolution.
+        conv_kernel_size: k, an odd number. It adds to each head a convolution of the values over k tokens, `conv`, with
+            one kernel for each head. Values of ignored tokens count as 0. The number of queries must equal the number
+            of keys. None: no convolution.
 
     The other parameters have torch's names. So a `state_dict` of `torch.nn.MultiheadAttention` loads as it is, and
     leaves fixed landmarks unchanged. `forward` is torch's, without `attn_mask` and `is_causal`: every landmark attends
@@ -63,9 +63,9 @@ class NystromAttention(MatrixFreeAttention):
     may be negative, and they sum to 1 only as far as the pseudo-inverse has converged. A wrong shape, dtype or device
     raises a `ValueError` or `TypeError` that names the argument.
 
-    L and N may differ, except with a convolution, and a `key_padding_mask` and landmarks "segments", where the mask
-    marks queries as well as keys. Ignored queries are read as 0, even if they are NaN, and their results have no
-    meaning.
+    L and N may differ, with two exceptions: with a convolution, and with a `key_padding_mask` and landmarks "segments",
+    because there the mask marks queries as well as keys. Ignored queries are read as 0, even if they are NaN, and their
+    results have no meaning.
 
     Source: Nyströmformer (Xiong et al., AAAI 2021). Fixed landmarks are from Continual Low-Rank Scaled Dot-product
     Attention (Carreto Picon et al.).
@@ -131,18 +131,21 @@ class NystromAttention(MatrixFreeAttention):
     def from_official(
         cls, state_dict: Mapping[str, Tensor], *, num_heads: int, num_landmarks: int, pinv_iterations: int = 6
     ) -> Self:
-        """Return the module (`batch_first`, `pinv="shared"`) with weights that published code saved.
+        """Return a module (`batch_first`, `pinv="shared"`) with the weights that published code has saved.
 
         `state_dict` is that of a `NystromformerAttention` or `NystromformerSelfAttention` of the package transformers,
-        or of a `NystromAttention` of the package nystrom-attention. Their dropout, norms and residuals stay outside.
-        Without an output projection, as in `NystromformerSelfAttention`, that of the module is the identity.
+        or of a `NystromAttention` of the package nystrom-attention. The dropout, norms and residuals of these modules
+        are not included.
+        If there is no output projection, as in `NystromformerSelfAttention`, the output projection of the new module is
+        the identity.
 
-        Results are those of the published modules, to rounding, for inputs without a mask whose length is a multiple of
-        `num_landmarks`, and is not equal to it in transformers, which then attends exactly. The first published module
-        lets landmarks average ignored tokens, and the second puts zeros before the tokens of other lengths.
+        The results equal those of the published modules, up to rounding, for inputs without a mask whose length is a
+        multiple of `num_landmarks`. If the length equals `num_landmarks`, transformers attends exactly, and the results
+        differ. With masked tokens, landmarks of the first published module average these tokens too; for other lengths,
+        the second module puts zeros before the tokens.
 
-        `ValueError` for the names of another module and for weights of another shape. In nystrom-attention, `heads *
-        dim_head` must be `dim`.
+        Raises a `ValueError` for the names of another module and for weights of another shape. In nystrom-attention,
+        `heads * dim_head` must be `dim`.
 
         >>> from transformers.models.nystromformer import modeling_nystromformer, configuration_nystromformer
         >>> config = configuration_nystromformer.NystromformerConfig(
@@ -179,13 +182,13 @@ class NystromAttention(MatrixFreeAttention):
         embed_dim), depending on `batch_first`, or (N, embed_dim). Without `keys`, for self-attention, the tokens are
         clustered once. Every head projects the centres to its q~ and its k~, so that q~ and k~ correspond. With `keys`
         of width kdim, for cross-attention, the projected queries and the projected keys of each head are clustered
-        separately. On one machine, the same tokens and seed give the same landmarks, with as many threads.
+        separately. On one machine, the same tokens, seed and number of threads give the same landmarks.
 
         The landmarks are new parameters: add them to an optimizer to fine-tune them. In a stack, fit the layers from
         first to last. Fit each layer on the outputs of the fine-tuned layers before it.
 
-        An `ImportError` is raised without scikit-learn. A `ValueError` is raised for too few tokens, for tokens of
-        another shape or with a NaN or infinity, and unless the seed is an int from 0 to 2**32 - 1.
+        If scikit-learn is missing, an `ImportError` is raised. A `ValueError` is raised for too few tokens, for tokens
+        of another shape or with a NaN or infinity, and for a seed that is not an int from 0 to 2**32 - 1.
         """
         if self.landmarks != "fixed":
             raise ValueError(mismatch("landmarks", repr(self.landmarks), "'fixed', as only these are fitted"))
@@ -282,7 +285,7 @@ class NystromAttention(MatrixFreeAttention):
     ) -> None:
         """Load the landmarks if the `state_dict` has them.
 
-        A `state_dict` of torch's module has none and leaves the landmarks unchanged.
+        A `state_dict` of torch's module has no landmarks, and leaves the landmarks of this module unchanged.
         """
         names = LANDMARKS if self.landmarks == "fixed" else ()
         saved = [name for name in names if prefix + name in state_dict]

@@ -15,11 +15,12 @@ _QUERY_KEY_VALUE = ("query", "key", "value")
 _TRANSFORMERS = {f"{part}.{kind}" for part in _QUERY_KEY_VALUE for kind in ("weight", "bias")}
 _NYSTROM_ATTENTION = {"to_qkv.weight", "to_out.0.weight", "to_out.0.bias"}
 _UNUSED = {"output.LayerNorm.weight", "output.LayerNorm.bias"}
-"""The weights of the norm behind the attention, which is no part of it."""
+"""The weights of the norm after the attention, which does not belong to the attention."""
 
 
 def nystrom_weights(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return published weights under the names of `NystromAttention`. `ValueError` for other names or shapes."""
+    """Return published weights under the names of `NystromAttention`. Raises a `ValueError` for other names or
+    shapes."""
     if not isinstance(state_dict, Mapping) or not all(isinstance(each, Tensor) for each in state_dict.values()):
         raise TypeError(mismatch("state_dict", kind_of(state_dict), "a dict of names and tensors"))
     given = {name.removeprefix("self."): each.detach() for name, each in state_dict.items() if name not in _UNUSED}

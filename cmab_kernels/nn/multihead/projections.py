@@ -100,11 +100,11 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         return shared
 
     def adopt(self, module: torch.nn.MultiheadAttention) -> None:
-        """Take over the parameters of `module` and the attributes that were added to it.
+        """Take over the parameters of `module` and the attributes that were added to `module`.
 
         `module` must have the same configuration.
         """
-        # Tensors in place of parameters.
+        # Attributes that hold tensors in place of parameters.
         assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}
         # `named_parameters` would skip the second name of a tied parameter.
         for name, weight in (module._parameters | assigned).items():
@@ -119,7 +119,8 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     @property
     def _like(self) -> Tensor:
-        """A weight that shows the module's dtype and device; an adapter in place of `out_proj` may have no weight."""
+        """A weight that has the module's dtype and device. If an adapter replaces `out_proj`, this part may have no
+        weight."""
         return one_like(self, "in_proj_weight", "q_proj_weight", "in_proj_bias")
 
     def why_torch(self, *args: Any, **kwargs: Any) -> str | None:

@@ -1,6 +1,6 @@
 """torch's own attention with a changed `out_proj`, such as one with hooks.
 
-torch reads the weights of `out_proj` and never calls the module. This file calls it.
+torch reads the weights of `out_proj` and never calls the module. The code in this file calls the module.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if "forward" in attention.__dict__ or is_as_made(attention):
         return attention(*args, **kwargs)
     # A second object with the attributes of the first, because another thread may call the module at the same time.
-    # What a hook reads and sets on it is read and set on the module.
+    # If a hook reads or sets an attribute on this object, the attribute of the module is read or set.
     calling = object.__new__(_calling_out_proj(type(attention)))
     calling.__dict__ = attention.__dict__
     return calling(*args, **kwargs)
 
 
 _CALLING: dict[type, type[nn.MultiheadAttention]] = {}
-"""Kind of attention -> its subclass that calls `out_proj`: the last `MOST_KINDS` kinds, because an entry keeps its
-class alive, and `parametrize` makes a class for each module."""
+"""Kind of attention -> its subclass that calls `out_proj`. Only the last `MOST_KINDS` kinds are kept, because an entry
+keeps its class alive, and `parametrize` makes a class for each module."""
 
 MOST_KINDS = 64
 
@@ -88,7 +88,7 @@ def forward(
             )
         )
     swap = attention.batch_first and query.dim() == 3
-    # Equal inputs must stay the same object: torch then projects them in one product.
+    # Equal inputs must stay the same object, because torch then projects them in one product.
     turned = {id(each): each.transpose(0, 1) if swap else each for each in (query, key, value)}
     out, weights = F.multi_head_attention_forward(
         turned[id(query)],

@@ -1,4 +1,4 @@
-"""Replace the modules of a model by those of this package, and say what became of each."""
+"""Replace the modules of a model by those of this package, and report the result for each module."""
 
 from .modules import replace_modules
 from .report import Replacement, Replacements

@@ -1,4 +1,4 @@
-"""Replace modules of a model by those of this package, which take over their weights."""
+"""Replace modules of a model by modules of this package, which take over their weights."""
 
 from __future__ import annotations
 
@@ -60,22 +60,22 @@ def replace_modules(
     module is used in two places, one new module replaces it in both. References outside of the module tree keep the old
     module.
 
-    The model really calls the new modules. In eval mode without gradients, torch's own
-    `torch.nn.TransformerEncoderLayer` would run its fused layer on the weights; after a replacement of its attention it
-    calls the new attention. `replace_modules` also stops a `torch.nn.TransformerEncoder` from making nested tensors of
-    padded inputs, because only torch's own layers can read them. Rows of padding then hold other numbers than torch's
-    zeros.
+    The new modules are called in all modes. In eval mode without gradients, torch's own
+    `torch.nn.TransformerEncoderLayer` would run its fused layer on the weights. After a replacement of its attention,
+    it calls the new attention. `replace_modules` also stops a `torch.nn.TransformerEncoder` from making nested tensors
+    of padded inputs, because only torch's own layers can read them. Then rows of padding hold numbers other than
+    torch's zeros.
 
     `ContinualAttention` and `ContinualNystromAttention` return one output for a window unless you give them
     `output="retroactive"`. torch's layers add a single output to every token without an error.
 
     `need_weights` is the default of that argument in calls of the new attentions. Many models call an attention without
-    the argument and never read the matrix of weights. torch's default, True, then makes every call run torch's code;
-    `need_weights=False` makes these calls fused, and they return None for the weights. Calls that give the argument
-    keep it.
+    the argument and never read the matrix of attention weights. torch's default is True, and then every call runs
+    torch's code. With `need_weights=False` these calls are fused, and they return None instead of the weights. A call
+    that gives the argument keeps its own value.
 
-    torch's transformer layers drop attention weights by default. In training mode such calls therefore run torch's
-    code. `partial(MultiheadAttention, dropout=0.0)` turns off this dropout, and no other dropout.
+    torch's transformer layers apply dropout to attention weights by default. In training mode such calls therefore run
+    torch's code. `partial(MultiheadAttention, dropout=0.0)` turns off this dropout, and no other dropout.
 
     Raises:
         TypeError: `mapping` is missing, is not a mapping, or has a pair that is not listed above; or a `partial` has an
@@ -139,7 +139,8 @@ def replace_modules(
 
 
 def _have_them_called(model: nn.Module, new: set[nn.Module]) -> None:
-    """Turn off the fast paths of torch's encoders, which bypass the modules inside, where those modules are new."""
+    """Turn off the fast paths of torch's encoders if modules inside are new, because the fast paths bypass these
+    modules."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn in new:
             module.activation_relu_or_gelu = 0  # 0: torch's layer does not run its fused code
@@ -185,7 +186,7 @@ def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
 
 
 def _lost(path: str, what: str, advice: str) -> str:
-    """Return the message for something on a module that its replacement would not have."""
+    """Return the message for something on a module that its replacement would lack."""
     return mismatch("model", f"{path!r} with {what}, which would be lost", f"a module without; {advice}")
 
 

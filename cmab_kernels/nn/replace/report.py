@@ -23,7 +23,7 @@ the first call nobody knows: cmab_kernels.explain(model, *inputs) makes one, and
 
 
 class Replacement(NamedTuple):
-    """A module that was replaced: its place in the model, its new class, and why it runs torch's own code.
+    """A module that was replaced: its path in the model, its new class, and why it runs torch's own code.
 
     `training` and `evaluation` give the reason in each mode, or None if the module runs the operators.
     """

@@ -26,8 +26,8 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype: as torch's. `dropout` acts after Intention and in the feed-forward layer; there are no attention
-                weights to drop.
+            dtype: as torch's. `dropout` applies after Intention and in the feed-forward layer; there are no attention
+                weights to which it could apply.
         kind: "intention" for `MultiheadIntention`, "sigma" for `MultiheadSigmaIntention`.
         alpha, scale: as in `MultiheadIntention`.
 
@@ -104,7 +104,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
         mask, src = bool_mask(src_key_padding_mask, src)
         self.self_attn._check(mask, src=src)
-        # A NaN in padding would reach the weight gradients of the norms and of the feed-forward layer.
+        # Otherwise a NaN in padding would reach the weight gradients of the norms and of the feed-forward layer.
         if mask is not None:
             ignore = mask if self.self_attn.batch_first or src.dim() == 2 else mask.T
             src = src.masked_fill(ignore.unsqueeze(-1), 0.0)

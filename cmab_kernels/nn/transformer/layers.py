@@ -90,7 +90,7 @@ class _FusedLayer(nn.Module):
     def _sa_block(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
-        """Return what torch's method returns. Changed parts of the attention are called."""
+        """Return the result of torch's method. If parts of the attention were changed, they are called."""
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
         attended: Tensor = torchs_attention.call(self.self_attn, x, x, x, **masks, need_weights=False)[0]
         return self.dropout1(attended)
@@ -193,7 +193,7 @@ class _FusedLayer(nn.Module):
         return self._around(feed_forward_layer, norm, x, first.weight, second.weight, **options)
 
     def _check(self, **features: Tensor) -> None:
-        """Raise unless these features fit the module and each other. The operators run next."""
+        """Raise unless these features fit the module and each other. The operators run after this check."""
         layout, sets = ("(B, N, C)", 0) if self.self_attn.batch_first else ("(N, B, C)", 1)
         dims: tuple[int, ...] = (2, 3)
         batch, weight = None, one_like(self.linear1, "weight", "bias")
@@ -228,8 +228,8 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
     `cmab_kernels.feed_forward_layer`), which also support training. torch's own code runs in these cases: with a
     `src_mask` or `is_causal`; with dropout in training mode; with a float `src_key_padding_mask` that holds numbers
     other than 0 and -inf (such a mask makes every result NaN on a GPU, and fails an assertion in a compiled call on the
-    CPU); for an activation other than relu and gelu by the error function; under autocast; for nested tensors; where no
-    kernel runs (on a GPU); and where a part has hooks or another type than in torch's layer. `why_torch` says whether
+    CPU); for an activation other than relu and gelu by the error function; under autocast; for nested tensors; if there
+    is no kernel (on a GPU); and if a part has hooks, or another type than in torch's layer. `why_torch` says whether
     torch's code runs, and why.
 
     There is one difference: a row whose keys are all masked attends to nothing here, and is NaN in torch.
@@ -345,7 +345,7 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
     def _mha_block(
         self, x: Tensor, mem: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
-        """Return what torch's method returns. Changed parts of the attention are called."""
+        """Return the result of torch's method. If parts of the attention were changed, they are called."""
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
         attended: Tensor = torchs_attention.call(self.multihead_attn, x, mem, mem, **masks, need_weights=False)[0]
         return self.dropout2(attended)

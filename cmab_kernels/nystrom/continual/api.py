@@ -28,7 +28,7 @@ from ...runtime.dtypes import state_dtype
 from ...runtime.setting import now
 from ...runtime.tracing import as_row, extent, is_observed, is_profiled
 from ..api import check_pinv, choose_landmarks, iterative_pinv
-from ..reference import landmark_kernel
+from ..reference import landmark_kernel, pinv_reference
 from .reference import row_sums
 from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
 from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, remembered
@@ -91,9 +91,9 @@ def continual_nystrom_init(
             refuse_not_finite(**{"landmarks[0]": chosen.queries, "landmarks[1]": chosen.keys})
         factor = _scale(scale, key)
         gamma = landmark_kernel(chosen.queries, chosen.keys, None, factor)
-        inverse = iterative_pinv(gamma, iterations) if iterations else torch.linalg.pinv(gamma)
+        inverse = iterative_pinv(gamma, iterations) if iterations else pinv_reference(gamma, 0)
         sums = row_sums(chosen.queries, key, value, factor)
-        # The caller's may change.
+        # The caller may change its own tensors.
         own = (t.clone(memory_format=torch.contiguous_format) for t in (chosen.queries, chosen.keys))
         given: Any = (*own, inverse.contiguous())
         counts = (*_counts(factor, key), iterations, int(num_landmarks is None))
@@ -112,18 +112,18 @@ def continual_nystrom_step(
     output: str = "single",
     impl: str = "auto",
 ) -> StepResult[ContinualNystromState]:
-    """Move the window on by t >= 1 tokens. Each token costs O(m (D + E)), for a window of any length.
+    """Advance the window by t >= 1 tokens. Each token costs O(m (D + E)), for a window of any length.
 
     Every landmark keeps its sums over the window with a log-scale. A step adds the new token and subtracts the oldest.
-    The sums are recomputed from the window every 1,024 tokens, and when subtraction would cost digits: when the sum, or
-    the size of its values, falls below half of its peak. So the error stays bounded for finite logits of any size and
-    streams of any length.
+    The sums are recomputed from the window every 1,024 tokens. They are also recomputed when subtraction would lose
+    digits: when the sum, or the size of its values, falls below half of its largest value so far (its peak). So the
+    error stays bounded for finite logits of any size and streams of any length.
 
     Args:
-        state: from `continual_nystrom_init` or an earlier step. The state does not change while you keep it, or a view
-            of one of its tensors. A step reuses the memory of a state if the library made the state and only the
+        state: from `continual_nystrom_init` or an earlier step. The state does not change while you keep it, or keep a
+            view of one of its tensors. A step reuses the memory of a state if the library made the state and only the
             caller's state holds its tensors (torch counts the references to a tensor and its storage). Otherwise the
-            step copies the window. So drop older states, and clone a tensor that you take out of a state.
+            step copies the window. So delete older states, and clone a tensor that you take out of a state.
         query: (B, H, t, D), in the dtype of the state's window, any strides.
         key: (B, H, t, D).
         value: (B, H, t, E).
@@ -191,12 +191,12 @@ def continual_attention_step(
     output: str = "single",
     impl: str = "auto",
 ) -> StepResult[ContinualAttentionState]:
-    """Move a window of exact softmax attention on by t >= 1 tokens. Each token costs O(n (D + E)), for both kinds of
+    """Advance a window of exact softmax attention by t >= 1 tokens. Each token costs O(n (D + E)), for both kinds of
     output.
 
     Arguments, results and errors are those of `continual_nystrom_step`. A retroactive step computes the sums of all
-    rows, O(n^2 (D + E)), if it is the first or follows single steps. Further retroactive steps update the sums, and
-    recompute rows as `continual_nystrom_step` does.
+    rows, in O(n^2 (D + E)), if it is the first step or follows single steps. Further retroactive steps update the sums,
+    and recompute rows as `continual_nystrom_step` does.
 
     Source: Continual Transformers (Hedegaard et al.), eqs. 2 to 6 of Carreto Picon et al., with a log-scale for each
     row.
@@ -219,10 +219,11 @@ def continual_attention_step(
 def _step(
     step: StepOperator, kind: type, state: Any, query: Tensor, key: Tensor, value: Tensor, output: str, impl: str
 ) -> StepResult:
-    """Take a fast path if there is one: native code, which checks its arguments, or a kernel that has run a step of
-    this form.
+    """Take a fast path if there is one: native code, which checks its arguments, or a kernel that has already run a
+    step of this form.
 
-    Otherwise take the checked path. It raises or runs the step, with a row in the profile if a profiler is on."""
+    Otherwise take the path with checks. That path raises an error or runs the step. If a profiler is on, the step has a
+    row in its profile."""
     retroactive = output == "retroactive"
     form = None
     is_seen = is_observed() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
@@ -254,7 +255,7 @@ def _masked(
     output: str,
     impl: str,
 ) -> StepResult:
-    """Do what `_step` does, where the rows of the batch that are `absent` have no token."""
+    """Do the same as `_step`, if the rows of the batch that are `absent` have no token."""
     retroactive = output == "retroactive"
     is_seen = is_observed() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
     if output in OUTPUTS and not is_seen and (now().impl if impl == "auto" else impl) in FAST:
@@ -273,7 +274,7 @@ def _masked(
 
 @functools.cache
 def _native(name: str) -> Callable[..., Any]:
-    """Return the native step, which returns None for arguments that need the checked path. If native code was not
+    """Return the native step, which returns None for arguments that need the path with checks. If native code was not
     built, the step always returns None."""
     native = imported("nystrom.continual", "native")
     return getattr(native, name) if native else lambda *_: None
@@ -368,8 +369,8 @@ def _scale(scale: float | None, key: Tensor) -> Tensor:
 
 
 def _rings(*tokens: Tensor) -> Any:
-    """Return the rings of a new state. Each has one spare row, so a step can write without changing the state before
-    it."""
+    """Return the rings of a new state. Each ring has one spare row, so a step can write a token without changing the
+    state before it."""
     return tuple(F.pad(t, (0, 0, 0, 1)).contiguous() for t in tokens)
 
 

@@ -1,8 +1,9 @@
 """The steps of continual attention on the CPU: the functions of csrc/continual, called directly.
 
-Each takes (state, query, key, value, retroactive) and returns a `StepResult`. It returns None, without having written
-anything, if the checked path must decide: for an unexpected shape, dtype, device or layout, a token that is not finite,
-or a tensor subclass. The masked steps take (B,) bool too: True where a row of the batch has no token.
+Each function takes (state, query, key, value, retroactive) and returns a `StepResult`. A function returns None, without
+having written anything, if the path with checks must decide: for an unexpected shape, dtype, device or layout, a token
+that is not finite, or a tensor subclass. The masked steps also take (B,) bool: True where a row of the batch has no
+token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ continual_nystrom_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor,
 is_sole_owner: Callable[[ContinualNystromState | ContinualAttentionState], bool] = _C.is_sole_owner
 remember: Callable[[ContinualNystromState | ContinualAttentionState], None] = _C.remember
 remembered: Callable[[], int] = _C.remembered
-"""Forget the tensors that are gone, and return the number of those that a step may still write to."""
+"""Remove tensors that no longer exist from the table, and return the number of tensors that a step may still write
+to."""
 continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Tensor, bool], StepResult | None] = (
     _C.continual_attention_step
 )

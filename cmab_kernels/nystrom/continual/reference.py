@@ -1,11 +1,11 @@
 """The definition of a continual step: token by token, everything is recomputed from the window.
 
-After P tokens the window consists of the last n. Continual landmarks are the means of segments of the stream. When a
-segment ends with token P (`segment_ending`), its mean replaces the oldest landmark. With the landmarks after this
-replacement,
+After P tokens the window consists of the last n tokens. Continual landmarks are the means of segments of the stream.
+When a segment ends with token P (`segment_ending`), its mean replaces the oldest landmark. With the landmarks after
+this replacement,
 
     Delta V = rho(q~, K) V      phi(Delta) = rho(q~, K) 1      Z = pinv(Gamma / phi(Gamma))
-    single:       out = (rho(q, k~) / phi(rho(q, k~))) Z (Delta V / phi(Delta)),   q the newest query
+    single: out = (rho(q, k~) / phi(rho(q, k~))) Z (Delta V / phi(Delta)), where q is the newest query
     retroactive:  the same for every query of the window
 
 Exact attention is Delta V / phi(Delta) with the queries in place of the landmarks. A token costs O(n m), and every
@@ -32,10 +32,10 @@ def row_sums(queries: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Te
     """Return the sums (B, H, rows, E + 5) of queries (B, H, rows, D) over a window.
 
     With c the largest logit, the columns are exp(-c) Delta V, exp(-c) phi(Delta), c, the peak of exp(-c) phi(Delta),
-    exp(-c) sum exp(S) |v|_1, and the peak of the latter, set to the largest number of the dtype.
+    exp(-c) sum exp(S) |v|_1, and the peak of this sum, which is set to the largest number of the dtype.
 
-    A kernel rounds logits in another way, so it could not subtract exactly what was added here. With the largest number
-    as its peak, the next step of a kernel recomputes the row.
+    A kernel rounds logits in another way, so it could not subtract exactly what was added here. Because the peak is the
+    largest number, the next step of a kernel recomputes the row.
     """
     scores = logits(queries, keys.to(queries.dtype), scale)
     top = scores.amax(-1, keepdim=True).detach()
@@ -63,7 +63,7 @@ def kept_where(absent: Tensor, before: State, out: Tensor, after: State) -> tupl
     """Return (out, state) after a step of one token in which some rows of the batch had none.
 
     `out` and `after` are the step's results with any finite token in these rows, `absent` (B,) bool. The rows get the
-    state that they had before, and outputs of NaN. Their rings need no change: the step wrote to a free row.
+    state that they had before the step, and outputs of NaN. Their rings need no change: the step wrote to a free row.
     """
     rows = absent[:, None, None, None]
     changed = [name for name in ("sums", "landmark_queries", "landmark_keys", "inverse") if hasattr(before, name)]
@@ -79,8 +79,8 @@ def kept_where(absent: Tensor, before: State, out: Tensor, after: State) -> tupl
 def nystrom_step_reference(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualNystromState]:
-    """Return (out, state) after the tokens (B, H, t, *). Single outputs: one for each token. Retroactive: those of the
-    window after the last token."""
+    """Return (out, state) after the tokens (B, H, t, *). Single outputs: one for each token. Retroactive: the outputs
+    of the window after the last token."""
     outs = []
     for tokens in zip(query.split(1, -2), key.split(1, -2), value.split(1, -2), strict=True):
         state = _advanced(state, *tokens)
@@ -106,7 +106,7 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
 
 def _pushed(state: State, *tokens: Tensor) -> State:
     rows = (state.position % state.keys.shape[-2])[..., None, None]
-    # No slice of the state: the compiler of torch 2.6 cannot trace it.
+    # The state is not sliced, because the compiler of torch 2.6 cannot trace a slice.
     rings = (
         state.queries,
         state.keys,
@@ -119,7 +119,7 @@ def _pushed(state: State, *tokens: Tensor) -> State:
 
 
 def _with(state: State, **changed: Any) -> State:
-    """Do what `state._replace` does, which the compiler of torch 2.6 cannot trace."""
+    """Do the same as `state._replace`, which the compiler of torch 2.6 cannot trace."""
     return type(state)(**{name: changed.get(name, getattr(state, name)) for name in type(state)._fields})
 
 
@@ -149,7 +149,7 @@ def _nystrom_rows(state: ContinualNystromState, queries: Tensor) -> Tensor:
 def attention_step_reference(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualAttentionState]:
-    """Do for exact attention over the window what `nystrom_step_reference` does; return (out, state)."""
+    """Do the same as `nystrom_step_reference`, for exact attention over the window; return (out, state)."""
     outs = []
     for tokens in zip(query.split(1, -2), key.split(1, -2), value.split(1, -2), strict=True):
         state = _pushed(state, *tokens)

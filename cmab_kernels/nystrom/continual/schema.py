@@ -164,10 +164,10 @@ _define(
 # ---- as the api calls them
 
 Form = tuple[Any, ...]
-"""All that decides whether a step is allowed and how it runs: everything but the numbers in its tensors."""
+"""Everything that determines whether a step is allowed and how it runs: everything but the numbers in its tensors."""
 
 MOST_FORMS = 1000
-"""The most forms that are remembered. The steps of one model have few forms."""
+"""The largest number of forms that are remembered. The steps of one model have few forms."""
 
 _TENSORS: dict[type, int] = {ContinualNystromState: 10, ContinualAttentionState: 7}
 """Kind of state -> the number of its fields that are tensors. The tensors come first; ints follow."""
@@ -185,8 +185,8 @@ def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | No
     """Return the form of a step. If one step of a form is allowed, all steps of that form are allowed and run in the
     same way.
 
-    The form is None if only the checked path can decide: under autocast, and for subclasses of Tensor, lazy negations,
-    and fields that are not contiguous.
+    The form is None if only the path with checks can decide: under autocast, and for subclasses of Tensor, lazy
+    negations, and fields that are not contiguous.
     """
     kind = type(state)
     if [*map(type, state), *map(type, tokens)] != _TYPES.get(kind):
@@ -210,13 +210,13 @@ def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | No
             *map(_dtype, tensors),
             *map(_device, tensors),
         )
-    except RuntimeError:  # a sparse tensor has no strides, a nested one no shape
+    except RuntimeError:  # a sparse tensor has no strides, and a nested tensor has no shape
         return None
 
 
 def carries_gradient(state: Any, *tokens: Any) -> bool:
-    """Whether a tensor requires a gradient. Also True if an argument is not a state or not a tensor: the checked path
-    then raises."""
+    """Whether a tensor requires a gradient. Also True if an argument is not a state or not a tensor, because the path
+    with checks then raises an error."""
     try:
         fields = state[: _TENSORS[type(state)] - 1]  # the last tensor is the position, which never requires a gradient
         return any(map(_requires_grad, (*fields, *tokens)))
@@ -240,7 +240,7 @@ class StepOperator:
         None if there is none."""
         try:
             return self._ready.get(form) if form else None
-        except TypeError:  # for example a list as `impl` or as an int of the state: the checked path names it
+        except TypeError:  # for example a list as `impl` or as an int of the state: the path with checks names it
             return None
 
     def remember(self, form: Form | None, impl: str) -> None:
@@ -261,7 +261,7 @@ class StepOperator:
     def masked(
         self, state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str, absent: Tensor
     ) -> Any:
-        """Do what `__call__` does, where the rows of the batch that are `absent` (B,) have no token."""
+        """Do the same as `__call__`, if the rows of the batch that are `absent` (B,) have no token."""
         state = with_sums(state) if retroactive else state
         # Else perhaps NaN.
         query, key, value = (token.masked_fill(absent[:, None, None, None], 0.0) for token in (query, key, value))
@@ -269,7 +269,7 @@ class StepOperator:
             mask, name = _plain(absent).contiguous(), self.name.replace("_step", "_masked_step")
             return run_step(name, impl, own_memory(state), query, key, value, retroactive, mask)
         outs = []
-        # More could overwrite the window's oldest row.
+        # More tokens could overwrite the window's oldest row.
         for one in zip(query.split(1, 2), key.split(1, 2), value.split(1, 2), strict=True):
             out, state = kept_where(absent, state, *self(state, *one, retroactive, impl))
             state = state if impl == "reference" else remembered(state)
@@ -277,8 +277,8 @@ class StepOperator:
         return outs[-1] if retroactive else torch.cat(outs, 2), state
 
 
-# Separate functions look at the state's tensors and return before the step. A local variable left over would be one
-# more reference to a tensor, and the step would copy the window.
+# Separate functions read the state's tensors and return before the step. A remaining local variable would be one more
+# reference to a tensor, and the step would copy the window.
 
 
 def is_differentiated_step(state: Any, *tokens: Tensor) -> bool:
@@ -291,7 +291,7 @@ def _may_bypass_dispatcher(state: Any, *tokens: Tensor) -> bool:
 
 
 def _rings(state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors that every state and every step have of the window, by name, because the compiler of torch 2.6
+    """Return the tensors of the window that every state and every step have, by name, because the compiler of torch 2.6
     cannot trace a slice of a NamedTuple."""
     return state.queries, state.keys, state.values, state.sums
 

@@ -50,9 +50,9 @@ class ContinualNystromState(NamedTuple):
     peak of exp(-c) phi(Delta), exp(-c) sum exp(S) |v|_1 over the window, and the peak of the latter.
 
     A peak is the largest value since the row was last recomputed. If torch computed the sums, the last peak is the
-    largest number of the dtype. A kernel rounds in another way than torch, so its next step then recomputes the row."""
+    largest number of the dtype. A kernel rounds differently from torch, so its next step then recomputes the row."""
     spare: Tensor
-    """Memory that the next step writes to, with the shape and dtype of `sums`."""
+    """Memory to which the next step writes, with the shape and dtype of `sums`."""
     landmark_queries: Tensor
     """(B, H, m, D) in the state dtype, oldest first."""
     landmark_keys: Tensor
@@ -68,7 +68,7 @@ class ContinualNystromState(NamedTuple):
     pinv_iterations: int
     """Iterations of the pseudo-inverse; 0 means the exact pseudo-inverse."""
     fixed: int
-    """1 if the landmarks were given and stay, 0 if they follow the window."""
+    """1 if the landmarks were given and do not change, 0 if they change with the window."""
 
 
 class ContinualAttentionState(NamedTuple):
@@ -85,9 +85,9 @@ class ContinualAttentionState(NamedTuple):
     """(B, H, C, E), a ring like `queries`."""
     sums: Tensor
     """(B, H, n, E + 5) in the state dtype, as in `ContinualNystromState`: row i is for the query of the i-th token of
-    the window. (B, H, 0, E + 5) while all steps ask for single outputs."""
+    the window. (B, H, 0, E + 5) while all steps request single outputs."""
     spare: Tensor
-    """Memory that the next step writes to, with the shape and dtype of `sums`."""
+    """Memory to which the next step writes, with the shape and dtype of `sums`."""
     scale: Tensor
     """() float64 on the CPU: the factor of the logits."""
     position: Tensor
@@ -152,7 +152,7 @@ def _rows_of(position: Tensor, tokens: int, capacity: int) -> Tensor:
 
 
 def with_sums(state: State) -> State:
-    """Return a state whose next retroactive step updates sums, in place of one that has none yet.
+    """Return a state whose next retroactive step updates sums, from a state that has no such sums yet.
 
     The log-scale of these sums is so large that every step recomputes them.
     """
@@ -188,8 +188,8 @@ COUNTS = ("window", "pinv_iterations", "fixed")
 def state_to_tensors(state: ContinualState) -> dict[str, Tensor]:
     """Return a state as a dictionary of tensors, as safetensors files need it. `state_from_tensors` restores the state.
 
-    The entries are the fields of the state without `spare`, in memory of their own. `queries`, `keys` and `values` (B,
-    H, n, *) are the window, oldest token first. Ints become int64 tensors ().
+    The entries are the fields of the state without `spare`, in their own memory. `queries`, `keys` and `values` (B, H,
+    n, *) are the window, oldest token first. Ints become int64 tensors ().
 
     >>> tokens = torch.randn(1, 4, 64, 16)
     >>> state = cmab_kernels.continual_nystrom_init(tokens, tokens, tokens, num_landmarks=8)
@@ -210,11 +210,11 @@ def state_to_tensors(state: ContinualState) -> dict[str, Tensor]:
 
 
 def state_from_tensors(kind: type[State], tensors: Mapping[str, Tensor], name: str = "tensors") -> State:
-    """Restore a state from the tensors of `state_to_tensors`, in memory of its own, on the device of the tensors.
+    """Restore a state from the tensors of `state_to_tensors`, in new memory, on the device of the tensors.
 
     Args:
         kind: `ContinualNystromState` or `ContinualAttentionState`.
-        tensors: all entries, and no other. `position` may also be one number () for all streams of the batch.
+        tensors: all entries, and no others. `position` may also be one number () for all streams of the batch.
         name: the name of `tensors` in error messages.
 
     Raises:
@@ -335,7 +335,7 @@ def _owned(field: Any) -> Any:
 
 
 _WRITTEN = 5
-"""The number of fields of a state that a step may write to. These fields come first."""
+"""The number of fields of a state to which a step may write. These fields come first."""
 
 
 @functools.cache
@@ -346,8 +346,8 @@ def _ownership() -> Any:
 
 
 def remembered(state: State) -> State:
-    """Record that the state's tensors are new and have memory of their own, and return the state. Steps may write to it
-    while nothing else can reach it."""
+    """Record that the state's tensors are new and have their own memory, and return the state. Steps may write to this
+    memory while nothing else can reach it."""
     if not torch.compiler.is_compiling() and _ownership() is not None:
         _ownership().remember(state)
     return state
@@ -356,9 +356,9 @@ def remembered(state: State) -> State:
 def next_state(state: State, tokens: int, retroactive: bool) -> State:
     """Return the state after a step of this number of tokens on a GPU, with memory that the step still has to fill.
 
-    The rule is that of csrc/continual/next_state.h. If the state alone holds its tensors, the step works in place: new
-    tokens go to free rows of its rings, and its sums and spare memory swap. A step never writes to memory that others
-    may read: it takes new memory instead.
+    The rule is the same as in csrc/continual/next_state.h. If only this state holds its tensors, the step works in
+    place: new tokens go to free rows of its rings, and its sums and spare memory are swapped. A step never writes to
+    memory that others may read: it takes new memory instead.
     """
     sole = _ownership() is not None and _ownership().is_sole_owner(state)
     fields: tuple[Any, ...] = state
@@ -377,7 +377,7 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
         sums, spare = spare, sums
     elif rows or before:
         sums, spare = (sums.new_empty(batch, heads, rows, sums.shape[3]) for _ in range(2))
-    # Always new: only the GPU may know whether a landmark is replaced.
+    # Always new memory: possibly only the GPU knows whether a landmark is replaced.
     landmarks: Any = fields[_WRITTEN:-5] if followed else ()
     counts: Any = fields[-3 if followed else -1 :]
     made = (
@@ -395,11 +395,11 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
 
 
 def _sent(state: State) -> tuple[Any, ...]:
-    """Reduce a state to bytes for another process. torch would share its memory, and neither process could see the
-    references of the other."""
+    """Reduce a state to bytes for another process. Otherwise torch would share its memory, and neither process could
+    see the references of the other process."""
     fields: tuple[Any, ...] = state
     if any(isinstance(field, Tensor) and field.requires_grad for field in fields):
-        return type(state)._make, (fields,)  # torch shares a leaf, and refuses a tensor with a history
+        return type(state)._make, (fields,)  # torch shares a leaf tensor, and raises for a tensor with a history
     file = io.BytesIO()
     torch.save(fields, file)
     return _received, (type(state), file.getvalue())
@@ -472,7 +472,7 @@ def _check_counts(state: ContinualState, name: str) -> None:
 
 
 def _check_positions(state: ContinualState, name: str) -> None:
-    """Raise for a position that no stream can have. On a GPU positions are not checked, because the host would have to
+    """Raise for a position that no stream can have. On a GPU, positions are not checked, because the host would have to
     wait."""
     if not is_read(state.position) or not state.position.numel():
         return
@@ -486,8 +486,8 @@ def _check_positions(state: ContinualState, name: str) -> None:
 
 
 def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype that each tensor must have, given those of the rings. If one ring has another dtype,
-    that ring is wrong."""
+    """Return the shape and dtype that each tensor must have, given those of the rings. If one ring has another dtype
+    than the other two, that ring is wrong."""
     queries, keys, values, sums = state.queries, state.keys, state.values, state.sums
     for part, ring in (("queries", queries), ("keys", keys), ("values", values), ("sums", sums)):
         if isinstance(ring, Tensor):

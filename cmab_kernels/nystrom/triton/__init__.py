@@ -1,13 +1,13 @@
 """The m x m part of Nyström attention in Triton.
 
-For up to 64 landmarks, one program computes each matrix and keeps all iterates to itself. For up to 256, there is a
-launch for each product.
+For up to 64 landmarks, one program computes each matrix and keeps all iterates in its registers and shared memory. For
+65 to 256 landmarks, there is one launch for each product.
 
 - `squares`   the iteration on one matrix, and its gradient
 - `pinv`      the iterative pseudo-inverse of a batch, and its gradient
 - `landmarks` softmax, pseudo-inverse and product with the values in one launch, and their gradients
-- `blocks`    products of matrices that one program cannot keep to itself
-- `large`     the four operators for more than 64 landmarks, or for more than 32 in float64 with little shared memory
+- `blocks` products of matrices that do not fit in one program
+- `large` the four operators for more than 64 landmarks, or for more than 32 in float64 if there is little shared memory
 - `launch`    launch options: tile size, precision of products, number of warps
 """
 

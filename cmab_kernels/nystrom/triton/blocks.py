@@ -17,12 +17,12 @@ BLOCK = tl.constexpr(32)
 """The order of a block: the largest for which no GPU spills the parts of float32 (tests/nystrom/test_cubin.py)."""
 
 SQUARES = tl.constexpr(6)
-"""How many squares `iterate_in_blocks` keeps in scratch memory."""
+"""The number of squares that `iterate_in_blocks` keeps in scratch memory."""
 
 
 @triton.jit
 def load_block(base, strides, i, j, rows, columns):
-    """The block from row i and column j on of a matrix with these strides, with zeros outside of the matrix."""
+    """The block of a matrix with these strides that begins at row i and column j, with zeros outside of the matrix."""
     row, column = (i + tl.arange(0, BLOCK)).to(tl.int64)[:, None], (j + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
     return tl.load(base + (row * strides[0] + column * strides[1]), mask=(row < rows) & (column < columns), other=0.0)
 
@@ -57,7 +57,7 @@ def product_block(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A block of left (shift I - right), or of left right where `shift` is 0."""
+    """A block of left (shift I - right), or of left right if `shift` is 0."""
     total = tl.zeros([BLOCK, BLOCK], OPERAND)
     for k in range(0, inner, BLOCK):
         a = load_block(left, left_strides, i, k, rows, inner)
@@ -72,7 +72,8 @@ def product_block(
 
 @triton.jit
 def _store_product(left, right, to, m, factor, diagonal, shift, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Store factor * left (shift I - right) + diagonal I, or with left right where `shift` is 0."""
+    """Store factor * left (shift I - right) + diagonal I; if `shift` is 0, left right replaces left (shift I -
+    right)."""
     for i in range(0, m, BLOCK):
         for j in range(0, m, BLOCK):
             total = product_block(left, (m, 1), right, (m, 1), shift, i, j, m, m, m, OPERAND, PRECISION)
@@ -83,7 +84,7 @@ def _store_product(left, right, to, m, factor, diagonal, shift, OPERAND: tl.cons
 
 @triton.jit
 def _largest_row_sum(square, strides, m, OPERAND: tl.constexpr):
-    """The largest sum of |A| over a row: NaN if any sum is NaN, and 1 in place of 0."""
+    """The largest sum of |A| over a row. It is NaN if any sum is NaN, and 1 instead of 0."""
     largest = tl.max(tl.zeros([1], OPERAND), 0)
     total = tl.sum(tl.zeros([1], OPERAND), 0)
     for i in range(0, m, BLOCK):

@@ -25,7 +25,7 @@ WIDEST_TILE = 32
 def _present(absent, strides, number, m, SIZE: tl.constexpr):
     """Whether each of SIZE rows is one of the m landmarks and not absent.
 
-    If operands follow from a load of bytes, Triton 3.6 treats them as bytes on sm_100: float32 would be multiplied in
+    If operands depend on a load of bytes, Triton 3.6 treats them as bytes on sm_100: float32 would be multiplied in
     tf32, and with 64 landmarks the kernel fails to compile. A sum over an axis of length 1 hides the load.
     """
     row = tl.arange(0, SIZE)

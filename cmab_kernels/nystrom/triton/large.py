@@ -1,4 +1,5 @@
-"""The operators of this folder for more than 64 landmarks: the formulas of `squares`, with one launch per product."""
+"""The operators of this folder for more than 64 landmarks: the formulas are those of `squares`, with one launch per
+product."""
 
 import math
 
@@ -10,13 +11,14 @@ from .blocks import multiply
 
 
 def _largest_sum(square: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The sums of |A| along a dimension, (M, m), and the largest of them, (M, 1), which is NaN if any sum is."""
+    """The sums of |A| along a dimension, (M, m), and the largest of these sums, (M, 1), which is NaN if any sum is
+    NaN."""
     sums = square.abs().sum(dim)
     return sums, sums.amax(-1, keepdim=True)
 
 
 def _divisor(norm: Tensor) -> Tensor:
-    """The norm, or 1 in place of 0, as a factor of matrices."""
+    """The norm, or 1 instead of 0, as a factor of matrices."""
     return norm.masked_fill(norm == 0.0, 1.0).unsqueeze(-1)
 
 
@@ -61,7 +63,8 @@ def _through_norms(a: Tensor, dz: Tensor, da: Tensor) -> Tensor:
 
 
 def _share(change: Tensor, sums: Tensor, largest: Tensor) -> Tensor:
-    """The gradient of each sum through the largest, shared equally by sums that are equally large; 0 for the others."""
+    """The gradient of each sum through the largest sum. Sums that are equally large share it equally; for the other
+    sums it is 0."""
     reached = sums == largest
     return (change / _divisor(largest).squeeze(-1) / reached.sum(-1, keepdim=True)).masked_fill(~reached, 0.0)
 
@@ -79,7 +82,7 @@ def _softmax(query: Tensor, key: Tensor, absent: Tensor | None, scale: float) ->
 
 
 def _present(absent: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
-    """The rows, with zeros for rows of absent landmarks, which may hold anything."""
+    """The rows, with zeros for rows of absent landmarks, which may hold any number."""
     return rows if absent is None else tuple(t.masked_fill(absent[:, :, None], 0.0) for t in rows)
 
 

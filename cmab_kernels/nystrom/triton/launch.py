@@ -13,7 +13,7 @@ from .squares import squares_in_scratch
 
 MOST_LANDMARKS = 256
 MOST_IN_REGISTERS = 64
-"""The widest matrix that one program keeps to itself; wider ones are multiplied in blocks (`large`)."""
+"""The widest matrix that fits in one program; wider matrices are multiplied in blocks (`large`)."""
 WIDEST_IN_FULL = 32
 MULTIPLY_FLOAT64 = ((8, 0), HOPPER)
 """The compute capabilities on which Triton 3.6 multiplies float64 by matrix units."""
@@ -28,21 +28,21 @@ def unsupported(matrix: Tensor, *others: Tensor) -> str | None:
 
 
 def in_one_program(matrix: Tensor) -> bool:
-    """Whether one program keeps all squares of a matrix (M, m, *) to itself.
+    """Whether one program holds all squares of a matrix (M, m, *).
 
-    In float64, those of 33 to 64 landmarks take 128 KiB of shared memory, and without matrix units four times the
-    registers there are.
+    In float64, the squares of 33 to 64 landmarks take 128 KiB of shared memory, and without matrix units they need four
+    times as many registers as there are.
     """
     in_full = matrix.dtype == torch.float64 and capability_of(matrix.device) not in MULTIPLY_FLOAT64
     return matrix.shape[1] <= (WIDEST_IN_FULL if in_full else MOST_IN_REGISTERS)
 
 
 def products(dtype: torch.dtype, size: int, device: torch.device) -> Products:
-    """How matrices are multiplied. float32 uses its own arithmetic ("ieee"), or six products of bfloat16 parts
-    ("bf16x6"), as accurate, for matrices whose rows and columns would not fit in registers.
+    """How matrices are multiplied. float32 uses its own arithmetic ("ieee"). For matrices whose rows and columns would
+    not fit in registers, it uses six products of bfloat16 parts ("bf16x6"), which have the same accuracy.
 
-    Not on Blackwell, which keeps the parts in tensor memory, where they do not fit either. tf32 is never used, whatever
-    torch allows, because the iteration amplifies rounding errors a thousandfold.
+    On Blackwell bf16x6 is not used, because the parts are kept in tensor memory, where they do not fit either. tf32 is
+    never used, whatever torch allows, because the iteration makes rounding errors a thousand times as large.
     """
     in_parts = dtype == torch.float32 and size > WIDEST_IN_FULL and capability_of(device)[0] != BLACKWELL
     return Products(dtype, "bf16x6" if in_parts else "ieee")
@@ -58,9 +58,9 @@ _WARPS = {
 
 
 def warps(kernel: str, products: Products, device: torch.device, size: int) -> int:
-    """The number of warps. Of products that follow one another each warp takes 16 rows: the second four of eight would
-    do the work of the first again, except on Hopper, where eight hold the forward pass in two groups, without
-    spills."""
+    """The number of warps. In a chain of products, each warp takes 16 rows. Of eight warps, the second four would
+    repeat the work of the first four. Hopper is the exception: there, eight warps hold the forward pass in two groups,
+    without spills."""
     chosen = tuned(kernel, device, products.kind, size)
     if chosen:
         return chosen[0]
@@ -84,7 +84,8 @@ def options(like: Tensor, kernel: str) -> dict[str, Any]:
 
 
 def whole_alignment(*matrices: Tensor) -> tuple[int, ...]:
-    """The `alignment` of matrices (M, m, m) if it is 16 bytes, else nothing: there are two programs for all m."""
+    """The `alignment` of matrices (M, m, m) if it is 16 bytes, else nothing, so that there are two compiled programs
+    for all m."""
     known = alignment(*matrices)
     return known if all(a * t.element_size() == 16 for a, t in zip(known, matrices, strict=True)) else (0,) * len(known)
 

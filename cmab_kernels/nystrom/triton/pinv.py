@@ -24,7 +24,8 @@ def load_square(base, strides, number, m, SIZE: tl.constexpr, ALIGN: tl.constexp
 
 @triton.jit
 def store_rows(base, number, tile, column, m, width):
-    """Store a tile, from `column` on, to matrix `number` of contiguous matrices (m, width); padding is not stored."""
+    """Store a tile that begins at `column` to matrix `number` of contiguous matrices (m, width); padding is not
+    stored."""
     row = tl.arange(0, tile.shape[0])
     columns = column + tl.arange(0, tile.shape[1])
     to = base + number.to(tl.int64) * (m * width) + (row.to(tl.int64)[:, None] * width + columns[None, :])

@@ -28,7 +28,7 @@ def diagonal(value, square):
 
 @triton.jit
 def largest_sum(square, AXIS: tl.constexpr):
-    """The sums of |A| along an axis, and the largest of them, which is NaN if any sum is."""
+    """The sums of |A| along an axis, and the largest of these sums, which is NaN if any sum is NaN."""
     sums = tl.sum(tl.abs(square), AXIS)
     total = tl.sum(sums, 0)
     return sums, tl.where(total == total, tl.max(sums, 0), total)
@@ -36,7 +36,7 @@ def largest_sum(square, AXIS: tl.constexpr):
 
 @triton.jit
 def divisor(norm):
-    """The norm, or 1 in place of 0, so that Z_0 of a matrix of zeros is 0, not NaN."""
+    """The norm, or 1 instead of 0, so that Z_0 of a matrix of zeros is 0 and not NaN."""
     return tl.where(norm == 0.0, 1.0, norm)
 
 
@@ -44,7 +44,7 @@ def divisor(norm):
 def first_iterate(a):
     """Z_0 = A' / (c r), with c and r the largest column and row sum of |A|.
 
-    A' is divided by one after the other, because their product may overflow.
+    A' is divided by one norm after the other, because the product of both may overflow.
     """
     _, column = largest_sum(a, 0)
     _, row = largest_sum(a, 1)
@@ -105,7 +105,7 @@ def _factors(scratch, i, SIZE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: t
 
 @triton.jit
 def iterate_in_scratch(a, scratch, ITERATIONS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Store A and all iterates in `scratch`; the last is in slot Z + ITERATIONS."""
+    """Store A and all iterates in `scratch`; the last iterate is in slot Z + ITERATIONS."""
     SIZE: tl.constexpr = a.shape[0]
     put(scratch, A, a)
     put(scratch, Z, first_iterate(a))
@@ -153,9 +153,9 @@ def _through_norms(a, dz, da):
 
 @triton.jit
 def _share(change, sums, largest):
-    """The gradient of each sum through the largest, `change / largest`.
+    """The gradient of each sum through the largest sum, where it is `change / largest`.
 
-    Sums that are equally large share it equally; it is 0 for the others.
+    Sums that are equally large share it equally; for the other sums it is 0.
     """
     reached = sums == largest
     return tl.where(reached, change / divisor(largest) / tl.sum(reached.to(sums.dtype), 0), 0.0)

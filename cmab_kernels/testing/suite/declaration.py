@@ -81,8 +81,8 @@ class Declaration:
     batch: ClassVar[str] = "B"
     """The letter of the batch dimension; "" if there is none."""
     logits: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = ((), ())
-    """The arguments (..., rows, D) whose products are the operator's logits: any of the first with any of the second.
-    Empty: not checked."""
+    """The arguments (..., rows, D) whose products are the operator's logits: any of the first group with any of the
+    second. Empty: not checked."""
     empty: ClassVar[str] = ""
     """The letters of dimensions that may be empty."""
     mask: ClassVar[str | None] = None
@@ -110,8 +110,8 @@ class Declaration:
     autocast: ClassVar[tuple[str, ...]] = ()
     """The arguments that are cast under autocast; none: not checked."""
     ungraded: ClassVar[bool] = False
-    """Whether a call without gradients takes another path. Then results are taken from such a call, and gradients from
-    a call with gradients."""
+    """Whether a call without gradients takes another path than a call with gradients. Then results are taken from such
+    a call, and gradients from a call with gradients."""
     batched_gradcheck: ClassVar[bool] = True
     """Whether gradcheck also takes batched gradients."""
     forward_mode: ClassVar[bool] = True
@@ -141,8 +141,8 @@ class Declaration:
     # ---- what a declaration may override
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        """Return a random argument for the checks, float32 or wider. Override this for arguments that must be positive,
-        symmetric, ..."""
+        """Return a random argument for the checks, float32 or wider. Override this for arguments with restrictions, for
+        example that they must be positive or symmetric."""
         return LAWS[law](*shape)
 
     def in_torch(self, **inputs: Any) -> Sequence[Tensor]:
@@ -179,7 +179,7 @@ class Declaration:
         return error
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Return whether P2 bounds a result, or the gradient of an argument, for inputs of this law."""
+        """Return whether P2 bounds a result, or the gradient of an argument, for inputs of this distribution."""
         return True
 
     def check_result(self, name: str, ours: Tensor, right: Tensor, allowed: float) -> None:

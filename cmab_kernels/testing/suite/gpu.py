@@ -14,7 +14,7 @@ from .numerics import Numerics, same_bits
 
 @contextmanager
 def side_stream() -> Iterator[None]:
-    """Within this context work goes to a stream of its own, which starts after the current stream. At the end the host
+    """Within this context, work goes to a separate stream, which starts after the current stream. At the end the host
     waits for it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

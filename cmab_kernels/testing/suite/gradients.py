@@ -1,4 +1,4 @@
-"""Checks of P8: gradients exist and are right, to any order, under every transform, or raise."""
+"""Checks of P8: derivatives of any order are right, under every transform, or raise an error."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def same_bits(a: Results, b: Results) -> bool:
 class Numerics(Declaration):
     """Checks that compare results with the oracle, or with the same call under other conditions."""
 
-    # ---- P1: nothing finite or masked gives a NaN
+    # ---- P1: finite or masked inputs never give a NaN
 
     def test_empty_extents(self, impl: str, emptied: str) -> None:
         """With empty dimensions, results equal the oracle's, and gradients have the inputs' shapes and no NaN."""
@@ -73,7 +73,8 @@ class Numerics(Declaration):
                 assert (grad - wanted[name]).abs().max() <= 1e3 * tolerance * size, f"the gradient of {name} is wrong"
 
     def test_a_bad_batch_element_stays_alone(self, impl: str, argument: str, poison: float) -> None:
-        """A NaN or an infinity in one batch element of an argument changes no bit of the other elements' results."""
+        """A NaN or an infinity in one batch element of an argument changes no bit of the results of the other
+        elements."""
         if self.axis_of(argument, self.batch) != 0:
             return
         inputs = self.inputs(torch.float32)
@@ -171,7 +172,7 @@ class Numerics(Declaration):
                 )
 
     def bit_inputs(self, dtype: torch.dtype, shape: int) -> Inputs:
-        """Return the inputs whose bits are compared, with a mask where the operator has one."""
+        """Return the inputs whose bits are compared, with a mask if the operator has one."""
         extents = {**self.extents, **(self.bits[shape] if self.bits else {})}
         inputs = self.inputs(dtype, extents=extents)
         if not self.mask:

@@ -1,5 +1,5 @@
-// In place of csrc/common/launch.cuh, for a C++ compiler without CUDA: a launch goes to a Python function, with the
-// name of the kernel, that of its type T, and the bytes of its arguments. Kernels themselves are not compiled here.
+// Replaces csrc/common/launch.cuh for a C++ compiler without CUDA: a launch calls a Python function with the name of
+// the kernel, the name of its type T, and the bytes of its arguments. The kernels themselves are not compiled here.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,7 +23,7 @@ inline struct {
 constexpr int cudaDevAttrMaxSharedMemoryPerBlockOptin = 0;
 inline int cudaDeviceGetAttribute(int* bytes, int, int) { return *bytes = 163 << 10, 0; }
 
-// T is what the sources call the kernel's type where they launch it.
+// T is the name of the kernel's type in the sources that launch it.
 #define launch(kernel, blocks, threads, bytes, on, ...) \
   record(#kernel, typeid(T).name(), blocks, threads, bytes, __VA_ARGS__)
 

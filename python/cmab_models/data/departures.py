@@ -38,8 +38,8 @@ class Departures(NamedTuple):
 
 @lru_cache(1)
 def departures(window: int = 128, shortest: int = 16) -> Departures:
-    """Return the streams of aircraft: three quarters of the aircraft for training, an eighth for tests. The others are
-    in neither part.
+    """Return the streams of aircraft: three quarters of the aircraft are for training, and an eighth is for tests. The
+    other aircraft are in neither part.
 
     `windows` describes how the streams are cut. Times are in minutes.
 

@@ -77,7 +77,8 @@ def thumos(
 
     The folder has `data_info.json`, with `THUMOS`: {`train_session_set`: names, `test_session_set`: names}. It has a
     folder of `name.npy` (frames, width) for each of `features`, and one folder `target_perframe` (frames, classes). The
-    features of a frame are joined into one row. A video whose arrays have different lengths is a `ValueError`.
+    features of a frame are joined into one row. If the arrays of a video have different lengths, a `ValueError` is
+    raised.
     """
     if part not in ("train", "test"):
         raise ValueError(mismatch("part", repr(part), "'train' or 'test'"))

@@ -1,4 +1,5 @@
-"""Events from a table of pandas or polars: a column of times, one of marks, and one that tells the sequences apart."""
+"""Events from a table of pandas or polars: a column of times, a column of marks, and a column that tells the sequences
+apart."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ..point_processes import Events
 
 
 class FrameEvents(NamedTuple):
-    """The events of a table, and what its numbers stand for."""
+    """The events of a table, and the meaning of its numbers."""
 
     events: Events
     """times in `unit` since `start`; marks are indices into `marks`"""
@@ -25,7 +26,7 @@ class FrameEvents(NamedTuple):
     sequences: tuple[Hashable, ...]
     """the values that tell the sequences apart, in order; () without such a column"""
     start: Any
-    """the time, as the table has it, that is 0"""
+    """the time that counts as 0, in the type of the table"""
     unit: str
     """of the times"""
 
@@ -43,17 +44,18 @@ def events_from_frame(
     """Return the rows of a table as sequences of events.
 
     Args:
-        frame: a `pandas.DataFrame`, or another table that has `to_pandas`, as those of polars. Rows may be in any
-            order.
+        frame: a `pandas.DataFrame`, or another table that has `to_pandas`, such as a table of polars. Rows may be in
+            any order.
         time: the column of times: numbers, or timestamps, with or without a time zone.
-        mark: the column of labels, of any type that sorts; None: all marks are 0.
+        mark: the column of labels, of any type that can be sorted; None: all marks are 0.
         sequence: the column that tells sequences apart, such as a user; None: one sequence.
-        unit: of the times that timestamps become: "D", "h", "m" or "s". Numbers keep their unit.
-        start, end: the observation of all sequences, as the column of times has it; a time without a time zone is one
-            of the column's. None: the first and the last time in the table. An event at the start has a gap of 0.
+        unit: the unit to which timestamps are converted: "D", "h", "m" or "s". Numbers keep their unit.
+        start, end: the start and end of the observation of all sequences, in the type of the column of times. A time
+            without a time zone has the time zone of the column. None: the first and the last time in the table. An
+            event at the start has a gap of 0.
 
-    `ValueError` for a column that is not there, for missing values, which it counts, for an empty table, and for a time
-    before the start or after the end.
+    Raises a `ValueError` for a column that does not exist, for missing values (the message counts them), for an empty
+    table, and for a time before the start or after the end.
 
     >>> import pandas
     >>> table = pandas.DataFrame({
@@ -107,11 +109,13 @@ def _column(table: Any, name: str, label: str) -> Any:
 
 
 def _clock(column: Any, unit: str, start: Any, end: Any) -> tuple[np.ndarray, float, Any]:
-    """Return the times since the start, the end as such a time, and the start."""
+    """Return the times since the start, the end as a time since the start, and the start."""
     import pandas
 
     one: Any
     if pandas.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind in "iuf":
+        # Differences of narrow types would leave their range, and float32 would round a start of 0.5.
+        column = column.astype("float64" if column.dtype.kind == "f" or column.max() > 2**63 - 1 else "int64")
         one, bounds = (
             1,
             [None if each is None else _number(name, each) for name, each in (("start", start), ("end", end))],
@@ -145,7 +149,7 @@ def _number(name: str, given: Any) -> Any:
 
 
 def _time(name: str, given: Any, column: Any) -> Any:
-    """Return a time as the column has it: without a time zone it is one of the column's."""
+    """Return a time in the type of the column; a time without a time zone has the time zone of the column."""
     import pandas
 
     zone = column.dt.tz

@@ -60,8 +60,8 @@ class Glyphs(NamedTuple):
     """In a split by class, classes below this number are for training, and the others are held out."""
 
     def part(self, held_out: bool) -> tuple[Tensor, Tensor]:
-        """Return the first five sevenths of the images, for training, or the rest, and their classes. Both have all
-        classes."""
+        """Return the first five sevenths of the images, for training, or the other images, and their classes. Both have
+        all classes."""
         bound = len(self.labels) * 5 // 7
         which = slice(bound, None) if held_out else slice(bound)
         return self.images[which], self.labels[which]
@@ -83,7 +83,7 @@ class Glyphs(NamedTuple):
 
 @cache
 def digits() -> Glyphs:
-    """Return scikit-learn's digits. The classes 6 to 9 may be held out."""
+    """Return scikit-learn's digits. The classes 6 to 9 can be held out."""
     data = imported("sklearn.datasets", "scikit-learn").load_digits()
     return Glyphs(torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target), 6)
 
@@ -92,10 +92,11 @@ def digits() -> Glyphs:
 def letters(
     folder: str = NOTO, faces: tuple[str, ...] = tuple(f"{face}-{style}.ttf" for face in FACES for style in STYLES)
 ) -> Glyphs:
-    """Return 16 x 16 images of Latin letters, and of Greek and Cyrillic letters that may be held out, in each face that
-    the folder has.
+    """Return 16 x 16 images of Latin letters, and of Greek and Cyrillic letters that can be held out, in each typeface
+    that the folder has.
 
-    `ImportError` if the folder has fewer than 6 faces, because a question needs at least five examples and a query.
+    Raises an `ImportError` if the folder has fewer than 6 typefaces, because a question needs at least five examples
+    and a query.
     """
     truetype = imported("PIL.ImageFont", "pillow").truetype
     found = [str(Path(folder) / face) for face in faces if (Path(folder) / face).exists()]
@@ -114,12 +115,12 @@ def letters(
 
 
 def dejavu() -> Glyphs:
-    """Return the letters in the 12 faces that come with matplotlib."""
+    """Return the letters in the 12 typefaces that come with matplotlib."""
     return letters(str(Path(imported("matplotlib", "matplotlib").get_data_path()) / "fonts" / "ttf"), DEJAVU)
 
 
 def turned(images: Tensor, degrees: float, generator: torch.Generator) -> Tensor:
-    """Return square images (..., pixels), each turned about its middle by an angle of U(-degrees, degrees)."""
+    """Return square images (..., pixels), each rotated about its centre by an angle of U(-degrees, degrees)."""
     square = images.flatten(0, -2).unflatten(-1, (1, math.isqrt(images.shape[-1]), -1))
     angle = math.radians(degrees) * (2 * torch.rand(len(square), 1, 1, generator=generator) - 1)
     sine, cosine = angle.sin(), angle.cos()
@@ -131,7 +132,8 @@ def turned(images: Tensor, degrees: float, generator: torch.Generator) -> Tensor
 
 
 def _drawn(letter: str, font: Any) -> Tensor:
-    """Return the letter in the middle of an image, as (pixels,). It is drawn at four times the size, then reduced."""
+    """Return the letter in the centre of an image, as (pixels,). It is drawn at four times the size, and then
+    reduced."""
     image = imported("PIL.Image", "pillow")
     large = image.new("L", (4 * SIDE, 4 * SIDE))
     imported("PIL.ImageDraw", "pillow").Draw(large).text((2 * SIDE, 2 * SIDE), letter, 255, font, anchor="mm")

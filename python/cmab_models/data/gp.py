@@ -2,7 +2,7 @@
 
 The length scale of each function is drawn from U(0.1, 0.6), its output scale from U(0.1, 1); x ~ U(-2, 2). The noise
 has a standard deviation of 0.02. These numbers are those of the code behind the published tables. The text of the paper
-gives other length scales, which fit no published number.
+gives other length scales, which do not agree with the published numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KERNELS: dict[str, Callable[[Tensor], Tensor]] = {"rbf": rbf, "matern": matern}
 
 
 class Prior(NamedTuple):
-    """The Gaussian processes that a batch of functions is drawn from."""
+    """The Gaussian processes from which a batch of functions is drawn."""
 
     kernel: str
     """A name in `KERNELS`."""
@@ -80,11 +80,11 @@ def draw(prior: Prior, context: int, targets: int, generator: torch.Generator) -
 
 
 def exact_log_prob(prior: Prior, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return two log-likelihoods (B,) of the targets: each target given the context, and all targets jointly, divided
-    by their number.
+    """Return two log-likelihoods (B,) of the targets: for each target given the context, and for all targets jointly,
+    divided by their number.
 
     The first is the highest expected score of predictions that are independent between targets. The second is the
-    highest of any predictions.
+    highest expected score of any predictions.
     """
     posterior = prior.posterior(batch.context_x, batch.context_y, batch.target_x)
     y = batch.target_y.squeeze(-1).double()

@@ -117,7 +117,7 @@ class Hawkes:
         return sum(self.base) * gap - above.sum(-1) * torch.expm1(-self.decay * gap) / self.decay
 
     def _next_mark(self, above: Tensor) -> Tensor:
-        """Return the probabilities (..., K) of the next event's mark, at whatever time it comes.
+        """Return the probabilities (..., K) of the next event's mark, independent of its time.
 
         They are base J0 + above J1, the integrals of S(t) and of exp(-decay t) S(t) over all t. With v = exp(-B t), B
         the sum of the bases, J0 is the integral of exp(-A (1 - v^(decay / B)) / decay) / B over v from 0 to 1, for

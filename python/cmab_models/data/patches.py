@@ -15,7 +15,7 @@ from cmab_kernels.runtime.checks import mismatch
 from .packages import imported
 
 LARGEST = 512
-"""The most rows and columns taken from the middle of a photograph."""
+"""The largest number of rows and columns taken from the middle of a photograph."""
 HELD_OUT_EVERY = 4
 """One band in this many is held out."""
 FROM_SKIMAGE = (

@@ -26,7 +26,7 @@ _HEADERS = {
     "user_id,item_id,timestamp,state_label": (",", (0, 1, 2)),
     "ACTIONID\tUSERID\tTARGETID\tTIMESTAMP": ("\t", (1, 2, 3)),
 }
-"""Start of a file's first line -> what separates columns, and the columns of user, item and time."""
+"""Start of a file's first line -> the separator of columns, and the columns of user, item and time."""
 
 
 def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -> Events:

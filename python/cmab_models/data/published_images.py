@@ -2,7 +2,7 @@
 
 - EMNIST (Cohen et al. 2017, made of NIST's Special Database 19, public domain): `gzip.zip` of
   https://www.nist.gov/itl/products-and-services/emnist-dataset
-- CelebA (Liu et al. 2015; for research that is not commercial): `img_align_celeba` and `list_eval_partition.txt` of
+- CelebA (Liu et al. 2015; for non-commercial research): `img_align_celeba` and `list_eval_partition.txt` of
   https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html
 """
 

@@ -1,9 +1,9 @@
 """The wheel bandit (Riquelme et al., ICLR 2018): five arms, and contexts in the unit disk.
 
-Within the radius delta the first arm pays 1.2 and the others 1.0. Beyond it, the arm of the context's quadrant pays 50,
-and the others pay what they pay within the radius. Standard deviations are 0.05, and 0.01 for the reward of 50. An
-agent sees only the reward of the arm that it chose. The other rewards are replaced by numbers from N(0, 1), as in the
-code behind the published tables.
+Within the radius delta the first arm pays 1.2 and the others 1.0. Outside this radius, the arm of the context's
+quadrant pays 50, and the other arms pay the same as inside. Standard deviations are 0.05, and 0.01 for the reward of
+50. An agent sees only the reward of the arm that it chose. The other rewards are replaced by numbers from N(0, 1), as
+in the code behind the published tables.
 """
 
 from __future__ import annotations

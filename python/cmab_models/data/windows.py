@@ -13,15 +13,15 @@ from ..point_processes import Events
 
 
 def windows(streams: list[tuple[Tensor, Tensor]], end: float, day: float, window: int, shortest: int) -> Events:
-    """Cut streams into runs of up to `window` consecutive events, and return these as sequences. Runs of fewer than
-    `shortest` are left out.
+    """Cut streams into runs of up to `window` consecutive events, and return these as sequences. If a run has fewer
+    than `shortest` events, it is left out.
 
     `ValueError` if no run is left.
 
     Args:
         streams: times and marks (N,) of each stream, the times in order.
-        end: the end of the observation of all streams, and so of the last run of each. Any other run counts as observed
-            until its last event.
+        end: the end of the observation of all streams, and therefore of the last run of each stream. Any other run
+            counts as observed until its last event.
         day: the length of a day. The clock of a run starts at the midnight before its first event.
     """
     times, marks, ends = [], [], []

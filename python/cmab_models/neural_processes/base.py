@@ -37,12 +37,12 @@ class NeuralProcess(Pretrained):
     first point, the state is None. The state of `CMANP` and `CNP` has constant size; the state of the other models
     holds all points.
 
-    Shapes: x (B, N, dim_x), y (B, N, dim_y), target_x (B, M, dim_x), all in the model's dtype. A wrong shape is a
-    `ValueError`. A wrong dtype, or an argument that is not a tensor, is a `TypeError`. On a CPU a NaN or an infinity is
-    a `ValueError` too, except in masked points. This also holds for target values: a target without a value has no
-    likelihood. On a GPU values are not checked, because the program would have to wait. There, a NaN makes the
-    predictions or likelihoods of its function NaN. A model in bfloat16 or float16 returns predictions and likelihoods
-    in float32.
+    Shapes: x (B, N, dim_x), y (B, N, dim_y), target_x (B, M, dim_x), all in the model's dtype. A wrong shape raises a
+    `ValueError`. A wrong dtype, or an argument that is not a tensor, raises a `TypeError`. On a CPU, a NaN or an
+    infinity raises a `ValueError` too, except in masked points. This also holds for target values: a target without a
+    value has no likelihood. On a GPU values are not checked, because the program would have to wait. There, a NaN makes
+    the predictions or likelihoods of its function NaN. A model in bfloat16 or float16 returns predictions and
+    likelihoods in float32.
 
     >>> model = cmab_models.CMANP(dim_x=1, dim_y=2, dim=16, num_latents=8, num_heads=2, depth=2)
     >>> x, y = torch.randn(3, 50, 1), torch.randn(3, 50, 2)
@@ -56,7 +56,8 @@ class NeuralProcess(Pretrained):
     state_type: ClassVar[type[tuple[Any, ...]]]
     """The type of the state that `condition` returns."""
     block_size: int | None = None
-    """How many targets are predicted jointly in autoregressive likelihoods and samples; None: all at once."""
+    """The number of targets that are predicted jointly in autoregressive likelihoods and samples; None: all targets at
+    once."""
 
     @abstractmethod
     def condition(self, x: Tensor, y: Tensor, state: Any = None, mask: Tensor | None = None) -> Any:
@@ -88,9 +89,9 @@ class NeuralProcess(Pretrained):
         """Return the log-likelihood (B,) of the targets given the context: summed over output dimensions, mean over
         targets.
 
-        With a `block_size`, or the model's own, that many targets are predicted at a time, and each block becomes
-        context of the next. The mean over no targets is 0. This 0, and the likelihoods of an empty batch, have a
-        backward pass: all gradients are 0.
+        With a `block_size`, or the model's own block size, this number of targets is predicted at a time, and each
+        block becomes context of the next block. The mean over no targets is 0. This 0, and the likelihoods of an empty
+        batch, have a backward pass: all gradients are 0.
         """
         self._check(context_x, context_y, of="context_")
         self._check(target_x, target_y, batch=len(context_x), of="target_")
@@ -115,7 +116,7 @@ class NeuralProcess(Pretrained):
         """
         self._check(x, y)
         if x.shape[1] < 2:
-            # Some models need a point: one of zeros.
+            # Some models need at least one point, so they get a point of zeros.
             known_x, known_y = (F.pad(part, (0, 0, 0, 1))[:, :1] for part in (x, y))
             return self.log_prob(known_x, known_y, x[:, :0], y[:, :0]).unsqueeze(1)[:, :0]
         state, found = None, []
@@ -169,8 +170,10 @@ class NeuralProcess(Pretrained):
     ) -> None:
         """Raise unless x is (B, N, dim_x), y, if given, (B, N, dim_y), and mask (B, N) bool, and values are finite.
 
-        `batch` is the B of a state or a context, and `of` says what x and y belong to. With `values=False`,
-        `without_masked` checks the values instead: it knows which points count, and in `CMANP` it gets them in chunks.
+        `batch` is the B of a state or a context, and `of` names the object to which x and y belong. With
+        `values=False`,
+        The values are checked by `without_masked` instead: it knows which points count, and in `CMANP` it gets them in
+            chunks.
         """
         given = {f"{of}x": x} | {f"{of}y": y for y in values_of_x}
         weight = weight_of(self)
@@ -203,7 +206,7 @@ def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, T
     """Return the points with zeros in place of ignored points, because a NaN times a weight or gradient of 0 would be a
     NaN.
 
-    On a CPU a NaN or an infinity in the other points is a `ValueError`.
+    On a CPU, a NaN or an infinity in the other points raises a `ValueError`.
     """
     if mask is not None:
         ignored = mask.unsqueeze(-1)
@@ -217,6 +220,6 @@ def joint_log_prob(predicted: Distribution, y: Tensor) -> Tensor:
     if not isinstance(predicted, MultivariateNormal):
         return predicted.log_prob(y).flatten(1).sum(1)
     values = y.flatten(1)
-    if not y.numel():  # torch's log_prob raises without values; sums over nothing keep the graph
+    if not y.numel():  # torch's log_prob raises an error without values; sums over no values keep the graph
         return (values - predicted.loc).sum(1) + predicted.scale_tril.sum((1, 2))
     return predicted.log_prob(values)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from typing import Self
 
 CHUNK = 2048
-"""How many points are embedded at a time if no backward pass follows. At the papers' size, 2,048 take 5 MiB and 8,192
-take 20 MiB."""
+"""The number of points that are embedded at a time if no backward pass follows. At the papers' size, 2,048 take 5 MiB
+and 8,192 take 20 MiB."""
 
 
 class CMANP(NeuralProcess):
@@ -92,8 +92,8 @@ class CMANP(NeuralProcess):
         """Return a model with the weights that the authors' code saves, in their dtype. All sizes but `num_heads`
         follow from the weights.
 
-        `ValueError` names entries that are missing, unexpected or of a wrong shape. The tests compare with outputs of
-        the authors' code.
+        A `ValueError` names entries that are missing, unexpected or of a wrong shape. The tests compare the results
+        with outputs of the authors' code.
         """
         return official.load(cls, state_dict, num_heads=num_heads, bound_std=bound_std)
 
@@ -163,16 +163,16 @@ class CMANP(NeuralProcess):
 class CMANPAND(CMANP):
     """A CMANP with a joint distribution over blocks of targets, each block given the blocks before it.
 
-    AND means autoregressive, not diagonal. Memory is constant in the context and linear in the targets. In training,
-    all targets are one block (`loss`), as in the authors' code; likelihoods and samples go through blocks of
-    `block_size`. Blocks smaller than any block in training get deviations that are too small: a single target gets
-    about half of the right deviation. Source: the paper of `CMANP`, section 4.3.
+    AND means "autoregressive not diagonal". Memory is constant in the context and linear in the targets. In training,
+    all targets are one block (`loss`), as in the authors' code; likelihoods and samples use blocks of `block_size`. If
+    a block is smaller than every block in training, its deviations are too small: a single target gets about half of
+    the correct deviation. Source: the paper of `CMANP`, section 4.3.
 
     Args:
         block_size: b_Q, the number of targets that are predicted jointly.
         rank: columns of the factor's projection, for each output dimension.
         projection_depth: linear layers of that projection.
-        Others are those of `CMANP`.
+        The other arguments are those of `CMANP`.
 
     >>> model = cmab_models.CMANPAND(1, 1, dim=16, num_latents=8, num_heads=2, depth=2).eval()
     >>> x, y, target_x, target_y = torch.randn(4, 3, 12, 1)

@@ -23,7 +23,8 @@ class Total(NamedTuple):
 
 
 class CNP(NeuralProcess):
-    """The simplest neural process: a perceptron at each point, a mean over the context, a perceptron at each target.
+    """The simplest neural process: a multilayer perceptron at each point, a mean over the context, and a multilayer
+    perceptron at each target.
 
     Args:
         dim_x, dim_y: columns of x and y.

@@ -53,8 +53,8 @@ class CachedLayer(nn.Module):
 
 
 class IncTNP(NeuralProcess):
-    """A Transformer Neural Process that takes new points without reading the old ones again: each point sees those
-    before it.
+    """A Transformer Neural Process that takes new points without reading the old ones again: each point attends to the
+    points before it.
 
     The state is a cache of keys and values, which grows with the context. The order of the points matters, and no point
     can be forgotten. One pass gives a prediction after every point of a sequence (`prefix_log_prob`).
@@ -99,7 +99,7 @@ class IncTNP(NeuralProcess):
             ignored = torch.cat([state.ignored, ignored], 1)
         position = torch.arange(ignored.shape[1], device=x.device)
         causal = position <= position[before:, None]
-        # An ignored point sees itself, so that no row of attention is empty.
+        # An ignored point attends to itself, so that no row of attention is empty.
         itself = position == position[before:, None]
         allowed = (causal & ~ignored[:, None, :] | itself).unsqueeze(1)
         features, keys, values = self.embedding(torch.cat(without_masked(x, y, mask), -1)), [], []
@@ -113,7 +113,7 @@ class IncTNP(NeuralProcess):
         return Cache(torch.stack(keys), torch.stack(values), ignored)
 
     def forget(self, state: Cache, x: Tensor, y: Tensor) -> Cache:
-        """Raise `RuntimeError`, because later points have seen the earlier ones."""
+        """Raise `RuntimeError`, because later points have attended to the earlier ones."""
         raise RuntimeError(
             "state: points of an IncTNP cannot be forgotten, as later points have seen them; condition anew on those "
             "that are left"
@@ -132,7 +132,7 @@ class IncTNP(NeuralProcess):
         return self._answered(state, x[:, 1:], earlier).log_prob(y[:, 1:]).sum(-1)
 
     def _answered(self, state: Cache, target_x: Tensor, allowed: Tensor) -> Distribution:
-        """Return the prediction for targets that see the `allowed` points."""
+        """Return the prediction for targets that attend to the `allowed` points."""
         features = self.embedding(torch.cat([target_x, target_x.new_zeros(*target_x.shape[:2], self.dim_y)], -1))
         for layer, key, value in zip(self._layers, state.keys, state.values, strict=True):
             features = layer(features, key, value, allowed)

@@ -32,7 +32,7 @@ def load(kind: type[Model], state_dict: Mapping[str, Tensor], *, num_heads: int,
     """Return a model of this kind with the weights of `state_dict`, in their dtype, and with the authors' kind of
     residual.
 
-    `ValueError` names entries that are missing or belong to another model.
+    A `ValueError` names entries that are missing or belong to another model.
     """
     check_weights(state_dict)
     low_rank = [name for name in state_dict if name.startswith("diag_net.")]

@@ -15,8 +15,8 @@ from .points import KeepsPoints, Points
 
 
 class TNPD(KeepsPoints):
-    """A neural process that is a Transformer over points and targets. A target sees the context, but not the other
-    targets.
+    """A neural process that is a Transformer over points and targets. A target attends to the context, but not to the
+    other targets.
 
     Time is quadratic in the context. Each prediction reads the context again, and the context must not be empty.
     Source: Transformer Neural Processes (Nguyen and Grover, ICML 2022), the diagonal form.
@@ -67,7 +67,7 @@ class TNPND(TNPD):
     Args:
         rank: columns of the factor's projection, for each output dimension.
         projection_depth: linear layers of that projection.
-        Others are those of `TNPD`.
+        The other arguments are those of `TNPD`.
 
     >>> model = cmab_models.TNPND(dim_x=1, dim_y=1, dim=16, num_heads=2, depth=2)
     >>> model(torch.randn(3, 50, 1), torch.randn(3, 50, 1), torch.randn(3, 7, 1)).covariance_matrix.shape

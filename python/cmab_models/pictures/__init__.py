@@ -1,4 +1,4 @@
-"""The pictures of the tasks: what a trained model does, beside the truth and beside other systems."""
+"""The pictures of the tasks: the results of a trained model, beside the truth and beside other systems."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def colour(name: str) -> str:
 def draw(task: Task, models: Mapping[str, nn.Module], output: Path) -> None:
     """Draw the task's picture with these trained models, by name, and write it to `output` (.png, .pdf or .svg).
 
-    `ValueError` if the task has no picture, or the file has another ending.
+    Raises a `ValueError` if the task has no picture, or if the file has another ending.
     """
     if task.name not in PICTURES:
         raise ValueError(mismatch("--task", task.name, f"one that has a picture: {', '.join(PICTURES)}"))
@@ -61,7 +61,7 @@ def draw(task: Task, models: Mapping[str, nn.Module], output: Path) -> None:
 
 
 def save(figure: Callable[[], Figure], output: Path) -> None:
-    """Call `figure` in the style of all pictures, and write what it returns."""
+    """Call `figure` in the style of all pictures, and write the result."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -55,7 +55,7 @@ def measured(systems: Iterable[str] = COMPARED, sizes: Iterable[int] = SIZES) ->
 
 def _cost(system: str, points: int) -> Cost:
     peak = peak_memory(_prepared, system, points, warm_up=(system, 10), limit=600)
-    _prepared(system, 10)()  # the first call in a process sets up threads and libraries, which is no cost of this size
+    _prepared(system, 10)()  # the first call in a process also sets up threads and libraries
     return Cost(system, points, seconds(_prepared(system, points)), peak.extra / 2**20)
 
 

@@ -1,4 +1,4 @@
-"""Intensities over a held-out sequence of events, and the predicted probabilities of the marks that came."""
+"""Intensities over a held-out sequence of events, and the predicted probabilities of the marks that occurred."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = 24
-"""The number of events at the end of the sequence that are drawn. The models read all events before them, too."""
+"""The number of events at the end of the sequence that are drawn. The models also read all events before these."""
 
 
 def figure(task: EventTask, models: Mapping[str, nn.Module]) -> Figure:
     """Draw the intensity of the next event between the last events of a sequence, and below it the probability of each
-    mark that came.
+    mark that occurred.
 
     The unit of the clock is the task's `period`: departures are in days. For a Hawkes process the exact intensity is
     drawn as well.

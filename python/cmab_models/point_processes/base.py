@@ -41,7 +41,8 @@ class LogProb(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """Events that follow a history, of each sequence as many as there are, padded to the most."""
+    """Events that follow a history. Sequences may have different numbers of events, and are padded to the largest
+    number."""
 
     times: Tensor
     """(B, N) float64, in order; 0 at padding"""
@@ -58,11 +59,11 @@ class PointProcess(Pretrained):
     first event is None. `log_prob` predicts every event of sequences from the events before it. It does so for all
     events at once, with the results of predicting them one by one.
 
-    Shapes: times (B, N), positive and in order, and marks (B, N) int64, smaller than `num_marks`. Other values are a
-    `ValueError`, and an argument that is not a tensor is a `TypeError`. A time that is NaN or infinite is a
-    `ValueError` too. All this is checked on a GPU as well; the program waits for the values. Keep times in float64,
-    whatever the model's dtype, because differences between late times lose digits in float32. Likelihoods are float64
-    in a float64 model and otherwise float32. They are finite even if events have equal times.
+    Shapes: times (B, N), positive and in order, and marks (B, N) int64, smaller than `num_marks`. Other values raise a
+    `ValueError`, and an argument that is not a tensor raises a `TypeError`. A time that is NaN or infinite raises a
+    `ValueError` too. All this is checked on a GPU as well, where the program waits for the values. Keep times in
+    float64, whatever the model's dtype, because differences between late times lose digits in float32. Likelihoods are
+    float64 in a float64 model and otherwise float32. They are finite even if events have equal times.
 
     >>> model = cmab_models.CMHP(num_marks=5, dim=16, num_latents=4, num_heads=2).eval()
     >>> times, marks = torch.rand(3, 20).cumsum(1), torch.randint(5, (3, 20))
@@ -86,13 +87,13 @@ class PointProcess(Pretrained):
         those of the events.
 
         With the defaults of the constructor, which suit gaps of about 1, a model of data in other units has a wrong
-        scale of time and learns slowly, or not at all.
+        time scale, and learns slowly or not at all.
 
         Args:
             events: sequences of events.
-            period: a time after which patterns recur, in the unit of the times, such as 24.0 for hours; None: the
+            period: a time after which patterns recur, in the unit of the times, such as 24.0 for hours. None means the
                 typical gap, exp(`log_gap_mean`).
-            options: other arguments of the constructor, and those that shall not come from the events.
+            options: other arguments of the constructor, and arguments that should not come from the events.
 
         >>> events = cmab_models.Events.pad([[0.1, 0.4, 0.5], [0.2, 0.9]], [[0, 1, 2], [1, 1]], [1.0, 1.0])
         >>> model = cmab_models.CMHP.for_events(events, dim=16, num_latents=4, num_heads=2)
@@ -114,8 +115,8 @@ class PointProcess(Pretrained):
     def _summaries(self, embedded: Tensor, there: Tensor) -> Tensor:
         """Return features (B, N + 1, features) of the first 0, 1, ..., N events, embedded (B, N, dim).
 
-        `there` (B, N) is False at padding, which follows the events of a sequence. Features after padding may be
-        anything.
+        `there` (B, N) is False at padding, which follows the events of a sequence. Features after padding may have any
+        value.
         """
 
     def observe(self, state: Any, time: Tensor, mark: Tensor) -> Any:
@@ -145,16 +146,16 @@ class PointProcess(Pretrained):
         """Return a random continuation of each history in `state`: all events after its last one, up to the time
         `until`.
 
-        The gap to the next event is drawn from the prediction after the events so far, its mark likewise, and the event
-        is observed, until each sequence has passed `until`.
+        The gap to the next event, and its mark, are drawn from the prediction after the events so far, and the event is
+        observed. This is repeated until each sequence has passed `until`.
 
         Args:
-            state: what `observe` returned, which is not changed, or None for sequences that start at time 0.
-            until: a number, or (B,), a time for each sequence, not before its last event. With a state of None, B is
+            state: the result of `observe`, which is not changed, or None for sequences that start at time 0.
+            until: a number, or (B,), one time for each sequence, not before its last event. With a state of None, B is
                 the number of sequences.
-            generator: of the random numbers, on the device of the model; None: torch's own.
-            max_events: `RuntimeError` if a sequence has more events than this: then `until` is far away in terms of the
-                gaps that the model predicts.
+            generator: the source of the random numbers, on the device of the model; None: torch's own generator.
+            max_events: if a sequence has more events than this, a `RuntimeError` is raised. Then `until` is far away,
+                compared with the gaps that the model predicts.
 
         >>> model = cmab_models.CMHP(num_marks=5, dim=16, num_latents=4, num_heads=2).eval()
         >>> state = model.observe(None, torch.tensor([0.7, 0.9]), torch.tensor([4, 1]))
@@ -196,7 +197,7 @@ class PointProcess(Pretrained):
 
         Args:
             times, marks: (B, N). The first event is predicted too, from no events; its gap is counted from time 0.
-            lengths: (B,) int64, the number of events of each sequence; padding may be anything. None: N for all.
+            lengths: (B,) int64, the number of events of each sequence; padding may have any value. None: N for all.
             end: (B,), the end of each sequence's observation, not before its last event; None: its last event.
         """
         self._check(times=times, marks=marks, **({} if end is None else {"end": end}))
@@ -337,8 +338,8 @@ class _Sequences(NamedTuple):
 
 
 def _before(features: Tensor, there: Tensor) -> Tensor:
-    """Return the features (E, features) from which each event is predicted: those of the events before it. Heads on
-    padding would only cost time."""
+    """Return the features (E, features) from which each event is predicted: the features of the events before it.
+    Computing heads on padding would only cost time."""
     rows = F.pad(there, (0, 1)).flatten().nonzero().squeeze(1)
     return features.flatten(0, 1).index_select(0, rows)
 

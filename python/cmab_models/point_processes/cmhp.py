@@ -41,9 +41,9 @@ class CMHP(PointProcess):
     Constant Memory Attention Block (Feng et al., ICML 2024), appendix B.1. The model is the encoder of a Transformer
     Hawkes Process with `CMAB`s as layers; its heads read the flattened latents.
 
-    The queries of the first cross-attention are the same for all events. So the states alone hardly tell which event
-    was the last. With `queries="newest"` the embedding of the newest event is added to the latents. In a causal
-    Transformer this event is the query, too.
+    The queries of the first cross-attention are the same for all events. So the states alone contain little information
+    about which event was the last. With `queries="newest"` the embedding of the newest event is added to the latents.
+    In a causal Transformer, this event is also the query.
 
     Args:
         num_marks: marks are 0 to num_marks - 1.
@@ -106,12 +106,12 @@ class CMHP(PointProcess):
         return self._retrieved(state.attention, state.newest)
 
     def _summaries(self, embedded: Tensor, there: Tensor) -> Tensor:
-        rows = there.flatten().nonzero().squeeze(1)  # padding would only cost time
+        rows = there.flatten().nonzero().squeeze(1)  # computing padding would only cost time
         nothing, zero = self._nothing()
         states = zip(nothing, prefix_states(self.blocks, embedded), strict=True)
         attention = AttentionState(*(torch.cat([before, after.index_select(1, rows)], 1) for before, after in states))
         summaries = self._retrieved(attention, torch.cat([zero, embedded.flatten(0, 1).index_select(0, rows)]))
-        # Rows of summaries; row 0: of no events.
+        # Rows of summaries; row 0 is the summary of no events.
         place = F.pad(there.flatten().cumsum(0).view_as(there).where(there, 0), (1, 0))
         return summaries.index_select(0, place.flatten()).unflatten(0, place.shape)
 

@@ -33,8 +33,8 @@ class Events(NamedTuple):
         A sequence of times or marks is a tensor (events,), or an array or a list that `torch.as_tensor` accepts. Marks
         are whole numbers from 0 on, in any dtype. `end` has one finite number for each sequence.
 
-        `ValueError` for no sequence, for another number of marks or ends than of sequences, and for an invalid
-        sequence, which it names.
+        Raises a `ValueError` for no sequences, if the number of marks or ends differs from the number of sequences, and
+        for an invalid sequence, which the message names.
         """
         times, marks = _sequences("times", times), _sequences("marks", marks)
         if not times:
@@ -76,7 +76,7 @@ class Events(NamedTuple):
 
     def take(self, rows: Tensor) -> Events:
         """Return the sequences `rows` (R,) int64, cut to the longest of them. Without rows, the shapes are (0, 0) and
-        (0,). `ValueError` for a number, or for rows that do not exist."""
+        (0,). Raises a `ValueError` for a number, or for rows that do not exist."""
         lengths = None
         with suppress(IndexError, TypeError):
             lengths = self.lengths[rows]
@@ -107,10 +107,10 @@ def _sequences(name: str, given: Iterable[Any]) -> list[Any]:
 
 
 def _as_tensor(name: str, given: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return what was given as a tensor of real numbers, ints by default as int64; `ValueError` with the name if it is
-    none."""
+    """Return the given object as a tensor of real numbers, with ints as int64 by default; a `ValueError` names it if it
+    cannot be converted."""
     try:
-        # A dtype would silently drop the imaginary part of an array. It keeps the digits of a list.
+        # A dtype would silently drop the imaginary part of an array. Without a dtype, the digits of a list are kept.
         tensor = torch.as_tensor(given) if hasattr(given, "__array__") else torch.as_tensor(given, dtype=dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(mismatch(name, shorten(repr(given), 60), "numbers")) from error

@@ -17,9 +17,10 @@ from ..precision import in_single
 SHORTEST = 1e-10
 """The shortest time between events. Published data has events at equal times, where the density would be infinite."""
 _LEAST, _MOST = 1e-300, 1 - 2.0**-53
-"""Probabilities and densities below count as the first; probabilities beyond the second count as 1."""
+"""Probabilities and densities below the first number count as this number; probabilities above the second count as
+1."""
 _HALVINGS = 64
-"""Bisections of an interval of logarithms; float64 resolves no more."""
+"""Bisections of an interval of logarithms; float64 cannot resolve more."""
 
 
 class LogNormalMixture(MixtureSameFamily):
@@ -81,7 +82,7 @@ class LogNormalMixture(MixtureSameFamily):
             below = self._probability(middle).detach() < inside
             low, high = middle.where(below, low), high.where(below, middle)
         log_gap = high
-        for _ in range(2):  # two steps of Newton's method have the right derivatives up to the third; they move nothing
+        for _ in range(2):  # two Newton steps give the right derivatives up to the third; the value stays
             error = self._probability(log_gap) - inside
             log_gap = log_gap - (error - error.detach()) / self._density(log_gap).clamp(min=_LEAST)
         gap = log_gap.exp()

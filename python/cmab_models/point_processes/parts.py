@@ -37,8 +37,8 @@ class LogGaps(NamedTuple):
 
     @classmethod
     def of(cls, gaps: Tensor) -> LogGaps:
-        """Return those of gaps (N,). Gaps of 0, between events at equal times, are left out; without two different
-        others the standard deviation is 1."""
+        """Return the mean and standard deviation for gaps (N,). Gaps of 0, between events at equal times, are left out.
+        If there are no two different other gaps, the standard deviation is 1."""
         logs = gaps[gaps > 0].double().log()
         std = float(logs.std()) if len(logs) > 1 else 0.0
         return cls(float(logs.mean()) if len(logs) else 0.0, std or 1.0)
@@ -48,12 +48,13 @@ class LogGaps(NamedTuple):
 
 
 class EventEmbedding(nn.Module):
-    """Embeds events: a vector for the mark, plus a temporal encoding of the time and of the time since the event
-    before.
+    """Embeds events: a vector for the mark, plus a temporal encoding of the time and of the time since the previous
+    event.
 
     The time is encoded by sines and cosines with dim / 2 periods in all: `period` times 1/8, 1/4, 1/2, 1, 2, 4, ... So
-    events that recur with the period look alike, and the longest periods tell early events from late ones. `ValueError`
-    for an odd dim, and for a `period` or a standard deviation of gaps that is not positive.
+    events that recur with the period have similar encodings, and the longest periods distinguish early events from late
+    events. Raises a `ValueError` for an odd dim, and for a `period` or a standard deviation of gaps that is not
+    positive.
 
     The periods stay float64 when the weights are cast: float16 cannot hold them, and bfloat16 shifts late events by
     whole periods. The periods follow from the arguments and are not saved. A module on the meta device gets its periods
@@ -101,8 +102,8 @@ class EventEmbedding(nn.Module):
 
 
 def _with_periods(embedding: EventEmbedding, _: Any) -> None:
-    """Move the periods to the device of weights that were loaded with `assign=True`. Such a load takes weights off the
-    meta device."""
+    """Move the periods to the device of weights that were loaded with `assign=True`. After such a load, weights are no
+    longer on the meta device."""
     if embedding.periods.device != embedding.mark.weight.device:
         embedding.periods = embedding._periods(embedding.mark.weight.device)
 

@@ -27,14 +27,14 @@ class THP(PointProcess):
 
     The state keeps all events, and each prediction reads all of them. This is the Transformer Hawkes Process (Zuo et
     al., ICML 2020) on `torch.nn.TransformerEncoder`. Two differences from the published code make likelihoods
-    comparable. The published code computes the likelihood of an event from features that have seen this event and its
-    mark (question 10 of its repository). It also estimates integrals of the intensity by Monte Carlo. The package
-    easy-tpp corrects the first point, and keeps the second. Here an event is predicted from the events before it, and
-    the likelihood of the log-normal mixture is exact.
+    comparable. The published code computes the likelihood of an event from features that already depend on this event
+    and its mark (question 10 of its repository). It also estimates integrals of the intensity by Monte Carlo. The
+    package easy-tpp corrects the first point, but not the second. Here an event is predicted from the events before it,
+    and the likelihood of the log-normal mixture is exact.
 
     Args:
         depth: layers of the encoder.
-        Others are those of `CMHP`.
+        The other arguments are those of `CMHP`.
 
     >>> model = cmab_models.THP(num_marks=5, dim=16, num_heads=2).eval()
     >>> times, marks = torch.rand(3, 20).cumsum(1), torch.randint(5, (3, 20))

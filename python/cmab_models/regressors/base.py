@@ -16,9 +16,9 @@ from ..pretrained import Pretrained
 class Regressor(Pretrained):
     """Base class of models that answer queries (B, M, dim_key) from keys (B, N, dim_key) and values (B, N, dim_value).
 
-    All tensors have the model's dtype. A wrong shape is a `ValueError`. A wrong dtype, or an argument that is not a
-    tensor, is a `TypeError`. On a CPU a NaN or an infinity is a `ValueError`. On a GPU values are not checked, because
-    the program would have to wait. There, a NaN reaches the answers of its batch element.
+    All tensors have the model's dtype. A wrong shape raises a `ValueError`. A wrong dtype, or an argument that is not a
+    tensor, raises a `TypeError`. On a CPU, a NaN or an infinity raises a `ValueError`. On a GPU values are not checked,
+    because the program would have to wait. There, a NaN reaches the answers of its batch element.
     """
 
     dim_key: int
@@ -39,4 +39,4 @@ class Regressor(Pretrained):
 
     @abstractmethod
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what `forward` returns, for tensors of the right shapes."""
+        """Return the result of `forward` for tensors of the right shapes."""

@@ -1,4 +1,4 @@
-"""Regressors with a single layer of Intention or attention, and a perceptron."""
+"""Regressors with a single layer of Intention or attention, and a multilayer perceptron."""
 
 from __future__ import annotations
 
@@ -70,12 +70,13 @@ class Attention(OneLayer):
 
 
 class MLP(Regressor):
-    """A perceptron that reads a query and all keys and values as one row, in their order. The number of keys is fixed.
+    """A multilayer perceptron that reads a query and all keys and values as one row, in their order. The number of keys
+    is fixed.
 
     Args:
         num_points: N, the number of keys.
         depth: the number of linear layers.
-        Others are those of `Intention`.
+        The other arguments are those of `Intention`.
 
     >>> model = cmab_models.MLP(dim_key=1, dim_value=1, dim_out=1, num_points=10)
     >>> model(torch.randn(3, 5, 1), torch.randn(3, 10, 1), torch.randn(3, 10, 1)).shape

@@ -1,2 +1,2 @@
-"""`make reproduce`: every system and its closest baseline on the same data, side by side, and what became of the
-published claims."""
+"""`make reproduce`: every system and its closest baseline on the same data, side by side, and whether the published
+claims hold."""

@@ -19,14 +19,14 @@ def _near(
     published: tuple[float, float] | None = None,
     equal_seconds: bool = False,
 ) -> Claim:
-    """Return the claim that one side is no further below another than in the paper."""
+    """Return the claim that one side is, compared with another, not worse by more than in the paper."""
     allowed = _behind(ours, published)
     told = _told(published) + (f": at most {allowed:g} worse" if allowed else "")
     return Claim(text, source, lambda results: compared(results, ours, theirs, allowed, equal_seconds), told)
 
 
 def _behind(side: Side, published: tuple[float, float] | None) -> float | None:
-    """Return by how much the first of two figures is worse: 0 if it is better, None if the figures are not known."""
+    """Return how much worse the first of two figures is: 0 if it is better, None if the figures are not known."""
     if published is None:
         return None
     ours, theirs = published
@@ -38,8 +38,8 @@ def _told(published: tuple[float, float] | None) -> str:
 
 
 def _constant_memory(results: Results) -> Verdict:
-    """Judge that from 10,000 points on, CMANP keeps less than one number per further point. The claim is
-    not judged if LBANP does so, too."""
+    """Judge the claim that CMANP keeps less than one number per further point, from 10,000 points on. The claim is not
+    judged if LBANP also does so."""
     grown = {system: _bytes_a_point(results, system) for system in ("cmanp", "lbanp")}
     told = (
         ", ".join(f"{system} {each:.1f}" for system, each in grown.items())
@@ -86,7 +86,7 @@ TRAINED_ON_ALL = (
 
 
 def _functions(experiment: str, ours: str, theirs: str, near: bool = False) -> Claim:
-    """Return a claim on functions. The name of the experiment tells the kernel."""
+    """Return a claim on functions. The name of the experiment names the kernel."""
     kernel = experiment.partition(", ")[2] or "RBF"
     relation = f"is as near to {theirs.upper()} as published" if near else f"is above {theirs.upper()}"
     published = (FUNCTIONS[experiment][ours], FUNCTIONS[experiment][theirs])

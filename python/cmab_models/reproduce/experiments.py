@@ -1,6 +1,6 @@
-"""What `make reproduce` trains. The steps are chosen so that the whole takes one to two hours on two cores.
+"""What `make reproduce` trains. The numbers of steps are chosen so that the whole takes one to two hours on two cores.
 
-If an experiment does not set the steps, they are the task's own for each system."""
+If an experiment does not set the steps, they are the task's own numbers for each system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BEFORE = {"model.residual": "input"}
 """The residual of the usual pre-norm layers. In the authors' code the residual goes to the normed rows instead."""
 
 EXPERIMENTS = (
-    # The slowest come first, so that at the end none of them runs alone.
+    # The slowest runs come first, so that at the end no slow run runs alone.
     Experiment(
         "functions", "gp-rbf", ("cmanp", "cmanp-and", "lbanp", "tnp-d", "cnp"), settings={"autoregressive": True}
     ),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .results import Results, Side, Spread, number
 
 SEEDS = 3
-"""The fewest seeds with which a claim is judged. With fewer, the standard error is not known."""
+"""The smallest number of seeds with which a claim is judged. With fewer, the standard error is not known."""
 EQUAL = 1.25
 """CPU seconds count as equal if the larger number is at most this many times the smaller."""
 
@@ -50,13 +50,13 @@ def judged(claim: Claim, results: Results) -> Verdict:
 def compared(
     results: Results, ours: Side, theirs: Side, allowed: float | None = 0.0, equal_seconds: bool = False
 ) -> Verdict:
-    """Judge that one side is better than another, or at most `allowed` worse. None means that the paper does not tell
+    """Judge that one side is better than another, or at most `allowed` worse. None means that the paper does not state
     how much worse is allowed.
 
     The claim held if the difference is on the right side of `allowed` by more than two standard errors, over three
-    seeds or more. It was refuted if the difference is on the wrong side by as much. It is not judged in between. It is
-    not judged either if a baseline that should fail is not clearly worse than what the claim asks, or, with
-    `equal_seconds`, if one side was trained for longer.
+    seeds or more. It was refuted if the difference is on the wrong side of `allowed` by more than two standard errors.
+    It is not judged in between. It is also not judged in two other cases: if a baseline that should fail is not clearly
+    worse than the claim requires; and, with `equal_seconds`, if one side was trained for longer.
     """
     mine, other = results.spread(*ours), results.spread(*theirs)
     asked = Spread(other.mean - results.sign(ours.score) * (allowed or 0.0), other.deviation, other.seeds)
@@ -88,5 +88,5 @@ def _error(one: Spread, other: Spread) -> float:
 
 
 def _named(side: Side, other: Side) -> str:
-    """Return the words that tell one side from the other: system and variant, and the score if these are the same."""
+    """Return the words that tell one side from the other: system and variant, and the score if both are the same."""
     return f"{side.label}, {side.score.replace('_', ' ')}" if side.label == other.label else side.label

@@ -1,5 +1,5 @@
-"""The opening of each run: the losses of its first steps and its scores then. They show whether changed code gives the
-same numbers.
+"""The opening of each run: the losses of its first steps, and its scores after these steps. They show whether changed
+code gives the same numbers.
 
 If the code of a system has changed since a result was trained, the result is out of date and is trained again. But not
 every change of code changes a number. If every first loss and score equals the recorded one to rounding, `confirm`
@@ -22,8 +22,8 @@ from .experiments import EXPERIMENTS
 STEPS = 10
 """The number of steps that are compared."""
 NEAR = 2e-3
-"""The largest difference that other processors and versions of torch make in so many steps, relative to numbers larger
-than 1.
+"""The largest difference that other processors and versions of torch cause in this number of steps, relative to numbers
+larger than 1.
 
 The largest difference seen is 1e-3: one commit on an AMD EPYC and on a Xeon with AMX differs in 5 of 5,000 few-shot
 answers.
@@ -44,7 +44,8 @@ def opening(run: Run) -> Opening:
 
 
 def differing(one: Opening, other: Opening) -> list[str]:
-    """Return the names of the numbers that differ by more than rounding, or that only one of the two openings has."""
+    """Return the names of the numbers that differ by more than rounding, or that are in only one of the two
+    openings."""
     return [name for name in one | other if not _near(one.get(name), other.get(name))]
 
 
@@ -69,8 +70,8 @@ def record(file: Path, report: Callable[[str], None]) -> None:
 
 
 def confirm(file: Path, report: Callable[[str], None]) -> list[str]:
-    """Accept results for changed code whose openings are the same as before. Return the runs with another opening, and
-    the reasons."""
+    """Accept the results of changed code if their openings are the same as before. Return the runs with another
+    opening, and the reasons."""
     told: dict[str, Any] = json.loads(file.read_text())
     failed = []
     for name, run in first_runs():
@@ -80,7 +81,7 @@ def confirm(file: Path, report: Callable[[str], None]) -> list[str]:
         if others := differing(told["openings"][name][run.system], _alone(run)):
             failed.append(f"{run.system} in {name}: another {', '.join(others[:3])}")
             continue
-        # The code that it was trained with.
+        # The code with which it was trained.
         told.setdefault("confirmed", {}).setdefault(name, {}).setdefault(run.system, known[run.system])
         known[run.system] = digest
         report(f"{run.system} in {name}: begins as before")

@@ -28,7 +28,7 @@ def drawn(runs: Mapping[str, Sequence[Run]], costs: list[context.Cost], folder: 
 
 
 def _models(task: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, nn.Module]:
-    """Return the models of the first seed by system, with the part of their experiment's name that follows a comma."""
+    """Return the models of the first seed by system. The name has the part of the experiment's name after the comma."""
     found = {}
     for experiment, each in runs.items():
         variant = experiment.partition(", ")[2]

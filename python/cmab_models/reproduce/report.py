@@ -81,7 +81,7 @@ def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float) -> 
 
 
 def _summed_up(verdicts: Mapping[Claim, Verdict]) -> str:
-    """Say in three sentences what was confirmed, what was not, and what is missing."""
+    """Say in three sentences which claims were confirmed, which were not, and which could not be judged."""
     held, refuted, unknown = (
         [claim for claim, verdict in verdicts.items() if verdict.held is held] for held in (True, False, None)
     )
@@ -116,7 +116,7 @@ def _spent(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say at which commit the runs were made, in bold if there are several commits, or changes that were not
+    """Say at which commit the runs were made. The text is bold if there are several commits, or changes that were not
     committed."""
     commits = list(dict.fromkeys(str(record["commit"])[:7] for record in records))
     told = f"Commit{'s' if len(commits) > 1 else ''}: {', '.join(f'`{commit}`' for commit in commits)}"
@@ -163,8 +163,8 @@ def _summary(task: Task) -> str:
 
 
 def _settings(results: Results, experiment: str) -> str:
-    """Say which settings of the task, and of the model, all runs have changed. The steps are left out, because the
-    table has them."""
+    """Say which settings of the task and of the model differ from the defaults in all runs. The steps are left out,
+    because the table has them."""
     records = [record for each in results.records[experiment].values() for record in each]
     own = {each.name: each.default for each in fields(results.tasks[experiment]) if each.name != "steps"}
     own |= {name: None for name in records[0] if name.startswith("model.")}
@@ -175,8 +175,7 @@ def _settings(results: Results, experiment: str) -> str:
 
 
 def _differing(results: Results, experiment: str) -> list[str]:
-    """Say which settings of the training and arguments of the models differ between systems, one setting after the
-    other."""
+    """Say which settings of the training, and which arguments of the models, differ between systems."""
     task, systems = results.tasks[experiment], results.records[experiment]
     known = {each.name for each in fields(task)}
     of = {

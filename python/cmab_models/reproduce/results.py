@@ -14,10 +14,10 @@ from .runner import finished
 LOWER = ("mse", "regret", "simple")
 """Scores whose names begin with one of these are better if they are lower."""
 BASELINES = ("cnp", "mlp")
-"""Systems that see their context as a mean or as one vector. If they reach a score, the task does not need attention
+"""Systems that read their context as a mean or as one vector. If they reach a score, the task does not need attention
 for it."""
 CEILINGS = "exact"
-"""References whose names begin with this are ceilings, not baselines."""
+"""References whose names begin with this are upper bounds, not baselines."""
 
 
 class Spread(NamedTuple):
@@ -86,7 +86,7 @@ class Results:
         return statistics.fmean(record[kind] for record in self.records[experiment][system])
 
     def steps(self, side: Side) -> int:
-        """Return the steps that a side was trained for."""
+        """Return the number of steps for which a side was trained."""
         return int(self.records[side.experiment][side.system][0]["steps"])
 
     def references(self, experiment: str) -> dict[str, float]:
@@ -96,8 +96,8 @@ class Results:
         return self._references[experiment]
 
     def baselines(self, ours: Side, theirs: Side) -> dict[str, Spread]:
-        """Return by name the values of a score for what should do worst: the `BASELINES` that are not compared, and
-        references without a model."""
+        """Return by name the values of a score for methods that should be worst: the `BASELINES` that are not compared,
+        and references without a model."""
         systems, known = self.records[theirs.experiment], self.references(theirs.experiment)
         found = {
             name: self.spread(theirs.experiment, name, theirs.score)
@@ -114,14 +114,14 @@ class Results:
 
 
 def _nearest(reference: str, scores: Iterable[str]) -> list[str]:
-    """Return the scores that share the most words at the end with the name of a reference: "pixel_mean_seen" belongs to
-    "..._seen"."""
+    """Return the scores whose names share the largest number of final words with the name of a reference:
+    "pixel_mean_seen" belongs to "..._seen"."""
     shared = {score: _shared(reference.split("_"), score.split("_")) for score in scores}
     return [score for score, words in shared.items() if words == max(shared.values())]
 
 
 def _shared(one: list[str], other: list[str]) -> int:
-    """Return how many words two lists share at their ends."""
+    """Return the number of words that two lists share at their ends."""
     pairs = list(zip(reversed(one), reversed(other), strict=False))
     return next((i for i, (word, same) in enumerate(pairs) if word != same), len(pairs))
 

@@ -1,4 +1,4 @@
-"""Runs several training processes at once, each with one thread, so that CPU seconds can be compared."""
+"""Runs several training processes at the same time, each with one thread, so that CPU seconds can be compared."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def command(run: Run) -> list[str]:
 def run_all(runs: Sequence[Run], workers: int, report: Callable[[Run, int], None]) -> list[Run]:
     """Finish all runs, `workers` at a time; return those that failed. Runs that are already finished do not run again.
 
-    `report(run, exit_code)` is called when a run ends. Its output is kept in `log.txt` in its folder. On Ctrl-C the
-    processes write their checkpoints, and the next call continues from them. A run whose settings or code have changed
-    starts from the beginning.
+    `report(run, exit_code)` is called when a run ends. The output of a run is kept in `log.txt` in its folder. On
+    Ctrl-C the processes write their checkpoints, and the next call continues from them. A run whose settings or code
+    have changed starts from the beginning.
     """
     waiting = [run for run in runs if finished(run) is None]
     running: dict[subprocess.Popen[bytes], Run] = {}

@@ -47,9 +47,9 @@ class StreamClassifier(Pretrained):
     values that they had as the newest tokens of their windows; `forward` computes all of them from one window. The
     `state_dict` holds the streams while there are any. Loading weights without streams ends the streams.
 
-    Tokens have the model's dtype. A wrong shape is a `ValueError`. A wrong dtype, or an argument that is not a tensor,
-    is a `TypeError`. On a CPU a NaN or an infinity is a `ValueError`. On a GPU values are not checked, because the
-    program would have to wait; scores are NaN there.
+    Tokens have the model's dtype. A wrong shape raises a `ValueError`. A wrong dtype, or an argument that is not a
+    tensor, raises a `TypeError`. On a CPU, a NaN or an infinity raises a `ValueError`. On a GPU values are not checked,
+    because the program would have to wait; scores are NaN there.
 
     Args:
         layers: layers of width `dim`, batch first, and without dropout. Each is a layer over a window (B, n, dim); the
@@ -178,7 +178,8 @@ class StreamClassifier(Pretrained):
             self.positions.set_state(place)  # also if no token was read yet
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Refuse a window without the last layer's stream that belongs to it, and a stream without its window."""
+        """Raise an error for a window without the last layer's stream that belongs to it, and for a stream without its
+        window."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         last = f"{prefix}layers.{len(self.layers) - 1}.self_attn.stream.queries"
         misfit = self._misfit(state_dict, f"{prefix}stream.tokens", last)
@@ -186,7 +187,7 @@ class StreamClassifier(Pretrained):
             args[-1].append(misfit)
 
     def _misfit(self, entries: Mapping[str, Any], window: str, last: str) -> str:
-        """Return why a window and the last layer's queries cannot belong to one state; "" if they can."""
+        """Return why a window and the queries of the last layer cannot belong to one state; "" if they can."""
         batch, tokens, streams = extent(entries, window, 0), extent(entries, window, 1), extent(entries, last, 0)
         begun = batch if tokens == self.sequence_len else 0
         if not self._is_continual or (streams == begun if self._over_window else batch == 0):
@@ -222,8 +223,8 @@ class StreamClassifier(Pretrained):
         )
 
     def _read(self, window: RecentTokens) -> Tensor | None:
-        """Return the output of the layers over the window: for all tokens (B, n, dim) when it is first full, later for
-        the newest token."""
+        """Return the output of the layers over the window: for all tokens (B, n, dim) when the window is first full,
+        and later for the newest token."""
         features, held = window.tokens, self.stream.held
         if features.shape[1] < self.sequence_len:
             return None

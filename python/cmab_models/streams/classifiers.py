@@ -1,4 +1,4 @@
-"""Classifiers of streams, by the attention of their layers."""
+"""Classifiers of streams, grouped by the attention of their layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import StreamClassifier
 
 
 class ContinualNystromformer(StreamClassifier):
-    """A Nyströmformer for streams: a token takes O(m) time in its last layer, whatever the window.
+    """A Nyströmformer for streams: its last layer takes O(m) time per token, for any window.
 
     `forward` takes whole windows with the same kind of landmarks. In a model of depth 1 with fixed landmarks, every
     step equals `forward` to rounding. With continual landmarks and m a divisor of n, a step equals `forward` every n /
@@ -34,8 +34,8 @@ class ContinualNystromformer(StreamClassifier):
             from training tokens.
         dim: width of all features.
         num_heads: a divisor of dim.
-        depth: the number of layers. All but the last read the whole window at every step.
-        ff_dim: hidden width of the perceptrons; None means 2 dim.
+        depth: the number of layers. All layers but the last read the whole window at every step.
+        ff_dim: hidden width of the feed-forward networks; None means 2 dim.
 
     >>> model = cmab_models.ContinualNystromformer(dim_in=6, num_classes=3, sequence_len=16, num_landmarks=4).eval()
     >>> tokens = torch.randn(2, 16, 6)
@@ -75,9 +75,9 @@ class ContinualNystromformer(StreamClassifier):
     def fit_landmarks(self, tokens: Tensor, layer: int | None = None, *, seed: int = 0) -> None:
         """Set the fixed landmarks of one layer, or of all from first to last, by k-means on training windows (B, n, C).
 
-        Each layer is fitted on the outputs of the layers before it. So the paper fits one layer at a time, and
-        continues to train after each. The landmarks stay the same parameters, so an optimiser that holds them can go
-        on. The stream ends.
+        Each layer is fitted on the outputs of the layers before it. The paper therefore fits one layer at a time, and
+        continues the training after each layer. The landmarks stay the same parameters, so an optimiser that holds them
+        can continue. The stream ends.
         """
         self._check_window(tokens)
         if not self.fixed:
@@ -95,7 +95,7 @@ class ContinualNystromformer(StreamClassifier):
 
 
 class ContinualTransformer(StreamClassifier):
-    """A `ContinualNystromformer` with exact attention instead: a token takes O(n) time in the last layer.
+    """A `ContinualNystromformer` with exact attention instead: its last layer takes O(n) time per token.
 
     Source: Continual Transformers: Redundancy-Free Attention for Online Inference (Hedegaard et al., 2023). The
     arguments are those of `ContinualNystromformer`. With `depth` 1, every step equals `forward` of the window to
@@ -126,8 +126,8 @@ class Nystromformer(StreamClassifier):
     """A Nyströmformer without continual layers: every layer reads the whole window for each token, with the means of
     its segments as landmarks.
 
-    Source: Nyströmformer (Xiong et al., AAAI 2021). The arguments are those of `ContinualNystromformer`, whose weights
-    fit. Every step equals `forward` of the window to rounding.
+    Source: Nyströmformer (Xiong et al., AAAI 2021). The arguments are those of `ContinualNystromformer`, and its
+    weights can be loaded. Every step equals `forward` of the window to rounding.
 
     >>> model = cmab_models.Nystromformer(dim_in=6, num_classes=3, sequence_len=16)
     >>> model(torch.randn(2, 16, 6)).shape

@@ -30,8 +30,8 @@ class WheelBandit(Task):
     `regret_0.9` is the regret over all contexts at delta = 0.9. `simple_0.9` is the regret over the last quarter, at
     least one play. With a `memory`, the agent forgets older rewards. With a `later_delta`, the radius changes half-way.
 
-    References: `uniform...`, 100 by definition; `first_arm...`, the regrets of always taking the arm that is best
-    within the radius.
+    References: `uniform...`, 100 by definition; `first_arm...`, the regrets of a policy that always takes the arm that
+    is best within the radius.
     """
 
     name: ClassVar[str] = "wheel"
@@ -94,8 +94,8 @@ class WheelBandit(Task):
         return self._by_delta(_best_paid(game) - game.rewards.mean(2))
 
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield after each play of one wheel of delta 0.95: its regret, the sum so far, and the time of the update in
-        milliseconds."""
+        """Yield these values after each play of one wheel of delta 0.95: its regret, the sum so far, and the time of
+        the update in milliseconds."""
         total = 0.0
         for i, play in enumerate(_played(model, self._game((0.95,), 1), self.memory)):
             total += play.regret.item()
@@ -117,7 +117,7 @@ class WheelBandit(Task):
         return regrets.unflatten(0, (len(DELTAS), self.seeds))
 
     def _percent(self, regrets: Tensor) -> dict[str, float]:
-        """Return regrets in percent of the uniform policy's, by radius."""
+        """Return regrets in percent of the regrets of the uniform policy, by radius."""
         scores: dict[str, float] = {}
         uniform = self.uniform_regrets()
         for name, first in (("regret", 0), ("simple", self.plays - max(self.plays // 4, 1))):

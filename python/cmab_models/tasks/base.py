@@ -76,12 +76,12 @@ class Task(ABC):
         """Return the model's scores on held-out data. The data is the same in every call."""
 
     def references(self) -> dict[str, float]:
-        """Return scores that need no model, on the data of `evaluate`: a ceiling, if one is known, and a trivial
+        """Return scores that need no model, on the data of `evaluate`: an upper bound, if one is known, and a trivial
         prediction."""
         return {}
 
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield what is known, such as scores, after each new point, event or token of one held-out stream."""
+        """Yield the known values, such as scores, after each new point, event or token of one held-out stream."""
         raise NotImplementedError(f"task: {self.name} has no stream; choose another task")
 
     def arguments(self, system: str) -> dict[str, Any]:
@@ -94,8 +94,8 @@ class Task(ABC):
     def model(self, system: str, **changes: Any) -> nn.Module:
         """Return a new model of the size that suits this task, with `changes` to the arguments of its constructor.
 
-        `ValueError` for a system that cannot learn the task, for changes that the constructor refuses, and for a change
-        of an argument without a default: those are the sizes of the task's data.
+        Raises a `ValueError` for a system that cannot learn the task, for changes that the constructor does not accept,
+        and for a change of an argument without a default: such arguments are the sizes of the task's data.
         """
         if system not in self.systems:
             raise ValueError(mismatch("system", system, f"one of {', '.join(self.systems)} for {self.name}"))
@@ -118,8 +118,8 @@ class Task(ABC):
     def changed(self, settings: Mapping[str, Any]) -> Task:
         """Return the task with other settings.
 
-        `ValueError` for an unknown name, a value of another type, and a number that is not positive and finite. A
-        number may also be 0 if that is its default.
+        Raises a `ValueError` for an unknown name, a value of another type, and a number that is not positive and
+        finite. A number may also be 0 if that is its default.
         """
         known = {field.name: field.default for field in fields(self)}
         for name, value in settings.items():

@@ -113,8 +113,8 @@ class FewShotTask(ImageTask):
     """The images: "digits"; "letters", which needs fonts; or "dejavu", letters that come with matplotlib. See
     `cmab_models.data.glyphs`."""
     turn: float = 0.0
-    """The largest angle in degrees by which an image is turned, to either side. Every image of a question has an angle
-    of its own."""
+    """The largest angle in degrees by which an image is rotated, to either side. Every image of a question has its own
+    angle."""
     estimator: str = "lssvm"
     """One of "lssvm", "scatter", "kernel" and "attention", for the system few-shot: see `cmab_models.FewShot`."""
     ways: int = 4

@@ -39,7 +39,7 @@ class EventTask(Task):
     """Either "newest" or "latents". Only the system cmhp reads this."""
 
     def __post_init__(self) -> None:
-        """Refuse an unknown word here, because thp never reads it."""
+        """Raise an error for an unknown word here, because thp never reads it."""
         if self.queries not in QUERIES:
             raise ValueError(mismatch("queries", repr(self.queries), f"one of {', '.join(QUERIES)}"))
 
@@ -71,7 +71,7 @@ class EventTask(Task):
 
     def loss(self, model: nn.Module, batch: Events) -> Tensor:
         found = cast("PointProcess", model).log_prob(*batch)
-        events = batch.lengths.sum().clamp(min=1)  # a batch without events has a likelihood, too: that of no event
+        events = batch.lengths.sum().clamp(min=1)  # a batch without events also has a likelihood: that of no event
         return -(found.time.sum() + found.mark.sum() + found.survival.sum()) / events
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class EventTask(Task):
 
     @torch.no_grad()
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield each event of one held-out sequence, with its prediction and what came."""
+        """Yield each event of one held-out sequence, with its prediction and the actual event."""
         process, state, last = cast("PointProcess", model), None, 0.0
         times, marks = (part.to(next(model.parameters()).device) for part in self.shown())
         for time, mark in zip(times, marks, strict=True):

@@ -36,7 +36,7 @@ class FunctionTask(Task):
     """Base class of tasks whose batches are sets of points (`Batch`) and whose score is the likelihood of targets.
 
     Scores are means over fixed batches of the log-likelihood of a target, summed over output dimensions.
-    `log_likelihood` is the score that the model gives by itself. With `autoregressive`, there are also scores with all
+    `log_likelihood` is the score of the model's own likelihood. With `autoregressive`, there are also scores with all
     targets at once, in blocks of 5, and one by one, where each block becomes context of the next.
     """
 
@@ -95,7 +95,7 @@ def streamed(model: nn.Module, batch: Batch, chunk: int = 1) -> Iterator[dict[st
     its targets.
 
     The yielded values are `points`, the number of known points; `log_likelihood`, the mean over the targets, each given
-    these points alone; and `update_ms`, the time that the last chunk took.
+    only these points; and `update_ms`, the time that the last chunk took.
     """
     model = cast("NeuralProcess", model)
     x, y, target_x, target_y = on_device_of(model, batch)

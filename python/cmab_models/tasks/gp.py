@@ -1,4 +1,4 @@
-"""Regression of functions from a Gaussian process. Its exact predictions are the ceiling."""
+"""Regression of functions from a Gaussian process. Its exact predictions give the upper bound."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class _GP(FunctionTask):
         return dict(zip(("exact", "exact_joint", "prior"), means, strict=True))
 
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
-        """Yield after each point of one function: the likelihood of 200 targets, that of the exact process, and the
-        time of the update."""
+        """Yield after each point of one function: the likelihood of 200 targets, the likelihood of the exact process,
+        and the time of the update."""
         generator = seeded(2)
         prior = gp.priors(self.kernel, 1, generator)
         batch = gp.draw(prior, self.stream_points, 200, generator)

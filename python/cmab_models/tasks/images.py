@@ -53,8 +53,8 @@ class _Completion(FunctionTask):
     """The number of pixels that arrive at a time in `stream`."""
 
     def sizes(self, system: str) -> dict[str, Any]:
-        """Return the sizes of all tasks of functions, with the paper's four layers in embeddings: places in a plane
-        need more than two."""
+        """Return the sizes of all tasks of functions, with the paper's four layers in embeddings, because points in a
+        plane need more than two layers."""
         return super().sizes(system) | ({} if system == "cnp" else {"embedding_depth": 4})
 
     @abstractmethod
@@ -220,7 +220,7 @@ def complete(model: nn.Module, image: Tensor, share: float, seed: int = 0) -> Co
 
 def _background(images: Pictures, size: int) -> tuple[Tensor, Tensor]:
     """Return the mean and standard deviation (size, size, C) of each pixel. If squares are cut from images, each pixel
-    gets those of all pixels."""
+    gets the mean and deviation of all pixels."""
     if isinstance(images, Tensor) and images.shape[1:3] == (size, size):
         pixels = data.values(images)
     else:

@@ -57,7 +57,7 @@ class StreamTask(Task):
     depth: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse an unknown word here, because other systems never read it."""
+        """Raise an error for an unknown word here, because other systems never read it."""
         if self.landmarks not in LANDMARKS:
             raise ValueError(mismatch("landmarks", repr(self.landmarks), f"one of {', '.join(LANDMARKS)}"))
 
@@ -85,8 +85,8 @@ class StreamTask(Task):
         """Return pieces (B, T, C) at random places of training streams, with equal chances for all classes, and their
         classes (B,).
 
-        A piece holds a window and n / m - 1 more tokens, by which a stream's landmarks can lag behind the window. It is
-        shorter if a training stream is shorter.
+        A piece holds a window and n / m - 1 more tokens, because a stream's landmarks can lag behind the window by that
+        number. It is shorter if a training stream is shorter.
         """
 
         def below(bound: int) -> int:
@@ -121,8 +121,8 @@ class StreamTask(Task):
         )
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Fit fixed landmarks: those of all layers at the start, then layer by layer, each followed by an equal part of
-        the training."""
+        """Fit fixed landmarks: first the landmarks of all layers, then layer by layer, with an equal part of the
+        training after each."""
         if not isinstance(model, ContinualNystromformer) or not model.fixed:
             return
         parts = len(model.layers) + 1

@@ -1,4 +1,4 @@
-"""Training: the loop, checkpoints that can be resumed, and records of what came out."""
+"""Training: the loop, checkpoints from which it can be resumed, and records of the results."""
 
 from .checkpoint import BadCheckpoint
 from .loop import Diverged, Interrupted, Run, first_losses, train

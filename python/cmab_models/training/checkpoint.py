@@ -24,7 +24,7 @@ class BadCheckpoint(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """Everything that the rest of a training run depends on."""
+    """Everything on which the rest of a training run depends."""
 
     run: dict[str, Any]
     """The system, the task and their settings, as numbers and strings only."""
@@ -46,7 +46,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def load(path: Path) -> Checkpoint:
-    """Return a checkpoint; `BadCheckpoint` if there is none, or it is broken."""
+    """Return a checkpoint; raise `BadCheckpoint` if there is none, or if it is broken."""
     if not path.exists():
         raise BadCheckpoint(mismatch(str(path), "no such file", "a checkpoint to resume; leave out --resume"))
     try:
@@ -105,7 +105,8 @@ def _check_tensor(name: str, entry: Any, like: Tensor) -> None:
 
 
 def _unreadable(path: Path) -> str:
-    """Say why torch cannot read a file. Its own messages tell to read the file with code, which nobody should."""
+    """Say why torch cannot read a file. torch's own messages advise to read the file with code execution, which nobody
+    should do."""
     if path.is_dir():
         return "a folder"
     start = path.read_bytes()[:2]
@@ -119,8 +120,8 @@ def _unreadable(path: Path) -> str:
 def resumed(
     path: Path, run: Mapping[str, Any], defaults: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Checkpoint:
-    """Load the checkpoint of this run into its model and optimiser, and return it; `BadCheckpoint` also if it does not
-    fit them."""
+    """Load the checkpoint of this run into its model and optimiser, and return it; raise `BadCheckpoint` also if it
+    does not fit them."""
     checkpoint, own = load(path), model.state_dict()
     check_same(path, checkpoint, run, defaults)
     if checkpoint.step > run["steps"]:
@@ -135,12 +136,12 @@ def resumed(
         raise BadCheckpoint(
             mismatch(str(path), f"weights of another version ({shorten(str(error), 300)})", f"those of {run['system']}")
         ) from error
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # its settings follow from the run
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # its settings are determined by the run
     return checkpoint
 
 
 def _check_state(name: str, state: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless `state` is that of Adam. A parameter that has had no gradient yet has no state."""
+    """Raise unless `state` is a state of Adam. A parameter that has had no gradient yet has no state."""
     _check_dict(name, state)
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     for number, moments in state.items():

@@ -1,4 +1,4 @@
-"""A digest of the code that a result depends on. It shows whether a result is older than its code."""
+"""A digest of the code on which a result depends. It shows whether a result is older than its code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def digest(*modules: str) -> str:
     comments and docstrings.
 
     From cmab_kernels, the hash includes the definitions: the modules of `nn`, the references, and the estimators of
-    Intention. It leaves out the kernels, because tests hold them to the definitions.
+    Intention. It leaves out the kernels, because tests compare them with the definitions.
     """
     found = hashlib.sha256()
     for module in sorted(reached(modules)):

@@ -26,11 +26,12 @@ from .code import digest
 
 
 class Interrupted(Exception):
-    """Training was stopped by the user; the message names the checkpoint to go on from."""
+    """The user stopped the training; the message names the checkpoint from which to continue."""
 
 
 class Diverged(ArithmeticError):
-    """A loss was not finite, or the loss or the weights after the last step are not; the message names the step."""
+    """A loss is not finite, or the loss or the weights after the last step are not finite; the message names the
+    step."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Run:
         return {"system": self.system, "task": self.task.name, "seed": self.seed, **asdict(self.task), **model}
 
     def defaults(self) -> dict[str, Any]:
-        """Return the values of all `model.` entries of `described` that it leaves out."""
+        """Return the values of all `model.` entries that `described` leaves out."""
         return {f"model.{name}": value for name, value in self.task.arguments(self.system).items()}
 
     def recorded(self) -> dict[str, Any]:
@@ -79,8 +80,8 @@ def train(
 
     `report(steps_done, loss)` is called after each step. The checkpoint in `run.folder` is written at the end and on an
     interruption. An interruption waits until the step, or the checkpoint, is finished, and then raises `Interrupted`.
-    With `resume`, training continues from the checkpoint, with the numbers of a run that was not interrupted, on the
-    same machine and with as many threads.
+    With `resume`, training continues from the checkpoint. On the same machine and with the same number of threads, it
+    gives the same numbers as a run that was not interrupted.
     """
     model, task = run.model(), run.task
     optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
@@ -175,7 +176,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: in
 
 @torch.no_grad()
 def _check_last(model: nn.Module, run: Run) -> None:
-    """Raise `Diverged` if the last step diverged. A loss shows the effect of earlier steps only, so the last step needs
+    """Raise `Diverged` if the last step diverged. A loss shows only the effect of earlier steps, so the last step needs
     a check of its own.
 
     Weights of 1e30 are finite, but results computed from them are not. A ReLU can hide infinite weights. So both the

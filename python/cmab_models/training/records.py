@@ -46,7 +46,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return git's answer for the checkout that this file is part of; None if there is no answer, or no checkout."""
+    """Return git's answer for the checkout to which this file belongs; None if there is no answer, or no checkout."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 

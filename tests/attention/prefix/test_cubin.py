@@ -1,5 +1,5 @@
-"""The Triton kernels of prefixes compiled for GPUs that this machine need not have:
-these tests read the machine code."""
+"""The Triton kernels of prefixes, compiled for GPUs that this machine need not have: these tests read the machine
+code."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SPILLING = {
 """Kernels known to spill, and the largest share of their instructions that may access local memory.
 
 Shares up to 1.5 % are a few values that ptxas spills to fit one more block. In float64 from 64 columns on, tiles that
-are hidden from Triton (`as_operand`) lie in registers, and without that `_prefix_keys` would be wrong.
+are hidden from Triton (`as_operand`) are in registers; without hiding them, `_prefix_keys` would be wrong.
 """
 
 

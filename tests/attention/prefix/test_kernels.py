@@ -140,7 +140,7 @@ def test_the_public_function_takes_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
 def test_huge_logits_in_any_order(order: str, dtype: torch.dtype) -> None:
-    """Prefixes share a tile, each with a maximum of its own; gradients of values depend on the last bit of lse."""
+    """Prefixes share a tile, each with its own maximum; gradients of values depend on the last bit of lse."""
     scores = 2.0 ** torch.linspace(20, 60, 37, dtype=torch.float64)
     scores = {"rising": scores, "falling": scores.flip(0), "mixed": scores[torch.randperm(37)]}[order].to(dtype)
     inputs = (torch.ones(1, 1, 1, 1, dtype=dtype), scores.view(1, 1, -1, 1), torch.randn(1, 1, 37, 5, dtype=dtype))
@@ -163,7 +163,7 @@ def test_huge_logits_in_any_order(order: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("every", [1, 3, 300])
 @pytest.mark.parametrize("lse", [-torch.inf, torch.inf, torch.nan])
 def test_a_state_that_is_not_clean(lse: float, every: int) -> None:
-    """An empty row adds nothing, also in gradients; an lse that no keys can have makes its row of every prefix NaN."""
+    """An empty row adds nothing, also in gradients; an lse that no keys can have makes the row NaN in every prefix."""
     q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (3, 40, 40))
     out, log = torch.randn_like(q), torch.randn(1, 2, 3, dtype=torch.float64)
     row = (0, 1, 2)

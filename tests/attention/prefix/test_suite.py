@@ -20,7 +20,8 @@ Results = tuple[Tensor, ...]
 def _states(
     query: Tensor, key: Tensor, value: Tensor, every: int, mask: Tensor | None = None
 ) -> list[ck.AttentionState]:
-    """Return the states as a loop would: each by the definition of attention, over all keys that it has seen."""
+    """Return the states as a loop would compute them: each by the definition of attention, over all keys up to its
+    prefix."""
     stops = [min(stop + every, key.shape[2]) for stop in range(0, key.shape[2], every)]
     parts = ((key[:, :, :stop], value[:, :, :stop], None if mask is None else mask[:, :stop]) for stop in stops)
     return [ck.AttentionState(*oracles.attention(query, *part)) for part in parts]
@@ -35,7 +36,7 @@ def _stacked(query: Tensor, states: list[ck.AttentionState], width: int) -> Resu
 
 
 class TestPrefixStates(OperatorSuite):
-    """`prefix_attention_states` with chunks that do not fit into tiles, and a last one that is shorter."""
+    """`prefix_attention_states` with chunks that do not fit into tiles, and a shorter last chunk."""
 
     operator = "prefix_attention_states"
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE"}
@@ -78,9 +79,9 @@ class TestPrefixStates(OperatorSuite):
     def huge_inputs(
         self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None
     ) -> dict[str, Tensor]:
-        """Return logits that are far apart even among the smallest, which have weights in the first prefixes.
+        """Return logits that are far apart, even among the smallest, which have weight in the first prefixes.
 
-        float16 has few digits for those.
+        float16 has few digits for such logits.
         """
         if dtype != torch.float16:
             return super().huge_inputs(dtype, order, extents)
@@ -88,8 +89,8 @@ class TestPrefixStates(OperatorSuite):
         return {**inputs, "query": 2**5 * inputs["query"]}
 
     def incoming(self, results: Results) -> Results:
-        """Return the gradients of a mean over prefixes; zeros for `lse`,
-        as torch's attention has none to send a gradient through."""
+        """Return the gradients of a mean over prefixes; zeros for `lse`, because torch's attention has no `lse` with a
+        gradient."""
         out, *lse = results
         return torch.randn(out.shape) / out.shape[2], *(torch.zeros_like(t) for t in lse)
 
@@ -97,7 +98,8 @@ class TestPrefixStates(OperatorSuite):
         return oracles.largest_score(inputs["query"], inputs["key"])
 
     def row_sizes(self, found: Measured) -> Tensor:
-        """Measure the rows of gradients by the terms that they add up, over keys and prefixes, which may cancel."""
+        """Measure the rows of gradients relative to the terms that they add up, over keys and prefixes, because these
+        may cancel."""
         size = found.right.norm(dim=-1)
         if not found.is_gradient:
             return size
@@ -202,11 +204,12 @@ class TestIncomingState(Variant):
         return OperatorSuite.row_sizes(self, found)
 
 
-# ---- what is the operator's own
+# ---- tests of this operator alone
 
 
 def test_a_state_that_nothing_is_added_to_stays(impl: str) -> None:
-    """Keys without weight beside it keep an incoming state's lse to a rounding of 1 in float32, not to one of lse."""
+    """If keys without weight are added, an incoming state's lse changes by a float32 rounding of 1 at most, not by one
+    of lse."""
     query, rows = torch.zeros(1, 2, 20, 4), torch.randn(1, 2, 9, 4)
     state = ck.AttentionState(torch.randn(1, 2, 20, 4), 1000 + torch.rand(1, 2, 20, dtype=torch.float64))
     found = ck.prefix_attention_states(query, rows, rows, every=4, state=state, impl=impl)

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.thorough
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 KERNELS = ("_project", "_project_rows_back", "_matrix_gradient")
 WITH_WIDE_KEYS = ("_forward", "_backward", "_backward_keys")
-"""The kernels of attention, which take keys wider than values for bfloat16 alone; tests/attention/test_cubin.py has the
-rest."""
+"""The kernels of attention, which take keys wider than values only for bfloat16; tests/attention/test_cubin.py tests
+the others."""
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 ORDINARY = [
     ("fp32", 16, 64, 90),
@@ -109,10 +109,10 @@ def test_compiled_with_tf32(width: int, capability: int, tmp_path: Path) -> None
 
 
 def test_keys_are_not_rounded(tmp_path: Path) -> None:
-    """For bfloat16 the products with keys are three: those of tf32 parts for the projection, and of bfloat16 parts for
+    """For bfloat16 there are three products with keys: of tf32 parts for the projection, and of bfloat16 parts for
     scores.
 
-    Values take one product. Both loops of attention have them.
+    Values take one product. Both loops of attention have these products.
     """
     with as_if_on(90):
         found = _launches(torch.bfloat16, 16, 64)
@@ -131,8 +131,8 @@ def test_compiled_with_a_mask(dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows, wanted", [(1024, ["_project", "_forward"]), (5003, ["_project", "_forward", "_merge"])])
 def test_launches(rows: int, wanted: list[str]) -> None:
-    """K blocks over a run of rows take two launches, of which the second merges the incoming state; several runs take
-    one more."""
+    """K blocks over a run of rows take two launches; the second merges the incoming state. Several runs take one more
+    launch."""
     query, inputs = torch.empty(2, 2, 4, 8, 16), torch.empty(2, rows, 64)
     weight, out, lse = torch.empty(2, 128, 64), torch.empty(2, 2, 4, 8, 16), torch.empty(2, 2, 4, 8).double()
     given = ProjectedAttention(query, inputs, weight, weight[..., 0], None, None, out, lse, 0.25, 1e-5)
@@ -142,9 +142,9 @@ def test_launches(rows: int, wanted: list[str]) -> None:
 
 @pytest.mark.parametrize("rows, blocks, programs", [(50, 1, 4), (50, 6, 24), (10**5, 1, 1024)])
 def test_few_rows_take_many_programs(rows: int, blocks: int, programs: int) -> None:
-    """Where blocks of rows are too few to fill a GPU, each has a program for every tile of the columns.
+    """If there are too few blocks of rows to fill a GPU, each block has a program for every tile of the columns.
 
-    The third case has blocks enough in its first chunk of 65,536 rows.
+    The third case has enough blocks in its first chunk of 65,536 rows.
     """
     query, inputs, weight = torch.empty(blocks, 1, 4, 8, 16), torch.empty(1, rows, 64), torch.empty(blocks, 128, 64)
     given = ProjectedAttention(query, inputs, weight, weight[..., 0], scale=0.25, eps=1e-5)
@@ -153,7 +153,7 @@ def test_few_rows_take_many_programs(rows: int, blocks: int, programs: int) -> N
     assert found[0].grid == (programs,)
 
 
-# ---- each check refuses a planted fault
+# ---- each check reports a planted fault
 
 
 def test_spills_are_seen(tmp_path: Path) -> None:

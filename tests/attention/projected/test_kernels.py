@@ -38,7 +38,7 @@ def margins() -> Iterator[None]:
 
 
 class Case:
-    """Inputs of K blocks, what the kernels make of them, and what the definition makes of them in float64."""
+    """Inputs of K blocks, the results of the kernels, and the results of the definition in float64."""
 
     def __init__(
         self,
@@ -92,7 +92,8 @@ class Case:
         return tuple(t.detach() for t in state), torch.autograd.grad(loss, wide)
 
     def check(self) -> None:
-        """Check each row of the results, and each gradient as a whole: the rows of gradients cancel."""
+        """Check each row of the results, and each gradient as a whole, because the terms in rows of gradients
+        cancel."""
         tolerance = TOLERANCE[self.inputs.dtype]
         (out, lse), grads = self.expected()
         assert self.out.is_contiguous() and self.lse.is_contiguous() and self.lse.dtype == torch.float64
@@ -141,8 +142,8 @@ def test_wide_heads(shape: dict[str, Any]) -> None:
     "shape", [{"mask": True, "blocks": 2}, {"width": 68, "value_width": 70, "heads": 1}], ids=["narrow", "wide"]
 )
 def test_half_products(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of bfloat16, which the interpreter does not know, in float16:
-    keys are float32 in memory and in products, all else is rounded."""
+    """The path of bfloat16, which the interpreter does not support, in float16: keys are float32 in memory and in
+    products, and everything else is rounded."""
     monkeypatch.setattr(launch, "MULTIPLIED_AS_THEY_ARE", [torch.float16])
     forget()
     case = Case(dtype=torch.float16, query_dtype=torch.float16, **shape)
@@ -164,7 +165,7 @@ def test_more_blocks_of_rows_than_shares(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("filling", [1, 3, 100])
 def test_columns_are_divided(filling: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight tiles of columns of two matrices, by one program, by three, and by one each."""
+    """Eight tiles of columns of two matrices, in one program, in three programs, and in one program each."""
     monkeypatch.setattr(projections, "FILLING", filling)
     Case(batch=1, rows=9, width=40, value_width=70, needs=(True, False, False, False)).check()
 
@@ -200,7 +201,7 @@ def test_chunks(shape: dict[str, Any]) -> None:
 
 
 def test_chunks_are_bounded() -> None:
-    """They take a part of the cache, or for packed sets as much as the states that each of them reads."""
+    """Sets take a part of the cache, or for packed sets as much as the states that each chunk reads."""
     query, weight = torch.empty(6, 1, 4, 128, 16, device="meta"), torch.empty(6, 128, 64, device="meta")
     for rows, packed in ((10**6, False), (10**8, False), (10**6, True)):
         offsets = torch.empty(1001, device="meta", dtype=torch.int32) if packed else None
@@ -216,7 +217,7 @@ def test_chunks_are_bounded() -> None:
 
 @pytest.mark.parametrize("needed", range(5))
 def test_only_what_is_needed(needed: int) -> None:
-    """The gradient of one argument alone, and of none."""
+    """The gradient of one argument alone, and of no argument."""
     Case(rows=9, batch=1, heads=1, needs=tuple(i == needed for i in range(4))).check()
 
 
@@ -227,7 +228,7 @@ def test_nothing(emptied: str) -> None:
 
 
 def test_ignored_rows_do_not_matter() -> None:
-    """NaN and infinity lie under the mask, and get a gradient of exactly 0."""
+    """NaN and infinity are under the mask, and have a gradient of exactly 0."""
     clean = Case(mask=True)
     ignore = clean.mask
     assert ignore is not None and ignore.any()
@@ -246,7 +247,7 @@ def test_ignored_rows_do_not_matter() -> None:
 
 @pytest.mark.parametrize("step", [128, 8])
 def test_bad_offsets_make_everything_nan(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one chunk, and in three."""
+    """The same in one chunk, and in three."""
     case = Case(batch=2, offsets=[0, 5, 21], heads=1, latents=1)
     monkeypatch.setattr(chunks, "STEP", step)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", chunks.CHUNK_BYTES if step == 128 else 1)

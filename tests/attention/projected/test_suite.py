@@ -21,8 +21,8 @@ EPS = 1e-3
 
 
 def offsets(inputs: Any) -> Tensor:
-    """Return the offsets of three sets, of which the second is empty:
-    made on the device, so that a CUDA graph can capture it."""
+    """Return the offsets of three sets; the second is empty. They are made on the device, so that a CUDA graph can
+    capture it."""
     length = inputs.shape[1] if isinstance(inputs, Tensor) and inputs.dim() > 1 else 5
     at = torch.arange(4, device=inputs.device if isinstance(inputs, Tensor) else None)
     first = 2 * length // 5
@@ -30,7 +30,8 @@ def offsets(inputs: Any) -> Tensor:
 
 
 def joined(weight: Any, dim: int = 0) -> Any:
-    """Return weights of heads (..., H, D, C) as those of `torch.nn.Linear` (..., H D, C); anything else as it is."""
+    """Return weights of heads (..., H, D, C) in the form of `torch.nn.Linear` (..., H D, C); other values are returned
+    unchanged."""
     return weight.flatten(dim, dim + 1) if isinstance(weight, Tensor) and weight.dim() > dim + 1 else weight
 
 
@@ -76,8 +77,8 @@ class TestProjectedAttention(OperatorSuite):
     """The position of the heads in the shapes of the weights."""
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
-        """Return weights that keep the size of a row, so that logits follow the law;
-        an outlier goes to the rows and queries."""
+        """Return weights that keep the size of a row, so that logits have the given distribution; an outlier goes to
+        the rows and queries."""
         if law == "one outlier" and name not in ("query", "inputs"):
             law = "normal"
         return LAWS[law](*shape) / (shape[-1] ** 0.5 if name.endswith("weight") and len(shape) > 2 else 1)
@@ -104,8 +105,8 @@ class TestProjectedAttention(OperatorSuite):
         return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
 
     def incoming(self, results: Results) -> Results:
-        """Return random gradients of `out` and zeros for `lse`:
-        torch's attention has no `lse` to send a gradient through."""
+        """Return random gradients of `out` and zeros for `lse`, because torch's attention has no `lse` with a
+        gradient."""
         out, *lse = results
         return torch.randn(out.shape), *(torch.zeros_like(t) for t in lse)
 
@@ -114,12 +115,13 @@ class TestProjectedAttention(OperatorSuite):
         return oracles.largest_score(inputs["query"], self.key_and_value(inputs["inputs"], **weights)[0])
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Leave vanishing gradients unchecked: all if the norm makes equal rows 0,
-        and that of a bias that moves all scores alike."""
+        """Do not check vanishing gradients: all gradients if the norm makes equal rows 0, and that of a bias that adds
+        the same to all scores."""
         return not is_gradient or (law != "all equal" and name != "key_bias")
 
     def row_sizes(self, found: Measured) -> Tensor:
-        """Measure the rows of gradients through the softmax by the terms that they add up, which may cancel."""
+        """Measure the rows of gradients through the softmax relative to the terms that they add up, because these may
+        cancel."""
         size = super().row_sizes(found)
         if found.name not in ("query", "key_weight", "inputs", "norm_weight", "norm_bias") or not found.is_gradient:
             return size
@@ -162,7 +164,7 @@ class Variant(TestProjectedAttention):
 
 
 class TestStackedBlocks(TestProjectedAttention):
-    """Several blocks over one read of the inputs, their states with the batch first, where the suite looks for it."""
+    """Several blocks over one read of the inputs; their states have the batch first, as the suite expects."""
 
     arguments = {
         "query": "KHLD",
@@ -302,7 +304,7 @@ class TestIncomingState(Variant):
         return super().score({**rest, "inputs": torch.cat([inputs["others"], inputs["inputs"]], 1)})
 
 
-# ---- what is this operator's own
+# ---- tests of this operator alone
 
 
 def _calls() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -199,6 +199,19 @@ def test_info(impl: str) -> None:
     assert constrained(key, value, 0.1, equal=contradiction, impl=impl).info.eq(3).all()
 
 
+@pytest.mark.parametrize("kind", ["equal", "at_most"])
+def test_a_bound_that_is_nan_is_reported(impl: str, kind: str) -> None:
+    """A NaN is greater than nothing, so that its constraint enters no active set. Other problems stay right."""
+    key, value, normals = _randn(2, 1, 9, 2), _randn(2, 1, 9, 2), _randn(2, 2)
+    bounds = _randn(2, 1, 2, 2)
+    right = constrained(key, value, 0.1, **{kind: (normals, bounds)}, impl=impl)
+    bounds[1, 0, 0, 1] = torch.nan
+    fit = constrained(key, value, 0.1, **{kind: (normals, bounds)}, impl=impl)
+    assert fit.info[1, 0, 1] == 1 and fit.weight[1, 0, :, 1].isnan().all()
+    fit.weight[1, 0, :, 1], fit.info[1, 0, 1] = right.weight[1, 0, :, 1], right.info[1, 0, 1]
+    assert torch.equal(fit.weight, right.weight) and torch.equal(fit.info, right.info)
+
+
 def test_without_constraints_it_is_ridge(impl: str) -> None:
     key, value = _randn(2, 3, 20, 4), _randn(2, 3, 20, 2)
     fit = constrained(key, value, 0.3, impl=impl)

@@ -160,3 +160,26 @@ def test_points_that_coincide_have_a_gradient() -> None:
     key = torch.randn(1, 1, 6, 2, dtype=torch.float64).requires_grad_()
     (grad,) = torch.autograd.grad(variants.kernel_features(key, torch.cat([key, key], 2), 1.0).square().sum(), key)
     assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_set(strange: float) -> None:
+    """LAPACK would refuse the whole batch."""
+    query, key = torch.randn(3, 2, 4, 3), torch.randn(3, 2, 12, 3)
+    for features in (variants.kernel_features, lambda q, k, gamma: variants.nystrom_features(q, k, 6, gamma)):
+        right = features(query, key, 0.5)
+        found = features(query, torch.cat([key[:1], key[1:].index_fill(2, torch.tensor([0]), strange)]), 0.5)
+        assert torch.equal(found[0], right[0]) and found[1:].isnan().all()
+
+
+def test_a_set_alone_has_the_bits_of_a_batch() -> None:
+    """The matrix of 33 points on a line is nearly singular: what is rounded differently shows."""
+    query, key = torch.randn(5, 2, 3, 1, dtype=torch.float64), torch.randn(5, 2, 33, 1, dtype=torch.float64)
+    key.requires_grad_()
+    whole = variants.kernel_features(query, key, 0.3)
+    (slope,) = torch.autograd.grad(whole.sin().sum(), key)
+    for one in range(5):
+        own = key[one : one + 1].detach().clone().requires_grad_()
+        alone = variants.kernel_features(query[one : one + 1].clone(), own, 0.3)
+        assert torch.equal(alone[0], whole[one])
+        assert torch.equal(torch.autograd.grad(alone.sin().sum(), own)[0][0], slope[one])

@@ -1,4 +1,4 @@
-"""Checks of the memory that a step writes to, for the kernels of GPUs that run here on the CPU."""
+"""Checks of the memory to which a step writes, for the kernels of GPUs that run here on the CPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Capture = Callable[[], AbstractContextManager[object]]
 def check_in_place_is_out_of_place(
     step: Step, capture: Capture, landmarks: int | None, retroactive: bool, chunk: int
 ) -> None:
-    """A captured step writes to its given tensors, a step of a shared state to new memory, any other to the spare
-    memory.
+    """A captured step writes to the tensors that it is given, a step of a shared state to new memory, and any other
+    step to the spare memory.
 
     All give the same bits.
     """

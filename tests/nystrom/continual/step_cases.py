@@ -1,4 +1,5 @@
-"""Streams, the definition of their steps, and comparisons with it, for the kernels of GPUs that run here on the CPU."""
+"""Streams, the definition of their steps, and comparisons with the definition, for the kernels of GPUs that run here on
+the CPU."""
 
 from __future__ import annotations
 
@@ -72,9 +73,10 @@ def errors(wanted: Tensor, *results: Tensor) -> Iterator[Tensor]:
 
 
 def check_the_largest_of_huge_logits_leaves(step: Callable[[Any, Tokens], Any], dtype: torch.dtype) -> None:
-    """Check the sums after a step in which the token with the largest logit leaves, beyond the digits of its dtype.
+    """Check the sums after a step in which the token with the largest logit leaves, if this logit is too large for the
+    digits of its dtype.
 
-    Its weight was added by other code, for which the logit is a neighbour of the one that is subtracted.
+    Its weight was added by other code, which rounded the logit to a neighbour of the logit that is subtracted.
     """
     heads, window, size = 64, 5, 2.0 ** (20 if dtype == torch.float32 else 35)
     query, key, value = (t.double() for t in tokens(1, heads, window + 1, 8, 3))
@@ -83,7 +85,7 @@ def check_the_largest_of_huge_logits_leaves(step: Callable[[Any, Tokens], Any], 
     state = ck.continual_nystrom_init(*part(stream, 0, window), landmarks=(near, near))
     top = state.sums[..., 4]
     top.copy_(top.nextafter(torch.full_like(top, torch.inf)))
-    state.sums[..., -1] = state.sums[..., -2]  # as a kernel stores it
+    state.sums[..., -1] = state.sums[..., -2]  # in the form in which a kernel stores it
     sums = step(state, part(stream, window, window + 1)).sums
     right = (near.double() @ key[:, :, 1:].double().mT * 8**-0.5).softmax(-1) @ stream[2][:, :, 1:].double()
     torch.testing.assert_close(sums[..., :3] / sums[..., 3:4], right.to(sums.dtype), rtol=1e-5, atol=1e-5)
@@ -114,8 +116,8 @@ def check_values_that_fade(step: Callable[[Any, Tokens], Any], law: str, dtype: 
 
 
 def check_log_scales(step: Callable[[Any, Tokens], Any]) -> None:
-    """Check that a logit becomes the log-scale of a row only if it exceeds it by 1:
-    each change rounds the row to one side."""
+    """Check that a logit becomes the log-scale of a row only if it exceeds the log-scale by 1, because each change
+    rounds the row to one side."""
     window, logits = 8, [0.0, 0.9, 1.1, 2.0, 2.2]
     ones, keys = torch.ones(1, 1, window + 5, 1), torch.tensor([0.0] * window + logits).view(1, 1, -1, 1)
     landmark = torch.ones(1, 1, 1)
@@ -138,8 +140,8 @@ def compare(
 ) -> None:
     """Check the rows of each chunk of a stream against the definition in float64, by promise P2.
 
-    Rows of a head share one pseudo-inverse, whose error shows in all of them: torch's own error is the largest of a
-    head's rows.
+    The rows of a head share one pseudo-inverse, whose error affects all of them, so torch's own error is the largest of
+    the rows of a head.
     """
     dtype = stream[1].dtype
     ours, own = (start(part(stream, 0, window), landmarks, fixed) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Drive streams through the continual steps, and compute the right results."""
+"""Run streams through the continual steps, and compute the right results."""
 
 from __future__ import annotations
 

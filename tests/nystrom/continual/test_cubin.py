@@ -1,5 +1,5 @@
-"""The Triton kernels of the continual steps compiled for GPUs that this machine need not have:
-these tests read the machine code."""
+"""The Triton kernels of the continual steps, compiled for GPUs that this machine need not have: these tests read the
+machine code."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ SPILLING = {
 }
 """The steps known to spill, and the largest share of their instructions that may access local memory, by capability.
 
-The inverse of 64 landmarks or more takes all registers: values kept from token to token are spilled around it, once a
-segment.
+The inverse of 64 landmarks or more takes all registers, so values that are kept from token to token are spilled around
+it, once per segment.
 """
 
 EVERY = list(
@@ -96,9 +96,9 @@ class _Operations(TorchDispatchMode):
 @pytest.mark.parametrize("landmarks, retroactive", [(16, False), (16, True), (None, False), (None, True)])
 @pytest.mark.parametrize("count, held", [(1, False), (80, False), (1, True)])
 def test_a_step_is_one_launch(landmarks: int | None, retroactive: bool, count: int, held: bool) -> None:
-    """Tokens may have any strides; beside the launch, torch only allocates memory.
+    """Tokens may have any strides; apart from the launch, torch only allocates memory.
 
-    `held`: others may read the state's memory.
+    `held`: other code may read the state's memory.
     """
     stream = tokens(2, 3, 64 + count, 64, 64)
     step = kernels.continual_attention_step if landmarks is None else kernels.continual_nystrom_step
@@ -140,8 +140,8 @@ def test_compiled_everywhere(
 
 
 def test_one_kernel_for_all_shapes() -> None:
-    """Batches, heads, windows, numbers of tokens and of landmarks change no constant;
-    widths and landmarks are powers of two."""
+    """Batches, heads, windows, and numbers of tokens and landmarks change no constant; widths and numbers of landmarks
+    are padded to powers of two."""
     shapes = [(2, 3, 20, 40, 40, 1), (1, 1, 31, 33, 64, 17), (3, 16, 24, 64, 33, 2)]
     for landmarks in ((12, 9, 16), (None, None, None)):
         found = [_launch(torch.float32, number, False, shape) for number, shape in zip(landmarks, shapes, strict=True)]
@@ -149,7 +149,7 @@ def test_one_kernel_for_all_shapes() -> None:
         assert len(keys) == 1
 
 
-# ---- each check refuses a planted fault
+# ---- each check reports a planted fault
 
 
 def test_spills_are_seen(tmp_path: Path) -> None:

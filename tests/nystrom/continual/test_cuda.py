@@ -1,7 +1,8 @@
-"""The CUDA C++ kernels of the continual steps, compiled for the CPU (tests/emulated_cuda.py), against the definition.
+"""The CUDA C++ kernels of the continual steps, compiled for the CPU (tests/emulated_cuda.py), compared with the
+definition.
 
-These tests say nothing about a real GPU: its timing, its streams, or its graphs. A capture is emulated by telling the
-launcher that there is one.
+These tests say nothing about a real GPU: its timing, its streams, or its graphs. A capture is emulated: the launch
+function is told that there is one.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Player:
-    """The module that launchers call: the emulated kernels, and a flag that tells whether a graph captures."""
+    """The module that launch functions call: the emulated kernels, and a flag that says whether a graph is being
+    captured."""
 
     def __init__(self, library: Path) -> None:
         self.kernels = Emulated(library)
@@ -74,7 +76,7 @@ class Player:
 
 @pytest.fixture(autouse=True)
 def played(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Player]:
-    """Let launchers call the emulated kernels; fill all memory that they allocate with NaN."""
+    """Let launch functions call the emulated kernels; fill all memory that they allocate with NaN."""
     player = Player(library)
     monkeypatch.setattr(cuda_step, "CUDA", player.kernels)
     monkeypatch.setattr(cuda_step, "launch", emulated_cuda.launch)
@@ -145,7 +147,7 @@ def test_laws(law: str, landmarks: int | None, fixed: bool, dtype: torch.dtype) 
 @pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_huge_logits(landmarks: int | None, fixed: bool, retroactive: bool, order: str, dtype: torch.dtype) -> None:
-    """Logits from 2^20 to 2^60 in any order enter the window, are its largest for a while, and leave it."""
+    """Logits from 2^20 to 2^60 enter the window in any order, are its largest for a while, and leave it."""
     window, suite = 23, StepSuite()
     tokens = tuple(suite.huge_inputs(dtype, order, {"N": 3 * window}).values())
     query, key, value = tokens
@@ -225,7 +227,7 @@ def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
 
 
 class Recorder:
-    """Kernels while a graph captures: a call is recorded, and runs when it is replayed."""
+    """Kernels during the capture of a graph: a call is recorded, and runs when it is replayed."""
 
     def __init__(self, kernels: Emulated) -> None:
         self.kernels = kernels
@@ -300,7 +302,7 @@ def test_layouts(layout: str, landmarks: int | None, retroactive: bool) -> None:
 
 
 def test_tokens_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens lie 2^31 elements apart, in memory that is reserved and never touched."""
+    """Tokens are 2^31 elements apart, in memory that is reserved and never accessed."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     stream = _tokens(1, 1, 13, 4, 4, torch.float16)
     far = torch.empty(2**32 + 8, dtype=torch.float16).as_strided((1, 1, 3, 4), (1, 1, 2**31, 1))
@@ -325,8 +327,8 @@ def test_batches(batch: int, heads: int) -> None:
 @pytest.mark.parametrize("landmarks, fixed", [(5, False), (5, True), (None, False)])
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_recovery(part: int, poison: float, landmarks: int | None, fixed: bool, retroactive: bool) -> None:
-    """Rows may be NaN while the window or a landmark has a token with a NaN or with NaN logits; they are right
-    afterwards."""
+    """Rows may be NaN while the window or a landmark has a token with a NaN or with NaN logits; afterwards they are
+    right."""
     window, at_fault = 15, 22
     stream = _tokens(1, 2, 4 * window, 4, 4, torch.float64, size=20.0)
     dirty = tuple(t.clone() for t in stream)
@@ -347,9 +349,9 @@ def test_recovery(part: int, poison: float, landmarks: int | None, fixed: bool, 
 
 @pytest.mark.parametrize("landmarks", [3, None])
 def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
-    """When a value of 1e6 leaves the window its rounding error must leave too.
+    """When a value of 1e6 leaves the window, its rounding error must be removed too.
 
-    The row sum phi does not change, so the guard has to look at values.
+    The row sum phi does not change, so the guard has to check values.
     """
     window, spike = 20, 30
     stream = _tokens(1, 2, 70, 4, 5)
@@ -364,8 +366,8 @@ def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
 
 @pytest.mark.parametrize("landmarks", [3, None])
 def test_weights_that_outweigh_the_rest(landmarks: int | None) -> None:
-    """When a token of weight exp(20) and value 0 leaves, the row sum has lost its digits,
-    and only its own guard can see that."""
+    """When a token of weight exp(20) and value 0 leaves, the row sum has lost its digits, and only its own guard can
+    detect that."""
     window, spike = 6, 9
     _, key, value = _tokens(1, 1, 20, 1, 5)
     key[:, :, spike], value[:, :, spike] = 20.0, 0.0
@@ -374,7 +376,7 @@ def test_weights_that_outweigh_the_rest(landmarks: int | None) -> None:
 
 @pytest.mark.parametrize("size", [1e4, 1e18, 1e38])
 def test_logits_of_any_size(size: float) -> None:
-    """Logits are plus or minus `size`, so that one key has all weight or equal keys share it.
+    """Logits are plus or minus `size`, so that one key has all the weight or equal keys share it.
 
     Sums of tokens and logits may overflow float32.
     """
@@ -406,7 +408,7 @@ def test_falling_logits_make_every_row_anew() -> None:
 
 @pytest.mark.parametrize("landmarks, window", [(3, 6), (None, 1100)])
 def test_rows_are_made_anew_on_schedule(landmarks: int | None, window: int) -> None:
-    """An error in sums that the guard cannot see is gone after 1,024 steps, and not before."""
+    """An error in sums that the guard cannot detect is gone after 1,024 steps, and not before."""
     *asked, value = _tokens(1, 1, window + 1040, 1, 1, torch.float64, size=0.1)
     stream = (*asked, 1 + 0.1 * value)
     _, start = _step(_start(_part(stream, 0, window), landmarks, fixed=True), _part(stream, window, window + 1), True)
@@ -419,7 +421,7 @@ def test_rows_are_made_anew_on_schedule(landmarks: int | None, window: int) -> N
     assert difference(4) > 1e-4 and difference(1030) < 1e-12
 
 
-# ---- refusals, and the built extension
+# ---- errors, and the built extension
 
 
 def test_reasons() -> None:
@@ -437,8 +439,8 @@ def test_reasons() -> None:
 def test_the_extension_takes_tensors_on_a_gpu_alone(
     landmarks: int | None, retroactive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The built extension has all functions of the emulated one,
-    and refuses tensors on the CPU before it launches anything."""
+    """The built extension has all functions of the emulated one, and raises an error for tensors on the CPU before it
+    launches anything."""
     monkeypatch.setattr(cuda_step, "CUDA", BUILT)
     tokens = _tokens(1, 1, 5, 2, 2)
     with pytest.raises(ValueError, match="is on another device"):

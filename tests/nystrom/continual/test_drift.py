@@ -1,7 +1,7 @@
 """Promise P4: after any steps and logits, an output's error is at most ten times that of two stacks.
 
 Queries are 1, keys are the logits and the scale is 1, so that logits are exact and every output is the weighted mean
-itself: the experiment of which two stacks (aggregation without subtraction, in float32) had the errors below.
+itself. In this experiment, two stacks (aggregation without subtraction, in float32) had the errors below.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("threads", "no_gradients")
 
 
 class Law(NamedTuple):
-    logits: Callable[[Tensor], Tensor]  # from the numbers of the tokens
+    logits: Callable[[Tensor], Tensor]  # computed from the numbers of the tokens
     median: float  # the median and largest error with two stacks
     largest: float
 
@@ -100,8 +100,8 @@ def test_a_million_steps(law: str, kind: str) -> None:
 
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e4, 1e5])
 def test_what_torch_has_added_leaves_nothing(size: float) -> None:
-    """torch rounds a large logit differently from a kernel, which could not remove its weight:
-    0.06 stayed of values of 1."""
+    """torch rounds a large logit differently from a kernel, so the kernel could not remove its weight: for values of 1,
+    0.06 remained."""
     window, width = 64, 64
     direction = torch.randn(width)
     keys = (torch.randn(width) * direction / direction.square().sum() * size).expand(1, 1, window + 100, width)

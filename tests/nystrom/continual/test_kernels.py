@@ -173,10 +173,10 @@ def test_in_place_is_out_of_place(landmarks: int | None, retroactive: bool) -> N
 
 
 def test_a_sole_owner_goes_on_in_its_own_memory() -> None:
-    """This tests the rule alone, for tensors whose storage was never asked for: torch counts that as a holder from then
-    on.
+    """This tests only the rule, for tensors whose storage was never requested, because torch counts a requested storage
+    as a holder from then on.
 
-    Triton's interpreter asks for it, and so does filling new memory in these tests.
+    Triton's interpreter requests it, and so does filling new memory in these tests.
     """
     state = start(part(tokens(1, 1, 6, 2, 2), 0, 6), 2)
     state = remembered(state._replace(spare=state.sums.clone()))
@@ -215,7 +215,7 @@ def test_no_heads(batch: int, heads: int) -> None:
 @pytest.mark.parametrize("spoilt", [0, 1, 2])
 @pytest.mark.parametrize("landmarks", [2, None])
 def test_recovery(spoilt: int, poison: float, landmarks: int | None) -> None:
-    """Rows may be NaN while a token that is not finite is in the window or in a landmark; they are right after."""
+    """Rows may be NaN while a token that is not finite is in the window or in a landmark; afterwards they are right."""
     window, at_fault = 4, 5
     stream = tokens(1, 1, 18, 4, 4, torch.float64, size=20.0)
     dirty = tuple(t.clone() for t in stream)
@@ -235,8 +235,8 @@ def test_recovery(spoilt: int, poison: float, landmarks: int | None) -> None:
 
 @pytest.mark.parametrize("landmarks", [2, None])
 def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
-    """When a value of 1e6 leaves the window its rounding error must leave too:
-    the row sum phi does not change, so the guard looks at values."""
+    """When a value of 1e6 leaves the window, its rounding error must be removed too: the row sum phi does not change,
+    so the guard checks values."""
     window, spike = 6, 9
     stream = tokens(1, 1, 20, 4, 5)
     stream[2][:, :, spike] = 1e6
@@ -250,8 +250,8 @@ def test_values_that_outweigh_the_rest(landmarks: int | None) -> None:
 
 @pytest.mark.parametrize("landmarks", [2, None])
 def test_weights_that_outweigh_the_rest(landmarks: int | None) -> None:
-    """When a token of weight exp(20) and value 0 leaves, the row sum has lost its digits,
-    and only its own guard can see that."""
+    """When a token of weight exp(20) and value 0 leaves, the row sum has lost its digits, and only its own guard can
+    detect that."""
     window, spike = 6, 9
     _, key, value = tokens(1, 1, 20, 1, 5)
     key[:, :, spike], value[:, :, spike] = 20.0, 0.0
@@ -262,8 +262,8 @@ def test_weights_that_outweigh_the_rest(landmarks: int | None) -> None:
 @pytest.mark.parametrize("size", [1e4, 1e38])
 @pytest.mark.parametrize("landmarks", [2, None])
 def test_logits_of_any_size(size: float, landmarks: int | None) -> None:
-    """Logits are plus or minus `size`, so that one key has all weight or equal keys share it;
-    sums of tokens may overflow float32."""
+    """Logits are plus or minus `size`, so that one key has all the weight or equal keys share it; sums of tokens may
+    overflow float32."""
     window, length = 5, 40
     key = torch.where(torch.rand(1, 1, length, 1) < 0.5, -size, size)
     stream = torch.ones(1, 1, length, 1), key, torch.randn(1, 1, length, 3)
@@ -276,7 +276,8 @@ def test_logits_of_any_size(size: float, landmarks: int | None) -> None:
 
 @pytest.mark.parametrize("landmarks", [2, None])
 def test_rows_are_made_anew_on_schedule(landmarks: int | None) -> None:
-    """An error in sums that the guard cannot see is gone after as many steps as the schedule says, and not before."""
+    """An error in sums that the guard cannot detect is gone after as many steps as the schedule says, and not
+    before."""
     window = 6 if landmarks else 14
     *asked, value = tokens(1, 1, window + 14, 1, 1, torch.float64, size=0.1)
     stream = (*asked, 1 + 0.1 * value)

@@ -1,4 +1,4 @@
-"""Steps in which some rows of a batch have no token: the rows keep their states, and the others step as without
+"""Steps in which some rows of a batch have no token: these rows keep their states, and the others step as without
 them."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def step(state: Any, token: Any, output: str, impl: str, mask: Tensor | None = N
 
 
 def rows_of(state: Any, rows: Any) -> Any:
-    """Return the state of some rows of the batch, as a state of its own."""
+    """Return the state of some rows of the batch, as a separate state."""
     fields = ck.state_to_tensors(state)
     kept = {name: field[rows] if field.dim() else field for name, field in fields.items()}
     return ck.state_from_tensors(type(state), kept)
@@ -43,10 +43,10 @@ def rows_of(state: Any, rows: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_each_row_is_a_stream_of_its_own(kind: str, output: str, dtype: torch.dtype, impl: str) -> None:
-    """Every row has the bits of a stream that is stepped alone, whatever the other rows do; what it has no token for is
+    """Every row has the bits of a stream that is stepped alone, whatever the other rows do; entries without a token are
     not read.
 
-    torch's products, which the definition uses, may round a row of a batch in another way than the row alone.
+    torch's products, which the definition uses, may round a row of a batch differently from the row alone.
     """
     error = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
     agree: Any = torch.equal if impl == "native" else partial(torch.allclose, rtol=error, atol=error)
@@ -61,7 +61,7 @@ def test_each_row_is_a_stream_of_its_own(kind: str, output: str, dtype: torch.dt
         for each in new:
             each[absent] = torch.nan
         if at % 3 == 0:
-            made.append((state, ck.state_to_tensors(state)))  # kept: the step must write elsewhere
+            made.append((state, ck.state_to_tensors(state)))  # kept, so the step must write to other memory
         before = ck.state_to_tensors(state)
         out, state = step(state, new, output, impl, absent)
         after = ck.state_to_tensors(state)
@@ -95,7 +95,7 @@ def test_a_masked_step_reuses_the_memory_of_its_state(kind: str, output: str) ->
 
 @torch.no_grad()
 def test_a_first_retroactive_step_may_be_masked() -> None:
-    """Rows without a token have no sums yet; their first own step computes them, as without the mask."""
+    """Rows without a token have no sums yet; their first own step computes the sums, as without the mask."""
     first, one, two = (tokens(BATCH, HEADS, length, WIDTH, VALUES) for length in (WINDOW, 1, 1))
     absent = torch.tensor([True, False, True, False, True])
     _, state = step(start(first, None), one, "retroactive", "auto", absent)

@@ -1,5 +1,5 @@
-"""The continual steps in C++ against recomputation in float64: every instruction set,
-type and layout, and states as values."""
+"""The continual steps in C++, compared with recomputation in float64: every instruction set, type and layout, and
+states as values."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _same(a: Any, b: Any) -> bool:
 class Run(NamedTuple):
     """The errors of a stream by native code, and of the definition in the stream's own precision."""
 
-    error: Tensor  # (steps,), the largest of its rows, in units of the sizes of the terms
+    error: Tensor  # (steps,), the largest error of a step's rows, in units of the sizes of the terms
     own: Tensor
     score: float  # the largest logit
 
@@ -179,7 +179,7 @@ def test_every_step(isa: str, kind: str, dtype: torch.dtype, n: int, m: int, wid
         assert run.error.max() <= _allowed(run, dtype)
 
 
-# Numbers added to the logit of each key, through a column in which queries are 1; the scale is 1.
+# Numbers that are added to the logit of each key, through a column in which queries are 1; the scale is 1.
 LOGITS: dict[str, Callable[[int], Tensor]] = {
     "N(0, 1)": lambda count: torch.randn(count),
     "N(0, 10^2)": lambda count: 10 * torch.randn(count),
@@ -213,8 +213,8 @@ def test_laws_of_logits(kind: str, law: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_logits_up_to_the_largest_number(isa: str, kind: str, retroactive: bool, size: float) -> None:
-    """Logits and their differences overflow, and so do the products in their sums;
-    a query sees the largest logit only."""
+    """Logits and their differences overflow, and so do the products in their sums; only the largest logit of a query
+    counts."""
     dtype = torch.float64 if size > 1e100 else torch.float32
     q, k, v = _tokens(1, 1, 120, 2, 3, dtype)
     q, k = q.sign() * size**0.5, k.sign() * size**0.5
@@ -242,7 +242,7 @@ def test_products_that_cancel_beyond_the_largest_number() -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
 def test_values_that_dwarf_the_rest(kind: str) -> None:
-    """After a token with a huge value has left, the outputs are as exact as if it had never been there."""
+    """After a token with a huge value has left, the outputs are as accurate as if it had never been there."""
     q, k, v = _tokens(1, 1, 260, 4, 5)
     v[..., 90, :] *= 1e6
     v[..., 150, 2] = 1e8
@@ -324,8 +324,8 @@ def test_expanded_tokens() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("retroactive", [False, True])
 def test_an_older_state_stays(kind: str, retroactive: bool) -> None:
-    """A state is stepped twice, then kept while the stream goes on, and stepped again:
-    it gives the same bits each time."""
+    """A state is stepped twice, then kept while the stream continues, and stepped again: it gives the same bits each
+    time."""
     tokens = _tokens(1, 2, 60, 6, 5)
     rest = _some(tokens, 12, 60)
     _, old = _run(_start(kind, tokens, 10, 3), _some(tokens, 10, 12), [1, 1], retroactive)
@@ -342,7 +342,7 @@ def test_states_that_share_a_ring() -> None:
     rest = _some(tokens, 10, 40)
     right, _ = _run(_start("continual", tokens, 10, 3), rest, [1] * 30)
     state = _start("continual", tokens, 10, 3)
-    other = state._replace(position=state.position)  # another tuple, the same tensors
+    other = state._replace(position=state.position)  # another tuple with the same tensors
     first, _ = _run(state, rest, [1] * 30)
     second, _ = _run(other, rest, [1] * 30)
     assert torch.equal(torch.cat(first, 2), torch.cat(right, 2)) and torch.equal(
@@ -399,7 +399,7 @@ def test_a_stream_alone_writes_where_nobody_looks() -> None:
 
 
 def test_two_threads_step_one_state() -> None:
-    """Two threads step one state at once, without Python's lock, and both get the right bits."""
+    """Two threads step one state at the same time, without Python's lock, and both get the right bits."""
     tokens = _tokens(8, 16, 64 + 8, 64, 64)
     state, rest = _start("fixed", tokens, 64, 16), _some(tokens, 64, 72)
     right, _ = _step(copy.deepcopy(state), rest)
@@ -445,11 +445,12 @@ VALUES, WEIGHT, SIZE = slice(0, 3), slice(3, 4), slice(6, 7)
     ],
 )
 def test_sums_that_went_wrong_are_made_afresh(part: slice, factor: float, steps: int) -> None:
-    """Wrong sums are recomputed: at once if they are NaN or too small, and on schedule if the guard cannot see it."""
+    """Wrong sums are recomputed: at once if they are NaN or too small, and on schedule if the guard cannot detect the
+    error."""
     tokens = _tokens(1, 1, 1200, 4, 3)
     state = _start("fixed", tokens, 16, 5)
     state.sums[..., 2:4, part].mul_(factor)
-    if part != VALUES:  # the values are then wrong, too
+    if part != VALUES:  # then the values are also wrong
         state.sums[..., 2:4, VALUES].mul_(1.01)
     _, state = _step(state, _some(tokens, 16, 16 + steps))
     _, keys, values = (t.double() for t in _window(state))

@@ -1,6 +1,6 @@
-"""Steps that the C++ extension refuses: it returns None and writes nothing.
+"""Steps that the C++ extension does not support: it returns None and writes nothing.
 
-Also torch without DLPack's table of functions.
+This also holds for a torch without DLPack's table of functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A step never writes to memory that somebody can still read, whatever holds it, in every grad mode, on every torch."""
+"""A step never writes to memory that other code can still read, whatever holds it, in every grad mode, with every
+torch."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def test_what_is_held_stays(kind: str, how: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["single", "retroactive", "nystrom"])
 def test_a_stream_that_nobody_holds_stays_in_its_memory(kind: str, mode: str) -> None:
-    """Otherwise held memory would stay only because everything is copied."""
+    """Otherwise held memory would not change only because everything is copied."""
     with MODES[mode]():
         state = _stream(kind)
         places = {f.data_ptr() for f in state[:5]}
@@ -127,7 +128,7 @@ FOREIGN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("how", FOREIGN)
 @pytest.mark.parametrize("kind", ["single", "retroactive", "nystrom"])
 def test_states_made_by_hand_of_one_memory(kind: str, how: str, mode: str) -> None:
-    """The kept state, and every other state made of its memory, go on as if each were alone."""
+    """The kept state, and every other state that uses its memory, continue as if each were alone."""
     with MODES[mode]():
         kept = _stream(kind)
         before = [f.clone() for f in _fields(kept)]
@@ -135,7 +136,7 @@ def test_states_made_by_hand_of_one_memory(kind: str, how: str, mode: str) -> No
         batch = made[0].keys.shape[0]
         stream = [_tokens(1) for _ in range(9)]
         outs = []
-        for state in (*made, made[0]):  # the first once more, after it has been stepped
+        for state in (*made, made[0]):  # the first state once more, after it has been stepped
             given = state
             for tokens in stream:
                 out, given = _step(given, tuple(t[:batch] for t in tokens), kind == "retroactive")
@@ -184,7 +185,7 @@ def _sum(queue: Any, state: Any) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_state_may_be_an_argument_of_a_process(method: str) -> None:
-    """It is sent as bytes: copies in shared memory would vanish before the process could open them."""
+    """The state is sent as bytes: copies in shared memory would be freed before the process could open them."""
     state, context = _stream("retroactive"), torch.multiprocessing.get_context(method)
     queue = context.Queue()
     process = context.Process(target=_sum, args=(queue, state))
@@ -204,7 +205,8 @@ def test_a_state_from_numpy_before_its_first_step() -> None:
 
 @pytest.mark.parametrize("field", ["keys", "sums", "scale"])
 def test_a_field_that_is_swapped_is_refused_or_read(field: str) -> None:
-    """torch refuses to swap a tensor that the ownership of memory watches; a step reads any other as it is."""
+    """torch raises an error for swapping a tensor whose memory the ownership table watches; a step reads any other
+    tensor as it is."""
     window, token = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 1, 4)
     state, given = (ck.continual_nystrom_init(window, window, window, num_landmarks=4) for _ in range(2))
     other = 1.5 * getattr(state, field)

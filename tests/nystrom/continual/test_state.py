@@ -1,4 +1,4 @@
-"""Promise P4: a stream equals its window, for any chunking, with gradients; and states are values."""
+"""Promise P4: a stream equals its window, for any chunks, with gradients; and states are values."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _window_rows(state: Any) -> list[Tensor]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Compare two states, except spare memory and free rows of the rings, whose contents mean nothing."""
+    """Compare two states, except spare memory and free rows of the rings, whose contents have no meaning."""
     fields = [name for name in a._fields[3:] if name != "spare"]
     pairs = [
         *zip(_window_rows(a), _window_rows(b), strict=True),
@@ -162,10 +162,10 @@ def test_any_chunking(impl: str, chunk: int, fixed: bool) -> None:
 @pytest.mark.parametrize("law", STREAMS)
 @pytest.mark.parametrize("fixed", [True, False])
 def test_steps_survive_large_logits(impl: str, fixed: bool, law: str) -> None:
-    """Outputs stay right where raw exponentials overflow and plain subtraction leaves noise.
+    """Outputs stay right where raw exponentials overflow, and where plain subtraction leaves only noise.
 
-    The error of a weighted mean is measured against the weighted mean of absolute values: against the mean itself,
-    which may be near 0 where values cancel, it has no bound.
+    The error of a weighted mean is measured relative to the weighted mean of absolute values. Relative to the mean
+    itself, which may be near 0 if values cancel, it has no bound.
     """
     length, window = 400, 32
     q, k, v = _stream(length, torch.float32)
@@ -224,8 +224,8 @@ def test_a_graph_survives_later_steps_without_one(impl: str) -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact", "exact retroactive"])
 def test_an_older_state_is_as_good_as_it_was(impl: str, kind: str) -> None:
-    """A state keeps its value when it is stepped twice, when the stream goes on from it,
-    and when only one of its tensors is held."""
+    """A state keeps its value when it is stepped twice, when the stream continues from it, and when only one of its
+    tensors is held."""
     stream = _stream(60)
     state, rest = _start(stream, 10, 3, kind == "fixed")
     output = "retroactive" if kind == "exact retroactive" else "single"
@@ -247,7 +247,8 @@ def test_an_older_state_is_as_good_as_it_was(impl: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact"])
 def test_a_state_that_was_sent_is_nobody_elses(impl: str, kind: str) -> None:
-    """torch moves the tensors that a queue takes to shared memory: neither side may see the other's steps."""
+    """torch moves the tensors that are put into a queue to shared memory; neither side may see the other side's
+    steps."""
     stream = _stream(40)
     held, rest = _start(stream, 10, 3, kind == "fixed")
     if kind == "exact":
@@ -262,7 +263,7 @@ def test_a_state_that_was_sent_is_nobody_elses(impl: str, kind: str) -> None:
 
 @pytest.mark.parametrize("shared", [True, False], ids=["(H, m, D)", "(B, H, m, D)"])
 def test_given_landmarks_may_be_written_to(shared: bool) -> None:
-    """An optimizer changes learned ones like this: the stream keeps those with which it began."""
+    """An optimizer changes learned landmarks in this way: the stream keeps the landmarks with which it began."""
     tokens = torch.randn(1, 2, 20, 6)
     first, rest = tokens.split([16, 4], dim=2)
     landmarks = torch.randn(2, *(1,) * (not shared), 2, 3, 6).unbind()
@@ -336,7 +337,7 @@ def test_move_state() -> None:
 
 @pytest.mark.parametrize("kind", ["nystrom", "attention"])
 def test_the_default_device_does_not_matter(impl: str, kind: str) -> None:
-    """A state's scale stays in the host's memory, its other tensors where the tokens are."""
+    """A state's scale stays in the host's memory, and its other tensors are where the tokens are."""
     first, token = torch.randn(1, 2, 10, 4).split([9, 1], dim=2)
     start, step = getattr(ck, f"continual_{kind}_init"), getattr(ck, f"continual_{kind}_step")
     counts = (3,) if kind == "nystrom" else ()
@@ -350,8 +351,8 @@ def test_the_default_device_does_not_matter(impl: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["continual", "exact"])
 def test_blocks_of_tokens_leave_no_more_than_two_windows(impl: str, kind: str) -> None:
-    """The ring never has more than two windows, for blocks of any size,
-    and the window is the one of a stream token by token."""
+    """The ring never has more than two windows, for blocks of any size, and the window equals that of a stream token by
+    token."""
     stream = _stream(200)
     state, rest = _start(stream, 10, 3, fixed=False)
     if kind == "exact":
@@ -378,8 +379,8 @@ def _joined(*states: Any) -> Any:
 
 
 def _two_streams(kind: str) -> tuple[list[Any], tuple[Tensor, ...]]:
-    """Return the states of two batches of streams that have had 7 and 16 tokens,
-    with one ring longer, and tokens that follow."""
+    """Return the states of two batches of streams that have had 7 and 16 tokens, where one ring is longer, and the
+    tokens that follow."""
     fixed = (torch.randn(3, 3, 6, dtype=torch.float64), torch.randn(3, 3, 6, dtype=torch.float64))
     options: Any = {"exact": {}, "continual": {"num_landmarks": 3}, "fixed": {"landmarks": fixed}}[kind]
     start = ck.continual_attention_init if kind == "exact" else ck.continual_nystrom_init
@@ -393,7 +394,7 @@ def _two_streams(kind: str) -> tuple[list[Any], tuple[Tensor, ...]]:
 @pytest.mark.parametrize("chunk", [1, 2, 11])
 @pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
 def test_streams_joined_by_hand(impl: str, kind: str, chunk: int, output: str) -> None:
-    """Each stream of a batch goes on from its own position: it replaces its landmarks when its own segments end."""
+    """Each stream of a batch continues from its own position: it replaces its landmarks when its own segments end."""
     parts, rest = _two_streams(kind)
     alone = [
         torch.cat(
@@ -433,7 +434,7 @@ def test_a_file_whose_streams_share_a_position() -> None:
 @pytest.mark.parametrize("kind", ["continual", "fixed", "exact", "retroactive"])
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_tensors_alone(kind: str, tokens: int) -> None:
-    """A state as a file of safetensors holds it goes on with the same bits, whatever the capacity of its rings was."""
+    """A state from a file of safetensors continues with the same bits, whatever the capacity of its rings was."""
     safetensors = pytest.importorskip("safetensors.torch", reason="the package safetensors is not installed")
     stream = _stream(100)
     if kind in ("continual", "fixed"):
@@ -548,7 +549,7 @@ MADE = {
 @pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
 @pytest.mark.parametrize("name", MADE)
 def test_a_token_may_be_a_parameter(impl: str, name: str, kind: str, position: int) -> None:
-    """It steps the stream with the same bits; native code itself takes plain tensors only."""
+    """It steps the stream with the same bits; native code itself supports only plain tensors."""
     step = ck.continual_attention_step if kind == "exact" else ck.continual_nystrom_step
     state, tokens = _of_kind(kind)
     given = [*tokens]
@@ -575,7 +576,7 @@ def test_a_state_may_hold_a_parameter(impl: str, kind: str, field: str) -> None:
 @pytest.mark.parametrize("with_gaps", [False, True])
 @pytest.mark.parametrize("kind", ["exact", "continual"])
 def test_a_state_may_be_lazily_negated(impl: str, kind: str, with_gaps: bool) -> None:
-    """The memory of a field then holds the opposites of its values."""
+    """Then the memory of a field holds the negatives of its values."""
     state, tokens = _of_kind(kind)
     wanted, _ = last(state, tokens, impl=impl)
     for name, part in state._asdict().items():
@@ -592,7 +593,7 @@ def test_a_state_may_be_lazily_negated(impl: str, kind: str, with_gaps: bool) ->
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("kind", ["exact", "continual"])
 def test_steps_one_after_the_other_are_traced(impl: str, kind: str, output: str) -> None:
-    """The second step takes the state of the first, and the trace holds at any position."""
+    """The second step takes the state of the first, and the trace is valid at any position."""
     state, tokens = _of_kind(kind)
     first, second, third = (tuple(t[:, :, i : i + 2] for t in tokens) for i in (0, 2, 4))
 

@@ -40,7 +40,7 @@ class StepSuite(OperatorSuite):
     captured = False  # captured streams have a test of their own
     on_gpu = {"dtypes": DTYPES}
     empty = "BH"
-    test_a_bad_batch_element_stays_alone = None  # tokens that are not finite are refused
+    test_a_bad_batch_element_stays_alone = None  # tokens that are not finite raise an error
     test_compile = None  # a compiled stream is tested below: with gradients it is the definition, unrolled
 
     def step(self, state: Any, *tokens: Tensor, impl: str) -> Tensor:
@@ -66,7 +66,7 @@ class StepSuite(OperatorSuite):
         return oracles.largest_score(inputs["query"], inputs["key"])
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Leave out gradients where a softmax saturates or all inputs are equal: they are differences that vanish.
+        """Leave out gradients if a softmax saturates or all inputs are equal, because they are differences that vanish.
 
         The tests of attention bound them.
         """
@@ -166,7 +166,7 @@ def test_more_landmarks_than_tokens_are_refused() -> None:
 
 
 def test_vmap_of_streams() -> None:
-    """`vmap` steps streams at different positions, one of each sample."""
+    """`vmap` steps streams at different positions, one for each sample."""
     states, tokens = [], [torch.randn(2, 2, 2, 1, w, dtype=torch.float64) for w in (3, 3, 2)]
     for seen in (0, 5):
         q, k, v = _tokens()

@@ -29,7 +29,7 @@ def segment_ending(position, window, landmarks):
 
 @triton.jit
 def copy(source, target, count):
-    """Copy `count` elements; the source may lie behind the target in the same memory."""
+    """Copy `count` elements; the source may be after the target in the same memory."""
     for first in range(0, count, 4 * COLUMNS):
         i = span(first, 4 * COLUMNS)
         held = tl.load(source + i, mask=i < count)
@@ -42,7 +42,7 @@ def replace_oldest(landmarks, m, ring, oldest, capacity, window, segment, width,
     """Drop the oldest landmark, and append the mean of the newest `segment` rows of the ring."""
     copy(landmarks + width, landmarks, (m - 1) * width)
     tl.debug_barrier()
-    share = tl.full([1, 1], 1.0, OPERAND) / segment.to(OPERAND)  # applied to each term: the plain sum could overflow
+    share = tl.full([1, 1], 1.0, OPERAND) / segment.to(OPERAND)  # in each term, because the plain sum could overflow
     for column in range(0, width, COLUMNS):
         columns = span(column, COLUMNS)
         mean = tl.zeros([COLUMNS], OPERAND)
@@ -105,7 +105,8 @@ def invert(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Store the pseudo-inverse of the softmax over the landmarks; in registers, or in blocks in `scratch`."""
+    """Store the pseudo-inverse of the softmax over the landmarks. It is computed in registers, or in blocks in
+    `scratch`."""
     if IN_REGISTERS:
         row = span(0, SIZE)
         there, offset = row < m, tl.minimum(row, m - 1) * width

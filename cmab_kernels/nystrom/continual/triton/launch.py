@@ -1,4 +1,4 @@
-"""Launches of the continual steps: block sizes, memory, and what Triton cannot run."""
+"""Launches of the continual steps: block sizes, memory, and the inputs that Triton cannot run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .nystrom import _nystrom_step
 
 MOST_VALUES = 512
 ELEMENTS = {"nystrom": 1024, "attention": 2048}
-"""How many elements of the values, or of rows of sums, a program holds at a time: more spills registers
+"""The number of elements of the values, or of rows of sums, that a program holds at a time; with more, registers spill
 (test_cubin.py)."""
 
 
@@ -43,7 +43,7 @@ def continual_nystrom_step(
     (B, H, t, D), (*_, E), m = key.shape, value.shape, state.sums.shape[2]
     after = _after(state, t, retroactive)
     step, in_registers = _nystrom(value.dtype, key.device, E, m, state.pinv_iterations, retroactive)
-    unused = state.inverse  # in place of memory that this step does not touch
+    unused = state.inverse  # passed for memory that this step does not use
     with on_device(key):
         step(
             B * H,
@@ -91,8 +91,8 @@ def continual_attention_step(
 
 
 def _after(state: State, tokens: int, retroactive: bool) -> State:
-    """The state that the step writes to: during the capture of a CUDA graph the one that it reads, else the next
-    one."""
+    """The state that the step writes to: the state that it reads, during the capture of a CUDA graph, and otherwise the
+    next state."""
     if not _captures(state.keys):
         return next_state(state, tokens, retroactive)
     refuse_other_output(state, retroactive)
@@ -100,7 +100,7 @@ def _after(state: State, tokens: int, retroactive: bool) -> State:
 
 
 def _captures(tensor: Tensor) -> bool:
-    """Whether a CUDA graph captures what is launched."""
+    """Whether a CUDA graph is capturing launches."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -108,8 +108,8 @@ def _captures(tensor: Tensor) -> bool:
 def _nystrom(
     dtype: torch.dtype, device: torch.device, value_width: int, landmarks: int, iterations: int, retroactive: bool
 ) -> tuple[Kernel, bool]:
-    """`_nystrom_step` for such a state, and whether it inverts in registers, not in memory: 64 of float64 take 128 KiB
-    of shared memory."""
+    """`_nystrom_step` with its constants for such a state, and whether it inverts in registers instead of memory: 64
+    landmarks of float64 would take 128 KiB of shared memory."""
     size, wide = padded(landmarks), state_dtype(dtype)
     in_registers = landmarks * wide.itemsize <= 4 * MOST_IN_REGISTERS
     chosen = products(wide, size, device)
@@ -128,16 +128,17 @@ def _nystrom(
 
 @functools.cache
 def _attention(dtype: torch.dtype, value_width: int, window: int, retroactive: bool) -> Kernel:
-    """`_attention_step` for such a state. Tiles of rows of sums, with the addresses of their elements, do not fit in
-    the registers of 4 warps, and in float64 only half as many fit in those of 8 (test_cubin.py)."""
+    """`_attention_step` with its constants for such a state. Tiles of rows of sums, with the addresses of their
+    elements, do not fit in the registers of 4 warps, and in float64 only half as many fit in those of 8
+    (test_cubin.py)."""
     elements = ELEMENTS["attention"] // (2 if retroactive and dtype == torch.float64 else 1)
     constants = _constants(elements, dtype, value_width, window)
     return _attention_step.given(dtype, RETROACTIVE=retroactive, **constants, num_warps=8 if retroactive else 4)
 
 
 def _constants(elements: int, dtype: torch.dtype, value_width: int, rows: int) -> dict[str, Any]:
-    """What both kernels share. Block sizes are powers of two by the width of the values, and by the number of rows of
-    sums where few."""
+    """The options that both kernels share. Block sizes are powers of two. They depend on the width of the values, and
+    on the number of rows of sums if there are few rows."""
     width = padded(value_width)
     block = min(max(elements // width, 4), 128)
     return {

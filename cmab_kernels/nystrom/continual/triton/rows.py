@@ -2,10 +2,11 @@
 """Rows of sums that slide with the window, one for each query.
 
 A row holds exp(-c) Delta V, exp(-c) phi(Delta), the log-scale c, the peak of the scaled phi since the row was last
-recomputed, the size exp(-c) sum exp(S) |v|_1 of the values, and its peak.
+recomputed, the size exp(-c) sum exp(S) |v|_1 of the values, and the peak of this size.
 
 A new token is added, and the token that leaves is subtracted. When phi or the size falls below half of its peak, the
-rounding errors of earlier sums begin to show, so the row is recomputed from the window, as it also is on schedule.
+rounding errors of earlier sums become visible, so the row is recomputed from the window. It is also recomputed at
+regular intervals.
 """
 
 import triton
@@ -18,17 +19,17 @@ EXTRA = tl.constexpr(EXTRA_SUMS)
 """The columns of a row beside the columns of the values."""
 
 LARGEST_SURE, LARGEST_SURE_IN_FLOAT64 = tl.constexpr(2.0**18), tl.constexpr(2.0**47)
-"""The largest log-scales at which a subtraction surely removes what was added.
+"""The largest log-scales at which a subtraction reliably removes what was added.
 
-Other code may have added the token that leaves, and may have rounded its logit to a neighbour of ours. Above these
-log-scales, such a logit has another weight altogether.
+The token that leaves may have been added by other code, which may have rounded its logit to a neighbouring number.
+Above these log-scales, the weight of such a logit is completely different.
 """
 
 HEADROOM = tl.constexpr(1.0)
-"""How far a logit must exceed a row's log-scale to replace it.
+"""The amount by which a logit must exceed the log-scale of a row to replace it.
 
-Each change rounds all sums of the row to one side, but not the weight of the token that leaves. If every token of
-slowly rising logits changed the log-scale, such errors would add up.
+Each change rounds all sums of the row to one side, but not the weight of the token that leaves. If slowly rising logits
+changed the log-scale at every token, such errors would add up.
 """
 
 
@@ -54,7 +55,7 @@ def slide(
     LARGEST: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Update a tile of rows after a token was admitted.
+    """Update a tile of rows after a token was added to the window.
 
     Row r of `target` becomes row r + shift of `source`, updated. It is recomputed if there is no such row or it is
     `due`. `target` may be `source`: tiles go upwards, and each is read before it is written. The queries of the rows
@@ -85,10 +86,10 @@ def slide(
     before = tl.load(old[:, None] + columns, mask=there, other=0.0)
     sums = _slid(keep[:, None], add[:, None], drop[:, None], before, value_in, value_out)
     sure = tl.abs(top) <= (LARGEST_SURE if tl.float32 == OPERAND else LARGEST_SURE_IN_FLOAT64)
-    sound = sure & (phi >= 0.5 * peak) & (size >= 0.5 * largest) & (size <= LARGEST)  # False for NaN, too
+    sound = sure & (phi >= 0.5 * peak) & (size >= 0.5 * largest) & (size <= LARGEST)  # also False for NaN
     stale = (row < rows) & (due | (row + shift >= rows) | (sound == 0))
 
-    tl.debug_barrier()  # all rows are read
+    tl.debug_barrier()  # now all rows have been read
     new = target + row * (E + EXTRA)
     tl.store(new[:, None] + columns, sums, mask=there)
     tl.store(new + at_phi, phi, mask=known)

@@ -18,22 +18,23 @@ COLUMNS = tl.constexpr(64)
 
 
 def before_and_after(*fields: str) -> tuple[str, ...]:
-    """The names of a kernel's arguments for fields of the state: all before the step, then all after it.
+    """The names of a kernel's arguments for fields of the state: first all fields before the step, then all fields
+    after it.
 
-    Both may be the same memory.
+    The memory of both may be the same.
     """
     return tuple(f"{field}_{when}" for when in ("from", "to") for field in fields)
 
 
 @triton.jit
 def span(first, COUNT: tl.constexpr):
-    """The numbers from `first` on, in 64 bits, since rows may lie 2**31 elements or more apart."""
+    """The numbers from `first` on, in 64 bits, since rows may be 2**31 elements or more apart."""
     return (first + tl.arange(0, COUNT)).to(tl.int64)
 
 
 @triton.jit
 def row_of(i, oldest, capacity):
-    """The row of token i, -1 <= i < n, in a ring, in 64 bits; `i` has 32 bits, for speed."""
+    """The row of token i, -1 <= i < n, in a ring. The result has 64 bits; `i` has 32 bits, for speed."""
     row = oldest + i
     row = tl.where(row < 0, row + capacity, row)
     return tl.where(row < capacity, row, row - capacity).to(tl.int64)
@@ -47,7 +48,7 @@ def oldest_row(position, window, capacity):
 
 @triton.jit
 def move_ring(source, target, position, window, capacity_from, capacity_to, width):
-    """Copy the `window` newest tokens, after `position` of them, from one ring to another."""
+    """Copy the `window` newest tokens from one ring to another, when the stream is `position` tokens long."""
     first, first_to = oldest_row(position, window, capacity_from), oldest_row(position, window, capacity_to)
     for begin in range(0, window, 16):
         i = begin + tl.arange(0, 16)
