@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
 SOURCES := pyproject.toml constraints.txt setup.py $(shell find csrc -type f)
-CXX_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+CXX_SOURCES := $(shell find csrc cpp -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-thorough test-all test-fast nightly mutants bench reproduce docs lint format clean
 

@@ -148,7 +148,8 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture
 def _sums_in_one_order() -> Iterator[None]:
-    """For interpreter tests that compare the bits of a row with those of the same row elsewhere in a tile."""
+    """Serve interpreter tests that compare the bits of a row with the bits of the same row at another place in a
+    tile."""
     from cmab_kernels.testing.fused import sums_in_one_order
 
     with sums_in_one_order():
@@ -164,7 +165,7 @@ def _instruction_sets() -> list[str]:
 
 @pytest.fixture(params=_instruction_sets())
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a test for every instruction set that all families have kernels for; the value is its name."""
+    """Run a test for every instruction set for which all families have kernels. The value is the name of the set."""
     monkeypatch.setenv("CMAB_KERNELS_ISA", request.param)
     assert load().instruction_set() == request.param
     return request.param
@@ -216,7 +217,7 @@ def native(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """A process that has imported torch and the package, for tests of programs."""
+    """Yield a process that has imported torch and the package, for tests of programs."""
     with Forks() as forks:
         yield forks
 

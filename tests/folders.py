@@ -14,7 +14,7 @@ PAGE = DOCS / "architecture.md"
 MAP = re.compile(r"(?<=<!-- map: begin -->\n).*?(?=\n<!-- map: end -->)", flags=re.DOTALL)
 """The text between the marks on the page."""
 
-TOPS = ("csrc", "cmab_kernels", "python", "bench", "gpu_machine", "tests")
+TOPS = ("csrc", "cpp", "cmab_kernels", "python", "bench", "gpu_machine", "tests")
 SOURCES = {".py", ".h", ".cpp", ".cu"}
 ROOMS = {"triton", "__pycache__"}
 """Folders that the map leaves out: the Triton kernels of each operator set are one of its rooms (parts with a fixed
@@ -22,6 +22,8 @@ purpose)."""
 
 TOLD = {
     "bench/tests": "The tests of the benchmarks and of the GPU check.",
+    "cpp": "The operators of exported programs as a library without Python, and a program that steps a stream with it.",
+    "cpp/without_python": "What stands for Python's header there.",
     "csrc": "The two extensions in C++ and CUDA, bound with pybind11, without torch's headers.",
     "csrc/attention": "Latent cross-attention, forward and backward.",
     "csrc/common": "What the other folders share: arguments, dtypes, views of tensors, work plans, vector types.",

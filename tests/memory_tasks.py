@@ -13,8 +13,8 @@ MIB = 2**20
 
 
 def planted(scratch: int, result: int = 4, leftover: int = 0) -> Task:
-    """Holds `scratch` bytes while it runs and returns `result` bytes;
-    building it leaves `leftover` freed bytes in the allocator."""
+    """A task that holds `scratch` bytes while it runs, and returns `result` bytes. Its construction leaves `leftover`
+    freed bytes in the allocator."""
     blocks = [torch.ones(2**13) for _ in range(leftover >> 15)]
     del blocks
 

@@ -191,7 +191,13 @@ def _slopes() -> dict[str, Any]:
 
 def _rows_of_sums() -> dict[str, Any]:
     weights, mask = torch.rand(B, H, N), torch.zeros(B, N, dtype=torch.bool)
-    return {"key": _rows(B, H, N, D), "value": _rows(B, H, N, E), "weights": weights, "key_padding_mask": mask}
+    rows = {"key": _rows(B, H, N, D), "value": _rows(B, H, N, E), "weights": weights, "key_padding_mask": mask}
+    return {"cu_seqlens": None, **rows}
+
+
+def _packed_rows_of_sums() -> dict[str, Any]:
+    rows = {name: t[:1] for name, t in _rows_of_sums().items() if name != "cu_seqlens"}
+    return {"cu_seqlens": torch.tensor([0, 2, 5]), **rows}
 
 
 def _sums() -> dict[str, Any]:
@@ -248,8 +254,21 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "what stacked blocks read": ("block_stack_read", _stack_read),
     "gradient of stacked blocks": ("block_stack_backward", _stack_slopes),
     "sums": ("gram", lambda: _sums() | {"gram": _wide(B, H, D, D), "moment": _wide(B, H, D, E)}),
+    "sums of packed sets": (
+        "gram",
+        lambda: _packed_rows_of_sums() | {"exact": True, "gram": _wide(B, H, D, D), "moment": _wide(B, H, D, E)},
+    ),
+    "update of the sums of packed sets": ("ridge_update", lambda: _packed_rows_of_sums() | _new_sums()),
     "update of sums": ("ridge_update", lambda: _rows_of_sums() | _new_sums()),
     "update of sums, and solution": ("ridge_step", lambda: _rows_of_sums() | _new_sums() | _solution()),
+    "gradient of the sums of packed sets": (
+        "gram_backward",
+        lambda: {
+            **_packed_rows_of_sums(),
+            "exact": True,
+            **{name: t if name in ("dgram", "dmoment") else t[:1] for name, t in _of_sums().items()},
+        },
+    ),
     "gradient of sums": ("gram_backward", lambda: _sums() | _of_sums()),
     "rows": ("apply_rows", lambda: {"query": _rows(B, H, L, D), "weight": _wide(B, H, D, E), "out": _rows(B, H, L, E)}),
     "solve": (

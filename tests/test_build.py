@@ -194,7 +194,7 @@ NOTES = WORKS.replace("\n", '\necho "$(basename "$0")" "$@" >> "$(dirname "$0")/
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     """The compiler and nvcc have such a path too, for example in an environment inside a checkout.
 
-    In CXX only, it must be quoted.
+    Only in CXX, the path must be quoted.
     """
     compiler = str(tmp_path / name / "bin" / "c++")
     quoted = {"CXX": shlex.quote(compiler)} if {"'", '"'} & {*name} else {}
@@ -262,7 +262,8 @@ def test_a_command_that_is_none_is_a_reason(tmp_path: Path) -> None:
 def test_headers_are_those_of_pybind11_or_of_torch(
     tmp_path: Path, version: int, packages: list[str], used: str | None
 ) -> None:
-    """If the package is not installed, a torch may contain a copy. Version 2 lacks what the bindings need."""
+    """If pybind11 is not installed, torch may contain a copy of it. Version 2 of pybind11 lacks functions that the
+    bindings need."""
     for package in ("pybind11", "torch"):
         headers = tmp_path / "packages" / package / "include" / "pybind11"
         headers.mkdir(parents=True)

@@ -188,7 +188,7 @@ def test_compiled_exported_and_mapped() -> None:
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_blocks(stacked: bool) -> None:
-    """A faded update is that of a faded state, for the module's own stream and for one that the caller passes."""
+    """An update with decay equals an update of the faded state, for the module's own and for the caller's stream."""
     block = (nn.CMABStack(6, 4, 3, 2, dtype=torch.float64) if stacked else nn.CMAB(6, 4, 3, dtype=torch.float64)).eval()
     points, latents = torch.randn(2, 30, 6, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
     with torch.no_grad():

@@ -21,10 +21,11 @@ from . import pages
 MODULES = (cmab_kernels, distributed, integrations, nn, variants, cmab_models)
 """The modules that export public names."""
 PAGES = {page.name: page for page in pages.docs()}
-# The first imports five packages, the second runs a whole suite.
+# The first imports five packages, the second runs a whole suite, the third translates two programs to ONNX.
 SECONDS = {
     "use_it_in.md": 15.0,
     "add_an_operator.md": 10.0,
+    "deployment.md": 15.0,
 }
 
 

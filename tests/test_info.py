@@ -67,7 +67,7 @@ def test_instructions_that_there_are_not(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_reader_may_stop_early() -> None:
-    """As in `python -m cmab_kernels info | head -1`."""
+    """The reader closes the pipe early, as in `python -m cmab_kernels info | head -1`."""
     command = [sys.executable, "-m", "cmab_kernels", "info"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout and running.stderr

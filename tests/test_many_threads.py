@@ -1,4 +1,4 @@
-"""Many more threads than cores: 32 threads give the bits of one, forward and backward."""
+"""Many more threads than cores: 32 threads give the same bits as one thread, forward and backward."""
 
 from __future__ import annotations
 

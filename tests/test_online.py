@@ -76,7 +76,7 @@ def test_equals_ridge(intercept: bool, targets: int) -> None:
 
 
 def test_a_row_backwards() -> None:
-    """NumPy accepts it, torch does not."""
+    """NumPy accepts this, and torch does not."""
     rows, targets = np.array([[1.0, 2.0]]), np.array([3.0])
     both = [OnlineRidge().fit(*given).predict(rows) for given in ((rows, targets), (rows[::-1], targets[::-1]))]
     assert np.array_equal(*both)
@@ -123,7 +123,7 @@ def test_columns_in_another_order_are_refused() -> None:
 
 @pytest.mark.parametrize("number", [np.int64(2), np.float32(2)])
 def test_numbers_of_numpy(number: Any) -> None:
-    """A search over an array of penalties sets its elements."""
+    """A search over an array of penalties passes single elements of the array."""
     x, y, _ = _data()
     assert GridSearchCV(OnlineRidge(), {"alpha": [number]}, error_score="raise").fit(x, y).best_params_ == {"alpha": 2}
     assert OnlineRidge(forgetting=np.float32(0.5)).fit(x, y).info_ == 0
@@ -131,7 +131,7 @@ def test_numbers_of_numpy(number: Any) -> None:
 
 @pytest.mark.parametrize("number", [np.float32, np.float16])
 def test_a_forgetting_factor_of_few_digits_is_as_exact(number: Any) -> None:
-    """Powers of a NumPy number have only its digits, so the result depended on how a stream was cut."""
+    """A power of a float16 number has the precision of float16, so the result depended on how a stream was divided."""
     rng = np.random.default_rng(3)
     x, y = rng.standard_normal((400, 3)), rng.standard_normal((400, 1))
     at_once, in_parts = (_streamed(OnlineRidge(forgetting=number(0.99)), x, y, size=size) for size in (400, 40))
@@ -223,7 +223,7 @@ def test_what_fades_takes_its_rounding_along() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_rows_of_no_weight_determine_is_said(seed: int) -> None:
-    """If the others were forgotten, the remaining weight is rounding error."""
+    """If the other examples were forgotten, the remaining weight is only rounding error."""
     x, y, weights = _data(seed=seed)
     weights[30:] = 0
     model = OnlineRidge().fit(x, y, weights)

@@ -209,9 +209,9 @@ def _intention(given: str = "") -> None:
     k, v = (_some(B, H, N, 16) for _ in "kv")
     weights = _some(B, H, N) if given == "weights" else None
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
-    gram, moment, count = intention.ridge_update(RidgeUpdate(k, v, weights, mask, None, None, None))
-    intention.ridge_update(RidgeUpdate(k, v, weights, mask, gram, moment, count))
-    intention.gram_backward(GramBackward(gram, moment, k, v, weights, mask, (True, True, True), True))
+    gram, moment, count = intention.ridge_update(RidgeUpdate(k, v, weights, mask, None, None, None, None))
+    intention.ridge_update(RidgeUpdate(k, v, weights, mask, None, gram, moment, count))
+    intention.gram_backward(GramBackward(gram, moment, k, v, weights, mask, None, (True, True, True), True))
     intention.apply_rows(ApplyRows(k, moment))
 
 

@@ -102,7 +102,7 @@ def test_a_batch_of_directions(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_pull_back_after_its_transform(name: str) -> None:
-    """It holds tensors of a finished `vjp`, whose memory a kernel could not read."""
+    """The call gets tensors of a finished `vjp`, whose memory a kernel could not read."""
     call, at = CALLS[name]
     out, pull_back = vjp(call, at)
     direction = torch.randn_like(out)
@@ -184,7 +184,8 @@ def test_a_scale_that_is_no_constant_is_refused(name: str, transform: str) -> No
 
 @pytest.mark.parametrize("name", OF_SCALE)
 def test_a_constant_scale_beside_a_transform(name: str) -> None:
-    """A tensor of one number that no transform has made is accepted, whatever else is transformed."""
+    """A scale may be a tensor of one number if no transform made this tensor, even if other arguments are
+    transformed."""
     call = OF_SCALE[name]
     right = call(HALF)
     close(right, call(0.5))  # type: ignore[arg-type]  # a tensor of one number is taken for one

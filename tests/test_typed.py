@@ -40,7 +40,7 @@ def test_programs_pass_mypy(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy comes with the extra `lint`")
     for name, program in programs().items():
         (tmp_path / f"{name}.py").write_text(IMPORTS + program)
-    # union-attr: to mypy a state that starts as None may still be None after a loop over chunks
+    # union-attr: for mypy, a state that is None at first may still be None after a loop over chunks
     command = [sys.executable, "-m", "mypy", "--disable-error-code", "union-attr", *map(str, tmp_path.glob("*.py"))]
     done = subprocess.run(command, cwd=pages.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

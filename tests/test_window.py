@@ -213,7 +213,7 @@ def test_gradients_reach_what_is_held(make: Maker) -> None:
 
 @KINDS
 def test_gradients_do_not_depend_on_the_mode_of_earlier_calls(make: Maker) -> None:
-    """A merge falls into whichever call happens to need it, also into a `pop` under `no_grad`."""
+    """A merge runs in the first call that needs it, even if this is a `pop` under `no_grad`."""
 
     def leaf() -> Any:
         state = make()
@@ -402,7 +402,7 @@ def test_a_failing_merge_leaves_what_is_held(
         for key in range(pushed):
             holder.push(make()) if isinstance(holder, StateWindow) else holder.put(key, make())
         if isinstance(holder, StateWindow) and pushed == 8 and (change == "pop" or failing == 3):
-            continue  # this needs one merge or no merge
+            continue  # this call needs at most one merge
         before, count = holder.state, len(holder)
         calls.clear()
         with monkeypatch.context() as patched, pytest.raises(MemoryError):

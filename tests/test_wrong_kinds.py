@@ -75,6 +75,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "intention": (ck.intention, {**ROWS, "alpha": ALPHA, **WEIGHTED}),
+    "intention packed": (ck.intention, {**PACKED, "alpha": ALPHA, "cu_seqlens": OFFSETS}),
     "sigma_intention": (ck.sigma_intention, {**ROWS, "alpha": ALPHA, **WEIGHTED}),
     "nystrom_attention": (ck.nystrom_attention, {**ROWS, "query": K, "num_landmarks": 3, **PADDED}),
     "iterative_pinv": (ck.iterative_pinv, {"matrix": GRAM}),
@@ -178,7 +179,7 @@ def _cases() -> list[Any]:
 
 
 def _may_be(name: str, argument: str, kind: str) -> bool:
-    """Whether the call is right with this value."""
+    """Return whether the call accepts this value."""
     function, arguments = CALLS[name]
     if kind == "None":
         return inspect.signature(function).parameters[argument].default is None

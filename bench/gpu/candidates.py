@@ -101,7 +101,7 @@ def _of_attention(dtypes: tuple[str, ...], widths: tuple[int, ...]) -> Iterator[
     for dtype, width in itertools.product(dtypes, widths):
         yield Target("attention.forward", dtype, width)
         yield Target("attention.backward", dtype, width)
-        if dtype != "float32":  # its gradients in parts are one kernel
+        if dtype != "float32":  # its gradients in parts are computed by one kernel
             yield Target("attention.backward_keys", dtype, width)
 
 
@@ -132,7 +132,9 @@ def candidates(target: Target, device: torch.device) -> list[tuple[int, ...]]:
     values = [tried.get(name, (value,)) for name, value in zip(fields, start, strict=True)]
     most = {"TILE": max(target.width, 16), "BLOCK_L": target.latents}  # larger values are cut to this
     in_one_block = target.kernel == "attention.backward" and target.products(device).kind != "tf32x3"
-    whole = {"BLOCK_L": min(target.latents, start[0])} if in_one_block else {}  # else another kernel computes dK and dV
+    whole = (
+        {"BLOCK_L": min(target.latents, start[0])} if in_one_block else {}
+    )  # otherwise another kernel computes dK and dV
     found = [
         tiles
         for tiles in itertools.product(*values)
@@ -199,10 +201,12 @@ def _intention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
     k, v = (draw(sets, 1, SET, target.width) for _ in range(2))
     square = draw(sets, 1, target.width, target.width).double()
     if target.kernel == "intention.gram":
-        return lambda: module.gram(Gram(k, v, None, None, (True, True), False))
+        return lambda: module.gram(Gram(k, v, None, None, None, (True, True), False))
     if target.kernel == "intention.apply":
         return lambda: (module.apply_rows(ApplyRows(k, square)),)
-    return lambda: module.gram_backward(GramBackward(square, square, k, v, None, None, (True, True, False), False))[:2]
+    return lambda: module.gram_backward(
+        GramBackward(square, square, k, v, None, None, None, (True, True, False), False)
+    )[:2]
 
 
 def _nystrom(target: Target, draw: Callable[..., Tensor], keys: int) -> Callable[[], Results]:

@@ -163,8 +163,8 @@ def _prefix_sums() -> None:
 def _sums(dtype: torch.dtype, batch: int, keys: int) -> Call:
     def call() -> None:
         rows, square = torch.empty(batch, 1, keys, 64, dtype=dtype), torch.empty(batch, 1, 64, 64, dtype=F64)
-        intention.gram(Gram(rows, rows, None, None, (True, True), False))
-        intention.gram_backward(GramBackward(square, square, rows, rows, None, None, (True, True, False), False))
+        intention.gram(Gram(rows, rows, None, None, None, (True, True), False))
+        intention.gram_backward(GramBackward(square, square, rows, rows, None, None, None, (True, True, False), False))
         intention.apply_rows(ApplyRows(rows, square))
 
     return f"ridge_state, {batch} x (N {keys:,}, d 64)", 64, dtype, call

@@ -31,7 +31,7 @@ DEVICE_LOST = 70
 
 
 class Task(NamedTuple):
-    """A row to make; if a peer fails, this is reported and is not a fault."""
+    """A row of the table that is still to be made. If a peer fails, the row reports it, and this is not a fault."""
 
     key: str
     make: Callable[[], Row]
@@ -110,7 +110,9 @@ def _work(
     """End without cleanup, because a crash during cleanup would look like a crash of a row."""
     os.setsid()  # processes that a row starts are stopped with it
     if "TRITON_CACHE_DIR" in os.environ:
-        from .cached import same_keys  # Triton, only if rows need it: without it a worker starts in a tenth of the time
+        from .cached import (
+            same_keys,
+        )  # imports Triton only if rows need it: without Triton a worker starts in a tenth of the time
 
         same_keys()
     with open(os.path.join(folder, f"{number}.jsonl"), "a") as file:
@@ -169,7 +171,7 @@ def _recovered(device: str) -> bool:
     access every later call fails."""
     if not device.startswith("cuda"):
         return True
-    import torch  # only if rows need it: without it a worker starts ten times as fast
+    import torch  # imported only if rows need it: without it a worker starts ten times as fast
 
     gc.collect()
     try:

@@ -118,7 +118,8 @@ def compiled_tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
 def of_cases(
     cases: Callable[[], Iterable[Case]], device: str, compiled: bool | None = None, capture: bool = True
 ) -> list[Task]:
-    """A task for each implementation. `compiled` selects only those that `torch.compile` makes, or only the others."""
+    """A task for each implementation. `compiled` selects the implementations that `torch.compile` makes (True),
+    or all others (False)."""
     measure_on(device)
     made = [
         Task(f"{case}; {name}{'' if capture else EAGERLY}", partial(timed, case, name, capture), not is_ours(name))

@@ -4,7 +4,7 @@ Peers are used as a control. Their code is the same in both runs, so their chang
 median of these changes is the drift of the whole machine, which is removed. The rest is the noise between runs: the
 usual noise of all peers, or more if the peers of the same group changed more, because a few groups are disturbed and
 most are not. The quartiles of the samples are the noise within a run. If the machine, the threads or torch differ,
-times say nothing about our code. Then ratios to the baseline are compared instead, which say little.
+times say nothing about our code. Then ratios to the baseline are compared instead, but such ratios say little.
 """
 
 from __future__ import annotations

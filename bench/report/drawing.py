@@ -1,7 +1,7 @@
 """Drawing of figures: one panel each, as wide as a phone, with the same colour for the same implementation everywhere.
 
-A panel becomes an SVG for a page, whose text remains text and has the page's colours, or is placed with others on a
-sheet, which is a PNG.
+A panel becomes an SVG for a page, or is placed with other panels on a sheet, a PNG file. In the SVG, text remains text
+and has the colours of the page.
 """
 
 from __future__ import annotations

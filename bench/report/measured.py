@@ -84,8 +84,8 @@ def filled(table: str, run: Run, narrow: Run | None = None) -> str:
     out; if it has none, the result is empty.
 
     {narrow} in a row is replaced by the ratio of the run `narrow`, and {where narrow} by the place of that run. If
-    torch was faster in that run, a row shows torch's time there and our ratio to it, because a ratio should be to the
-    fastest torch on this machine.
+    torch was faster in that run, a row shows torch's time from that run and our ratio to it, because we compare with
+    the fastest torch on this machine.
     """
     lines, threads = [], set()
     for line in table.rstrip().split("\n"):

@@ -150,7 +150,7 @@ CHOLESKY, INVERSE = "torch, Cholesky", "torch, inverse"
 
 
 def matrices(random: torch.Generator, batch: int, width: int) -> Tensor:
-    """Means of the products of as many rows, whose eigenvalues are up to 4, plus 1/2: the condition number is 9."""
+    """Return means of `width` outer products, with eigenvalues of up to 4, plus 1/2: the condition number is 9."""
     rows = normal(random, batch, width, width)
     return rows.mT @ rows / width + 0.5 * identity(rows)
 

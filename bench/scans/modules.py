@@ -149,7 +149,9 @@ def cross_attention(
         attention_work(scores, heads * keys, each, each, "float32", pass_, device())
         for pass_ in (False, True)[: 1 + backward]
     ]
-    projections = 4 * keys * width**2  # of the context, to keys and values; backward to its weights and to itself
+    projections = (
+        4 * keys * width**2
+    )  # projects the context to keys and values; backward gives gradients of its weights and of the context
     moved = keys * width * BYTES["float32"]
 
     def ours(weights: nn.MultiheadAttention) -> Attend:

@@ -96,7 +96,7 @@ def layer(
         name: by(partial(nystrom_attention, num_landmarks=landmarks, impl=name)) for name in kernels(scan)
     }
     implementations[EAGER] = by(partial(eager_attention, number=landmarks))
-    if dtype == wide(dtype):  # half precision does not resolve the package's pseudo-inverse
+    if dtype == wide(dtype):  # half precision has too few digits for the package's pseudo-inverse
         implementations[PACKAGE] = packaged
     if length <= (4096 if backward else 16_384):
         implementations[SDPA] = by(F.scaled_dot_product_attention)
@@ -265,7 +265,7 @@ def start(
     def by_ours(i: Sequence[Tensor]) -> Results:
         given = tuple(i[3:]) or None
         state = continual_nystrom_init(*i[:3], None if given else landmarks, landmarks=given)
-        return *state[:3], state.sums[..., :-1], state.inverse  # except for a mark that torch made them
+        return *state[:3], state.sums[..., :-1], state.inverse  # without the mark that torch computed the sums
 
     def eager(i: Sequence[Tensor]) -> Results:
         rings, sums, inverse = eager_start(*i[:3], landmarks, tuple(i[3:]) or None)

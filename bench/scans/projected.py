@@ -76,7 +76,7 @@ def projected(
     attend = [
         attention_work(scores, 0, each, each, "float32", pass_, device()) for pass_ in (False, True)[: 1 + backward]
     ]
-    projections = 4 * blocks * keys * width**2  # backward to the weights
+    projections = 4 * blocks * keys * width**2  # the backward pass gives the gradients of the weights
     moved = keys * width * BYTES["float32"]
     names = (
         *kernels(SCAN, definition=False),

@@ -128,7 +128,7 @@ def test_candidates_are_valid_and_few_and_keys_differ() -> None:
         found = candidates(target, CPU)
         assert found[0] == target.built_in(CPU) and len(set(found)) == len(found) <= 48
         for chosen in found[1:]:
-            entry = tiles.as_entry(target.key(CPU), chosen, {})  # it raises an error for anything but tiles
+            entry = tiles.as_entry(target.key(CPU), chosen, {})  # it raises an error for everything except tiles
             assert entry["tiles"].get("BLOCK_L", 0) <= target.latents, (
                 "a block that the queries do not fill is not seen"
             )

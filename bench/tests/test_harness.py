@@ -45,7 +45,7 @@ def test_calls_go_round_copies_of_the_inputs():
 @pytest.mark.parametrize("name", [SDPA, NAIVE, "reference"])
 def test_flops_of_peers_are_those_of_the_products(case: Case, name: str):
     backward = case.sizes["pass"] != "forward"
-    # Torch's attention computes its scores again for the backward.
+    # Torch's attention computes its scores again in the backward pass.
     products = (7 if name == SDPA else 6) if backward else 2
     scores = math.prod(case.sizes[letter] for letter in "BHLN")
     inputs = case.inputs(0)

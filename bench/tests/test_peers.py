@@ -41,7 +41,8 @@ def test_gradients_by_hand_are_those_of_autograd(length: int):
 @pytest.mark.parametrize("keys", [2, 3000, 2311])
 @pytest.mark.parametrize("form", plain_attention.FORMS)
 def test_attention_in_plain_torch(form: str, keys: int, backward: bool, monkeypatch: pytest.MonkeyPatch):
-    """Whole, in chunks, and in turn with several chunks each; one key more than the chunks divide is one chunk."""
+    """Plain attention runs on all keys at once, in chunks, and in turn with several chunks each. If
+    the keys cannot be divided into equal chunks, they are one chunk."""
     monkeypatch.setattr(plain_attention, "CACHED", 8 * 2 * 5 * 2000)
     inputs = attention.attention(2, 4, keys=keys, latents=5, backward=backward, dtype=torch.float64).inputs(0)
     expected = attention.exact(*inputs[:3], inputs.dout if backward else None)

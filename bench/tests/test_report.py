@@ -357,7 +357,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory):
 
 
 def seen_at(width: int, page: str, browser, folder: Path) -> dict:
-    """The look of a page in a window of some width, inside a frame, because windows have a least width."""
+    """Return the layout of a page of this width, in a frame, because a browser window has a smallest width."""
     inner = html.escape(page.replace("</body>", MEASURE + "</body>"))
     outer = folder / f"frame{width}.html"
     outer.write_text(

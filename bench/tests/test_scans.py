@@ -321,7 +321,7 @@ def test_work_is_what_torch_counts(case: Case, name: str, more: int):
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("retroactive", [True, False])
 def test_work_of_a_step_is_the_mean_of_what_is_counted(fixed: bool, retroactive: bool):
-    case = TINY.varied(fixed=fixed, retroactive=retroactive, calls=160)  # ten times round the window
+    case = TINY.varied(fixed=fixed, retroactive=retroactive, calls=160)  # ten times the length of the window
     inputs = case.inputs(0)
     _, flops = harness.count_flops(lambda: case.implementations["native"](inputs))
     # Except for the rows that are recomputed every 1,024 tokens.

@@ -75,6 +75,11 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
         """Take one more token (B, C); return its output (B, C), or None before the window is full."""
         return self.module.forward_step(input, update_state=update_state)
 
+    def _forward_step(self, input: Tensor, prev_state: Any = None) -> tuple[Tensor | None, Any]:
+        """Take one more token (B, C) after a state that the caller keeps; return (output, state)."""
+        result: tuple[Tensor | None, Any] = self.module._forward_step(input, prev_state=prev_state)
+        return result
+
     def forward_steps(self, input: Tensor, pad_end: bool = False, update_state: bool = True) -> Tensor | None:
         """Take tokens (B, C, T); return their outputs (B, C, T'), or None. There is no padding, so `pad_end` has no
         effect."""

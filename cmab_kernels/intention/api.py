@@ -17,7 +17,9 @@ from ..runtime.checks import (
     check_every,
     check_key_value,
     check_mask,
+    check_offsets_shape,
     check_operands,
+    mismatch,
     not_a_tensor,
     over_batch,
     refuse_negative,
@@ -42,6 +44,7 @@ def intention(
     form: str = "auto",
     weights: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Q (K'WK + alpha I)^-1 K'WV: a ridge regression of values on keys, evaluated at each query.
@@ -65,6 +68,11 @@ def intention(
             CPU, and gives NaN on a GPU. Weights are rounded to float32 unless keys are float64; on a CPU a weight too
             large for float32 is a `ValueError`.
         key_padding_mask: (B, N) bool, True = ignore.
+        cu_seqlens: (S + 1,) int32 or int64 offsets that rise from 0 to at most N. Key and value then have batch 1 and
+            hold S sets of keys, one after the other: set s goes from cu_seqlens[s] to cu_seqlens[s + 1], and keys after
+            the last set belong to none. A query (B, H, M, D), `alpha` and the result have batch S. The primal form
+            solves for every set, whatever its size; "dual" is a `ValueError`. On a GPU the offsets are not read,
+            because reading would make the program wait: wrong offsets make every result and gradient NaN there.
         impl: "auto", "reference", "native" or "triton": the implementation of the sums and of the products with rows.
             `regularised_solve` chooses its own implementation of the solve, which may be "cuda".
 
@@ -89,16 +97,18 @@ def intention(
     check_choice("form", form, FORMS)
     if query is None:
         raise TypeError(not_a_tensor("query", query))
-    inputs = _inputs(query, key, value, weights, key_padding_mask)
-    penalty = penalty_of(alpha, inputs.key.shape[:2], inputs.key.device)
+    if cu_seqlens is not None and form == "dual":
+        raise ValueError(mismatch("form", "'dual'", "auto or primal, as cu_seqlens packs sets of different sizes"))
+    inputs = _inputs(query, key, value, weights, key_padding_mask, cu_seqlens)
+    penalty = penalty_of(alpha, inputs.query.shape[:2], inputs.key.device)
     solver = impl_for(impl, "intention", "intention.solve")
     *_, length, width = inputs.key.shape
     with as_they_are(inputs.key.device):
-        if form == "dual" or (form == "auto" and length < width):
+        if form == "dual" or (form == "auto" and length < width and cu_seqlens is None):
             return _dual(inputs, penalty, impl, solver).intention(inputs.query, inputs.value)
         chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
         weight, _, _ = solve_rows(
-            inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, penalty, chosen, solver
+            inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, penalty, chosen, solver, cu_seqlens
         )
         return apply_rows_op(ApplyRows(inputs.query, weight, chosen))
 
@@ -142,7 +152,14 @@ def sigma_intention(
             )
         chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
         gram, _ = gram_op(
-            Gram(inputs.key, inputs.value[..., :0], inputs.weights, inputs.key_padding_mask, (True, False), impl=chosen)
+            Gram(
+                inputs.key,
+                inputs.value[..., :0],
+                inputs.weights,
+                inputs.key_padding_mask,
+                parts=(True, False),
+                impl=chosen,
+            )
         )
         solved = solve_heads(gram, inputs.query.mT.double(), penalty, solver).weight.mT.to(inputs.query.dtype)
         return latent_attention(
@@ -158,13 +175,14 @@ def ridge_state(
     decay: float | Tensor | None = None,
     weights: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     impl: str = "auto",
 ) -> RidgeState:
     """The sums K'WK and K'WV over these keys, added to `state` if one is given. The cost depends on the new keys alone.
 
     Arguments and errors are those of `intention`. Products and sums are float64: after a million updates, in chunks of
     any size, the state equals the state of all keys at once. `state` is not changed. Gradients flow to key, value,
-    weights and the state.
+    weights and the state. With `cu_seqlens`, the result and `state` have batch S: the sums of each packed set.
 
     `decay` lets old keys fade: it multiplies the weight of every key in `state`, and so both sums. After t further
     calls a key has the weight decay^t. Like weights, it does not change `count`. `decay` is a number in (0, 1], or a
@@ -180,16 +198,19 @@ def ridge_state(
     >>> torch.allclose(key @ weight.float(), cmab_kernels.intention(key, key, value, 0.1), atol=1e-5)
     True
     """
-    inputs = _inputs(None, key, value, weights, key_padding_mask)
+    inputs = _inputs(None, key, value, weights, key_padding_mask, cu_seqlens)
     if state is not None:
-        batch, heads, _, width = inputs.key.shape
-        check_ridge(state, (batch, heads, width, inputs.value.shape[-1]), inputs.key.device)
+        _, heads, _, width = inputs.key.shape
+        sets = _sets(inputs.key, cu_seqlens)
+        check_ridge(state, (sets, heads, width, inputs.value.shape[-1]), inputs.key.device)
     if decay is not None:
-        decay = as_decay(decay, inputs.key.shape[:2], inputs.key.device)
+        decay = as_decay(decay, (_sets(inputs.key, cu_seqlens), inputs.key.shape[1]), inputs.key.device)
         state = None if state is None else decayed_ridge(state, decay)
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
     gram, moment, count = state or (None, None, None)
-    update = RidgeUpdate(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, gram, moment, count, chosen)
+    update = RidgeUpdate(
+        inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, cu_seqlens, gram, moment, count, chosen
+    )
     return RidgeState(*ridge_update_op(update))
 
 
@@ -321,7 +342,7 @@ def ridge_step(
     if decay is not None:
         state = decayed_ridge(state, as_decay(decay, (batch, heads), inputs.key.device))
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
-    update = RidgeUpdate(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, *state, chosen)
+    update = RidgeUpdate(inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, None, *state, chosen)
     if may_call_native(chosen, *inputs, *state, penalty):
         check_weights(inputs)
         if isinstance(alpha, Tensor):
@@ -346,23 +367,42 @@ class _Inputs(NamedTuple):
 
 
 def _inputs(
-    query: Tensor | None, key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None = None,
 ) -> _Inputs:
     operands = {"key": key, "value": value} if query is None else {"query": query, "key": key, "value": value}
     check_operands(**operands)
     check_key_value(key, value)
-    query = key if query is None else over_batch(query, key, key.shape[0])
+    if cu_seqlens is not None:
+        check_offsets_shape(cu_seqlens, key, "key")
+    query = key if query is None else over_batch(query, key, _sets(key, cu_seqlens))
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(query, key, value)
     return _Inputs(query, key, value, weights_of_heads(weights, key), key_padding_mask)
 
 
+def _sets(key: Tensor, cu_seqlens: Tensor | None) -> int:
+    """The number of sets of keys: the batch, or that of the packed sets."""
+    return key.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
 def solve_rows(
-    key: Tensor, value: Tensor, weights: Tensor | None, mask: Tensor | None, penalty: Tensor, chosen: str, solver: str
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    mask: Tensor | None,
+    penalty: Tensor,
+    chosen: str,
+    solver: str,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(Omega, K'WK, info) with Omega = (K'WK + alpha I)^-1 K'WV, (B, H, D, E), in float64; info (B, H) as in
     `RidgeSolution`. The implementation `chosen` forms the sums, and `solver` solves."""
-    gram, moment = gram_op(Gram(key, value, weights, mask, impl=chosen))
+    gram, moment = gram_op(Gram(key, value, weights, mask, cu_seqlens, impl=chosen))
     weight, info = solve_heads(gram, moment, penalty, solver)
     return weight, gram, info
 

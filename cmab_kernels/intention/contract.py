@@ -11,13 +11,15 @@ class Gram(NamedTuple):
     """The arguments of `cmab::gram`, whose results are K'WK and K'WV in float64.
 
     A part whose number in `parts` is 0 is empty. (They are ints because `torch.jit.trace` takes no list of bools.)
-    Products are formed in float64 if `exact`, else in the dtype of sums.
+    Products are formed in float64 if `exact`, else in the dtype of sums. With `cu_seqlens` the rows have batch 1, and
+    there are sums of each packed set.
     """
 
     key: Tensor
     value: Tensor
     weights: Tensor | None = None
     key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
     parts: tuple[int, int] = (True, True)
     exact: bool = False
     impl: str = "auto"
@@ -31,6 +33,7 @@ class RidgeUpdate(NamedTuple):
     value: Tensor
     weights: Tensor | None = None
     key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
     gram: Tensor | None = None
     moment: Tensor | None = None
     count: Tensor | None = None  # type: ignore[assignment]  # hides tuple.count
@@ -46,6 +49,7 @@ class GramBackward(NamedTuple):
     value: Tensor
     weights: Tensor | None
     key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
     needs: tuple[bool, bool, bool]
     exact: bool
     impl: str = "auto"

@@ -14,6 +14,9 @@ dG + dG':
     u_i = S k_i + dC v_i     y_i = dC' k_i     dk_i = w_i u_i     dv_i = w_i y_i     dw_i = (k_i.S k_i) / 2 + k_i.(dC
     v_i)
 
+Each of several packed sets has sums of its own. Here a set sees the rows of the others too, but as masked rows, which
+takes temporaries of all rows for each set.
+
 The solve and its gradient are defined in `solve/reference.py`.
 """
 
@@ -37,10 +40,24 @@ def weights_of(weights: Tensor | None, key_padding_mask: Tensor | None, dtype: t
     return 1.0 if weights is None else rows_of(weights.unsqueeze(-1), key_padding_mask, dtype)
 
 
+def _outside_set(key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """(S, N) bool, True where set s does not have row i, or the row is masked."""
+    position = torch.arange(key.shape[2], device=key.device)
+    outside = (position < cu_seqlens[:-1, None]) | (position >= cu_seqlens[1:, None])
+    return outside if key_padding_mask is None else outside | key_padding_mask
+
+
 def gram_reference(
-    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    key_padding_mask: Tensor | None,
+    exact: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(K'WK, K'WV) in float64; the products are formed in float64 if `exact`, else in `state_dtype`."""
+    if cu_seqlens is not None:
+        key_padding_mask = _outside_set(key, key_padding_mask, cu_seqlens)
     dtype = torch.float64 if exact else state_dtype(key.dtype)
     k, v = rows_of(key, key_padding_mask, dtype), rows_of(value, key_padding_mask, dtype)
     weighted = (weights_of(weights, key_padding_mask, dtype) * k).mT
@@ -55,8 +72,15 @@ def gram_backward_reference(
     weights: Tensor | None,
     key_padding_mask: Tensor | None,
     exact: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dkey, dvalue, dweights) by the formula above; dweights (B, H, N) also if `weights` is None, which means 1."""
+    if cu_seqlens is not None:
+        outside = _outside_set(key, key_padding_mask, cu_seqlens)
+        of_sets = gram_backward_reference(dgram, dmoment, key, value, weights, outside, exact)
+        hidden = outside[:, None, :, None]
+        dkey, dvalue = (part.masked_fill(hidden, 0.0).sum(0, keepdim=True) for part in of_sets[:2])
+        return dkey, dvalue, of_sets[2].masked_fill(hidden[..., 0], 0.0).sum(0, keepdim=True)
     dtype = torch.float64 if exact else state_dtype(key.dtype)
     k, v = rows_of(key, key_padding_mask, dtype), rows_of(value, key_padding_mask, dtype)
     w = weights_of(weights, key_padding_mask, dtype)

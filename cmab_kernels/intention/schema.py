@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from ..runtime.backends import choose
-from ..runtime.checks import refuse_negative
+from ..runtime.checks import check_offsets, refuse_negative
 from ..runtime.dtypes import state_dtype
 from ..runtime.operator import Call, Gradients, Operator, derivatives_of
+from ..runtime.vmap import Rule
 from .contract import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward, RidgeUpdate
 from .reference import apply_rows_reference, gram_backward_reference, gram_reference, prefix_ridge_backward_reference
-from .state import count_keys
+from .state import count_keys, refused_offsets
 
 # ---- definitions, and checks of values
 
@@ -30,20 +31,49 @@ def check_weights(rows: Any) -> None:
         )
 
 
+def _check_rows(inputs: Gram | RidgeUpdate) -> None:
+    if inputs.weights is not None:
+        check_weights(inputs)
+    if inputs.cu_seqlens is not None:
+        check_offsets(inputs.cu_seqlens, inputs.key.shape[2])
+
+
+def _is_packed(inputs: Gram | GramBackward | RidgeUpdate) -> bool:
+    """Whether sets are packed. The batch of packed keys must be 1, so that nothing can be folded into it."""
+    return inputs.cu_seqlens is not None
+
+
+def _gram_definition(inputs: Gram | RidgeUpdate, exact: bool) -> tuple[Tensor, Tensor]:
+    """Both sums by the reference: it ignores `parts`. Invalid offsets make them, and all gradients, NaN."""
+    key, offsets = inputs.key, inputs.cu_seqlens
+    gram, moment = gram_reference(key, inputs.value, inputs.weights, inputs.key_padding_mask, exact, offsets)
+    if offsets is None:
+        return gram, moment
+    one = gram.new_ones(()).masked_fill(refused_offsets(offsets, key.shape[2]), torch.nan)
+    return gram * one, moment * one
+
+
 def _update_definition(inputs: RidgeUpdate) -> tuple[Tensor, Tensor, Tensor]:
-    key, value, weights, mask, gram, moment, count, _ = inputs
-    new_gram, new_moment = gram_reference(key, value, weights, mask, exact=True)
+    key, _, _, mask, offsets, gram, moment, count, _ = inputs
+    new_gram, new_moment = _gram_definition(inputs, exact=True)
     if gram is not None and moment is not None:
         new_gram, new_moment = gram + new_gram, moment + new_moment
-    return new_gram, new_moment, count_keys(key, mask, count)
+    return new_gram, new_moment, count_keys(key, mask, offsets, count)
 
 
 # ---- shapes
 
 
-def sums_like(key: Tensor, value: Tensor, parts: tuple[int, int] = (True, True)) -> tuple[Tensor, Tensor]:
+def _heads_of(key: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """The leading extents of the sums: (B, H), or (S, H) of packed sets."""
+    return key.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, key.shape[1]
+
+
+def sums_like(
+    key: Tensor, value: Tensor, parts: tuple[int, int] = (True, True), cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Uninitialised float64 tensors for K'WK and K'WV; a part that is not requested is an empty vector."""
-    batch, heads, _, width = key.shape
+    (batch, heads), width = _heads_of(key, cu_seqlens), key.shape[3]
     shapes = ((batch, heads, width, width), (batch, heads, width, value.shape[-1]))
     gram, moment = (
         key.new_empty(shape if part else 0, dtype=torch.float64) for shape, part in zip(shapes, parts, strict=True)
@@ -108,15 +138,24 @@ def gradient_of_sums(call: Call[Any], dgram: Tensor, dmoment: Tensor, exact: boo
         return {}
     rows = call.inputs
     inputs = GramBackward(
-        dgram, dmoment, rows.key, rows.value, rows.weights, rows.key_padding_mask, needs, exact, rows.impl
+        dgram,
+        dmoment,
+        rows.key,
+        rows.value,
+        rows.weights,
+        rows.key_padding_mask,
+        rows.cu_seqlens,
+        needs,
+        exact,
+        rows.impl,
     )
     dkey, dvalue, dweights = _gram_backward_op(inputs)
     return {"key": dkey, "value": dvalue, "weights": dweights}
 
 
 def _backward_of_gram(call: Call[Gram], dgram: Tensor, dmoment: Tensor) -> Gradients:
-    key, value, _, _, parts, exact, _ = call.inputs
-    batch, heads, _, width = key.shape
+    key, value, _, _, offsets, parts, exact, _ = call.inputs
+    (batch, heads), width = _heads_of(key, offsets), key.shape[3]
     if not parts[0]:
         dgram = key.new_zeros(batch, heads, width, width, dtype=torch.float64)
     if not parts[1]:
@@ -130,8 +169,8 @@ def _backward_of_update(call: Call[RidgeUpdate], dgram: Tensor, dmoment: Tensor,
 
 def _gram_backward_formula(inputs: GramBackward) -> tuple[Tensor, ...]:
     """The gradients by the reference, which takes temporaries of size N."""
-    dgram, dmoment, key, value, weights, mask, _, exact, _ = inputs
-    return gram_backward_reference(dgram, dmoment, key, value, weights, mask, exact)
+    dgram, dmoment, key, value, weights, mask, offsets, _, exact, _ = inputs
+    return gram_backward_reference(dgram, dmoment, key, value, weights, mask, exact, offsets)
 
 
 def _backward_of_prefixes(call: Call[PrefixRidge], dgram: Tensor, dmoment: Tensor) -> Gradients:
@@ -160,7 +199,7 @@ def _backward_of_apply_rows(call: Call[ApplyRows], dout: Tensor) -> Gradients:
     return gradients
 
 
-ROWS = ("key", "value", "weights", "key_padding_mask")
+ROWS = ("key", "value", "weights", "key_padding_mask", "cu_seqlens")
 """The arguments of the sums, all that their gradient needs."""
 
 gram_op = Operator(
@@ -168,14 +207,12 @@ gram_op = Operator(
     "gram",
     Gram,
     ("gram", "moment"),
-    shapes=lambda inputs: sums_like(inputs.key, inputs.value, inputs.parts),
+    shapes=lambda inputs: sums_like(inputs.key, inputs.value, inputs.parts, inputs.cu_seqlens),
     operations=lambda inputs: gram_operations(inputs, inputs.parts),
     backward=_backward_of_gram,
-    # Both sums: the reference ignores `parts`.
-    reference=lambda inputs: gram_reference(
-        inputs.key, inputs.value, inputs.weights, inputs.key_padding_mask, inputs.exact
-    ),
-    check=check_weights,
+    vmap=Rule(loops=_is_packed),
+    reference=lambda inputs: _gram_definition(inputs, inputs.exact),
+    check=_check_rows,
 )
 ridge_update_op = Operator(
     "intention",
@@ -183,15 +220,16 @@ ridge_update_op = Operator(
     RidgeUpdate,
     ("gram", "moment", "count"),
     shapes=lambda inputs: (
-        *sums_like(inputs.key, inputs.value),
-        inputs.key.new_empty(inputs.key.shape[:2], dtype=torch.int64),
+        *sums_like(inputs.key, inputs.value, cu_seqlens=inputs.cu_seqlens),
+        inputs.key.new_empty(_heads_of(inputs.key, inputs.cu_seqlens), dtype=torch.int64),
     ),
     operations=gram_operations,
     backward=_backward_of_update,
     keeps=ROWS,
     constant=("count",),
+    vmap=Rule(loops=_is_packed),
     reference=_update_definition,
-    check=check_weights,
+    check=_check_rows,
 )
 _gram_backward_op = Operator(
     "intention",
@@ -201,6 +239,7 @@ _gram_backward_op = Operator(
     shapes=_gradient_shapes,
     operations=_gradient_operations,
     backward=derivatives_of(_gram_backward_formula, "dgram", "dmoment", "key", "value", "weights"),
+    vmap=Rule(loops=_is_packed),
 )
 prefix_ridge_op = Operator(
     "intention",

@@ -84,12 +84,27 @@ def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
     return RidgeState(gram, moment, count)
 
 
-def count_keys(key: Tensor, key_padding_mask: Tensor | None, before: Tensor | None) -> Tensor:
-    """The number of unmasked keys in key (B, H, N, D), (B, H) int64, plus the number `before`; None means 0."""
+def refused_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
+    """True unless offsets rise from 0 to at most `length`, as a tensor on the device of the offsets."""
+    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] > length) | (cu_seqlens.diff() < 0).any()
+
+
+def count_keys(
+    key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, before: Tensor | None
+) -> Tensor:
+    """The number of unmasked keys in key (B, H, N, D), (B, H) int64, or (S, H) of packed sets, plus the number
+    `before`; None means 0."""
     batch, heads, length, _ = key.shape
-    if key_padding_mask is not None:
-        present = (~key_padding_mask).sum(-1, keepdim=True)
-        return present.expand(batch, heads).clone() if before is None else before + present
+    if key_padding_mask is not None or cu_seqlens is not None:
+        if cu_seqlens is None:
+            assert key_padding_mask is not None
+            present = (~key_padding_mask).sum(-1, keepdim=True)
+        elif key_padding_mask is None:
+            present = cu_seqlens.long().diff().unsqueeze(1)
+        else:
+            seen = torch.nn.functional.pad((~key_padding_mask[0]).cumsum(0), (1, 0))
+            present = seen[cu_seqlens.long().clamp(0, length)].diff().unsqueeze(1)
+        return present.expand(-1, heads).clone() if before is None else before + present
     if before is None:
         return torch.full((batch, heads), length, dtype=torch.int64, device=key.device)
     return before + length

@@ -292,7 +292,9 @@ class OnlineRidge(Interface):
         errors = y_ - _joined(solution.at(each) for each, _ in rows.blocks()).double()
         spread = y_ - (weights * y_).sum(0) / weights.sum()
         error, total = (weights * errors.square()).sum(0), (weights * spread.square()).sum(0)
-        none = (error != 0).double()  # if all targets are equal: 1 for predictions without error, else 0
+        none = (
+            error != 0
+        ).double()  # if all targets are equal, the score is 1 for predictions without error, and otherwise 0
         return float((1 - torch.where(total == 0, none, error / total)).mean())
 
     @property

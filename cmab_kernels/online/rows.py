@@ -84,7 +84,7 @@ class Rows:
     def squares(self, held: Sums, weights: Tensor | None) -> Squares:
         y = self.y - held.target_origin
         if weights is not None:
-            y *= weights.sqrt().T  # before they are squared, because a row of weight 0 may hold any number
+            y *= weights.sqrt().T  # this comes before the squares, because a row of weight 0 may hold any number
         sums = quick(y.square_().sum(0))
         return Squares(sums, float(len(self)) if weights is None else quick(weights).sum(), sums)
 

@@ -62,7 +62,7 @@ def gradient_of_formula(
     if under_transform():
         return _pulled_back(formula, tensors, directions)
     create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():  # views, because a tensor that is passed twice has two partial derivatives
+    with torch.enable_grad():  # these are views, because a tensor that is passed twice has two partial derivatives
         inputs = [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
         given = [t for t in inputs if t is not None]
         partials = iter(

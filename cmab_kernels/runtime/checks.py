@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -92,8 +93,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a `torch.distributed.tensor.DTensor`, whose shape is that of all ranks together."""
-    return type(tensor) is not Tensor and type(tensor).__module__.startswith("torch.distributed.")
+    """Whether a tensor is a `torch.distributed.tensor.DTensor`, whose shape is that of all ranks together.
+
+    Compilers cannot trace the module of a class. Torch's own error follows there.
+    """
+    if type(tensor) is Tensor or torch.compiler.is_compiling():
+        return False
+    return type(tensor).__module__.startswith("torch.distributed.")
 
 
 LOCAL = "a tensor of this rank; heads and sets are independent, so shard along these and pass its to_local()"
@@ -184,6 +190,38 @@ def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None =
         raise ValueError(mismatch("key_padding_mask", f"shape {tuple(mask.shape)}", allowed))
     if mask.device != key.device:
         raise ValueError(mismatch("key_padding_mask", f"device {mask.device}", f"{key.device}, the device of key"))
+
+
+def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
+    """The number of packed sets. Raise if `cu_seqlens`, or the batch of the argument called `name`, does not fit."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(not_a_tensor("cu_seqlens", cu_seqlens, "a torch.Tensor of int32 or int64"))
+    check_dense("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(mismatch("cu_seqlens", cu_seqlens.dtype, "torch.int32 or torch.int64"))
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(mismatch("cu_seqlens", f"shape {tuple(cu_seqlens.shape)}", "(S + 1,), the offsets of S sets"))
+    if cu_seqlens.device != keys.device:
+        raise ValueError(mismatch("cu_seqlens", f"device {cu_seqlens.device}", f"{keys.device}, the device of {name}"))
+    if keys.shape[0] != 1:
+        raise ValueError(
+            mismatch(name, f"batch {keys.shape[0]}", "batch 1, as cu_seqlens packs all sets into one row of keys")
+        )
+    return cu_seqlens.shape[0] - 1
+
+
+def check_offsets(cu_seqlens: Tensor, length: int) -> None:
+    """Raise unless the offsets of packed sets rise from 0 to at most the number of keys.
+
+    Offsets on a GPU are not checked, because the host would have to wait for them.
+    """
+    if not is_read(cu_seqlens):
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] > length or any(a > b for a, b in itertools.pairwise(offsets)):
+        shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
+        allowed = f"offsets that rise from 0 to at most N = {length} and never fall"
+        raise ValueError(mismatch("cu_seqlens", shown, allowed))
 
 
 def fixed(scale: float) -> float:
@@ -405,7 +443,9 @@ def refuse_negative(name: str, tensor: Tensor, absent: Tensor | None = None) -> 
     else:
         for dim, stride in enumerate(tensor.stride()):
             tensor = tensor if stride else tensor.narrow(dim, 0, 1)  # an expanded dimension repeats the same numbers
-        least = tensor.amin()  # takes twice the time of `min`, but `min` would copy a tensor that is not contiguous
+        least = (
+            tensor.amin()
+        )  # this takes twice the time of `min`, but `min` would copy a tensor that is not contiguous
     if least.item() >= 0:
         return
     refused = tensor < 0  # all False if the minimum is NaN and no other element is negative

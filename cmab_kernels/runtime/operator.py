@@ -68,6 +68,14 @@ def _is_tensor(kind: Any) -> bool:
     return _TYPES.get(kind, "").startswith("Tensor")
 
 
+def register_definition(operator: Any, definition: Callable[..., Any]) -> None:
+    """Let exporters that know no kernels, as that to ONNX, take the definition in place of an operator.
+
+    `torch.onnx.export` takes all of torch's table; compilers take from it only what they name, and keep our operators.
+    """
+    torch._decomp.register_decomposition(operator)(definition)
+
+
 class Call(Generic[Inputs]):
     """A call of an operator, as its backward pass sees it.
 
@@ -168,6 +176,9 @@ class Operator(Generic[Inputs]):
             f"cmab::{name}", mapped_rule(self._overload, contract, self._tensors, vmap), lib=LIB
         )
         flop_formula(getattr(torch.ops.cmab, name))(lambda *args, **_: operations(contract(*args)))
+        definition = reference if isinstance(kernels, str) else kernels
+        if definition is not None:
+            register_definition(self._overload, lambda *args: definition(contract(*args)))
 
     def __call__(self, inputs: Inputs) -> Any:
         args = (*inputs,)  # the compiler of torch 2.6 cannot slice a NamedTuple
@@ -224,7 +235,9 @@ class Operator(Generic[Inputs]):
         if self._constant:
             ctx.mark_non_differentiable(*[results[i] for i in self._constant])
         if self._only is not None:
-            ctx.set_materialize_grads(False)  # otherwise backward would allocate zeros for all constant results
+            ctx.set_materialize_grads(
+                False
+            )  # otherwise the backward pass would allocate zeros for all constant results
         tensors = [*args[: self._tensors]]
         for i in self._dropped:
             tensors[i] = None

@@ -3,6 +3,7 @@ dispatcher."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -94,6 +95,13 @@ def is_observed() -> bool:
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 lacks it
 """Whether `torch.export` records the call."""
+
+
+@traced_as_constant
+def exports_to_onnx() -> bool:
+    """Whether `torch.onnx.export` records the call, or translates what was recorded."""
+    exporter = sys.modules.get("torch.onnx")  # torch imports it when it is first used
+    return exporter is not None and bool(exporter.is_in_onnx_export())
 
 
 def records_no_function() -> bool:

@@ -14,7 +14,7 @@ struct TileEngine {
   static constexpr int kPairStep = 16;  // the contraction is padded to a multiple of this many pairs
   static constexpr int kVectors = 2;    // vectors of lanes that a caller should pass at a time
 
-  // Configures all tiles as 16 rows of 64 bytes, until it is destroyed.
+  // While a session exists, all tiles are configured as 16 rows of 64 bytes.
   struct Session {
     Session() {
       alignas(64) TileConfig config = {};

@@ -68,8 +68,8 @@ struct Needs {
 };
 
 // Outputs for a range of keys: contiguous (count, D), (count, E) and (count,), or null if not needed. Every row is
-// written; rows of ignored keys become zeros. `type` is Shape::dtype (round to nearest even). If the driver adds the
-// parts of several groups of queries, it is the type of sums (float32, or float64 for float64).
+// written; rows of ignored keys become zeros. `type` is Shape::dtype, to which results are rounded (to nearest even).
+// If the driver adds the parts of several groups of queries, it is the type of sums (float32, or float64 for float64).
 struct KeyGradient {
   void* dkey;
   void* dvalue;

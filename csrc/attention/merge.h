@@ -63,7 +63,7 @@ class Merger {
  private:
   static constexpr double kLn2 = 0.69314718055994530942;
   static constexpr double kSureRounding = 0x1p-5;  // the largest error of a logit, per share of the mass that is left
-  static constexpr double kFarBelow = 0x1p-10;     // in units of |lse|: keys so far below it had no weight
+  static constexpr double kFarBelow = 0x1p-10;     // in units of |lse|: keys so far below lse have no weight
 
   struct Buffers {
     Sums<double>* total;             // [rows]

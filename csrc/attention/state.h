@@ -42,14 +42,15 @@ struct Mix {
   double sums, state, lse;
 };
 
-// The row of sums without an incoming state.
+// The row of a result that has sums but no incoming state.
 inline Mix alone(const Sums<double>& sums) { return {1 / sums.sum, 0, sums.reference + std::log(sums.sum)}; }
 
 // Whether an lse is NaN or +inf. A row with such an lse, and every row that it is merged with, becomes kRefused.
 inline bool is_refused(double lse) { return !(lse < INFINITY); }
 inline constexpr Mix kRefused = {NAN, NAN, NAN};
 
-// The row of sums on top of a state. The result is exact if one of them is empty; a NaN in one of them stays.
+// The row of a result that adds sums to an incoming state. The result is exact if one of them is empty; a NaN in one of
+// them stays.
 inline Mix added(const Sums<double>& sums, double lse) {
   if (is_refused(lse)) return kRefused;
   if (lse == -INFINITY) return alone(sums);
@@ -61,8 +62,8 @@ inline Mix added(const Sums<double>& sums, double lse) {
   return {kept / total, state / total, top + std::log(total)};
 }
 
-// The row of a state without the sums over some of its keys. `left` receives the share of the mass that is left; errors
-// have grown by the factor 1 / left. A row becomes empty if no mass is left, or if the state had none.
+// The row of a result that removes the sums over some keys from a state. `left` receives the share of the mass that is
+// left; errors have grown by the factor 1 / left. A row becomes empty if no mass is left, or if the state had none.
 inline Mix removed(const Sums<double>& sums, double lse, double& left) {
   if (is_refused(lse)) return left = NAN, kRefused;
   left = 1;

@@ -6,10 +6,9 @@
 
 namespace cmab::cuda {
 
-constexpr int kParts = 8;             // partial sums of a dot product, a thread each
-constexpr int kTilePairs = kThreads;  // dot products of a phase
-constexpr int kTileRows =
-    kThreads / 2;  // rows of sums at once: each has a product with the token that enters and one with the other
+constexpr int kParts = 8;                // partial sums of a dot product, a thread each
+constexpr int kTilePairs = kThreads;     // dot products of a phase
+constexpr int kTileRows = kThreads / 2;  // rows of sums at a time: each has a product with either token
 constexpr int kMaxima = 16;
 constexpr int kMaxLandmarks = 64;
 constexpr int kMaxValueWidth = 512;  // E

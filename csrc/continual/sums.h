@@ -17,7 +17,7 @@ constexpr int64_t kSmallWindow = 4;   // windows up to this size are always reco
 // Scratch for attending to a head's window.
 template <class T>
 struct WindowScratch {
-  T *keys, *values;  // kBlockRows rows of each
+  T *keys, *values;  // kBlockRows rows of keys and of values
   T* weights;        // n, padded
 
   WindowScratch(Arena& arena, const StreamShape& shape)

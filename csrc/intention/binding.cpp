@@ -11,12 +11,16 @@ namespace {
 
 GramInputs read_inputs(Arguments& in) {
   GramInputs inputs{};
-  const TensorView key = in.tensor("key", "BHND", kFloating), value = in.tensor("value", "BHNE", key.dtype);
-  const TensorView weights = in.optional("weights", "BHN", state_type(key.dtype));
-  const TensorView ignored = in.optional("key_padding_mask", "BN", DType::kBool);
+  const TensorView offsets = in.optional("cu_seqlens", "S", Types(DType::kInt32) | DType::kInt64);
+  const bool packed = offsets.data != nullptr;
+  const TensorView key = in.tensor("key", packed ? "1HND" : "BHND", kFloating);
+  const TensorView value = in.tensor("value", packed ? "1HNE" : "BHNE", key.dtype);
+  const TensorView weights = in.optional("weights", packed ? "1HN" : "BHN", state_type(key.dtype));
+  const TensorView ignored = in.optional("key_padding_mask", packed ? "1N" : "BN", DType::kBool);
   in.require(key.shape[3] >= 1, "key", "has no column");
   inputs.shape = {key.dtype, int(key.shape[3]), int(value.shape[3])};
-  inputs.batch = key.shape[0], inputs.heads = key.shape[1], inputs.keys = key.shape[2];
+  inputs.batch = packed ? offsets.shape[0] - 1 : key.shape[0], inputs.heads = key.shape[1], inputs.keys = key.shape[2];
+  inputs.offsets = {offsets.data, offsets.dtype == DType::kInt64, offsets.stride[0]};
   inputs.key = operand(key), inputs.value = operand(value), inputs.weight = operand(weights);
   inputs.ignored = static_cast<const uint8_t*>(ignored.data);
   inputs.ignored_stride[0] = ignored.stride[0], inputs.ignored_stride[1] = ignored.stride[1];
@@ -24,11 +28,17 @@ GramInputs read_inputs(Arguments& in) {
   return inputs;
 }
 
+// The sums have been read, and with them the number of sets.
+void check_sets(const Arguments& in, const GramInputs& inputs) {
+  in.require(inputs.batch == in.extent('B'), "cu_seqlens", "has not one more element than there are sums");
+}
+
 void sums(Arguments& in) {
   GramInputs inputs = read_inputs(in);
   inputs.exact = in.flag("exact");
   auto* of_keys = static_cast<double*>(in.optional_contiguous("gram", "BHDD", DType::kFloat64).data);
   auto* moment = static_cast<double*>(in.optional_contiguous("moment", "BHDE", DType::kFloat64).data);
+  if (of_keys || moment) check_sets(in, inputs);
   in.run([&] { gram(inputs, of_keys, moment); });
 }
 
@@ -47,6 +57,7 @@ struct Update {
     gram = static_cast<double*>(in.contiguous("gram", "BHDD", DType::kFloat64).data);
     moment = static_cast<double*>(in.contiguous("moment", "BHDE", DType::kFloat64).data);
     count = static_cast<int64_t*>(in.contiguous("count", "BH", DType::kInt64).data);
+    check_sets(in, inputs);
   }
 
   void run() const { ridge_update(inputs, before, gram, moment, count); }
@@ -79,9 +90,11 @@ void backward(Arguments& in) {
   const DType dtype = inputs.shape.dtype;
   const Operand dgram = operand(in.tensor("dgram", "BHDD", DType::kFloat64));
   const Operand dmoment = operand(in.tensor("dmoment", "BHDE", DType::kFloat64));
-  const GramGradient gradient{in.optional_contiguous("dkey", "BHND", dtype).data,
-                              in.optional_contiguous("dvalue", "BHNE", dtype).data,
-                              in.optional_contiguous("dweights", "BHN", state_type(dtype)).data};
+  check_sets(in, inputs);
+  const bool packed = inputs.offsets.data;
+  const GramGradient gradient{in.optional_contiguous("dkey", packed ? "1HND" : "BHND", dtype).data,
+                              in.optional_contiguous("dvalue", packed ? "1HNE" : "BHNE", dtype).data,
+                              in.optional_contiguous("dweights", packed ? "1HN" : "BHN", state_type(dtype)).data};
   in.run([&] { gram_backward(inputs, dgram, dmoment, gradient); });
 }
 

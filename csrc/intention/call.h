@@ -2,14 +2,16 @@
 // caller allocates everything.
 #pragma once
 
+#include "common/packed.h"
 #include "intention/gram.h"
 
 namespace cmab::cpu {
 
 struct GramInputs {
   GramShape shape;
-  bool exact;  // compute in float64 for every type
-  int64_t batch, heads, keys;
+  bool exact;                  // compute in float64 for every type
+  int64_t batch, heads, keys;  // batch: the sets of keys
+  Offsets offsets;             // of packed sets, which share batch element 0 of keys, values, weights and mask
   Operand key, value;
   Operand weight;          // (batch, heads, N); without data: all weights are 1
   const uint8_t* ignored;  // (batch, N), or null
@@ -32,7 +34,7 @@ struct RidgeSums {
 void ridge_update(const GramInputs&, const RidgeSums& before, double* gram, double* moment, int64_t* count);
 
 // Fills the gradients, contiguous and in the types of keys, values and weights; null if not needed. dgram (B, H, D, D),
-// not necessarily symmetric, and dmoment (B, H, D, E) are float64.
+// not necessarily symmetric, and dmoment (B, H, D, E) are float64. Rows after the last packed set get zeros.
 void gram_backward(const GramInputs&, const Operand& dgram, const Operand& dmoment, const GramGradient&);
 
 // Fills out (B, H, M, E), contiguous, with query (B, H, M, D) times matrix (B, H, D, E), which is float64.

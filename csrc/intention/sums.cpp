@@ -1,5 +1,5 @@
 // The driver of K'WK and K'WV. The keys of a head are cut into pieces. Each piece is summed separately, run by run, and
-// the pieces are added in ascending order. The cuts depend only on N and the widths.
+// the pieces are added in ascending order. The cuts depend only on the keys of a set and the widths.
 #include <omp.h>
 
 #include "intention/plan.h"
@@ -37,9 +37,11 @@ class Gram {
         gram_size_(gram ? int64_t(in.shape.key_width) * in.shape.key_width : 0),
         moment_size_(moment ? int64_t(in.shape.key_width) * in.shape.value_width : 0),
         run_(run_keys(in.shape, in_double_)),
-        pieces_(key_pieces(in.keys, sum_size() * int64_t(sizeof(double)))),
-        most_(int(std::min(run_, in.keys))),
-        threads_(useful_threads(double(in.batch) * in.heads * in.keys * sum_size(), in.threads, kLittleGram)),
+        longest_(in.offsets.longest(in.batch, in.keys)),
+        pieces_(pieces_of(longest_)),
+        most_(int(std::min(run_, longest_))),
+        threads_(useful_threads(double(in.offsets.in_all(in.batch, in.keys)) * in.heads * sum_size(), in.threads,
+                                kLittleGram)),
         together_(most_together()),
         groups_(in.batch * ceil_div(in.heads, together_)) {
     scratch_bytes_ = align(kernel_.scratch_bytes(in.shape, most_));
@@ -65,6 +67,7 @@ class Gram {
 
  private:
   int64_t sum_size() const { return gram_size_ + moment_size_; }
+  int64_t pieces_of(int64_t keys) const { return key_pieces(keys, sum_size() * int64_t(sizeof(double))); }
 
   int64_t most_together() const {
     if (!interleaved(in_.key) && !interleaved(in_.value)) return 1;
@@ -87,11 +90,14 @@ class Gram {
 
   void sum(int64_t first_group, int64_t g, int64_t piece) const {
     const HeadGroup heads = group(first_group + g);
+    const RowSet set = in_.offsets.set(heads.b, in_.keys);
+    const int64_t pieces = pieces_of(set.count);
+    if (piece >= pieces) return;
     char* scratch = workspace_.at(omp_get_thread_num() * scratch_bytes_);
-    const int64_t begin = piece_start(in_.keys, pieces_, piece, run_);
-    const int64_t end = piece_start(in_.keys, pieces_, piece + 1, run_);
+    const int64_t begin = piece_start(set.count, pieces, piece, run_);
+    const int64_t end = piece_start(set.count, pieces, piece + 1, run_);
     const auto run = [&](int64_t i, int64_t key) {
-      return keys_of(in_, heads.b, heads.h + i, key, std::min(run_, end - key));
+      return keys_of(in_, set.batch, heads.h + i, set.first + key, std::min(run_, end - key));
     };
     int64_t key = begin, index = 0;
     GramKeys keys = run(0, key);
@@ -109,7 +115,7 @@ class Gram {
         const GramKeys next = more ? run(last_head ? 0 : i + 1, last_head ? key + run_ : key) : keys;
         kernel_.add_run(in_.shape, {keys, more ? &next : nullptr, index, most_}, key == begin, gram, moment, scratch);
         keys = next;
-        if (pieces_ == 1 && key + run_ >= end) mirror(gram);
+        if (pieces == 1 && key + run_ >= end) mirror(gram);
       }
       key += run_;
     } while (key < end);
@@ -117,9 +123,11 @@ class Gram {
 
   void add_pieces(int64_t first_group, int64_t g) const {
     const HeadGroup heads = group(first_group + g);
+    const int64_t pieces = pieces_of(in_.offsets.set(heads.b, in_.keys).count);
+    if (pieces == 1) return;
     for (int64_t i = 0; i < heads.heads; ++i) {
       const int64_t head = heads.b * in_.heads + heads.h + i;
-      for (int64_t piece = 1; piece < pieces_; ++piece) {
+      for (int64_t piece = 1; piece < pieces; ++piece) {
         const double* sums = partial(g * together_ + i, piece);
         add_upper(gram_of(head), sums);
         for (int64_t j = 0; j < moment_size_; ++j) moment_of(head)[j] += sums[gram_size_ + j];
@@ -151,8 +159,8 @@ class Gram {
   const GramKernel& kernel_;
   double *const gram_, *const moment_;
   const int64_t gram_size_, moment_size_;
-  const int64_t run_, pieces_;
-  const int most_;  // keys of a run
+  const int64_t run_, longest_, pieces_;  // pieces of the largest set; the workspace has room for so many of each
+  const int most_;                        // keys of a run
   const int threads_;
   const int64_t together_, groups_;
   size_t scratch_bytes_, partial_;
@@ -177,10 +185,11 @@ void add_before(const GramInputs& in, const Operand& before, int64_t columns, do
 
 void count_keys(const GramInputs& in, const Operand& before, int64_t* count) {
   for (int64_t b = 0; b < in.batch; ++b) {
-    int64_t present = in.keys;
+    const RowSet set = in.offsets.set(b, in.keys);
+    int64_t present = set.count;
     if (in.ignored)
-      for (int64_t key = 0; key < in.keys; ++key)
-        present -= in.ignored[b * in.ignored_stride[0] + key * in.ignored_stride[1]] != 0;
+      for (int64_t key = set.first; key < set.first + set.count; ++key)
+        present -= in.ignored[set.batch * in.ignored_stride[0] + key * in.ignored_stride[1]] != 0;
     for (int64_t h = 0; h < in.heads; ++h, ++count)
       *count = present + (before.data ? *before.at<const int64_t>(b, h, 0) : 0);
   }

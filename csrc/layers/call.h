@@ -108,7 +108,7 @@ struct LatentBlock {
   const void* attended;  // contiguous, in the type of sums
   Weights output;
   FeedForwardWeights feed_forward[4];  // in the order of the formulas
-  AttentionWeights attention[3];       // on the block latents, across, on the latents
+  AttentionWeights attention[3];       // of the block latents, of the latents to the block latents, of the latents
   int threads;
 };
 struct FeedForwardWeightGradients {

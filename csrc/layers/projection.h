@@ -146,8 +146,8 @@ inline void project(const LinearKernels& kernel, const Source& source) {
       });
 }
 
-// Adds up the gradients of the rows and of all parameters. It gets the gradients of the branches' results as heads
-// (there may be no such gradients), and the gradient of the rows' residual (without data: 0).
+// Adds up the gradients of the rows and of all parameters. Its inputs are the gradients of the results of the branches,
+// as heads, and the gradient of the residual of the rows. Both are optional: without data they count as 0.
 class ProjectionBackward {
  public:
   ProjectionBackward(const LinearKernels& kernel, const Source& source, std::vector<Heads> dresults, Residual residual,

@@ -9,8 +9,8 @@
 namespace cmab::cpu {
 namespace {
 
-// The logarithm of a ratio of sums of exponentials that is at most 1, computed from the logarithms of the sums. A
-// difference below the resolution of a double is treated as no difference.
+// The logarithm of the ratio of two sums of exponentials, computed from the logarithms of the sums. The ratio never
+// exceeds 1. A difference below the resolution of a double is treated as no difference.
 template <class V>
 CMAB_INLINE V log_share(V lse, V of) {
   const V x = lse - of;
@@ -212,9 +212,9 @@ struct PrefixBackwardKernel {
     return static_cast<const T*>(in.dout.data) + (run.chunk * in.queries + to.first) * in.dout.row_stride;
   }
 
-  // Computes the share that the sums of the prefix that ends with a run have in the sums of the latest prefix; this
-  // prefix is then the latest. A run that is not the end of its chunk belongs to the latest prefix. Rows that do not
-  // exist are treated as empty.
+  // Takes the prefix that ends with a run, and computes the share of its sums in the sums of the latest prefix. After
+  // that, the new prefix is the latest. A run that is not the end of its chunk belongs to the latest prefix. Rows that
+  // do not exist are treated as empty.
   static void share_latest(const PrefixBackward& in, const Returned<T>& to, int rows, const Run& run, int i,
                            Sent<T>& sent) {
     typedef T Part __attribute__((vector_size(lanes<Wide>() * sizeof(T))));
@@ -309,7 +309,7 @@ struct PrefixBackwardKernel {
       for (int c = 0; c < C; ++c) store(latest + r * padded + c * kLanes, a[r][c]);
   }
 
-  // Computes c of the vector of rows `at` for a run.
+  // Computes c (see reference.py) for a run and the vector of rows `at`.
   static void add_dots(const PrefixBackward& in, const Returned<T>& to, int rows, const Run& run, int i, int at,
                        const Sent<T>& sent) {
     alignas(64) T dots[kLanes];

@@ -20,7 +20,7 @@ int64_t key_pieces(int64_t keys, int64_t queries) {
 
 // The columns of the projection that belong to the keys, or to the values, of all heads.
 struct Part {
-  int width, columns, first;  // of one head; of all heads; the first column
+  int width, columns, first;  // the columns of one head, and of all heads; the first column
 };
 
 // The weights (columns, C) of the keys and of the values of each block, packed for products with gradients.

@@ -200,7 +200,7 @@ class LanesSolve {
         }
       store_tile(y + row * y_row, y_row, tile);
     }
-    // If there was an infinity, it has left NaNs in the padding.
+    // An infinity in the matrix has left NaNs in the padding.
     for (int64_t row = order_; row < padded_; ++row)
       for (int c = 0; c < kWidth; ++c) y[row * y_row + c] = V{};
   }

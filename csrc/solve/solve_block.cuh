@@ -224,7 +224,7 @@ class SolveBlock {
 
   // target(i, j) -= the sum over the eight m of target(i, first + m * step) * factor(j, m). In the matrix itself, only
   // j <= i counts. A thread takes 4 x 4 elements at a time. A thread also reads elements above the diagonal, which were
-  // never written, and elements past the end, where another thread may be writing. It leaves them out of its results.
+  // never written, and elements past the end, where another thread may be writing. No result depends on these elements.
   // Skipping these reads would take 16 more registers (float32, sm_90a).
   CMAB_DEVICE void subtract_product(int thread, T* target, Range rows, Range columns, const Eight& eight) const {
     const int down = block_.threads / 16, across = 16, pitch = shape_.pitch;

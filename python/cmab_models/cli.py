@@ -323,7 +323,7 @@ def kept(run: Run) -> nn.Module:
             f"{folder}: it holds no model; train one first, with the same --task, --seed and --folder"
         )
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints a message that it reads a folder
+        with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints that it reads from a folder
             model = SYSTEMS[run.system].from_pretrained(folder)
     except (RuntimeError, TypeError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(

@@ -188,8 +188,8 @@ def test_gradients_take_lse_in_two_parts(engine: str) -> None:
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e9, -1e9, 1e38, -1e38])
 @pytest.mark.parametrize("among", [False, True])
 def test_extreme_logits(engine: str, logit: float, among: bool) -> None:
-    """All keys have an extreme logit, or one key among keys of logit 0;
-    rounding a large logit must not change weights."""
+    """Either all keys have an extreme logit, or one key has it and the others have logit 0. Rounding a large logit must
+    not change weights."""
     k = torch.zeros(1, 1, 70, 1) if among else torch.full((1, 1, 70, 1), logit)
     k[:, :, 33] = logit
     inputs = [t.bfloat16().requires_grad_() for t in (torch.ones(1, 1, 2, 1), k, torch.randn(1, 1, 70, 3))]

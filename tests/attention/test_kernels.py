@@ -471,7 +471,7 @@ def check_accuracy(law: str, latents: int, keys: int, width: int, value_width: i
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e38, -1e38, -math.inf])
 @pytest.mark.parametrize("among", [False, True])
 def test_extreme_logits(logit: float, among: bool) -> None:
-    """All keys have the extreme logit, or one key among keys of logit 0."""
+    """Either all keys have the extreme logit, or one key has it and the others have logit 0."""
     k = torch.full((1, 1, 70, 1), 0.0 if among else logit)
     k[:, :, 33] = logit
     q, v = torch.ones(1, 1, 2, 1), torch.randn(1, 1, 70, 3)

@@ -64,7 +64,7 @@ def _apart(first: float, second: float) -> Tensor:
     "first, second", [(1.8e8, 2.0e8), (1e4, 2e8), (-3e8, -1e4), (-2e8, 1.5e8), (2.0e8, 1.8e8), (1.0, 1e38)]
 )
 def test_a_maximum_that_changes_its_unit(first: float, second: float) -> None:
-    """The larger of two scores has all the weight, whichever comes first, even if each is stored in another unit."""
+    """The larger of two scores has all the weight, in either order, even if the two are stored in different units."""
     values = torch.zeros(200)
     values[3], values[150] = 1.0, 2.0
     scores = _apart(first, second)
@@ -79,8 +79,8 @@ def test_a_maximum_that_changes_its_unit(first: float, second: float) -> None:
 def test_scores_of_all_sizes(dtype: torch.dtype, order: str, signs: str, fused: bool) -> None:
     """Results and gradients are those of the largest score; it occurs in one tile, or in two, where it counts twice.
 
-    Float64 logits from 2^53 on have a gradient if the largest is alone, although lse does not distinguish neighbouring
-    scores.
+    Float64 logits of 2^53 or more have a gradient if only one of them is the largest, although lse cannot distinguish
+    neighbouring scores.
     """
     for seed, (scale, largest) in enumerate([(1.0, 60), (0.7, 60), (3.0, 48)]):
         scores, values = _sequence(order, dtype, signs, largest, seed), torch.randn(200, dtype=dtype)
@@ -115,7 +115,8 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
 
 
 def test_a_lone_largest_score_has_weight_one() -> None:
-    """The same holds in float64, where neighbours of its logarithm are e^4 to e^64 apart."""
+    """The same holds in float64, where two neighbouring values of the logarithm belong to numbers whose ratio is e^4 to
+    e^64."""
     generator = torch.Generator().manual_seed(0)
     query = (
         2.0 ** torch.randint(15, 21, (1, 64, 1, 1), generator=generator)
@@ -136,7 +137,7 @@ def test_a_lone_largest_score_has_weight_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("level", [1e3, 1.3e5, 3e7, 1.7e8])
 def test_neighbours(dtype: torch.dtype, level: float) -> None:
-    """Scores that differ by a few units, on top of a large one, get the same weights as without it."""
+    """Scores that differ by a few units get the same weights if a large number is added to all of them."""
     scores = torch.full((200,), level, dtype=dtype)
     step = max(math.ulp(level) * 2 ** (29 if dtype == torch.float32 else 0), 0.25)
     scores += step * torch.randint(-8, 1, (200,), generator=torch.Generator().manual_seed(1))

@@ -38,7 +38,7 @@ def _truncated(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, sums: np.ndarray, bits: int = 24) -> np.ndarray:
-    """a b + sums as the matrix units of a GPU compute it.
+    """Return a b + sums as the matrix units of a GPU compute it.
 
     Operands have 11 bits; other bits are ignored. Products are exact. Eight products and the sum so far are shifted to
     the largest exponent among them; `bits` bits are kept and the others are cut off, and so are those of the result.
@@ -80,8 +80,8 @@ def test_accuracy_with_truncating_units(law: str, latents: int, keys: int, width
 
 
 def test_one_product_of_tf32_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of the units is not more accurate than the units: a plain tf32 product fails in it, and so do sums with
-    16 bits."""
+    """The model of the matrix units is not too accurate: with a plain tf32 product, or with sums of 16 bits, the test
+    fails."""
     with truncating_units(bits=16), pytest.raises(AssertionError):
         check_accuracy("normal", 2, 1100, 16, 16)
     monkeypatch.setattr(launch, "forward_products", lambda *_: Products(torch.float32, "tf32"))

@@ -26,7 +26,7 @@ def _gradients(
 @pytest.mark.parametrize("logit", [0.0, 88.8, -88.8, 104.0, -104.0, 1e4, -1e4, 1e38, -1e38, -math.inf])
 @pytest.mark.parametrize("among", [False, True])
 def test_extreme_logits(impl: str, logit: float, among: bool) -> None:
-    """All keys have the extreme logit, or one key among keys of logit 0."""
+    """Either all keys have the extreme logit, or one key has it and the others have logit 0."""
     k = torch.zeros(1, 1, 70, 1) if among else torch.full((1, 1, 70, 1), logit)
     k[:, :, 33] = logit
     q, v = torch.ones(1, 1, 2, 1), torch.randn(1, 1, 70, 3)

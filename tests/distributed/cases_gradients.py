@@ -106,7 +106,8 @@ def case_a_rank_without_a_gradient_takes_part() -> None:
 
 
 def case_a_state_of_inference_mode_takes_part() -> None:
-    """Autograd refuses inference tensors, so a rank with one merges a copy; the other ranks get their gradients."""
+    """Autograd does not accept inference tensors, so a rank that has one merges a copy. The other ranks get their
+    gradients."""
     rank, leaves = dist.get_rank(), leaves_of(AttentionState)
     with torch.inference_mode():
         copies = [leaf.clone() for leaf in leaves[rank]]

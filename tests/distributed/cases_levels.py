@@ -13,8 +13,8 @@ from .common import close, same_bits_on_all_ranks
 
 
 def case_levels() -> None:
-    """Ranks merge in levels, by one bit of their number after another: all ranks get the merged state of all, and its
-    gradients."""
+    """Ranks merge in levels, one level for each bit of the rank's number. All ranks get the merged state of all ranks,
+    and its gradients."""
     rank, world = dist.get_rank(), dist.get_world_size()
     assert world == 4
     groups = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]

@@ -61,8 +61,8 @@ def case_ridge_states_merge_to_the_same_bits() -> None:
 
 
 def case_keys_of_all_ranks_count_once() -> None:
-    """A merged state equals one pass over all keys, with ragged parts,
-    one empty on three ranks, and one that is masked."""
+    """A merged state equals one pass over all keys. The parts have different lengths, one part is masked, and with
+    three ranks one part is empty."""
     query, key, value = torch.randn(2, 3, 4, 6), torch.randn(2, 3, 11, 6), torch.randn(2, 3, 11, 5)
     mask = torch.zeros(2, 11, dtype=torch.bool)
     for masked in (slice(0, 0), slice(0, 3), slice(3, 11), slice(0, 11)):
@@ -190,7 +190,7 @@ def case_as_on_a_gpu() -> None:
 
 
 def case_an_error_of_packing_reaches_all_ranks() -> None:
-    """At this place, memory may run out."""
+    """Memory may run out here."""
     state, packed = ck.empty_state(1, 2, 3, 4), merge.packed_bytes
 
     def fail(_: object) -> None:

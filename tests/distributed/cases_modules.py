@@ -257,8 +257,8 @@ def case_what_follows_the_merge_is_checked_before_it() -> None:
 
 
 def case_queries_of_inference_mode() -> None:
-    """Autograd refuses inference tensors, so a rank with one continues with a copy, because the others wait in the
-    backward pass."""
+    """Autograd does not accept inference tensors, so a rank that has one continues with a copy. Otherwise the other
+    ranks would wait in the backward pass."""
     inputs, query, _ = data()
     for make, _, call, wrapper in (MODULES["block"], MODULES["stack"], MODULES["intention"]):
         module = shaken(make())

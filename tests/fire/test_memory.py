@@ -55,10 +55,10 @@ pytestmark = [
 def _in_use() -> tuple[int, int]:
     """Return the bytes that C and C++ hold, tensors among them, and the number of blocks that Python holds.
 
-    Python keeps the names of attributes that were looked up in a table of at most 4,096 places, which depend on their
-    addresses. The engine of autograd looks them up by new strings, so that several successive calls may each leave a
-    name in the table; this does not count as growth. The table of the tensors to which continual steps may write
-    removes dead tensors when it has doubled; here it removes them at once.
+    Python has a table of attribute names that were looked up. The table has at most 4,096 places, and the place of a
+    name depends on its address. The engine of autograd looks up these names by new strings, so that several successive
+    calls may each leave a name in the table. This does not count as growth. The table of the tensors to which continual
+    steps may write removes dead tensors when it has doubled; here it removes them at once.
     """
     sys._clear_type_cache()
     if native := backends.imported("nystrom.continual", "native"):

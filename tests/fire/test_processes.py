@@ -62,7 +62,7 @@ def _step(kind: str, state: Any, query: Tensor, key: Tensor, value: Tensor) -> A
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """Return the tensors of a result that have a meaning: an output, or a state of sums."""
+    """Return the meaningful tensors of a result: those of an output, or of a state of sums."""
     return [result.out] if isinstance(result, ck.StepResult) else list(result)
 
 
@@ -95,8 +95,8 @@ def test_eight_threads_step_one_state(kind: str, tokens: int) -> None:
 def test_states_after_steps_at_the_same_instant_share_no_memory() -> None:
     """Eight threads step a state that is the sole owner of its tensors; one thread may do so in place.
 
-    Each result continues as if it had been computed alone. Without Python's lock and without the state's own lock, 1 in
-    50 results differed, so there are more rounds in that case.
+    Each result continues as if it had been computed alone. In a free-threaded Python, without the state's own lock, 1
+    in 50 results differed. So there are more rounds in that case.
     """
     unlocked = not getattr(sys, "_is_gil_enabled", lambda: True)()
 

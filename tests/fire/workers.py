@@ -22,8 +22,8 @@ def results() -> list[Tensor]:
     """Return results of all kernels that share their work among threads, from inputs that are the same in every
     process.
 
-    Torch's own operators run on one thread here, because in a forked child those that share their work hang; our
-    operators do not.
+    Torch's own operators run on one thread here, because in a forked child, operators of torch that share their work
+    among threads hang. Our operators do not hang.
     """
     torch.set_num_threads(1)
     made = torch.Generator().manual_seed(0)

@@ -49,7 +49,9 @@ def _calls() -> dict[str, Callable[[], Any]]:
     solution = a.double()[:4].view(2, 2, 16, 16)
     return {
         "attention over 1,024 keys": lambda: attention.attention_forward(Attention(q, k, k, scale=0.125)),
-        "both sums of 1,024 keys of 16": lambda: ridge.gram(Gram(narrow, narrow, None, None, (True, True), False)),
+        "both sums of 1,024 keys of 16": lambda: ridge.gram(
+            Gram(narrow, narrow, None, None, None, (True, True), False)
+        ),
         "rows times a solution": lambda: ridge.apply_rows(ApplyRows(narrow, solution)),
         "pinv": lambda: nystrom.iterative_pinv(Pinv(a, 6)),
         "its gradient": lambda: nystrom.iterative_pinv_backward(PinvBackward(a, a, 6)),

@@ -41,7 +41,8 @@ class Stream(NamedTuple):
     value_width: int = 64
 
     def tokens(self, length: int) -> Tokens:
-        """Return random queries of norm 2, keys of the law, and values: logits are as large as the law says."""
+        """Return random queries of norm 2, keys whose size follows `law`, and values. `law` determines the size of the
+        logits."""
         query, key, value = (torch.randn(2, 3, length, n) for n in (self.width, self.width, self.value_width))
         if self.law != "normal":
             query, key = 2 * torch.nn.functional.normalize(query, dim=-1), 2 * key * STREAMS[self.law](length)[:, None]

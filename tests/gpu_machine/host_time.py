@@ -3,8 +3,8 @@ tests.gpu_machine.host_time`.
 
 Kernels are compiled, loaded and launched as on a GPU of compute capability 9.0, and do nothing. The driver of a real
 GPU adds the time of its queue to each launch. Tensors are on the CPU, and its allocator replaces that of a GPU; streams
-keep their position in a tensor, as on a GPU. So the calls name Triton, because "auto" looks at the device: it would ask
-`unsupported` of one or two more implementations.
+keep their position in a tensor, as on a GPU. So the calls name Triton. "auto" looks at the device, and would also call
+`unsupported` of one or two other implementations.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_steps(landmarks: int | None, retroactive: bool, dtype: torch.dtype, run
 
 
 def test_what_the_host_makes_belongs_to_the_machine_that_runs(built: cuda_launch.Built) -> None:
-    """Two machines give equal tensors of the next state, one after the other; the position is made in C++."""
+    """Two machines that run one after the other give equal tensors of the next state. The position is made in C++."""
     stream = steps._tokens(1, 2, 13, 8, 5, torch.float32)
     for seed in range(2):
         machine = Machine(seed, rough=True)
@@ -84,7 +84,7 @@ def test_what_the_host_makes_belongs_to_the_machine_that_runs(built: cuda_launch
 
 
 class OneColumnMore(Machine):
-    """A machine that passes to the solver one column more than the right-hand side has."""
+    """A machine that tells the solver that the right-hand side has one column more."""
 
     def launch(
         self, ptx: str, name: str, grid: Sequence[int], threads: int, shared_bytes: int, parameters: Sequence[bytes]

@@ -277,7 +277,7 @@ def _rounded(exact: Fraction, into: type) -> Any:
     [(np.float32, fma32, 24, 60), (np.float64, fma64, 53, 60), (np.float64, fma64, 53, 1000)],
 )
 def test_fma_is_rounded_once(into: type, fma: Any, digits: int, spread: int) -> None:
-    """Addends are near the product, or such that the sum is near the midpoint of two numbers."""
+    """Addends are near the product, or are chosen so that the sum is near the midpoint of two numbers."""
     random.seed(digits + spread)
     numbers = []
     for _ in range(500):

@@ -174,8 +174,8 @@ def test_large_scores_in_float16(suite: type[OperatorSuite]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_with_one_key_has_its_value(dtype: torch.dtype) -> None:
-    """The same holds for any rounding of the exponent of its weight: without it, the weight would be 1.02 at scores of
-    1e6, which a half type would round again."""
+    """The same holds for any rounding of the exponent of its weight. Otherwise the weight would be 1.02 at scores of
+    1e6, and a half type would round it again."""
     torch.manual_seed(0)
     query = torch.linspace(100, 1000, 16, dtype=dtype).view(1, 1, 16, 1)
     key, value = torch.tensor([1000.0, 1.0], dtype=dtype).view(1, 1, 2, 1), torch.randn(1, 1, 2, 8).to(dtype)
@@ -204,7 +204,8 @@ def test_prefixes_of_several_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.nightly), *SLOW])
 def test_projected_attention(name: str) -> None:
-    """Partial tiles of rows of several pieces, one piece alone, and half types that are read unchanged."""
+    """The cases are partial tiles of rows with several pieces, a single piece, and half types that are read
+    unchanged."""
     assert accuracy(projected.TestProjectedAttention, name, {**FEW, "N": 37, "C": 36}) >= PROJECTED
 
 

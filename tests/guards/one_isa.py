@@ -1,4 +1,4 @@
-"""A plugin of pytest that leaves out tests of other instruction sets than the compiled one, which CMAB_KERNELS_ISA
+"""A plugin of pytest that leaves out the tests of all instruction sets except the compiled one, which CMAB_KERNELS_ISA
 names."""
 
 from __future__ import annotations

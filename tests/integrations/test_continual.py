@@ -54,6 +54,12 @@ def test_a_sequential_trains_and_streams(kind: str) -> None:
         steps = [model.forward_step(token) for token in tokens.unbind(2)]
         assert all(step is None for step in steps[: seen - 1])
         torch.testing.assert_close(torch.stack(steps[seen - 1 :], 2), trained, rtol=1e-12, atol=1e-12)
+        state, outs = None, []
+        for token in tokens.unbind(2):
+            out, state = model._forward_step(token, state)
+            outs.append(out)
+        assert all(out is None for out in outs[: seen - 1])
+        torch.testing.assert_close(torch.stack(outs[seen - 1 :], 2), trained, rtol=1e-12, atol=1e-12)
 
 
 def test_our_attention_in_a_residual_equals_theirs() -> None:
@@ -76,7 +82,7 @@ def positions() -> nn.Module:
 @pytest.mark.parametrize("kind", [*MODULES, "positions"])
 @pytest.mark.parametrize("container", ["Residual", "BroadcastReduce", "Parallel"])
 def test_other_containers_take_our_modules_as_they_are(kind: str, container: str) -> None:
-    """Containers ask for delays before they convert; a branch with a delay is waited for."""
+    """Containers ask for delays before they convert modules, and wait for a branch that has a delay."""
     make = MODULES.get(kind, positions)
     torch.manual_seed(0)
     module = make().eval()
@@ -110,7 +116,8 @@ def test_other_containers_take_our_modules_as_they_are(kind: str, container: str
 
 
 def test_a_stack_with_a_retroactive_layer_equals_theirs() -> None:
-    """Their result is right for n - 1 outputs, because the ring of the n tokens turns at n - 1 places.
+    """The result of the other package is right for n - 1 outputs only, because the position in its ring buffer of n
+    tokens wraps after n - 1.
 
     Two layers are needed to see this.
     """

@@ -116,7 +116,8 @@ COUNTS = {
 def test_few_queries_without_gradients_are_torchs(
     queries: int, keys: int, width: int, groups: int, is_fused: bool, fused: list[str]
 ) -> None:
-    """torch is faster there; with a gradient, a mask or a named implementation, the operator runs nevertheless."""
+    """torch is faster for these calls. With a gradient, a mask or a named implementation, the operator runs
+    nevertheless."""
     query, (key, value) = torch.randn(1, 2, queries, width), torch.randn(2, 1, groups, keys, width)
     given: dict[str, Any] = {"enable_gqa": True}
     out = scaled_dot_product_attention(query, key, value, **given)

@@ -167,7 +167,7 @@ def test_models(name: str, fused: list[tuple[int, ...]]) -> None:
         out, found = results(model, inputs)
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
         errors[other] = {each: float((found[each] - gradient).abs().max()) for each, gradient in gradients.items()}
-    # Of one parameter alone it can be luck.
+    # for a single parameter, agreement may be chance
     theirs = max(error for other in ("sdpa", "eager") for error in errors[other].values())
     for each, error in errors["cmab"].items():
         assert error <= 2 * theirs + 1e-6 * largest, each

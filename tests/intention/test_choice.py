@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 NOISE = 1.02
-"""The ratio of two times from which on one counts as faster."""
+"""The smallest ratio of two times at which one kernel counts as faster."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_a_solve_in_float64_is_cudas() -> None:
 
 
 def test_a_named_implementation_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements decide only if the caller does not; and a slower kernel runs if no other can."""
+    """Measurements decide only if the caller names no implementation. A slower kernel runs if no other kernel can."""
     systems = [torch.empty(2, 9, 9, device="meta")] * 2
     assert backends.choose("intention.solve", "auto", *systems) == "triton"
     assert backends.choose("intention.solve", "cuda", *systems) == "cuda"

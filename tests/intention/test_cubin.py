@@ -45,7 +45,7 @@ SPILLING = {
 
 Float64 on sm_100: Triton 3.6 uses no matrix units. Width 1: two warps, as for all narrow sums, load its numbers one by
 one; four warps would not spill, but would issue a fifth more instructions (half types) or a seventh (float64). At width
-256, tiles of 64 rows instead of 128 would not spill, but would issue up to a third more for each. The rest: ptxas
+256, tiles of 64 rows instead of 128 would not spill, but would issue up to a third more for each. For the rest, ptxas
 spills a few values to fit one more block.
 """
 WEIGHTED = {(name, 128, 90): {"_gram_backward": 0.015} for name in ("bf16", "fp16")}
@@ -64,8 +64,10 @@ def _launches(
     value_width: int | None = None,
     masked: bool = False,
     exact: bool = False,
+    packed: bool = False,
 ) -> list[Launch]:
-    """Record the launches of both sums, their gradients, and rows times a solution, on request with a mask and weights.
+    """Record the launches of both sums, their gradients, and rows times a solution, on request with a mask and weights,
+    or of packed sets.
 
     There are several runs of keys; the last is short.
     """
@@ -74,10 +76,11 @@ def _launches(
     weights = torch.empty(1, 4, 5003, dtype=torch.promote_types(dtype, torch.float32)) if masked else None
     mask = torch.zeros(1, 5003, dtype=torch.bool) if masked else None
     dgram, dmoment = (torch.zeros(1, 4, width, n).double() for n in (width, value_width))
+    offsets = torch.tensor([0, 5003]) if packed else None
 
     def call() -> None:
-        kernels.gram(Gram(k, v, weights, mask, (True, True), exact))
-        kernels.gram_backward(GramBackward(dgram, dmoment, k, v, weights, mask, (True, True, True), exact))
+        kernels.gram(Gram(k, v, weights, mask, offsets, (True, True), exact))
+        kernels.gram_backward(GramBackward(dgram, dmoment, k, v, weights, mask, offsets, (True, True, True), exact))
         kernels.apply_rows(ApplyRows(k, dmoment))
 
     with as_if_on(capability):
@@ -104,6 +107,13 @@ def _by_matrix_units(launched: Launch, capability: int) -> bool:
 def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> None:
     found = _launches(DTYPES[name], width, capability)
     assert {one.kernel.__name__ for one in found} == {"_gram", "_add_runs", "_gram_backward", "_apply"}
+    assert _check(found, capability, tmp_path) == []
+
+
+@pytest.mark.parametrize("name, width, capability", ORDINARY)
+def test_compiled_packed(name: str, width: int, capability: int, tmp_path: Path) -> None:
+    found = _launches(DTYPES[name], width, capability, packed=True)
+    assert {one.kernel.__name__ for one in found} == {"_gram", "_gram_backward", "_apply"}
     assert _check(found, capability, tmp_path) == []
 
 
@@ -262,5 +272,5 @@ def test_strides_beyond_32_bits_reach_the_kernel() -> None:
     """Strides beyond 32 bits are passed as 64 bits. Tensors are on the meta device, and need no memory."""
     with torch.device("meta"):
         k = torch.empty(0).as_strided((1, 1, 3, 8), (2**34, 2**33, 2**32, 1))
-        (one,) = record(lambda: kernels.gram(Gram(k, k, None, None, (True, True), False)))
+        (one,) = record(lambda: kernels.gram(Gram(k, k, None, None, None, (True, True), False)))
     assert one.options["strides"][0] == (2**34, 2**33, 2**32, 1)

@@ -1,4 +1,4 @@
-"""Bad input raises an error that names the argument, what was given and what is allowed; states stay unchanged."""
+"""Bad input raises an error that names the argument, the given value and the allowed values. States do not change."""
 
 from __future__ import annotations
 

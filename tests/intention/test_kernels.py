@@ -54,7 +54,7 @@ class Case:
         self.w = (torch.ones(key.shape[:3]) if weights is None else weights).double().masked_fill(hide, 0.0)[..., None]
 
     def gram(self, exact: bool, tolerance: float, parts: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
-        sums = kernels.gram(Gram(*self.inputs, parts, exact))
+        sums = kernels.gram(Gram(*self.inputs, None, parts, exact))
         for ours, part, other in zip(sums, parts, (self.k, self.v), strict=True):
             assert ours.dtype == torch.float64
             if part:
@@ -74,7 +74,7 @@ class Case:
         key, value, *_ = self.inputs
         batch, heads, _, width = key.shape
         dgram, dmoment = cotangents or (torch.randn(batch, heads, width, n).double() for n in (width, value.shape[-1]))
-        grads = kernels.gram_backward(GramBackward(dgram, dmoment, *self.inputs, needs, exact))
+        grads = kernels.gram_backward(GramBackward(dgram, dmoment, *self.inputs, None, needs, exact))
         slope = dgram + dgram.mT
 
         def formulas(k: Tensor, v: Tensor, slope: Tensor, dmoment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +154,7 @@ def test_runs_of_tiles() -> None:
 @pytest.mark.parametrize("width", [8, 70])
 def test_one_sum_alone(parts: tuple[bool, bool], width: int) -> None:
     case = Case(*_inputs(1, 1, 40, width, 5, torch.float64))
-    both = kernels.gram(Gram(*case.inputs, (True, True), True))
+    both = kernels.gram(Gram(*case.inputs, None, (True, True), True))
     alone = case.gram(True, 1e-14, parts)
     assert all(torch.equal(one, whole) for one, whole, part in zip(alone, both, parts, strict=True) if part)
 
@@ -167,10 +167,10 @@ def test_sums_on_top_of_others(keys: int, width: int, masked: bool) -> None:
     gram, moment = (between_margins(torch.randn(2, 1, width, n, dtype=torch.float64)) for n in (width, 3))
     count = torch.tensor([[7], [2**40]])
     alone, on_top = (
-        kernels.ridge_update(RidgeUpdate(*case.inputs, None, None, None)),
-        kernels.ridge_update(RidgeUpdate(*case.inputs, gram.mT, moment, count)),
+        kernels.ridge_update(RidgeUpdate(*case.inputs, None, None, None, None)),
+        kernels.ridge_update(RidgeUpdate(*case.inputs, None, gram.mT, moment, count)),
     )
-    assert torch.equal(alone[0], kernels.gram(Gram(*case.inputs, (True, True), True))[0])
+    assert torch.equal(alone[0], kernels.gram(Gram(*case.inputs, None, (True, True), True))[0])
     for new, part, before in zip(on_top, alone, (gram.mT, moment, count), strict=True):
         assert torch.equal(new, before + part) and new.is_contiguous()
     assert torch.equal(alone[2], case.kept.sum(-1))
@@ -253,7 +253,8 @@ def test_prefixes_of_nothing(extents: tuple[int, int, int, int], every: int) -> 
 
 
 def test_a_nan_reaches_no_earlier_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A NaN sent back by a prefix does not reach a later key either: in tiles, in runs, and before them."""
+    """A NaN in the gradient of a prefix does not reach a later key, whether it is in the same tile, in the same run, or
+    after them."""
     monkeypatch.setattr(scan, "GRAIN", 12)
     key, value = _inputs(1, 1, 40, 3, 2, torch.float32)
     key[0, 0, 20] = math.nan
@@ -291,7 +292,7 @@ def test_masks_hide_nan(keys: int, masked: slice) -> None:
     case.gram(False, 1e-6)
     case.gradients(False, 1e-6)
     nan = torch.full((2, 1, 3, 3), math.nan).double()
-    spoilt = kernels.gram_backward(GramBackward(nan, nan[..., :2], *case.inputs, EVERYTHING, False))
+    spoilt = kernels.gram_backward(GramBackward(nan, nan[..., :2], *case.inputs, None, EVERYTHING, False))
     assert all((grad[1, :, masked] == 0).all() for grad in spoilt)
 
 
@@ -321,9 +322,9 @@ def test_finite_keys_have_finite_sums(dtype: torch.dtype, big: float, keys: int)
 def test_a_nan_stays_in_its_matrix() -> None:
     """A NaN in a key reaches only its row and column of the sum of its own batch element."""
     key, value = _inputs(2, 1, 40, 4, 3, torch.float32)
-    clean = kernels.gram(Gram(key, value, None, None, (True, True), False))
+    clean = kernels.gram(Gram(key, value, None, None, None, (True, True), False))
     key[1, 0, 7, 2] = math.nan
-    gram, moment = kernels.gram(Gram(key, value, None, None, (True, True), False))
+    gram, moment = kernels.gram(Gram(key, value, None, None, None, (True, True), False))
     touched = torch.zeros(4, 4, dtype=torch.bool)
     touched[2], touched[:, 2] = True, True
     assert (
@@ -339,7 +340,7 @@ def test_long_runs_lose_no_digits() -> None:
     so it must be added to a float64 total every 512 keys."""
     key = torch.full((1, 1, 20_000, 1), 1 + 1.33e-5)
     with mock.patch.object(sums, "cut_keys", lambda keys, *_: launch.Cut(1, keys)):
-        gram, _ = kernels.gram(Gram(key, key, None, None, (True, False), False))
+        gram, _ = kernels.gram(Gram(key, key, None, None, None, (True, False), False))
     assert abs(float(gram) / (20_000 * float(key[0, 0, 0, 0].double()) ** 2) - 1) < 1e-6
 
 
@@ -381,8 +382,8 @@ def test_same_bits_again_and_alone() -> None:
 
     def everything(part: slice) -> tuple[Tensor, ...]:
         inputs = [t[part] for t in (key, value, weights, mask)]
-        sums = kernels.gram(Gram(*inputs, (True, True), False))
-        grads = kernels.gram_backward(GramBackward(*(t[part] for t in cotangents), *inputs, EVERYTHING, False))
+        sums = kernels.gram(Gram(*inputs, None, (True, True), False))
+        grads = kernels.gram_backward(GramBackward(*(t[part] for t in cotangents), *inputs, None, EVERYTHING, False))
         return *sums, *grads, kernels.apply_rows(ApplyRows(inputs[0], sums[1]))
 
     whole = everything(slice(None))

@@ -79,7 +79,7 @@ def _within(ours: Tensor, right: Tensor, sizes: Tensor, tolerance: float) -> Non
 
 def _check_sums(case: Case, exact: bool) -> None:
     k, v, w = _wide(case)
-    gram, moment = native.gram(Gram(*case, BOTH, exact))
+    gram, moment = native.gram(Gram(*case, None, BOTH, exact))
     assert gram.dtype == moment.dtype == torch.float64 and torch.equal(gram, gram.mT)
     tolerance = 1e-14 if exact else SUMS[case.key.dtype]
     _within(gram, _product(w * k, k), _product((w * k).abs(), k.abs()), tolerance)
@@ -100,7 +100,7 @@ def _slopes(case: Case) -> tuple[Tensor, Tensor]:
 def _check_gradients(case: Case, exact: bool) -> None:
     k, v, w = _wide(case)
     dgram, dmoment = _slopes(case)
-    dkey, dvalue, dweights = native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, exact))
+    dkey, dvalue, dweights = native.gram_backward(GramBackward(dgram, dmoment, *case, None, ALL, exact))
     slope = dgram + dgram.mT
     u, y = k @ slope + v @ dmoment.mT, k @ dmoment
     u_size, y_size = k.abs() @ slope.abs() + v.abs() @ dmoment.abs().mT, k.abs() @ dmoment.abs()
@@ -130,8 +130,8 @@ def _check(case: Case) -> None:
 def _everything(case: Case, exact: bool = False) -> list[Tensor]:
     dgram, dmoment = _slopes(case)
     return [
-        *native.gram(Gram(*case, BOTH, exact)),
-        *native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, exact)),
+        *native.gram(Gram(*case, None, BOTH, exact)),
+        *native.gram_backward(GramBackward(dgram, dmoment, *case, None, ALL, exact)),
         native.apply_rows(ApplyRows(case.key, dmoment)),
     ]
 
@@ -187,7 +187,7 @@ def test_a_million_keys(dtype: torch.dtype, law: str) -> None:
         key, value = torch.full_like(key, 1.3), torch.full_like(value, 0.7)
     k, v, _ = _wide(Case(key, value))
     for exact, tolerance in ((False, LAWS[law] * 2.0**-23), (True, 1e-13)):
-        gram, moment = native.gram(Gram(key, value, None, None, BOTH, exact))
+        gram, moment = native.gram(Gram(key, value, None, None, None, BOTH, exact))
         _within(gram, _product(k, k), _product(k.abs(), k.abs()), tolerance)
         _within(moment, _product(k, v), _product(k.abs(), v.abs()), tolerance)
 
@@ -231,7 +231,9 @@ def test_interleaved_heads_of_many_runs(isa: str, keys: int, dtype: torch.dtype)
     plain = _case(1, 8, keys, 64, 40, dtype)
     moved = Case(*(LAYOUTS["heads inside"](rows) for rows in plain[:2]))
     for parts in (BOTH, (True, False), (False, True)):
-        assert _same(list(native.gram(Gram(*plain, parts, False))), list(native.gram(Gram(*moved, parts, False))))
+        assert _same(
+            list(native.gram(Gram(*plain, None, parts, False))), list(native.gram(Gram(*moved, None, parts, False)))
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -244,7 +246,7 @@ def test_interleaved_heads_take_turns(isa: str, inside: tuple[int, ...], dtype: 
     )
     dgram, dmoment = torch.randn(2, 9, 16, 16, dtype=torch.float64), torch.randn(2, 9, 16, 8, dtype=torch.float64)
     assert _same(
-        *(list(native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, False))) for case in (plain, moved))
+        *(list(native.gram_backward(GramBackward(dgram, dmoment, *case, None, ALL, False))) for case in (plain, moved))
     )
     assert torch.equal(
         native.apply_rows(ApplyRows(plain.key, dmoment)), native.apply_rows(ApplyRows(moved.key, dmoment))
@@ -258,17 +260,20 @@ def test_interleaved_heads_take_turns(isa: str, inside: tuple[int, ...], dtype: 
 def test_slopes_of_any_layout() -> None:
     case = _case(2, 3, 50, 9, 6, torch.float32, weighted=True)
     dgram, dmoment = torch.randn(2, 3, 9, 9, dtype=torch.float64), torch.randn(2, 3, 9, 6, dtype=torch.float64)
-    right = native.gram_backward(GramBackward(dgram, dmoment, *case, ALL, False))
+    right = native.gram_backward(GramBackward(dgram, dmoment, *case, None, ALL, False))
     for change in (LAYOUTS["keys inside"], LAYOUTS["step 2"], LAYOUTS["batch inside"]):
         assert _same(
-            list(native.gram_backward(GramBackward(change(dgram), change(dmoment), *case, ALL, False))), list(right)
+            list(native.gram_backward(GramBackward(change(dgram), change(dmoment), *case, None, ALL, False))),
+            list(right),
         )
         assert torch.equal(
             native.apply_rows(ApplyRows(case.key, change(dmoment))), native.apply_rows(ApplyRows(case.key, dmoment))
         )
     one = torch.ones((), dtype=torch.float64)
-    spread = native.gram_backward(GramBackward(one.expand(2, 3, 9, 9), one.expand(2, 3, 9, 6), *case, ALL, False))
-    dense = native.gram_backward(GramBackward(torch.ones_like(dgram), torch.ones_like(dmoment), *case, ALL, False))
+    spread = native.gram_backward(GramBackward(one.expand(2, 3, 9, 9), one.expand(2, 3, 9, 6), *case, None, ALL, False))
+    dense = native.gram_backward(
+        GramBackward(torch.ones_like(dgram), torch.ones_like(dmoment), *case, None, ALL, False)
+    )
     assert _same(list(spread), list(dense))
 
 
@@ -303,7 +308,7 @@ def test_nothing_of_an_ignored_key_is_seen(isa: str, where: str, dtype: torch.dt
         masked = Case(key, value, weights, mask)
         _check_sums(masked, False)
         _check_gradients(masked, False)
-        dkey, dvalue, dweights = native.gram_backward(GramBackward(*_slopes(masked), *masked, ALL, True))
+        dkey, dvalue, dweights = native.gram_backward(GramBackward(*_slopes(masked), *masked, None, ALL, True))
         assert all(d.movedim(2, 1)[mask].eq(0).all() for d in (dkey, dvalue, dweights))
 
 
@@ -329,8 +334,8 @@ def test_weights_of_zero_and_of_one(isa: str) -> None:
     assert all(
         not t.any()
         for t in (
-            *native.gram(Gram(*nothing, BOTH, False)),
-            *native.gram_backward(GramBackward(*_slopes(nothing), *nothing, ALL, False))[:2],
+            *native.gram(Gram(*nothing, None, BOTH, False)),
+            *native.gram_backward(GramBackward(*_slopes(nothing), *nothing, None, ALL, False))[:2],
         )
     )
     ones = case._replace(weights=torch.ones_like(case.weights))
@@ -357,7 +362,7 @@ def test_sums_beyond_float32(isa: str, size: float, weighted: bool, dtype: torch
 def test_parts(isa: str, parts: tuple[bool, bool], keys: int) -> None:
     case = _case(1, 2, keys, 12, 20, torch.float32, weighted=True)
     for want, mine, full in zip(
-        parts, native.gram(Gram(*case, parts, False)), native.gram(Gram(*case, BOTH, False)), strict=True
+        parts, native.gram(Gram(*case, None, parts, False)), native.gram(Gram(*case, None, BOTH, False)), strict=True
     ):
         assert torch.equal(mine, full) if want else mine.shape == (0,) and mine.dtype == torch.float64
 
@@ -366,8 +371,8 @@ def test_parts(isa: str, parts: tuple[bool, bool], keys: int) -> None:
 @pytest.mark.parametrize("weighted", [True, False])
 def test_needs(isa: str, needs: tuple[bool, bool, bool], weighted: bool) -> None:
     case = _case(1, 2, 300, 16, 20, torch.float32, weighted)
-    everything = native.gram_backward(GramBackward(*_slopes(case), *case, ALL, False))
-    some = native.gram_backward(GramBackward(*_slopes(case), *case, needs, False))
+    everything = native.gram_backward(GramBackward(*_slopes(case), *case, None, ALL, False))
+    some = native.gram_backward(GramBackward(*_slopes(case), *case, None, needs, False))
     for need, mine, full in zip(needs, some, everything, strict=True):
         assert torch.equal(mine, full) if need else mine.shape == (0,) and mine.dtype == full.dtype
 
@@ -429,13 +434,13 @@ def test_offsets_beyond_32_bits() -> None:
 
 def _sums_of(keys: int) -> Callable[[], tuple[Tensor, ...]]:
     key = torch.randn(1, 1, keys, 64)
-    return lambda: native.gram(Gram(key, key, None, None, BOTH, False))
+    return lambda: native.gram(Gram(key, key, None, None, None, BOTH, False))
 
 
 def _gradient_of(keys: int) -> Callable[[], tuple[Tensor, ...]]:
     key, slope = torch.randn(1, 1, keys, 16), torch.randn(1, 1, 16, 16, dtype=torch.float64)
     return lambda: (
-        *native.gram_backward(GramBackward(slope, slope, key, key, None, None, ALL, False)),
+        *native.gram_backward(GramBackward(slope, slope, key, key, None, None, None, ALL, False)),
         native.apply_rows(ApplyRows(key, slope)),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ class IntentionSuite(OperatorSuite):
     """Intention, whose rows of a head share one solution.
 
     Its error shows in all of them, so torch's own error is the largest of a head's rows. If torch's own products
-    overflow or are no longer positive definite, torch has no digit right, and the kernels need none.
+    overflow or are no longer positive definite, torch has no correct digit, and the kernels need none.
     """
 
     extents = {"B": 2, "H": 3, "L": 5, "N": 133, "D": 16, "E": 7}
@@ -54,7 +55,7 @@ class IntentionSuite(OperatorSuite):
         return size.clamp(min=0.05 * float(size.max()))
 
     def bad_arguments(self) -> list[str]:
-        """Return no errors: test_errors.py has them all."""
+        """Return no errors, because test_errors.py has all of them."""
         return []
 
 
@@ -166,6 +167,54 @@ class TestRidgeState(IntentionSuite):
             weights = weights.masked_fill(key_padding_mask, 0.0)
         weighted = weights[:, None, :, None] * key
         return weighted.mT @ key, weighted.mT @ value
+
+
+class TestPackedSets(IntentionSuite):
+    """`intention` of sets of keys packed into one row by offsets; three rows after the last set belong to none."""
+
+    operator = "intention"
+    arguments = {"query": "SHLD", "key": "OHND", "value": "OHNE", "alpha": "SH", "weights": "ON"}
+    dtypes = (torch.float64, torch.float32)
+    laws = ("normal",)
+    extents = {"S": 3, "O": 1, "H": 2, "L": 5, "N": 43, "D": 4, "E": 3}
+    small = {"L": 2, "N": 8, "D": 2, "E": 1}
+    batch = ""
+    empty = ""
+    mask = None
+
+    def call(self, impl: str, query: Tensor, alpha: Tensor, **rows: Any) -> Results:
+        return (ck.intention(query, **rows, alpha=alpha, cu_seqlens=self.offsets(rows["key"]), impl=impl),)
+
+    def oracle(self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, weights: Tensor) -> Results:
+        gram, moment = self.sums(key, value, weights)
+        one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        return (query @ torch.linalg.solve(gram + alpha[..., None, None] * one, moment),)
+
+    def offsets(self, key: Tensor) -> Tensor:
+        """The second set is empty."""
+        return torch.tensor([0, 3, 3, key.shape[2] - 3], device=key.device)
+
+    def sums(self, key: Tensor, value: Tensor, weights: Tensor) -> Results:
+        weighted, ends = weights[:, None, :, None] * key, self.offsets(key).tolist()
+        sets = [slice(first, end) for first, end in pairwise(ends)]
+        gram, moment = (torch.cat([weighted[:, :, s].mT @ rows[:, :, s] for s in sets]) for rows in (key, value))
+        return gram, moment
+
+
+class TestPackedStates(TestPackedSets):
+    """`ridge_state` of packed sets."""
+
+    operator = "ridge_state"
+    arguments = {"key": "OHND", "value": "OHNE", "weights": "ON"}
+    outputs = ("gram", "moment")
+    extents = {n: size for n, size in TestPackedSets.extents.items() if n not in "SL"}
+    small = {n: size for n, size in TestPackedSets.small.items() if n not in "SL"}
+
+    def call(self, impl: str, **rows: Any) -> Results:
+        return _sums(ck.ridge_state(**rows, cu_seqlens=self.offsets(rows["key"]), impl=impl))
+
+    def oracle(self, key: Tensor, value: Tensor, weights: Tensor) -> Results:
+        return self.sums(key, value, weights)
 
 
 class TestStep(IntentionSuite):
@@ -301,7 +350,8 @@ def test_gradients_at_a_weight_of_zero(impl: str, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["primal", "dual"])
 def test_second_derivatives_at_a_weight_of_zero(impl: str, form: str) -> None:
-    """In alpha and weights they equal those of the primal definition, whichever derivative is taken first."""
+    """Derivatives with respect to alpha and weights equal those of the primal definition, in any order of
+    differentiation."""
     (q, k, v), alpha = (t.detach() for t in _rows(7)), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([[1.0, 0.0, 2.0, 0.0, 1.0]], dtype=torch.float64).expand(2, 5).clone().requires_grad_()
 
@@ -325,7 +375,8 @@ def test_gradients_of_no_keys(impl: str, form: str) -> None:
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[False, True, False]])])
 def test_second_derivatives_in_weights_without_a_penalty(impl: str, mask: Tensor | None) -> None:
-    """With alpha = 0 the dual form has the derivatives of a vanishing alpha, in weights and keys at once."""
+    """With alpha = 0 the dual form has the derivatives in the limit of alpha to 0, with respect to weights and keys at
+    once."""
     tensors = [torch.randn(1, 1, 3, 5, dtype=torch.float64), torch.rand(1, 1, 3, dtype=torch.float64) + 0.5]
     q, v = torch.randn(1, 1, 2, 5, dtype=torch.float64), torch.randn(1, 1, 3, 2, dtype=torch.float64)
 

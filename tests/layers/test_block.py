@@ -128,7 +128,7 @@ both = pytest.mark.parametrize("reads", [True, False], ids=["inputs", "attended"
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_one_call_is_its_operators(shape: Sequence[int], dtype: torch.dtype, reads: bool) -> None:
-    """Results and gradients err as little as those of the operators do."""
+    """The errors of results and gradients are as small as those of the operators."""
     given = _given(shape, dtype, reads=reads)
     assert len(given) == 4 + 2 * sum(PARTS)
     dy = torch.randn(*shape[:2], shape[4])
@@ -240,7 +240,7 @@ def test_second_derivatives_are_those_of_the_definition(reads: bool, all_blocks:
 @both
 @pytest.mark.parametrize("shape", ["rows of several tiles", "one set"])
 def test_strides_and_threads_change_no_bit(reads: bool, shape: str) -> None:
-    """Nor does keeping intermediate results; threads take sets, blocks or rows of their own."""
+    """Keeping intermediate results changes no bit either. Each thread takes its own sets, blocks or rows."""
     given = [t if t is None else t.detach() for t in _given(SHAPES[shape], torch.float32, reads=reads)]
     apart = [t if t is None else t.repeat_interleave(2, -1)[..., ::2] for t in given]
     found, threads = [], torch.get_num_threads()

@@ -74,7 +74,7 @@ def _attention(dtype: torch.dtype, width: int, residual: str = "input") -> dict[
 
 
 def _by_matrix_units(launch: Launch, capability: int) -> bool:
-    """Return whether matrix units multiply: float64 on sm_80 and sm_90 alone, as Triton 3.6 does."""
+    """Return whether matrix units multiply: for float64 only on sm_80 and sm_90, as in Triton 3.6."""
     operand = launch.options.get("OPERAND")
     return operand is not None and (operand != launches.triton_dtype(torch.float64) or capability in (80, 90))
 

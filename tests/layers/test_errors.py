@@ -1,4 +1,4 @@
-"""Bad input of the layers: which argument, what was given, what is allowed.
+"""Bad input of the layers raises an error that names the argument, the given value and the allowed values.
 
 The suite has wrong dtypes, devices and shared lengths.
 """

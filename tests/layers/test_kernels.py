@@ -147,7 +147,7 @@ def test_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("activation", ["geglu", "gelu", "relu"])
 def test_a_row_that_is_not_a_number_stays_alone(activation: str) -> None:
-    """Neither NaN nor infinity leaves its row; a norm without eps meets a constant row, and rows that do not exist."""
+    """A NaN or an infinity stays in its row. A norm without eps gets a constant row, and rows that do not exist."""
     _, x, *parameters = feed_forward(rows=5, activation=activation)
     clean = kernels.feed_forward_layer(FeedForwardLayer(x, *parameters, 0.0, activation, "input"))
     x[1, 3], x[2, 0], x[4] = math.nan, math.inf, 2.0
@@ -267,7 +267,7 @@ def test_nothing(emptied: str) -> None:
 
 
 def test_ignored_rows_do_not_matter() -> None:
-    """NaN lies under the mask, and reaches no result and no gradient."""
+    """Masked rows are NaN, which reaches no result and no gradient."""
     (dy, x, context, *parameters), mask, settings = attention(rows=9, mask=True)
     found = []
     for ignored in (0.5, math.nan):
@@ -285,7 +285,7 @@ def test_ignored_rows_do_not_matter() -> None:
 
 
 def test_an_ignored_row_is_a_query_of_its_own() -> None:
-    """A NaN in an ignored row of x spoils its own result, and no other."""
+    """A NaN in an ignored row of x makes the result of this row NaN, and changes no other result."""
     (_, x, _, *parameters), mask, settings = attention(rows=None, latents=9, mask=True)
     clean, spoilt = (
         kernels.attention_layer(

@@ -158,7 +158,8 @@ class _StopsGradients(torch.autograd.Function):
 
 
 def test_a_backward_pass_makes_no_gradients_of_what_was_kept(native: str) -> None:
-    """Kept keys and values have no gradient; zeros in its place would take as much memory as they do."""
+    """Keys and values that were kept have no gradient. A gradient of zeros would take as much memory as the keys and
+    values."""
     layer, x, context = (
         CrossAttention(8, 2),
         torch.randn(3, 4, 8, requires_grad=True),

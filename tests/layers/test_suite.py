@@ -199,7 +199,7 @@ class TestAttentionLayer(LayerSuite):
         return size if term is None else torch.maximum(size, oracles.share_of_terms(found.dtype) * term.norm(dim=-1))
 
     def terms(self, found: Measured) -> dict[str, Tensor]:
-        """Return the sums of the absolute values of the terms of these gradients."""
+        """Return, for these gradients, the sums of the absolute values of their terms."""
         inputs = found.inputs
         query, key, value = self.heads(None, **inputs)
         unit = 1.0 if self.scale is None else self.scale * query.shape[-1] ** 0.5

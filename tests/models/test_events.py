@@ -242,8 +242,8 @@ def test_the_likelihood_of_a_hawkes_process_is_that_of_its_intensity() -> None:
 
 
 def test_a_mark_without_its_time_is_a_mean_over_times() -> None:
-    """The mark of the event after the first, for one mark after another,
-    from the intensities on a fine grid of times."""
+    """The probability of each mark of the second event equals the one computed from the intensities on a fine grid of
+    times."""
     process = Hawkes()
     gap = torch.linspace(0, 60, 600_001, dtype=torch.float64)
     intensity = process.intensity(torch.tensor([1.0]), torch.tensor([2]), 1.0 + gap.clamp(min=1e-9))

@@ -63,7 +63,7 @@ def test_interactions(text: str, tmp_path: Path) -> None:
     found = read_interactions(tmp_path / "data", shortest=1)
     assert found.lengths.tolist() == [3, 1]
     assert found.marks.tolist() == [[5, 7, 5], [2, 0, 0]]
-    assert found.times.tolist() == [[86400.0, 86477.5, 172900.0], [36.0, 0.0, 0.0]]  # the first is at midnight sharp
+    assert found.times.tolist() == [[86400.0, 86477.5, 172900.0], [36.0, 0.0, 0.0]]  # the first is exactly at midnight
     assert found.end.tolist() == [172900.0, 86500.0]
 
 

@@ -159,7 +159,7 @@ def test_a_missing_value_is_named_by_every_method(system: str) -> None:
 
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in OF_EVENTS])  # these look for padding
 def test_values_are_not_read_where_there_are_none(system: str) -> None:
-    """Checks of values must not fail on the meta device, where shapes follow as on others."""
+    """Checks of values must not fail on the meta device. There, results have the same shapes as on other devices."""
     model, given = made(system).to("meta"), {name: part.to("meta") for name, part in inputs(system).items()}
     assert answer(model, given).is_meta
 

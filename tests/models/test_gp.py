@@ -1,5 +1,5 @@
-"""Functions of Gaussian processes: exact predictions equal the textbook's,
-and ceilings those of the published tables."""
+"""Functions of Gaussian processes: exact predictions equal the formulas of the textbook, and the upper bounds of
+scores equal those of the published tables."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ def test_digits_and_faces() -> None:
 
 
 def test_the_mean_pixel_is_scored_where_it_stands() -> None:
-    """One image of two grey halves is its own mean, with the least deviation: 0.05 everywhere."""
+    """For a single image of two grey halves, the mean is the image itself, and the deviation has its smallest value,
+    0.05, everywhere."""
     task: Any = made("faces", size=4, most_points=8)
     image = torch.zeros(1, 4, 4, 1, dtype=torch.uint8)
     image[:, 2:] = 255

@@ -47,7 +47,8 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 def test_embedded_points_differ_before_training() -> None:
-    """With torch's own initialisation, 2 % is left after four layers, and attention takes one point for all."""
+    """With torch's own initialisation, only 2 % of the signal is left after four layers, and attention cannot
+    distinguish points."""
     torch.manual_seed(0)
     points = 2 * torch.rand(500, 3) - 1
     embedded = torch.stack([point_embedding(3, 32, 4)(points) for _ in range(10)])

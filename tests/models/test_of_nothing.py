@@ -1,4 +1,4 @@
-"""An empty batch has losses of 0 with gradients of 0: a training that meets one goes on as if it had not."""
+"""An empty batch has losses of 0 with gradients of 0, so a training continues as if there were no such batch."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ LOSSES = {(task.loss, system): name for name, task in TASKS.items() for system i
 @pytest.mark.parametrize(("name", "system"), [(name, system) for (_, system), name in LOSSES.items()])
 def test_the_loss_of_a_batch_of_nothing(name: str, system: str) -> None:
     task, model, given = TASKS[name](), made(system), inputs(system)
-    if name == "outlier":  # one answer for each set, a place in it
+    if name == "outlier":  # a set has one answer: a position in the set
         given["query"] = given["query"][:, :1]
     all_zero(
         model,
@@ -155,7 +155,8 @@ def test_events_of_no_rows() -> None:
 
 
 def test_exact_likelihoods_of_no_events() -> None:
-    """Those of no sequences, and of sequences in which no event came."""
+    """Exact likelihoods of no sequences have the right shapes. A sequence without events does not depend on its
+    batch."""
     some = Events.pad([[], [1.0]], [[], [2]], [4.0, 4.0])
     assert [part.shape for part in Hawkes().log_prob(some.take(torch.tensor([], dtype=torch.int64)))] == 3 * [
         (0, 0)

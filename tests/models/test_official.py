@@ -69,7 +69,7 @@ def test_the_log_likelihood() -> None:
 
 @by_both
 def test_joint_likelihoods() -> None:
-    """Blocks of targets join the context of the next; all targets are one block."""
+    """Each block of targets joins the context of the next block. A single block may hold all targets."""
     model, case = loaded("cmanp_and")
     points = [case[name] for name in ("xc", "yc", "xt", "yt")]
     targets = case["xt"].shape[1]

@@ -1,4 +1,4 @@
-"""Arguments that every model refuses when it is constructed."""
+"""Every model refuses wrong arguments when it is constructed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_arguments_by_place_are_checked_too() -> None:
 
 @pytest.mark.parametrize("system", ["cmanp", "cmanp-and", "lbanp"])
 def test_a_folder_of_an_older_version_gives_what_it_gave(system: str, tmp_path: Path) -> None:
-    """Its configuration has no residual: each layer added its result to its input."""
+    """The saved configuration has no `residual`, because each layer added its result to its input."""
     saved = SYSTEMS[system](**least(system), residual="input")
     saved.save_pretrained(tmp_path)
     file = tmp_path / "config.json"

@@ -1,5 +1,5 @@
-"""Regressors over keys, values and queries: permutations, the regressions they contain,
-and tasks with exact answers."""
+"""Regressors over keys, values and queries. The tests permute keys, compare with the regressions that the models
+contain, and use tasks with exact answers."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ SCORES = {
 def test_a_claim_is_judged_by_the_error_of_the_seeds(
     ours: str, theirs: str, allowed: float | None, held: bool | None, why: str, tmp_path: Path
 ) -> None:
-    """Two standard errors of these differences are .163, and beside CNP .129."""
+    """Two standard errors of these differences are .163, and .129 for the difference from CNP."""
     results = recorded(tmp_path, SCORES)
     claim = judging.Claim("", "", lambda r: judging.compared(r, side(ours), side(theirs), allowed))
     verdict = judging.judged(claim, results)
@@ -138,7 +138,8 @@ def test_a_claim_is_judged_by_the_error_of_the_seeds(
 
 
 def test_lower_errors_are_better(tmp_path: Path) -> None:
-    """The allowance lies above, and a baseline passes if it is below."""
+    """A worse system passes if the allowance is larger than the difference. If a baseline passes too, there is no
+    verdict."""
     scores = {"intention": [0.1, 0.11, 0.12], "attention": [0.4, 0.41, 0.42], "mlp": [0.5, 0.51, 0.52]}
     results = recorded(tmp_path, scores, "kabsch", "mse")
 
@@ -372,7 +373,7 @@ def test_every_experiment_runs(each: Experiment, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("each", {each.task: each for each in EXPERIMENTS}.values(), ids=lambda each: each.task)
 def test_the_same_command_gives_the_same_numbers(each: Experiment, tmp_path: Path) -> None:
-    """In another process, to the last bit of every score and weight, for each system of each kind of task."""
+    """A run in another process has the same bits in every score and weight, for each system of each kind of task."""
     small = {
         name: value
         for name, value in {"steps": 2, "evaluation_batches": 2, "plays": 20}.items()

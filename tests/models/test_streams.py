@@ -261,8 +261,8 @@ def test_landmarks_are_fitted_layer_by_layer() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_trained_is_what_is_streamed(kind: str, depth: int) -> None:
-    """`forward_stream` has the scores of the steps at every token;
-    `forward` has not if landmarks lag behind the window."""
+    """At every token, `forward_stream` has the scores of the steps. `forward` has other scores if landmarks lag behind
+    the window."""
     model, tokens = made(kind, depth), stream()
     trained = model.forward_stream(tokens)
     streamed = [model.forward_step(token) for token in tokens.unbind(1)]

@@ -257,7 +257,7 @@ def test_a_genre_of_one_track_is_left_out(tmp_path: Path) -> None:
 def test_runs_of_one_action_are_streams(tmp_path: Path) -> None:
     info = {"THUMOS": {"train_session_set": ["one", "two"], "test_session_set": ["three"]}}
     (tmp_path / "data_info.json").write_text(json.dumps(info))
-    shown = {  # column 0 is of no action, the last of doubtful ones
+    shown = {  # column 0 is for frames without an action, and the last column is for uncertain actions
         "one": [0] * 4 + [2] * 20 + [5] * 20 + [2] * 15,
         "two": [4] * 16,
         "three": [4] * 50 + [0] + [3] * 30 + [2] * 21,

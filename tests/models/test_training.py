@@ -256,9 +256,9 @@ def test_data_that_is_not_finite_is_named(toy: type[Task], tmp_path: Path) -> No
 
 
 def test_a_last_step_that_diverges_is_named(toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No later step computes a loss that would tell.
+    """No later step computes a loss that would show this.
 
-    Weights may be finite, and the loss may be finite with weights that are not.
+    A loss may be infinite although the weights are finite, and finite although the weights are not.
     """
     run = Run("cnp", toy(steps=1, learning_rate=1e30), tmp_path)
     with pytest.raises(Diverged, match=r"^loss: got nan after the last step"):

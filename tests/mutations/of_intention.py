@@ -12,8 +12,40 @@ SOLVE_SUITE = "tests/intention/solve/test_suite.py"
 KERNELS = "tests/intention/test_kernels.py"
 SOLVE_KERNELS = "tests/intention/solve/test_kernels.py"
 CUDA = "tests/intention/solve/test_cuda.py"
+PACKED = "tests/intention/test_packed.py"
+PACKED_KERNELS = "tests/intention/test_kernels_packed.py"
 
 IN_CPP = {
+    "packed regressions that end a row late": Fault(
+        "csrc/common/packed.h",
+        "at(s + 1, rows) - first, 0)",
+        "at(s + 1, rows) - first + (s == 0), 0)",
+        f"{PACKED}::test_sums_by_the_definition",
+    ),
+    "packed regressions cut as the longest of them": Fault(
+        "csrc/intention/sums.cpp",
+        "piece_start(set.count, pieces, piece + 1, run_)",
+        "piece_start(set.count, pieces_, piece + 1, run_)",
+        f"{PACKED}::test_bits_of_each_set_alone",
+    ),
+    "packed regressions that count the rows of others": Fault(
+        "csrc/intention/sums.cpp",
+        "for (int64_t key = set.first; key <",
+        "for (int64_t key = 0; key <",
+        f"{PACKED}::test_sums_by_the_definition",
+    ),
+    "packed regressions whose slopes begin with the row of all": Fault(
+        "csrc/intention/rows.cpp",
+        "int64_t first = set.first + piece_start(set.count,",
+        "int64_t first = piece_start(set.count,",
+        f"{PACKED}::test_bits_of_each_set_alone",
+    ),
+    "packed regressions with a slope beyond the last": Fault(
+        "csrc/intention/rows.cpp",
+        "std::memset(to, 0,",
+        "std::memset(to, 1,",
+        f"{PACKED}::test_nothing_passes_from_set_to_set",
+    ),
     "sums whose last run is dropped": Fault(
         "csrc/intention/sums.cpp",
         "} while (key < end);",
@@ -123,6 +155,36 @@ IN_CUDA = {
 }
 
 IN_PYTHON = {
+    "packed regressions that share a batch under vmap": Fault(
+        "cmab_kernels/intention/schema.py",
+        "return inputs.cu_seqlens is not None",
+        "return False",
+        f"{SUITE}::TestPackedStates::test_vmap",
+    ),
+    "packed regressions with a row of the next": Fault(
+        "cmab_kernels/intention/reference.py",
+        "(position >= cu_seqlens[1:, None])",
+        "(position > cu_seqlens[1:, None])",
+        f"{PACKED}::test_sums_by_the_definition",
+    ),
+    "packed regressions whose slopes reach others": Fault(
+        "cmab_kernels/intention/reference.py",
+        "part.masked_fill(hidden, 0.0).sum(",
+        "part.sum(",
+        f"{PACKED}::test_the_formula_of_the_gradient",
+    ),
+    "packed regressions beyond the rows": Fault(
+        "cmab_kernels/runtime/checks.py",
+        "offsets[-1] > length or",
+        "offsets[-1] > length + 1 or",
+        f"{PACKED}::test_bad_offsets",
+    ),
+    "packed regressions with the dual of all rows": Fault(
+        "cmab_kernels/intention/api.py",
+        "length < width and cu_seqlens is None)",
+        "length < width)",
+        f"{PACKED}::test_small_buffers",
+    ),
     "a penalty without its gradient": Fault(
         "cmab_kernels/intention/solve/schema.py",
         '"rhs": z, "alpha": -_trace(product)',
@@ -180,6 +242,18 @@ IN_PYTHON = {
 }
 
 IN_TRITON = {
+    "packed regressions of wrong offsets": Fault(
+        "cmab_kernels/intention/triton/sums.py",
+        "bad = tl.load(offsets + tl.num_programs(0) // (heads * DOWN * ACROSS) + 1) != 0",
+        "bad = tl.load(offsets + tl.num_programs(0) // (heads * DOWN * ACROSS) + 1) > 1",
+        f"{PACKED_KERNELS}::test_wrong_offsets",
+    ),
+    "packed regressions whose slopes lie apart": Fault(
+        "cmab_kernels/intention/triton/rows.py",
+        "        place = head\n",
+        "        place = slot\n",
+        f"{PACKED_KERNELS}::test_each_set_alone",
+    ),
     "a run of keys that has another's": Fault(
         "cmab_kernels/intention/triton/sums.py",
         "last = tl.minimum(first + length, keys)",

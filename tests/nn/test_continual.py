@@ -119,7 +119,7 @@ def test_self_attention_of_one_argument_is_theirs() -> None:
 
 @torch.no_grad()
 def test_large_logits_where_theirs_are_lost() -> None:
-    """In float32, raw exponentials of continual-inference are NaN from logits of 88 on; our stream equals its
+    """In float32, the raw exponentials of continual-inference are NaN for logits of 88 or more. Our stream equals its
     window."""
     ours, theirs = both("retroactive", True)
     ours, theirs = ours.float(), theirs.float()

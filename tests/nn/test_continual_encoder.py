@@ -61,8 +61,7 @@ def test_each_output_of_a_retroactive_stack_is_torchs_encoder_on_its_window(dept
 @pytest.mark.parametrize("output", LAYERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_trained_is_what_is_streamed(kind: str, output: str, depth: int, batch_first: bool) -> None:
-    """A single layer (depth 0) and a stack: all tokens at once, in blocks of tokens, and token by token from a kept
-    state."""
+    """A single layer (depth 0) and a stack read all tokens at once, in blocks, and token by token from a kept state."""
     made = layer(kind, output, batch_first=batch_first)
     module: Any = ContinualEncoder(made, depth, nn.LayerNorm(C, dtype=torch.float64)) if depth else made
     assert module.sequence_len == (N if output == "retroactive" else max(depth, 1) * (N - 1) + 1)
@@ -247,8 +246,8 @@ def test_an_error_in_a_later_layer_leaves_no_layer_ahead(output: str) -> None:
 
 @pytest.mark.parametrize("output", LAYERS)
 def test_an_interrupt_within_a_layer_leaves_no_part_ahead(output: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C in a step, a layer whose attention has taken a token finishes it; a stack in which other layers lack
-    the token ends all streams."""
+    """After Ctrl-C in a step, a layer whose attention has taken the token completes the step. A stack in which other
+    layers lack the token ends all streams."""
     alone, stream = layer(output=output).eval(), tokens()
     stack = ContinualEncoder(alone, 2).eval()
 

@@ -63,8 +63,8 @@ class Double(torch.nn.Module):
     ["compress.cross_attention.norm", "compress.cross_attention.context_norm", "retrieve.self_feed_forward.norm"],
 )
 def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -> None:
-    """For the operators, a norm without a weight would mean no norm, but a norm without a weight, or without a bias, is
-    still a norm."""
+    """For the operators, a missing weight means that there is no norm. But a module for a norm without a weight, or
+    without a bias, still normalises."""
     module, (inputs, latents) = block(), points()
     parent, _, child = name.rpartition(".")
     setattr(module.get_submodule(parent), child, torch.nn.LayerNorm(inputs.shape[-1], dtype=torch.float64, **options))
@@ -75,7 +75,7 @@ def test_a_norm_with_less_still_is_a_norm(name: str, options: dict[str, bool]) -
 
 
 def test_a_hook_on_any_layer_runs() -> None:
-    """The hooks are on a layer, on all modules, and on layers of which a stream uses only parts."""
+    """The hooks are on a layer, on all modules, and on layers that a stream uses only in part."""
     module, (inputs, latents) = block(), points()
     ignore = torch.rand(BATCH, INPUTS) < 0.4
     expected = module(inputs, latents, key_padding_mask=ignore), module(inputs, latents[0], key_padding_mask=ignore)

@@ -328,7 +328,8 @@ def test_explain_of_a_compiled_model(compiled: str) -> None:
 
 
 def test_explain_of_what_streams() -> None:
-    """A key and a value of None are the query; an encoder's `forward_stream` does not call its attentions."""
+    """If key and value are None, the query takes their place. The `forward_stream` of an encoder does not call its
+    attentions."""
     tokens = torch.randn(1, 3, 16)
     (row,) = cmab_kernels.explain(cmab_kernels.nn.ContinualAttention(16, 2, batch_first=True, sequence_len=3), tokens)
     assert "need_weights" in row.reason

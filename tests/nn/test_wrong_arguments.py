@@ -95,8 +95,8 @@ def test_a_flag_that_is_an_array_is_named(kind: str, wrong: Any) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", MODULES)
 def test_float64_in_a_module_of_float32(kind: str, autocast: bool) -> None:
-    """Autocast does not cast float64, so it does not help; it does not help in a float64 module with float32 features
-    either."""
+    """Autocast does not convert float64, so it does not prevent the error. The same holds for float32 features in a
+    float64 module."""
     make, names = MODULES[kind]
     module = make()
     options = {"need_weights": False} if "need_weights" in inspect.signature(module.forward).parameters else {}

@@ -45,7 +45,7 @@ the gradient of the softmax removes it. So here the rows are weighted.
 def _row_sizes(right: Tensor, terms: Tensor) -> Tensor:
     """Return the size relative to which a row's error is measured: its norm, or a twentieth of the norm of its terms.
 
-    Numbers that underflow because the rest of their matrix is much larger are not errors.
+    A number that underflows because other numbers of its matrix are much larger is not an error.
     """
     size = torch.maximum(right.norm(dim=-1), 0.05 * terms.norm(dim=-1))
     return size.clamp(min=max(1e-30 * float(terms.norm()), 1e-300))
@@ -123,8 +123,9 @@ def check_nearly_singular(
 
     The error of one evaluation is random, because its roundings are multiplied by up to (13/4)^iterations. So the
     largest error over several orders of the rows and columns counts; with these orders, the same inverse is computed
-    with other sums. Two terms have one sum in any order, but a kernel that rounds their products together has another
-    sum. So in this case elements are also changed by at most half an eps, as such a rounding does.
+    with other sums. The sum of two terms does not depend on their order. But a kernel that rounds the products and the
+    sum only once has another result. So in this case elements are also changed by at most half an eps, as such a
+    rounding does.
     """
     matrices = (0.03 * torch.randn(count, m, m)).softmax(-1).to(dtype)
     right = oracles.iterative_pinv(matrices.double(), iterations)

@@ -61,13 +61,13 @@ def _own_errors(evaluate: Callable[[Tensor], Results], right: Results, number: i
     """Return the largest error of float32 torch in each head, for each result that it has with landmarks in some order.
 
     Gamma enters the iteration with an error of about an eps in each element, and the iteration rounds A Z, whose terms
-    are as large as |A| |Z|, four times in each step. To first order both change the result by a sum of many terms, each
-    a rounding error times the derivative of the result. The size of the change depends on how these add up, and so on
-    the order of the sums and on the exponential, which the definition leaves open. A single evaluation may have an
-    error near 0 and says little: in one head out of a thousand with five tokens and five landmarks, and in one out of
-    twenty with sixteen tokens, it had less than a third of the kernel's error. The largest error of several evaluations
-    that differ in nothing else is the error of float32. Over 80 heads each of nine shapes, kernel errors had a median
-    of 0.5 to 0.8 of it.
+    are as large as |A| |Z|, four times in each step. To first order, both errors change the result by a sum of many
+    terms. Each term is a rounding error times a derivative of the result. The size of the change depends on how these
+    errors add up. So it depends on the order of the sums and on the exponential, and the definition determines neither.
+    A single evaluation may have an error near 0 and says little: in one head out of a thousand with five tokens and
+    five landmarks, and in one out of twenty with sixteen tokens, it had less than a third of the kernel's error. The
+    largest error of several evaluations that differ in nothing else is the error of float32. Over 80 heads each of nine
+    shapes, kernel errors had a median of 0.5 to 0.8 of it.
     """
     evaluations = [_errors(evaluate(torch.randperm(number)), right) for _ in range(ORDERS)]
     return [

@@ -202,7 +202,7 @@ X, Y = [[1.0, 2.0], [3.0, 5.0], [4.0, -1.0], [0.5, 2.0]], [1.0, 2.0, 4.0, 3.0]
 
 
 def test_pickles_of_an_earlier_version() -> None:
-    """They continue as before, except for the noise, about which they hold nothing."""
+    """Such pickles continue as before, but contain no information about the noise."""
 
     def read() -> OnlineRidge:
         return pickle.loads(zlib.decompress(base64.b85decode(EARLIER)))

@@ -76,7 +76,7 @@ def test_draws_have_the_covariance() -> None:
     model = OnlineRidge(alphas, noise_precision=noise).fit(x, y, weights)
 
     class Basis(np.random.RandomState):
-        """Unit vectors: coefficients (D, E) and noise (N, E) are taken in turn."""
+        """A source of random numbers that returns unit vectors, for coefficients (D, E) and noise (N, E) in turn."""
 
         taken = 0
 

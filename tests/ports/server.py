@@ -26,7 +26,7 @@ class Subclass(Tensor):
 
 
 class Sent(NamedTuple):
-    """A message: its parts without the elements of tensors, and the memory of these."""
+    """A message: its parts without the elements of tensors, and the memory that holds these elements."""
 
     body: bytes
     memory: dict[Place, bytes]

@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.constants import ILL_CONDITIONED, INFO_ILL_CONDITIONED, INFO_NOT_POSITIVE_DEFINITE, INFO_SOUND
-from ...runtime.tracing import needs_definition
+from ...runtime.tracing import exports_to_onnx, needs_definition
 
 
 class _Mirrored(torch.autograd.Function):
@@ -62,6 +63,17 @@ def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tup
     alpha = alpha.masked_fill(alpha < 0, torch.nan)
     one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     matrix = _mirrored(gram) + alpha[..., None, None] * one
+    solution, inverse, failed = _by_halves(matrix, rhs) if exports_to_onnx() else _by_cholesky(matrix, rhs, one)
+    solution = solution.masked_fill(failed[..., None, None], torch.nan)
+    condition = matrix.detach().abs().sum(-2).amax(-1) * inverse.abs().sum(-2).amax(-1)
+    doubtful = ~(condition * torch.finfo(gram.dtype).eps <= ILL_CONDITIONED)
+    return solution, torch.where(
+        failed, INFO_NOT_POSITIVE_DEFINITE, torch.where(doubtful, INFO_ILL_CONDITIONED, INFO_SOUND)
+    ).int()
+
+
+def _by_cholesky(matrix: Tensor, rhs: Tensor, one: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A^-1 B, A^-1 without a gradient, and where A is not positive definite; there, the others are those of 1."""
     factor, failure = torch.linalg.cholesky_ex(matrix)
     failed = (failure > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     factor = torch.where(failed[..., None, None], one, factor)
@@ -69,9 +81,28 @@ def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tup
     # batch of vectors.
     halfway = torch.linalg.solve_triangular(factor, rhs, upper=False)
     solution = torch.linalg.solve_triangular(factor.mT, halfway, upper=True)
-    solution = solution.masked_fill(failed[..., None, None], torch.nan)
-    condition = matrix.detach().abs().sum(-2).amax(-1) * torch.cholesky_inverse(factor.detach()).abs().sum(-2).amax(-1)
-    doubtful = ~(condition * torch.finfo(gram.dtype).eps <= ILL_CONDITIONED)
-    return solution, torch.where(
-        failed, INFO_NOT_POSITIVE_DEFINITE, torch.where(doubtful, INFO_ILL_CONDITIONED, INFO_SOUND)
-    ).int()
+    return solution, torch.cholesky_inverse(factor.detach()), failed
+
+
+def _by_halves(matrix: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_by_cholesky` returns, by products of matrices, because ONNX has no factorisation."""
+    inverse = _inverse_factor(matrix)
+    diagonal = inverse.diagonal(dim1=-2, dim2=-1)
+    return inverse.mT @ (inverse @ rhs), inverse.mT @ inverse, ~(diagonal.isfinite() & (diagonal > 0)).all(-1)
+
+
+def _inverse_factor(matrix: Tensor) -> Tensor:
+    """J = L^-1 of A = L L'. With A and L in blocks, J is
+
+    (  J_1         0  )        J_1 of A_11,  S = A_21 J_1' = L_21,
+    ( -J_2 S J_1  J_2 )        J_2 of A_22 - S S'
+    """
+    size = matrix.shape[-1]
+    if size < 2:
+        return matrix.rsqrt()
+    half = size // 2
+    first = _inverse_factor(matrix[..., :half, :half])
+    below = matrix[..., half:, :half] @ first.mT
+    last = _inverse_factor(matrix[..., half:, half:] - below @ below.mT)
+    corner = -(last @ (below @ first))
+    return torch.cat([F.pad(first, (0, size - half)), torch.cat([corner, last], -1)], -2)

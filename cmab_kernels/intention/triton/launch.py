@@ -10,6 +10,7 @@ from torch import Tensor
 from ...runtime.tiles import HOPPER, capability_of, tuned
 from ...runtime.triton_launch import Products, allows_tf32
 from ...runtime.triton_rows import run_length
+from ..state import refused_offsets
 
 MOST_PROGRAMS = 256
 """The most programs for one matrix: almost two for each of the 132 multiprocessors of an H100."""
@@ -38,6 +39,28 @@ def cut_keys(keys: int, width: int, programs: int) -> Cut:
     values in float32."""
     length = int(run_length.fn(keys, max(MOST_PROGRAMS // programs, 1), grain=1024 * max(width // 64, 1)))
     return Cut(max(-(-keys // length), 1), length)
+
+
+Rows = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Keys, values, weights or None, and a mask of bytes or None."""
+
+
+def over_sets(cu_seqlens: Tensor, rows: Rows) -> tuple[Tensor, Rows]:
+    """Offsets that kernels may trust, and rows (1, ...) expanded over the packed sets.
+
+    The offsets are int32 (S + 2,). The host does not read them: if invalid ones were given, all sets are empty, and
+    the last element is 1.
+    """
+    key, value, weights, mask = rows
+    bad = refused_offsets(cu_seqlens, key.shape[2])
+    offsets = torch.cat([cu_seqlens.masked_fill(bad, 0), bad.unsqueeze(0)]).to(torch.int32)
+    sets = cu_seqlens.shape[0] - 1
+    return offsets, (
+        key.expand(sets, -1, -1, -1),
+        value.expand(sets, -1, -1, -1),
+        None if weights is None else weights.expand(sets, -1, -1),
+        None if mask is None else mask.expand(sets, -1),
+    )
 
 
 def row_strides(rows: Tensor | None) -> tuple[int, ...]:

@@ -343,7 +343,7 @@ def _back_by_chunks(
     slopes = [add_up(part, None, True, torch.empty_like(part)) for part in dsums]
     chunks = in_chunks(key, value, weights, mask, every)
     dgram, dmoment = (part.flatten(0, 2).unsqueeze(1) for part in slopes)
-    grads = gram_backward(GramBackward(dgram, dmoment, *chunks, needs[:3], True))
+    grads = gram_backward(GramBackward(dgram, dmoment, *chunks, None, needs[:3], True))
     whole = dsums[0].shape[2] * every
     rows = (
         grad.reshape(B, H, whole, *grad.shape[3:])[:, :, :N].contiguous() if need else grad

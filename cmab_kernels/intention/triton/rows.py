@@ -18,7 +18,7 @@ from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, t
 from ...runtime.triton_products import as_operand, product
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from ..contract import ApplyRows, GramBackward
-from .launch import ROWS, apply_tiles, backward_tiles, row_products, row_strides
+from .launch import ROWS, apply_tiles, backward_tiles, over_sets, row_products, row_strides
 
 
 @triton.jit
@@ -94,6 +94,7 @@ def _gram_backward(
     value,
     weights,
     mask,
+    offsets,
     dkey,
     dvalue,
     dweights,
@@ -110,20 +111,29 @@ def _gram_backward(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute the gradients of one run of keys. Masked keys get exact zeros, even where dG or dC is not finite."""
+    """Compute the gradients of one run of keys. Masked keys get exact zeros, even where dG or dC is not finite.
+
+    With `offsets` a run is one of the packed sets, whose gradients share the rows of a head.
+    """
     DTYPE: tl.constexpr = tl.float64 if tl.float64 == OPERAND else tl.float32
     key_strides, value_strides, weight_strides, mask_strides = strides
-    runs = tl.cdiv(keys, RUN)
+    runs = tl.cdiv(keys, RUN) if offsets is None else 1
     slot = tl.program_id(0) // runs
     batch, head = slot // heads, slot % heads
     first = tl.program_id(0) % runs * RUN
+    last = tl.minimum(first + RUN, keys)
+    place = slot
+    if offsets is not None:
+        first = tl.load(offsets + batch)
+        last = tl.load(offsets + batch + 1)
+        place = head
     slope_tile = _at_hand(slope, slot, (D, D), (TILE_D, TILE_D), False, OPERAND)
     dmoment_tile = _at_hand(dmoment, slot, (D, E), (TILE_D, TILE_E), False, OPERAND)
     turned_tile = _at_hand(dmoment, slot, (E, D), (TILE_E, TILE_D), True, OPERAND)
-    for start in range(first, tl.minimum(first + RUN, keys), BLOCK_N):
-        inside = start + tl.arange(0, BLOCK_N) < keys
-        keep = kept_keys(mask, mask_strides, batch, start, keys, BLOCK_N, True)
-        row = slot.to(tl.int64) * keys + start + tl.arange(0, BLOCK_N)
+    for start in range(first, last, BLOCK_N):
+        inside = start + tl.arange(0, BLOCK_N) < last
+        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
+        row = place.to(tl.int64) * keys + start + tl.arange(0, BLOCK_N)
         weight = tl.full([BLOCK_N, 1], 1.0, DTYPE)
         if weights is not None:
             weight = tl.load(
@@ -253,9 +263,7 @@ def _apply(
 
 def gram_backward(inputs: GramBackward) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients (dkey, dvalue, dweights); each that `needs` does not ask for is an empty tensor."""
-    dgram, dmoment, key, value, weights, key_padding_mask, needs, exact, _ = inputs
-    (B, H, N, D), E = key.shape, value.shape[-1]
-    mask = mask_bytes(key_padding_mask)
+    dgram, dmoment, key, value, weights, key_padding_mask, cu_seqlens, needs, exact, _ = inputs
     products = row_products(key.dtype, exact)
     dtypes = key.dtype, value.dtype, torch.promote_types(key.dtype, torch.float32)
     shapes = key.shape, value.shape, key.shape[:-1]
@@ -263,16 +271,25 @@ def gram_backward(inputs: GramBackward) -> tuple[Tensor, Tensor, Tensor]:
         key.new_empty(shape if need else (0,), dtype=dtype)
         for shape, dtype, need in zip(shapes, dtypes, needs, strict=True)
     ]
+    align = alignment(key, value)
     with on_device(key):
+        offsets, rows = None, (key, value, weights, mask_bytes(key_padding_mask))
+        if cu_seqlens is not None:
+            offsets, rows = over_sets(cu_seqlens, rows)
+            for grad in grads:  # rows of no set get zeros, and all rows NaN if offsets are invalid
+                grad.zero_().masked_fill_(offsets[-1] != 0, torch.nan)
+        key, value, weights, mask = rows
+        (B, H, N, D), E = key.shape, value.shape[-1]
         slope = dgram + dgram.mT
         _gram_backward(
-            B * H * triton.cdiv(N, ROWS),
+            B * H * (triton.cdiv(N, ROWS) if offsets is None else 1),
             slope.contiguous(),
             dmoment.contiguous(),
             key,
             value,
             weights,
             mask,
+            offsets,
             *(grad if need else None for grad, need in zip(grads, needs, strict=True)),
             (key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
             H,
@@ -280,7 +297,7 @@ def gram_backward(inputs: GramBackward) -> tuple[Tensor, Tensor, Tensor]:
             D=D,
             E=E,
             RUN=ROWS,
-            ALIGN=alignment(key, value),
+            ALIGN=align,
             OPERAND=triton_dtype(products.operand),
             PRECISION=products.input_precision,
             **backward_tiles(products, key.device, D, E)._asdict(),

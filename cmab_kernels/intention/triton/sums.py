@@ -26,7 +26,7 @@ from ...runtime.triton_products import product
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from ..contract import Gram, RidgeUpdate
 from ..state import count_keys
-from .launch import Cut, GramTiles, cut_keys, gram_products, gram_tiles, row_strides
+from .launch import Cut, GramTiles, cut_keys, gram_products, gram_tiles, over_sets, row_strides
 
 IN_FLOAT32 = tl.constexpr(512)
 """The keys that are summed in float32 before the sum is added to a float64 total.
@@ -110,6 +110,7 @@ def _gram(
     value,
     weights,
     mask,
+    offsets,
     gram_before,
     moment_before,
     count_before,
@@ -132,7 +133,7 @@ def _gram(
 ):
     """Compute one tile of the sums of one run of keys, added to sums before them if there are any.
 
-    This also counts the keys of a head.
+    This also counts the keys of a head. With `offsets` a run is one of the packed sets.
     """
     GRAM: tl.constexpr = gram is not None
     MOMENT: tl.constexpr = moment is not None
@@ -150,6 +151,9 @@ def _gram(
     place = (slot // runs // heads, slot // runs % heads, row, column)
     first = slot % runs * length
     last = tl.minimum(first + length, keys)
+    if offsets is not None:
+        first = tl.load(offsets + place[0])
+        last = tl.load(offsets + place[0] + 1)
 
     totals = (tl.zeros([TILE_D, TILE_D], tl.float64), tl.zeros([TILE_D, TILE_E], tl.float64))
     exact = last
@@ -202,6 +206,9 @@ def _gram(
             tl.float64,
             "ieee",
         )
+    if offsets is not None:
+        bad = tl.load(offsets + tl.num_programs(0) // (heads * DOWN * ACROSS) + 1) != 0
+        totals = (tl.where(bad, float("nan"), totals[0]), tl.where(bad, float("nan"), totals[1]))
 
     rows = row + tl.arange(0, TILE_D)
     if GRAM:
@@ -252,8 +259,8 @@ _NOTHING = (None, None, None)
 
 def gram(inputs: Gram) -> tuple[Tensor, Tensor]:
     """Return (K'WK, K'WV) in float64; each that `parts` does not ask for is an empty tensor."""
-    key, value, weights, key_padding_mask, parts, exact, _ = inputs
-    gram, moment = _sums(key, value, weights, key_padding_mask, parts, exact, _NOTHING, None)
+    key, value, weights, key_padding_mask, cu_seqlens, parts, exact, _ = inputs
+    gram, moment = _sums(key, value, weights, key_padding_mask, cu_seqlens, parts, exact, _NOTHING, None)
     return _or_empty(gram, key), _or_empty(moment, key)
 
 
@@ -264,14 +271,14 @@ def _or_empty(sums: Tensor | None, key: Tensor) -> Tensor:
 def ridge_update(inputs: RidgeUpdate) -> tuple[Tensor, ...]:
     """Return the sums over the keys, formed in float64, and the number of keys,
     each plus the one before if not None."""
-    key, value, weights, key_padding_mask, gram, moment, count, _ = inputs
+    key, value, weights, key_padding_mask, cu_seqlens, gram, moment, count, _ = inputs
     B, H, _, _ = key.shape
     before = _contiguous(gram), _contiguous(moment), _contiguous(count)
-    if key_padding_mask is not None:
-        sums = _sums(key, value, weights, key_padding_mask, (True, True), True, (*before[:2], None), None)
-        return *sums, count_keys(key, key_padding_mask, count)
+    if key_padding_mask is not None or cu_seqlens is not None:
+        sums = _sums(key, value, weights, key_padding_mask, cu_seqlens, (True, True), True, (*before[:2], None), None)
+        return *sums, count_keys(key, key_padding_mask, cu_seqlens, count)
     counted = key.new_empty(B, H, dtype=torch.int64)
-    return *_sums(key, value, weights, None, (True, True), True, before, counted), counted
+    return *_sums(key, value, weights, None, None, (True, True), True, before, counted), counted
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -283,6 +290,7 @@ def _sums(
     value: Tensor,
     weights: Tensor | None,
     key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
     parts: tuple[int, int],
     exact: bool,
     before: tuple[Any, Any, Any],
@@ -292,7 +300,7 @@ def _sums(
 
     `count` receives the number of keys.
     """
-    launch, tiles, inputs, shape = _prepared(key, value, weights, key_padding_mask, exact)
+    launch, tiles, inputs, shape = _prepared(key, value, weights, key_padding_mask, cu_seqlens, exact)
     with on_device(key):
         if _both_at_once(tiles, shape):
             return _in_one_pass(launch, tiles, inputs, shape, parts, before, count)
@@ -314,7 +322,7 @@ def sums_of_runs(
     key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, cut: Cut
 ) -> tuple[Tensor, Tensor]:
     """K'WK and K'WV of each run of keys, formed in float64: (B, H, runs, D, *)."""
-    launch, tiles, inputs, shape = _prepared(key, value, weights, key_padding_mask, True)
+    launch, tiles, inputs, shape = _prepared(key, value, weights, key_padding_mask, None, True)
     with on_device(key):
         if _both_at_once(tiles, shape):
             gram, moment = _of_runs(launch, tiles, inputs, shape, (True, True), cut, _NOTHING, None)
@@ -326,7 +334,12 @@ def sums_of_runs(
 
 
 def _prepared(
-    key: Tensor, value: Tensor, weights: Tensor | None, key_padding_mask: Tensor | None, exact: bool
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor | None,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    exact: bool,
 ) -> tuple[Any, ...]:
     """The kernel for these inputs, its tiles, the inputs in its form, and their extents B, H, N, D, E."""
     *_, D = key.shape
@@ -334,7 +347,10 @@ def _prepared(
     launch, tiles = _chosen(
         key.dtype, key.device, D, E, exact, weights is not None, is_aligned(key, value), allows_tf32()
     )
-    return launch, tiles, (key, value, weights, mask_bytes(key_padding_mask)), (*key.shape, E)
+    offsets, rows = None, (key, value, weights, mask_bytes(key_padding_mask))
+    if cu_seqlens is not None:
+        offsets, rows = over_sets(cu_seqlens, rows)
+    return launch, tiles, (*rows, offsets), (*rows[0].shape, E)
 
 
 def _both_at_once(tiles: GramTiles, shape: Any) -> bool:
@@ -348,10 +364,11 @@ def _in_one_pass(
 ) -> Sums:
     """Like `_sums`, with one reading of the keys; `shape` is B, H, N, D, E.
 
-    If the keys are one run, the same kernel adds the sums before.
+    If the keys are one run, as those of packed sets are, the same kernel adds the sums before.
     """
     *_, N, D, _ = shape
-    cut = cut_keys(N, D, _programs(tiles, shape, parts))
+    packed = inputs[-1] is not None
+    cut = Cut(1, N) if packed else cut_keys(N, D, _programs(tiles, shape, parts))
     if cut.runs == 1:
         return _of_runs(launch, tiles, inputs, shape, parts, cut, before, count)
     gram, moment = _of_runs(launch, tiles, inputs, shape, parts, cut, _NOTHING, count)
@@ -378,7 +395,7 @@ def _of_runs(
     count: Tensor | None,
 ) -> Sums:
     """The `parts` of the sums of each run: (B, H, runs, D, *), or (B, H, D, *) if there is a single run."""
-    key, value, weights, mask = inputs
+    key, value, weights, mask, offsets = inputs
     B, H, N, D, E = shape
     over = (B, H) if cut.runs == 1 else (B, H, cut.runs)
     gram = key.new_empty(*over, D, D, dtype=torch.float64) if parts[0] else None
@@ -389,6 +406,7 @@ def _of_runs(
         value,
         weights,
         mask,
+        offsets,
         *before,
         gram,
         moment if E else None,

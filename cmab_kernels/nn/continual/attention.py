@@ -43,7 +43,8 @@ class Continual(MultiheadProjections):
     (T, B, C), depending on `batch_first`, or (T, C) without a batch. A key or value of None means the query. Before the
     window is full there is no output, and the result is None. A stream holds no autograd graph: a step that would lose
     a gradient raises a `RuntimeError`. Use `torch.no_grad()` for steps, and train with `forward_stream`, which returns
-    the same results as the steps. Errors leave the stream unchanged.
+    the same results as the steps. Errors leave the stream unchanged. `_forward_step(token, prev_state=state)` takes and
+    returns the state of a stream that the caller keeps; programs can record it.
 
     The rows of a batch are independent streams. `clean_state(rows)` restarts some of them, and a step with a
     `key_padding_mask` skips rows that have no token. The states of these rows keep their bits. After such a call, and
@@ -106,6 +107,27 @@ class Continual(MultiheadProjections):
         self = computed(self)
         self._check_given(query, key, value, one=True)
         return self._stepped(query, key, value, update_state, key_padding_mask)
+
+    def _forward_step(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, prev_state: Any = None
+    ) -> tuple[Tensor | None, WindowState]:
+        """Take one more token (B, C) after a state that the caller keeps. Return the output of `forward_step`, and the
+        state after the token.
+
+        `prev_state` is None before the first token, and then a state as `get_state` returns it. The module's own stream
+        is neither read nor changed. So a program can record this step, for a full window. The name is that of
+        continual-inference.
+        """
+        self = computed(self)
+        self._check_given(query, key, value, one=True)
+        if prev_state is not None:
+            self.stream.check(prev_state)
+        self._refuse_to_drop()
+        heads = self._heads_of_one(query, key, value)
+        self._check_heads(heads, prev_state)
+        state, outs = self._after(prev_state, heads)
+        attended = self._gathered(outs)
+        return None if attended is None else self._of_one(attended, query), state
 
     def forward_steps(
         self,
@@ -223,11 +245,12 @@ class Continual(MultiheadProjections):
         self._refuse_to_drop()
         absent = None if mask is None else absent_of(mask, query, self.batch_first, one=True)
         attended = self._advance(self._heads_of_one(query, key, value), update_state, absent)
-        if attended is None:
-            return None
-        return self._joined(
-            attended.flatten(1) if self.output == "single" else attended.squeeze(2), batched=query.dim() == 2
-        )
+        return None if attended is None else self._of_one(attended, query)
+
+    def _of_one(self, attended: Tensor, query: Tensor) -> Tensor:
+        """Return the result of a step from the output for its token, as `_advance` returns it."""
+        attended = attended.flatten(1) if self.output == "single" else attended.squeeze(2)
+        return self._joined(attended, batched=query.dim() == 2)
 
     def _advance(self, heads: tuple[Tensor, ...], update_state: bool, absent: Tensor | None = None) -> Tensor | None:
         """Take tokens as heads (B, H, T, D), and return outputs (B, H, T', E), or (B, H, T', n, E) if retroactive.
@@ -244,20 +267,28 @@ class Continual(MultiheadProjections):
                 "train with forward_stream",
             )
             raise RuntimeError(f"{given}; use torch.no_grad(), or {advice}, which takes a stream as a whole")
-        apart = absent is not None or type(held) is StaggeredWindow
         self._check_heads(heads, held, absent)
         tokens = heads[0].shape[2]
         if tokens == 0:
             return None
         # A step does not change the state that it gets, so an error at a later token leaves the stream unchanged. The
         # exception is the capture of a CUDA graph, which advances the state in place.
-        with as_they_are(heads[0].device):
-            if apart:
-                state, outs = walked(self, held if update_state else stream.state, heads, absent)
-            else:
-                state, outs = self._walked(held if update_state else stream.state, heads)
+        state, outs = self._after(held if update_state else stream.state, heads, absent)
         if update_state:
             stream.hold(state)
+        return self._gathered(outs)
+
+    def _after(
+        self, state: WindowState | None, heads: tuple[Tensor, ...], absent: Tensor | None = None
+    ) -> tuple[WindowState, list[Tensor]]:
+        """Return the state after T >= 1 tokens as heads, and the list of the outputs of each operator call."""
+        with as_they_are(heads[0].device):
+            if absent is not None or type(state) is StaggeredWindow:
+                return walked(self, state, heads, absent)
+            return self._walked(state, heads)
+
+    def _gathered(self, outs: list[Tensor]) -> Tensor | None:
+        """Return the outputs of all operator calls along the axis of the tokens, or None."""
         if len(outs) > 1:
             return torch.stack(outs, 2) if self.output == "retroactive" else torch.cat(outs, 2)
         return None if not outs else outs[0].unsqueeze(2) if self.output == "retroactive" else outs[0]

@@ -110,6 +110,15 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         attended = attention._stepped(query, None, None, update_state, key_padding_mask)
         return None if attended is None else self._fed(src, attended)
 
+    def _forward_step(self, src: Tensor, prev_state: Any = None) -> tuple[Tensor | None, Any]:
+        """Take one more token after a state that the caller keeps, and return (output, state), as that of
+        `ContinualAttention`."""
+        self._refuse_to_drop()
+        attention: Any = self.self_attn
+        attention._check_token(src=src)
+        attended, state = attention._forward_step(self._asking(src), prev_state=prev_state)
+        return None if attended is None else self._fed(src, attended), state
+
     def forward_steps(
         self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
     ) -> Tensor | None:
@@ -233,6 +242,24 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
         absent = absent_of(key_padding_mask, src, self.self_attn.batch_first, one=True)
         outs = self._stepped(src.unsqueeze(-2 if self.self_attn.batch_first else 0), update_state, absent)
         return None if outs is None else outs.squeeze(1 if self.self_attn.batch_first and src.dim() == 2 else 0)
+
+    def _forward_step(self, src: Tensor, prev_state: Any = None) -> tuple[Tensor | None, Any]:
+        self._refuse_to_drop()
+        attention: Any = self.self_attn
+        attention._check_token(src=src)
+        recent, before = _pair(prev_state)
+        token = src.to(self.stream.weight_like.dtype).reshape(-1, 1, src.shape[-1])
+        shape = (token.shape[0], *self.stream.shape)
+        if recent is not None and (not isinstance(recent, RecentTokens) or recent.tokens.shape != shape):
+            raise ValueError(mismatch("prev_state[0]", kind_of(recent), f"a RecentTokens of tokens {shape}"))
+        window = torch.cat([token.new_zeros(shape) if recent is None else recent.tokens, token], 1)[:, 1:]
+        attended, state = attention._forward_step(self._asking(src), prev_state=before)
+        after = RecentTokens(window), state
+        if attended is None:
+            return None, after
+        if src.dim() == 1:
+            window = window[0]
+        return self._fed(window if attention.batch_first or src.dim() == 1 else window.transpose(0, 1), attended), after
 
     def forward_steps(
         self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
@@ -454,6 +481,24 @@ class ContinualEncoder(nn.Module):
             return None if out is None else out.squeeze(-2 if first.batch_first else 0)
         return self._through(layers, "forward_step", src, update_state, batched=2)
 
+    def _forward_step(
+        self, src: Tensor, prev_state: Sequence[Any] | None = None
+    ) -> tuple[Tensor | None, tuple[Any, ...]]:
+        """Take one more token after a state that the caller keeps, and return (output, state), as a layer does.
+
+        All rows of the batch must have the same number of tokens.
+        """
+        layers, states = self._each(), self._parts_of(prev_state, "prev_state")
+        windows = [part[1] if self.retroactive and part is not None else part for part in states]
+        if StaggeredWindow in map(type, windows):
+            raise ValueError(mismatch("prev_state", "a StaggeredWindow", "rows with the same number of tokens"))
+        tokens: Any = src
+        for i, layer in enumerate(layers[:1] if self.retroactive else layers):
+            tokens, states[i] = layer._forward_step(tokens, prev_state=states[i])
+            if tokens is None:
+                return None, tuple(states)
+        return self._normed(self._read(tokens, src.dim() == 2) if self.retroactive else tokens), tuple(states)
+
     def forward_steps(
         self, src: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
     ) -> Tensor | None:
@@ -487,11 +532,7 @@ class ContinualEncoder(nn.Module):
 
     def set_state(self, state: Sequence[LayerState | None] | None) -> None:
         """Continue from a state that `get_state` returned. None acts as `clean_state`."""
-        parts = (None,) * len(self.layers) if state is None else state
-        if not isinstance(parts, Sequence):
-            raise TypeError(mismatch("state", kind_of(state), "a tuple of the states of the layers, from `get_state`"))
-        if len(parts) != len(self.layers):
-            raise ValueError(mismatch("state", f"{len(parts)} parts", f"one for each of {len(self.layers)} layers"))
+        parts = self._parts_of(state, "state")
         before = self._held()
         try:
             for layer, part in zip(self._each(), parts, strict=True):
@@ -499,6 +540,15 @@ class ContinualEncoder(nn.Module):
         except BaseException:
             self._put_back(before)
             raise
+
+    def _parts_of(self, state: Any, name: str) -> list[Any]:
+        """Return the states of the layers, None for no state."""
+        parts = (None,) * len(self.layers) if state is None else state
+        if not isinstance(parts, Sequence):
+            raise TypeError(mismatch(name, kind_of(state), "a tuple of the states of the layers, from `get_state`"))
+        if len(parts) != len(self.layers):
+            raise ValueError(mismatch(name, f"{len(parts)} parts", f"one for each of {len(self.layers)} layers"))
+        return list(parts)
 
     def _each(self) -> list[Any]:
         return list(self.layers)

@@ -103,6 +103,19 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
             self._move(place, 1, absent, token.shape[0] if token.dim() == 2 else 1)
         return out
 
+    def _forward_step(self, token: Tensor, prev_state: int | Tensor | None = None) -> tuple[Tensor, int | Tensor]:
+        """Return one token (B, C) or (C) with the encoding of a place, and the next place.
+
+        The caller keeps the place: None for 0, an int, or an int64 tensor () or (B,), which a program can record.
+        """
+        encodings = self._checked("token", token, (1, 2))
+        place = 0 if prev_state is None else prev_state
+        known = place.dtype == torch.int64 and place.dim() < 2 if isinstance(place, Tensor) else type(place) is int
+        if not known:
+            raise TypeError(mismatch("prev_state", repr(prev_state), "an int, or an int64 tensor () or (B,)"))
+        row = encodings[place % self.period]
+        return token + (row[0] if row.dim() > token.dim() else row), (place + 1) % self.period
+
     def forward_steps(
         self, tokens: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None
     ) -> Tensor:
@@ -229,9 +242,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         return tokens + (added if self.batch_first or tokens.dim() == 2 else added.unsqueeze(1))
 
     def _move(self, place: int | Tensor, tokens: int, absent: Tensor | None, batch: int) -> None:
-        self.__dict__["_rows"] = (
-            batch  # for `clean_state`: one place for all rows does not tell how many rows there are
-        )
+        self.__dict__["_rows"] = batch  # `clean_state` needs it, because a single place for all rows hides their number
         self.hold((place + (tokens if absent is None else (~absent).sum(1))) % self.period)
 
     def _entries(self, value: int | Tensor) -> dict[str, Tensor]:

@@ -118,6 +118,15 @@ class ContinualStream(Stream[WindowState]):
         self.heads, self.width, self.rows, self.counts = heads, width, rows, counts
         self.window = counts["window"]
 
+    def check(self, state: Any, name: str = "prev_state") -> None:
+        """Raise unless a step of this module may go on from `state`, without a look at its numbers."""
+        self._check(state)
+        full = state.window if isinstance(state, StaggeredWindow) else state
+        for count, wanted in self.counts.items():
+            given = getattr(full, count, wanted)
+            if given != wanted:
+                raise ValueError(mismatch(f"{name}.{count}", given, f"{wanted}, as in this module"))
+
     def _check(self, state: WindowState) -> None:
         if isinstance(state, StaggeredWindow):
             check_state(state.window, self.kind, "state.window")

@@ -224,7 +224,7 @@ class NystromAttention(MatrixFreeAttention):
         """Return the heads (B, H, L, D) of the query. With landmarks "segments", ignored queries count as 0."""
         if key_padding_mask is not None and self.landmarks != "fixed":
             ignore = key_padding_mask if self.batch_first or query.dim() == 2 else key_padding_mask.T
-            if ignore.shape == query.shape[:-1]:  # else the operator raises an error that gives the reason
+            if ignore.shape == query.shape[:-1]:  # otherwise the operator raises an error with the reason
                 query = query.masked_fill(ignore.unsqueeze(-1), 0.0)
         return self._project(0, query)
 

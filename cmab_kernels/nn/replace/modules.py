@@ -143,7 +143,7 @@ def _have_them_called(model: nn.Module, new: set[nn.Module]) -> None:
     modules."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn in new:
-            module.activation_relu_or_gelu = 0  # 0: torch's layer does not run its fused code
+            module.activation_relu_or_gelu = 0  # with 0, torch's layer does not run its fused code
         if isinstance(module, nn.TransformerEncoder) and not new.isdisjoint(module.modules()):
             module.use_nested_tensor = False
 

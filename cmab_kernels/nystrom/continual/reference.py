@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import state_dtype
 from ...runtime.tracing import has_values
-from ..reference import landmark_kernel, logits, pinv_reference, segment_ends
+from ..reference import landmark_kernel, logits, pinv_reference
 from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, State, window_of
 
 
@@ -54,7 +54,9 @@ def row_means(sums: Tensor) -> Tensor:
 def segment_ending(position: Tensor, window: int, landmarks: int) -> Tensor:
     """Return the length (B, H) of the segment that ends after `position` (B, H) tokens of the stream; 0 if no segment
     ends there."""
-    bounds = torch.tensor([0, *segment_ends(window, landmarks)], device=position.device)
+    each = torch.arange(landmarks + 1, device=position.device)
+    # 0 and `segment_ends`; no tensor of numbers from Python, which an exporter cannot record in a definition
+    bounds = each * (window // landmarks) + each.clamp(max=window % landmarks)
     phase = (position - 1) % window + 1
     return ((phase[..., None] == bounds[1:]) * bounds.diff()).sum(-1)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...runtime.backends import kernel
 from ...runtime.checks import autocasts, refuse_not_finite
 from ...runtime.flops import flop_formula
-from ...runtime.operator import LIB, schema_of
+from ...runtime.operator import LIB, register_definition, schema_of
 from ...runtime.tracing import has_memory, is_differentiated, may_bypass_dispatcher
 from ..costs import executed_attention_operations, mean_operations
 from .contract import AttentionStep, NystromStep
@@ -58,24 +58,28 @@ def _copies(*tensors: Tensor) -> Iterator[Tensor]:
     return (tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors)
 
 
-def _nystrom_body(step: NystromStep) -> tuple[Tensor, ...]:
+def _nystrom_state(step: NystromStep) -> ContinualNystromState:
+    """Return the state of a step, in new memory."""
     landmarks = _copies(step.landmark_queries, step.landmark_keys, step.inverse)
     counts = (step.scale, *_copies(step.position), step.window, step.iterations, step.fixed)
-    state = ContinualNystromState._make(
+    return ContinualNystromState._make(
         [*_copies(*_rings(step)), step.sums.new_empty(step.sums.shape), *landmarks, *counts]
     )
-    out, new = run_step(
-        "continual_nystrom_step", step.impl, remembered(state), step.query, step.key, step.value, step.retroactive
-    )
+
+
+def _nystrom_results(result: tuple[Tensor, ContinualNystromState]) -> tuple[Tensor, ...]:
+    out, new = result
     return out, *_rings(new), new.landmark_queries, new.landmark_keys, new.inverse, new.position
 
 
-def _attention_body(step: AttentionStep) -> tuple[Tensor, ...]:
+def _attention_state(step: AttentionStep) -> ContinualAttentionState:
+    """Return the state of a step, in new memory."""
     counts = (step.scale, *_copies(step.position), step.window)
-    state = ContinualAttentionState._make([*_copies(*_rings(step)), step.sums.new_empty(step.sums.shape), *counts])
-    out, new = run_step(
-        "continual_attention_step", step.impl, remembered(state), step.query, step.key, step.value, step.retroactive
-    )
+    return ContinualAttentionState._make([*_copies(*_rings(step)), step.sums.new_empty(step.sums.shape), *counts])
+
+
+def _attention_results(result: tuple[Tensor, ContinualAttentionState]) -> tuple[Tensor, ...]:
+    out, new = result
     return out, *_rings(new), new.position
 
 
@@ -133,12 +137,33 @@ def _attention_operations(step: Any) -> int:
     )
 
 
-def _define(name: str, contract: type, results: str, body: Callable, shapes: Callable, operations: Callable) -> None:
+def _define(
+    name: str,
+    contract: type,
+    results: str,
+    state_of: Callable[[Any], Any],
+    results_of: Callable[[Any], tuple[Tensor, ...]],
+    reference: Callable[..., Any],
+    shapes: Callable,
+    operations: Callable,
+) -> None:
     """Define `cmab::name`, whose arguments are the fields of `contract`, by functions of the contract."""
+
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        step = contract(*args)
+        state = remembered(state_of(step))
+        return results_of(run_step(name, step.impl, state, step.query, step.key, step.value, step.retroactive))
+
+    def by_definition(*args: Any) -> tuple[Tensor, ...]:
+        step = contract(*args)
+        return results_of(reference(state_of(step), step.query, step.key, step.value, step.retroactive))
+
     LIB.define(schema_of(name, contract, results.split()))
-    LIB.impl(name, lambda *args: body(contract(*args)), "CompositeExplicitAutograd")
+    LIB.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cmab::{name}", lambda *args: shapes(contract(*args)), lib=LIB)
-    flop_formula(getattr(torch.ops.cmab, name))(lambda *args, **_: operations(contract(*args)))
+    operator = getattr(torch.ops.cmab, name)
+    register_definition(operator.default, by_definition)
+    flop_formula(operator)(lambda *args, **_: operations(contract(*args)))
 
 
 _NEW = "out new_queries new_keys new_values new_sums"
@@ -147,7 +172,9 @@ _define(
     "continual_nystrom_step",
     NystromStep,
     f"{_NEW} {_LANDMARKS} new_position",
-    _nystrom_body,
+    _nystrom_state,
+    _nystrom_results,
+    nystrom_step_reference,
     _nystrom_shapes,
     _nystrom_operations,
 )
@@ -155,7 +182,9 @@ _define(
     "continual_attention_step",
     AttentionStep,
     f"{_NEW} new_position",
-    _attention_body,
+    _attention_state,
+    _attention_results,
+    attention_step_reference,
     _attention_shapes,
     _attention_operations,
 )
@@ -240,7 +269,9 @@ class StepOperator:
         None if there is none."""
         try:
             return self._ready.get(form) if form else None
-        except TypeError:  # for example a list as `impl` or as an int of the state: the path with checks names it
+        except (
+            TypeError
+        ):  # for a wrong type, such as a list as `impl`, the path with checks raises an error that names the argument
             return None
 
     def remember(self, form: Form | None, impl: str) -> None:

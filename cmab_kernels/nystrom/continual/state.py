@@ -377,7 +377,7 @@ def next_state(state: State, tokens: int, retroactive: bool) -> State:
         sums, spare = spare, sums
     elif rows or before:
         sums, spare = (sums.new_empty(batch, heads, rows, sums.shape[3]) for _ in range(2))
-    # Always new memory: possibly only the GPU knows whether a landmark is replaced.
+    # Landmarks always get new memory, because sometimes only the GPU knows whether the step replaces a landmark.
     landmarks: Any = fields[_WRITTEN:-5] if followed else ()
     counts: Any = fields[-3 if followed else -1 :]
     made = (

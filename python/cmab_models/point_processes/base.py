@@ -332,7 +332,7 @@ class _Sequences(NamedTuple):
     times: Tensor
     marks: Tensor
     gaps: Tensor
-    """at least `SHORTEST`, since the event before"""
+    """the time since the event before, at least `SHORTEST`"""
     there: Tensor
     """False at padding"""
 

@@ -33,8 +33,8 @@ class Events(NamedTuple):
         A sequence of times or marks is a tensor (events,), or an array or a list that `torch.as_tensor` accepts. Marks
         are whole numbers from 0 on, in any dtype. `end` has one finite number for each sequence.
 
-        Raises a `ValueError` for no sequences, if the number of marks or ends differs from the number of sequences, and
-        for an invalid sequence, which the message names.
+        Raises a `ValueError` if there are no sequences, if the number of marks or ends differs from the number of
+        sequences, or if a sequence is invalid; the message names this sequence.
         """
         times, marks = _sequences("times", times), _sequences("marks", marks)
         if not times:

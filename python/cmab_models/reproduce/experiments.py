@@ -16,7 +16,7 @@ _BEFORE = {"model.residual": "input"}
 """The residual of the usual pre-norm layers. In the authors' code the residual goes to the normed rows instead."""
 
 EXPERIMENTS = (
-    # The slowest runs come first, so that at the end no slow run runs alone.
+    # The slowest runs come first, so that no slow run is left alone at the end.
     Experiment(
         "functions", "gp-rbf", ("cmanp", "cmanp-and", "lbanp", "tnp-d", "cnp"), settings={"autoregressive": True}
     ),

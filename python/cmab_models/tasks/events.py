@@ -71,7 +71,9 @@ class EventTask(Task):
 
     def loss(self, model: nn.Module, batch: Events) -> Tensor:
         found = cast("PointProcess", model).log_prob(*batch)
-        events = batch.lengths.sum().clamp(min=1)  # a batch without events also has a likelihood: that of no event
+        events = batch.lengths.sum().clamp(
+            min=1
+        )  # a batch without events also has a likelihood: the probability that no event comes
         return -(found.time.sum() + found.mark.sum() + found.survival.sum()) / events
 
     @torch.no_grad()

@@ -71,7 +71,7 @@ class Reddit(PublishedEvents):
 
 @cache
 def _read(name: str, folder: str) -> Events:
-    """Return the sequences of the file that the folder has, of these files."""
+    """Return the sequences of the first of these files that exists in the folder."""
     readers = {
         f"{name}.pkl": read_sequences,
         f"{name}.csv": read_interactions,

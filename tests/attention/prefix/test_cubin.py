@@ -70,8 +70,8 @@ SPILLING = {
 }
 """Kernels known to spill, and the largest share of their instructions that may access local memory.
 
-Shares up to 1.5 % are a few values that ptxas spills to fit one more block. In float64 from 64 columns on, tiles that
-are hidden from Triton (`as_operand`) are in registers; without hiding them, `_prefix_keys` would be wrong.
+Shares up to 1.5 % are a few values that ptxas spills to fit one more block. In float64 with 64 columns or more, tiles
+that are hidden from Triton (`as_operand`) stay in registers. Without this, `_prefix_keys` would be wrong.
 """
 
 

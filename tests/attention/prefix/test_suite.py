@@ -89,8 +89,8 @@ class TestPrefixStates(OperatorSuite):
         return {**inputs, "query": 2**5 * inputs["query"]}
 
     def incoming(self, results: Results) -> Results:
-        """Return the gradients of a mean over prefixes; zeros for `lse`, because torch's attention has no `lse` with a
-        gradient."""
+        """Return the gradients of a mean over prefixes. The gradient of `lse` is 0, because torch's attention has no
+        `lse` with a gradient."""
         out, *lse = results
         return torch.randn(out.shape) / out.shape[2], *(torch.zeros_like(t) for t in lse)
 
@@ -208,8 +208,8 @@ class TestIncomingState(Variant):
 
 
 def test_a_state_that_nothing_is_added_to_stays(impl: str) -> None:
-    """If keys without weight are added, an incoming state's lse changes by a float32 rounding of 1 at most, not by one
-    of lse."""
+    """If keys without weight are added, the lse of an incoming state changes by at most a float32 rounding of 1. A
+    rounding of lse itself would be larger."""
     query, rows = torch.zeros(1, 2, 20, 4), torch.randn(1, 2, 9, 4)
     state = ck.AttentionState(torch.randn(1, 2, 20, 4), 1000 + torch.rand(1, 2, 20, dtype=torch.float64))
     found = ck.prefix_attention_states(query, rows, rows, every=4, state=state, impl=impl)

@@ -21,8 +21,8 @@ EPS = 1e-3
 
 
 def offsets(inputs: Any) -> Tensor:
-    """Return the offsets of three sets; the second is empty. They are made on the device, so that a CUDA graph can
-    capture it."""
+    """Return the offsets of three sets; the second is empty. The offsets are made on the device, so that a CUDA graph
+    can capture this."""
     length = inputs.shape[1] if isinstance(inputs, Tensor) and inputs.dim() > 1 else 5
     at = torch.arange(4, device=inputs.device if isinstance(inputs, Tensor) else None)
     first = 2 * length // 5
@@ -115,8 +115,8 @@ class TestProjectedAttention(OperatorSuite):
         return oracles.largest_score(inputs["query"], self.key_and_value(inputs["inputs"], **weights)[0])
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
-        """Do not check vanishing gradients: all gradients if the norm makes equal rows 0, and that of a bias that adds
-        the same to all scores."""
+        """Do not check gradients that vanish: all gradients if the norm makes equal rows 0, and the gradient of a bias
+        that adds the same number to all scores."""
         return not is_gradient or (law != "all equal" and name != "key_bias")
 
     def row_sizes(self, found: Measured) -> Tensor:

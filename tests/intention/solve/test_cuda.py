@@ -43,8 +43,8 @@ def played(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]
 
 
 def test_a_negative_penalty_is_told_by_info() -> None:
-    """A GPU's penalties are not read by the host: info says which are not allowed,
-    and the other systems keep their bits."""
+    """The host does not read penalties on a GPU. `info` says which penalties are not allowed, and the other systems
+    keep their bits."""
     gram, rhs = _systems(6, 20, 33, torch.float64)
     alpha = torch.rand(6, dtype=torch.float64) + 0.1
     clean, _ = cuda.regularised_solve(RegularisedSolve(gram, rhs, alpha))
@@ -114,8 +114,8 @@ def test_ill_conditioned_systems_are_told(dtype: torch.dtype, order: int) -> Non
 
 
 def test_the_estimate_is_close() -> None:
-    """The estimate is within a factor of two in hard cases: a Hilbert matrix,
-    and keys of which one is nearly the sum of the others."""
+    """The estimate is within a factor of two in hard cases: a Hilbert matrix, and keys where one key is nearly the sum
+    of the others."""
     i = torch.arange(12).double()
     keys = torch.randn(200, 64).double()
     keys[:, 0] = keys[:, 1:].sum(1) + 1e-6 * torch.randn(200).double()

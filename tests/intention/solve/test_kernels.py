@@ -103,7 +103,7 @@ def test_the_condition_is_that_of_the_definition(dtype: torch.dtype, scale: floa
 
 
 def test_only_the_lower_triangle_is_read_with_any_strides() -> None:
-    """Bits depend neither on strides, nor on the batch, nor on other columns, nor on the number of programs."""
+    """Bits do not depend on strides, on the batch, on other columns, or on the number of programs."""
     gram, rhs = _systems(2, 18, 40, torch.float64)
     alpha = torch.rand(2).double()
     weight, _ = kernels.regularised_solve(RegularisedSolve(gram, rhs, alpha))

@@ -181,7 +181,8 @@ def test_the_condition_is_judged(isa: str, dtype: torch.dtype, width: int, scale
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 64, 80])
 def test_the_norm_is_that_of_whole_columns(isa: str, dtype: torch.dtype, width: int) -> None:
-    """The norm of an arrow is that of its first column, almost all of which lies below the diagonal."""
+    """The norm of an arrow matrix is the norm of its first column, and almost the whole column lies below the
+    diagonal."""
     arrow = torch.eye(width, dtype=torch.float64)
     arrow[0, 1:] = arrow[1:, 0] = (1 - (1 + width**0.5) ** 2 / 6e-2 * torch.finfo(dtype).eps) / (width - 1) ** 0.5
     gram = arrow.to(dtype)
@@ -278,7 +279,7 @@ def test_a_bad_right_hand_side_stays_in_its_column(isa: str, bad: float, width: 
 
 @pytest.mark.parametrize("width", [1, 17, 65])
 def test_an_infinity_over_a_number(isa: str, width: int) -> None:
-    """An infinity stays one in the last row, where systems are padded."""
+    """An infinity in the last row stays an infinity, although systems are padded there."""
     for count, columns in itertools.product((1, 16), (1, 2)):
         rhs = torch.zeros(count, width, columns)
         rhs[:, -1] = math.inf

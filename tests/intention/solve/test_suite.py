@@ -25,7 +25,8 @@ def _solution(gram: Tensor, rhs: Tensor, alpha: Tensor) -> Tensor:
 
 
 class SolveSuite(OperatorSuite):
-    """Well-conditioned systems. P6 is about bad ones: see test_promises.py of Intention, and test_native.py."""
+    """Well-conditioned systems. Promise P6 is about bad matrices: see test_promises.py of Intention, and
+    test_native.py."""
 
     extents = {"B": 5, "H": 2, "D": 16, "E": 3}
     small = {"B": 2, "H": 1, "D": 3, "E": 1}
@@ -54,7 +55,7 @@ class SolveSuite(OperatorSuite):
         return size.maximum(size.amax(-1, keepdim=True)) if size.dim() else size
 
     def bad_arguments(self) -> list[str]:
-        """Return no errors: test_errors.py of Intention has them all."""
+        """Return no errors, because test_errors.py of Intention has all of them."""
         return []
 
 

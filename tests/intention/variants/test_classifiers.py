@@ -134,8 +134,8 @@ def test_each_head_by_itself(impl: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FITTED)
 def test_dtypes(impl: str, name: str, dtype: torch.dtype) -> None:
-    """Fitted parameters are float64, and equal those of the same rows in float64:
-    narrow rows only cost their rounding."""
+    """Fitted parameters are float64. They equal the parameters of the same rows converted to float64, so only the
+    rounding of the rows loses accuracy."""
     key, labels = blobs(2, 3, 70, 5, 3, dtype)
     query = blobs(2, 3, 11, 5, 3, dtype)[0]
     model, exact = FITTED[name](key, labels, 3, impl=impl), FITTED[name](key.double(), labels, 3, impl="reference")
@@ -384,8 +384,8 @@ def _machine(key: Tensor, weights: Tensor, value: Tensor, query: Tensor) -> Tens
 @pytest.mark.parametrize("block", [2, 4, 4096])
 @pytest.mark.parametrize("shift", [0.0, 3.0, 1e6])
 def test_derivatives_at_weights_of_zero(impl: str, shift: float, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machines are smooth where a class, or a block of rows, has weight 0:
-    in each weight, in the rows, and twice."""
+    """At a class or a block of rows with weight 0, the machines have first and second derivatives in each weight and
+    in the rows."""
     monkeypatch.setattr(moments, "ROWS", block)
     key, weights = _rows_of_weight_zero(shift)
     query = key[:, :, :4] + 0.5
@@ -410,7 +410,7 @@ def _in_chunks(key: Tensor, weights: Tensor, size: int, pooled: bool, impl: str)
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_the_slope_of_a_scatter_at_a_class_of_weight_zero(impl: str, pooled: bool) -> None:
-    """The derivative is that for weights which grow from 0 alike, for any origin and any division of the rows."""
+    """The derivative is the one for weights that grow from 0 equally, for any origin and any division of the rows."""
     key, weights = _rows_of_weight_zero(0.0)
     group = (LATE == 2)[0]
     rows = key[:, :, group]
@@ -452,8 +452,8 @@ def test_gradients_at_a_class_of_weight_zero_do_not_know_the_origin(impl: str, n
 
 
 def test_values_where_weights_are_zero(impl: str) -> None:
-    """A class without weight has the mean of its rows as its point, a class without rows has 0; neither changes
-    results.
+    """The point of a class without weight is the mean of its rows, and the point of a class without rows is 0. Neither
+    changes results.
 
     Without both, ridge is 0.
     """

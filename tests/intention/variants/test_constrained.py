@@ -76,7 +76,7 @@ def test_optimality(impl: str, width: int, equalities: int, inequalities: int, r
     ]
     assert held.numel() == 0 or held.max() < 1e-12, "refined to rounding"
     assert fit.weight.isnan().all(2).eq(~solved).all() and fit.weight.isnan().any(2).eq(~solved).all()
-    for b, e in [(b, e) for b in range(8) for e in range(3)]:  # a linear programme decides which are infeasible
+    for b, e in [(b, e) for b in range(8) for e in range(3)]:  # a linear program decides which problems are infeasible
         args = {"A_ub": normals[b, 1, :, equalities:].T, "b_ub": bounds[b, 1, equalities:, e]}
         args |= {"A_eq": normals[b, 1, :, :equalities].T, "b_eq": bounds[b, 1, :equalities, e]} if equalities else {}
         args = {name: a for name, a in args.items() if len(a)}
@@ -150,7 +150,8 @@ def test_general_against_slsqp(impl: str) -> None:
 
 
 def test_degenerate_problems(impl: str) -> None:
-    """Each constraint is given three times, once as a multiple; one constrains nothing; equalities repeat."""
+    """Each constraint is given three times, once as a multiple. One constraint has no effect, and equalities are
+    repeated."""
     key, value, normals = _randn(40, 1, 20, 4), _randn(40, 1, 20, 2), _randn(40, 1, 4, 3)
     bounds = normals.mT @ _randn(40, 1, 4, 2)
     plain = constrained(
@@ -183,8 +184,8 @@ def test_units_of_a_constraint_do_not_matter(impl: str, scale: float) -> None:
 
 
 def test_info(impl: str) -> None:
-    """Infeasible or contradictory constraints,
-    an impossible bound and a singular system are reported; others stay right."""
+    """Infeasible or contradictory constraints, an impossible bound and a singular system are reported. Other problems
+    stay right."""
     key, value = _randn(5, 1, 20, 2), _randn(5, 1, 20, 1)
     key[3, ..., 1] = 0.0
     normals = torch.tensor([[1.0, -1.0], [0.0, 0.0]], dtype=torch.float64).expand(5, 1, 2, 2)
@@ -201,7 +202,7 @@ def test_info(impl: str) -> None:
 
 @pytest.mark.parametrize("kind", ["equal", "at_most"])
 def test_a_bound_that_is_nan_is_reported(impl: str, kind: str) -> None:
-    """A NaN is greater than nothing, so that its constraint enters no active set. Other problems stay right."""
+    """Comparisons with a NaN are false, so its constraint enters no active set. Other problems stay right."""
     key, value, normals = _randn(2, 1, 9, 2), _randn(2, 1, 9, 2), _randn(2, 2)
     bounds = _randn(2, 1, 2, 2)
     right = constrained(key, value, 0.1, **{kind: (normals, bounds)}, impl=impl)

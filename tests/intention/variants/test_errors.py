@@ -1,4 +1,4 @@
-"""Bad input raises an error that names the argument, what was given and what is allowed."""
+"""Bad input raises an error that names the argument, the given value and the allowed values."""
 
 from __future__ import annotations
 

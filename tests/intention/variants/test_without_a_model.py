@@ -27,7 +27,8 @@ def _rows(count: int = 40) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_a_class_of_one_row(first: int) -> None:
-    """Its covariance is singular; the other classes are told apart as if it were not there."""
+    """A class of one row has a singular covariance. The model distinguishes the other classes as it would without this
+    class."""
     rows, labels = _rows()
     alone = rows.new_full((1, 1, 1, 2), 9.0)
     others = [c for c in range(3) if c != first]
@@ -74,7 +75,8 @@ def test_a_query_that_is_no_number_has_no_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_a_class_without_members_is_never_chosen(name: str) -> None:
-    """Not even far away: the mean score of a least-squares machine exceeds the -1 of a class without members."""
+    """This holds even far away, where the mean score of a least-squares machine exceeds the -1 of a class without
+    members."""
     key, labels = _rows()
     labels = torch.where(labels == 2, 3, labels)
     far = torch.cat([100 * torch.randn(1, 1, 200, 2), key], 2)

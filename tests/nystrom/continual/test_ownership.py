@@ -104,7 +104,7 @@ def test_what_is_held_stays(kind: str, how: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["single", "retroactive", "nystrom"])
 def test_a_stream_that_nobody_holds_stays_in_its_memory(kind: str, mode: str) -> None:
-    """Otherwise held memory would not change only because everything is copied."""
+    """Otherwise the test would pass only because every step copies its memory."""
     with MODES[mode]():
         state = _stream(kind)
         places = {f.data_ptr() for f in state[:5]}
@@ -185,7 +185,7 @@ def _sum(queue: Any, state: Any) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_state_may_be_an_argument_of_a_process(method: str) -> None:
-    """The state is sent as bytes: copies in shared memory would be freed before the process could open them."""
+    """The state is sent as bytes, because copies in shared memory would be freed before the process could open them."""
     state, context = _stream("retroactive"), torch.multiprocessing.get_context(method)
     queue = context.Queue()
     process = context.Process(target=_sum, args=(queue, state))
@@ -195,7 +195,7 @@ def test_a_state_may_be_an_argument_of_a_process(method: str) -> None:
 
 
 def test_a_state_from_numpy_before_its_first_step() -> None:
-    """Its empty sums have strides of 0, as NumPy's have."""
+    """The empty sums of the state have strides of 0, as empty arrays of NumPy have."""
     first = _tokens(N)
     state = ck.continual_attention_init(*first)
     copied = _changed(state, lambda f: torch.from_numpy(f.numpy().copy()))

@@ -98,7 +98,7 @@ def test_every_step_equals_its_window(impl: str, window: int, number: int, fixed
 @pytest.mark.parametrize("window, number", [(12, 3), (13, 5)])
 def test_a_landmark_is_replaced_when_its_segment_is_full(impl: str, window: int, number: int) -> None:
     """When a segment is full, the mean of its tokens replaces the oldest landmark;
-    at no other step do landmarks change."""
+    landmarks do not change at any other step."""
     stream = _stream(2 * window)
     state, rest = _start(stream, window, number, fixed=False)
     size, longer = divmod(window, number)

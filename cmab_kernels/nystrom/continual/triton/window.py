@@ -130,7 +130,7 @@ def window_sums(
         there = i < tokens
         row = row_of(tl.minimum(i, tokens - 1), oldest, capacity)
         score = logits(query + tl.zeros([1, 1], tl.int64), keys + (row * D)[:, None], D, scale, LARGEST, OPERAND)
-        # Skips NaN, whose weight is NaN.
+        # The maximum skips a score of NaN; its weight becomes NaN below.
         largest = tl.maximum(top, tl.max(tl.where(there & (score == score), score, least), 0))
         kept = tl.exp(top - largest)
         weight = tl.where(there, tl.exp(score - largest), 0.0)

@@ -1,0 +1,12 @@
+// In place of Python's header, for csrc/*/binding.cpp, which pass objects on without a look at them: here an object is
+// a value of torch, an IValue (cpp/arguments.cpp).
+#pragma once
+
+#include <cstddef>
+
+using PyObject = struct _object;  // as in torch's headers
+using Py_ssize_t = std::ptrdiff_t;
+
+extern PyObject* const Py_None;
+inline PyObject* Py_NewRef(PyObject* object) { return object; }
+inline PyObject* PyBool_FromLong(long) { return Py_None; }  // of a function that no operator calls
