@@ -29,7 +29,8 @@ def _wide(*shape: int) -> Tensor:
 
 def _attention() -> dict[str, Any]:
     tensors = {"query": _rows(B, H, L, D), "cu_seqlens": None, "key": _rows(B, H, N, D), "value": _rows(B, H, N, E)}
-    return {**tensors, "key_padding_mask": torch.zeros(B, N, dtype=torch.bool), "scale": 0.4}
+    mask = torch.zeros(B, N, dtype=torch.bool)
+    return {**tensors, "key_padding_mask": mask, "key_bias": _rows(B, H, N), "scale": 0.4}
 
 
 def _packed() -> dict[str, Any]:
@@ -40,6 +41,7 @@ def _packed() -> dict[str, Any]:
         "key": _rows(1, H, N, D),
         "value": _rows(1, H, N, E),
         "key_padding_mask": None,
+        "key_bias": _rows(1, H, N),
     }
 
 
@@ -186,7 +188,8 @@ def _gradients(given: dict[str, Any]) -> dict[str, Any]:
 
 def _slopes() -> dict[str, Any]:
     given = {"dout": _rows(B, H, L, E), "dlse": _wide(B, H, L), "out": _rows(B, H, L, E), "lse": _wide(B, H, L)}
-    return {**given, "dquery": _rows(B, H, L, D), "dkey": _rows(B, H, N, D), "dvalue": _rows(B, H, N, E)}
+    of_keys = {"dkey": _rows(B, H, N, D), "dvalue": _rows(B, H, N, E), "dkey_bias": _rows(B, H, N)}
+    return {**given, "dquery": _rows(B, H, L, D), **of_keys}
 
 
 def _rows_of_sums() -> dict[str, Any]:
@@ -301,7 +304,7 @@ CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 BLOCKS = ("stacked blocks", "gradient of stacked blocks")
 OPTIONAL = {
     *("cu_seqlens", "key_padding_mask", "state_out", "state_lse", "weights", "absent"),
-    *("gram", "moment", "dquery", "dkey", "dvalue", "dweights", "dinputs", "dweight", "dbias"),
+    *("gram", "moment", "dquery", "dkey", "dvalue", "dkey_bias", "dweights", "dinputs", "dweight", "dbias"),
     *("gram_before", "moment_before", "count_before"),
     *("reliable", "kept", "context", *(f"{n}norm_{p}" for n in ("", "context_") for p in ("weight", "bias"))),
     *(f"{name}_bias" for name in ("expand", "contract", "query", "key", "value", "output")),

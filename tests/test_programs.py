@@ -139,14 +139,14 @@ def _attention(dtype: torch.dtype, given: str = "") -> None:
     offsets = torch.empty(B + 1, dtype=torch.int32, device="meta") if given == "offsets" else None
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
     state = (out, lse) if given == "state" else (None, None)
-    attention.attention_forward(Attention(q, k, v, mask, offsets, *state, 0.25))
+    attention.attention_forward(Attention(q, k, v, mask, offsets, *state, scale=0.25))
     attention.attention_backward(
         AttentionBackward(
-            out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), 0.25, (True, True, True)
+            out, lse, q, k, v, mask, offsets, out.contiguous(), lse.contiguous(), None, 0.25, (True, True, True, False)
         )
     )
     if given == "state":
-        attention.attention_removal(Attention(q, k, v, mask, None, *state, 0.25))
+        attention.attention_removal(Attention(q, k, v, mask, None, *state, scale=0.25))
 
 
 def _prefix(dtype: torch.dtype, every: tuple[int, int], given: str = "") -> None:

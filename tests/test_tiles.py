@@ -177,7 +177,9 @@ def _everything(dtype: torch.dtype) -> None:
         torch.empty(1, 2, 300).double(),
     )
     attention.attention_forward(Attention(q, k, k, scale=1.0))
-    attention.attention_backward(AttentionBackward(out, lse, q, k, k, None, None, out, lse, 1.0, (True, True, True)))
+    attention.attention_backward(
+        AttentionBackward(out, lse, q, k, k, None, None, out, lse, None, 1.0, (True, True, True, False))
+    )
     square = torch.empty(1, 2, 32, 32).double()
     intention.gram(Gram(k, k, None, None, None, (True, True), False))
     intention.gram_backward(GramBackward(square, square, k, k, None, None, None, (True, True, True), False))
@@ -247,7 +249,7 @@ square = torch.randn(1, 2, 8, 8, dtype=torch.float64)
 
 def everything():
     out, lse = attention.attention_forward(Attention(q, k, v, scale=0.5))
-    given = AttentionBackward(out, lse, q, k, v, None, None, out, lse, 0.5, (True, True, True))
+    given = AttentionBackward(out, lse, q, k, v, None, None, out, lse, None, 0.5, (True, True, True, False))
     grads = attention.attention_backward(given)
     sums = intention.gram(Gram(k, v, None, None, None, (True, True), False))
     slopes = intention.gram_backward(GramBackward(square, square, k, v, None, None, None, (True, True, True), False))

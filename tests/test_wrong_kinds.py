@@ -30,6 +30,7 @@ STREAM, EXACT = ck.continual_nystrom_init(K, K, V, 3), ck.continual_attention_in
 TOKEN, GAMMA, ALPHA = K[:, :, :1], torch.tensor(1.0), torch.tensor(0.1)
 TOKENS = {"query": TOKEN, "key": TOKEN, "value": TOKEN}
 PADDED = {"key_padding_mask": MASK}
+BIASED = {"key_bias": torch.zeros(B, H, N), **PADDED}
 WEIGHTED = {"weights": WEIGHTS, **PADDED}
 KEYS = {"query": Q, "key": K}
 ROWS = {**KEYS, "value": V}
@@ -41,10 +42,10 @@ BIASES = {name: torch.randn(8) for name in ("query_bias", "key_bias", "value_bia
 LABELLED = {"key": K, "labels": LABELS, "num_classes": 3, **WEIGHTED}
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "latent_attention": (ck.latent_attention, {**ROWS, **PADDED}),
+    "latent_attention": (ck.latent_attention, {**ROWS, **BIASED}),
     "latent_attention packed": (ck.latent_attention, {**PACKED, "cu_seqlens": OFFSETS}),
-    "attention_state": (ck.attention_state, {**ROWS, "state": STATE, "decay": torch.tensor(0.5), **PADDED}),
-    "remove_from_state": (ck.remove_from_state, {"state": STATE, **ROWS, **PADDED}),
+    "attention_state": (ck.attention_state, {**ROWS, "state": STATE, "decay": torch.tensor(0.5), **BIASED}),
+    "remove_from_state": (ck.remove_from_state, {"state": STATE, **ROWS, **BIASED}),
     "prefix_attention_states": (ck.prefix_attention_states, {**ROWS, "state": STATE, **PADDED}),
     "merge_states": (ck.merge_states, {"first": STATE}),
     "merge_ridge": (ck.merge_ridge, {"first": SUMS}),
@@ -184,6 +185,8 @@ def _may_be(name: str, argument: str, kind: str) -> bool:
         return inspect.signature(function).parameters[argument].default is None
     if argument in NUMBERS or argument == "weights":
         return kind == "double" or (kind == "one dimension more" and argument != "weights")  # has its own dtype
+    if argument == "key_bias" and "key" in arguments:
+        return kind in ("double", "one dimension less")  # has its own dtype, and is broadcast
     if kind == "double":
         return name in ALONE or (argument == "key" and "labels" in arguments)
     if argument == "query" and kind == "one dimension less":

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-Needs = tuple[bool, bool, bool]
-"""Whether the gradients of query, key and value are needed."""
+Needs = tuple[bool, bool, bool, bool]
+"""Whether the gradients of query, key, value and key_bias are needed."""
 
 
 class Attention(NamedTuple):
@@ -20,12 +20,15 @@ class Attention(NamedTuple):
     cu_seqlens: Tensor | None = None
     state_out: Tensor | None = None
     state_lse: Tensor | None = None
+    key_bias: Tensor | None = None
+    """(B, H, N), in the dtype of `state_out`: added to every score of its key. -inf excludes a key as a mask does."""
     scale: float = 1.0
     impl: str = "auto"
 
 
 class AttentionBackward(NamedTuple):
-    """The arguments of `cmab::attention_backward`, whose results are the gradients of query, key and value."""
+    """The arguments of `cmab::attention_backward`, whose results are the gradients of query, key, value and
+    key_bias."""
 
     dout: Tensor
     dlse: Tensor | None
@@ -36,6 +39,7 @@ class AttentionBackward(NamedTuple):
     cu_seqlens: Tensor | None
     out: Tensor
     lse: Tensor
+    key_bias: Tensor | None
     scale: float
     needs: Needs
     impl: str = "auto"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def attention_forward(inputs: Attention, reliable: Tensor | None = None) -> tupl
 
     If `reliable` is given, the keys are removed from the incoming state instead, and `reliable` is filled.
     """
-    query, key, value, mask, cu_seqlens, state_out, state_lse, scale, _ = inputs
+    query, key, value, mask, cu_seqlens, state_out, state_lse, key_bias, scale, _ = inputs
     batch, heads, latents, _ = query.shape  # torch parses ints in half the time of a shape
     out = query.new_empty(batch, heads, latents, value.shape[3], dtype=state_dtype(query.dtype))
     lse = query.new_empty(batch, heads, latents, dtype=torch.float64)
@@ -42,6 +43,7 @@ def attention_forward(inputs: Attention, reliable: Tensor | None = None) -> tupl
         key=key,
         value=value,
         key_padding_mask=mask,
+        key_bias=key_bias,
         scale=scale,
         state_out=state_out,
         state_lse=state_lse,
@@ -86,11 +88,12 @@ def is_not_below_infinity(lse: Tensor) -> bool | None:
     return found
 
 
-def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dquery, dkey, dvalue), contiguous; tensors that are not in `needs` are empty."""
-    dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale, needs, _ = inputs
-    dquery, dkey, dvalue = (
-        x.new_empty(x.shape if need else 0) for x, need in zip((query, key, value), needs, strict=True)
+def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients (dquery, dkey, dvalue, dkey_bias), contiguous; tensors that are not in `needs` are empty."""
+    dout, dlse, query, key, value, mask, cu_seqlens, out, lse, key_bias, scale, needs, _ = inputs
+    of_bias = query if key_bias is None else key_bias
+    dquery, dkey, dvalue, dbias = (
+        x.new_empty(x.shape if need else 0) for x, need in zip((query, key, value, of_bias), needs, strict=True)
     )
     _C.attention_backward(
         query=query,
@@ -98,6 +101,7 @@ def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tenso
         key=key,
         value=value,
         key_padding_mask=mask,
+        key_bias=key_bias,
         scale=scale,
         dout=dout,
         dlse=dlse,
@@ -106,5 +110,17 @@ def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tenso
         dquery=dquery if needs[0] else None,
         dkey=dkey if needs[1] else None,
         dvalue=dvalue if needs[2] else None,
+        dkey_bias=dbias if needs[3] else None,
     )
-    return dquery, dkey, dvalue
+    if cu_seqlens is not None:
+        of_keys = zip((dkey, dvalue, dbias), needs[1:], strict=True)
+        forget_beyond(cu_seqlens, [grad for grad, need in of_keys if need], 2)
+    return dquery, dkey, dvalue, dbias
+
+
+def forget_beyond(cu_seqlens: Tensor, gradients: Sequence[Tensor], dim: int) -> None:
+    """Fill gradients with zeros for the rows beyond the last of the packed sets, which kernels do not visit."""
+    end = int(cu_seqlens[-1])
+    for gradient in gradients:
+        if end < gradient.shape[dim]:
+            gradient.narrow(dim, end, gradient.shape[dim] - end).zero_()

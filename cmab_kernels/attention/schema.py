@@ -21,8 +21,8 @@ from .state import AttentionState, merged, share_gradient
 
 def _definition(inputs: Attention) -> AttentionState:
     """The state of the keys by the reference, merged with any incoming state; NaN if offsets are invalid."""
-    query, key, value, mask, cu_seqlens, state_out, state_lse, scale, _ = inputs
-    new = AttentionState(*attention_reference(query, key, value, mask, cu_seqlens, scale))
+    query, key, value, mask, cu_seqlens, state_out, state_lse, key_bias, scale, _ = inputs
+    new = AttentionState(*attention_reference(query, key, value, mask, cu_seqlens, scale, key_bias))
     if cu_seqlens is not None:
         bad = refused_offsets(cu_seqlens, key.shape[2])
         new = AttentionState(*(part.masked_fill(bad, torch.nan) for part in new))
@@ -30,21 +30,23 @@ def _definition(inputs: Attention) -> AttentionState:
 
 
 def refused_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
-    """True unless offsets rise from 0 to `length`, as a tensor on the device of the offsets."""
-    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] != length) | (cu_seqlens.diff() < 0).any()
+    """True unless offsets rise from 0 to at most `length`, as a tensor on the device of the offsets."""
+    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] > length) | (cu_seqlens.diff() < 0).any()
 
 
 def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
-    """Raise unless the offsets of packed sets rise from 0 to the number of keys.
+    """Raise unless the offsets of packed sets rise from 0 to at most the number of keys.
 
     Offsets on a GPU are not checked, because the host would have to wait for them.
     """
     if cu_seqlens is None or cu_seqlens.is_cuda or not has_values(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] != length or any(a > b for a, b in itertools.pairwise(offsets)):
+    if offsets[0] != 0 or offsets[-1] > length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
-        raise ValueError(mismatch("cu_seqlens", shown, f"offsets that rise from 0 to N = {length} and never fall"))
+        raise ValueError(
+            mismatch("cu_seqlens", shown, f"offsets that rise from 0 to at most N = {length} and never fall")
+        )
 
 
 def _shapes(inputs: Attention) -> tuple[Tensor, Tensor]:
@@ -69,8 +71,8 @@ def _operations(inputs: Any) -> int:
 
 def _backward_operations(inputs: Any) -> int:
     """FLOPs of those of the products S, dP, dV, dQ and dK that the required gradients use."""
-    needs_query, needs_key, needs_value = inputs.needs
-    needs_scores = needs_query or needs_key
+    needs_query, needs_key, needs_value, needs_bias = inputs.needs
+    needs_scores = needs_query or needs_key or needs_bias
     widths = inputs.query[-1] * (1 + needs_query + needs_key) + inputs.value[-1] * (needs_scores + needs_value)
     return 2 * _scores(inputs) * widths
 
@@ -79,13 +81,15 @@ def _backward_operations(inputs: Any) -> int:
 
 
 def _backward(call: Call[Attention], dout: Tensor, dlse: Tensor) -> Gradients:
-    query, key, value, mask, cu_seqlens, state_out, state_lse, scale, impl = call.inputs
+    query, key, value, mask, cu_seqlens, state_out, state_lse, key_bias, scale, impl = call.inputs
     out, lse = call.kept
     gradients: Gradients = {}
-    needs = call.needs("query", "key", "value")
+    needs = call.needs("query", "key", "value", "key_bias")
     if any(needs):
-        inputs = AttentionBackward(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale, needs, impl)
-        gradients["query"], gradients["key"], gradients["value"] = _backward_op(inputs)
+        inputs = AttentionBackward(
+            dout, dlse, query, key, value, mask, cu_seqlens, out, lse, key_bias, scale, needs, impl
+        )
+        gradients["query"], gradients["key"], gradients["value"], gradients["key_bias"] = _backward_op(inputs)
     if state_out is not None and state_lse is not None and any(call.needs("state_out", "state_lse")):
         gradients["state_out"], gradients["state_lse"] = state_gradient(dout, dlse, state_out, state_lse, out, lse)
     return gradients
@@ -106,9 +110,9 @@ def _backward_formula(inputs: AttentionBackward) -> tuple[Tensor, ...]:
     state. (`once_differentiable` does not work here: `torch.autograd.grad` never reaches its error node, and the result
     is wrong.)
     """
-    dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale, _, _ = inputs
+    dout, dlse, query, key, value, mask, cu_seqlens, out, lse, key_bias, scale, _, _ = inputs
     assert dlse is not None  # autograd gives zeros
-    return attention_backward_reference(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale)
+    return attention_backward_reference(dout, dlse, query, key, value, mask, cu_seqlens, out, lse, scale, key_bias)
 
 
 def _is_packed(inputs: Attention | AttentionBackward) -> bool:
@@ -134,9 +138,9 @@ _backward_op = Operator(
     "attention",
     "attention_backward",
     AttentionBackward,
-    ("dquery", "dkey", "dvalue"),
-    shapes=gradient_shapes("query", "key", "value"),
+    ("dquery", "dkey", "dvalue", "dkey_bias"),
+    shapes=gradient_shapes("query", "key", "value", "key_bias"),
     operations=_backward_operations,
-    backward=derivatives_of(_backward_formula, "dout", "dlse", "query", "key", "value", "out", "lse"),
+    backward=derivatives_of(_backward_formula, "dout", "dlse", "query", "key", "value", "out", "lse", "key_bias"),
     vmap=Rule(loops=_is_packed),
 )

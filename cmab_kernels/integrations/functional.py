@@ -95,11 +95,7 @@ def fused_attention(
         ignore = _ignored(row)
         if ignore is None:
             return "the mask is to be added to logits, or its numbers are not read here"
-    batch, heads, length, width = query.shape
-    groups = key.shape[1]
-    # All query heads that share a key head become additional queries of that one head.
-    grouped = query if groups == heads else query.reshape(batch, groups, heads // groups * length, width)
-    return latent_attention(grouped, key, value, key_padding_mask=ignore, scale=scale).reshape(batch, heads, length, -1)
+    return latent_attention(query, key, value, key_padding_mask=ignore, scale=scale, enable_gqa=enable_gqa)
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:

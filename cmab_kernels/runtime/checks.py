@@ -133,21 +133,25 @@ def check_key_value(key: Tensor, value: Tensor) -> None:
         raise ValueError(mismatch("value", f"shape {tuple(values)}", allowed))
 
 
-def over_batch(query: Tensor, key: Tensor, batch: int) -> Tensor:
-    """Return `query` (B, H, L, D) unchanged, or (H, L, D) expanded over the batch; raise if it does not fit the key."""
+def over_batch(query: Tensor, key: Tensor, batch: int, groups: int = 1, hint: str = "") -> Tensor:
+    """Return `query` (B, H, L, D) unchanged, or (H, L, D) expanded over the batch; raise if it does not fit the key.
+
+    The query has `groups` times the heads of the key. `hint` ends the message for other heads."""
     given, keys = query.shape, key.shape
-    if len(given) == 4 and given[0] == batch and given[1] == keys[1] and given[3] == keys[3]:
+    heads = groups * keys[1]
+    if len(given) == 4 and given[0] == batch and given[1] == heads and given[3] == keys[3]:
         return query
     if len(given) not in (3, 4):
         raise ValueError(
             mismatch("query", f"shape {tuple(query.shape)}", "(B, H, L, D), or (H, L, D) shared over the batch")
         )
-    shape = (batch, keys[1], given[-2], keys[-1])
-    if len(given) == 4 and given[1] != keys[1]:
+    shape = (batch, heads, given[-2], keys[-1])
+    if len(given) == 4 and given[1] != heads:
         _check_layout(query, key)
     if given != shape[4 - len(given) :]:
         fitting = f"({batch}, {shape[1]}, L, {shape[3]})"
         allowed = f"(B, H, L, D) = {fitting}, or without B, as key has shape {tuple(key.shape)}"
+        allowed += hint if given[-3] != heads else ""
         raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", allowed))
     return query.expand(shape)
 

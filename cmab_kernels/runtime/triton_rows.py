@@ -70,9 +70,9 @@ def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
 
 
 @triton.jit
-def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
+def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr, biases=None):
     """Whether each key of a tile takes part, or None if all do; None avoids masked loads. Only RAGGED tiles reach
-    beyond `last`.
+    beyond `last`. `biases` are those of `biases_of`: -inf excludes a key.
 
     A sum over an axis of length 1 hides the load of bytes; otherwise Triton 3.6 would fail to multiply in float64
     (`as_operand`).
@@ -86,4 +86,17 @@ def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl
         keep = tl.sum(ignored[:, None], 1) == 0
     elif RAGGED:
         keep = keys < last
+    if biases is not None:
+        keep = biases != float("-inf") if keep is None else keep & (biases != float("-inf"))
     return keep
+
+
+@triton.jit
+def biases_of(bias, strides, batch, head, start, last, BLOCK: tl.constexpr):
+    """The bias of each key of a tile, -inf beyond `last`; None if there is no bias."""
+    biases = None
+    if bias is not None:
+        keys = start + tl.arange(0, BLOCK)
+        first = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+        biases = tl.load(bias + (first + keys.to(tl.int64) * strides[2]), mask=keys < last, other=float("-inf"))
+    return biases

@@ -18,10 +18,12 @@ def attention(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
+    key_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of latent cross-attention by its definition, computed in float64 from the given values."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return attention_reference(query.double(), key.double(), value.double(), mask, cu_seqlens, scale)
+    key_bias = None if key_bias is None else key_bias.double()
+    return attention_reference(query.double(), key.double(), value.double(), mask, cu_seqlens, scale, key_bias)
 
 
 def attention_terms(

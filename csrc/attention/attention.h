@@ -23,6 +23,7 @@ struct Shape {
   int key_width;    // D, 1 .. kMaxWidth
   int value_width;  // E, 1 .. kMaxWidth
   double scale;     // logits are scale * q k'
+  bool biased = false;  // logits are scale * q k' + bias; else Keys::bias is null
 };
 
 // A block of query rows, packed, and its partial state.
@@ -63,15 +64,17 @@ struct QueryRows {
 // Which gradients are needed.
 struct Needs {
   bool query, key, value;
+  bool bias = false;
 };
 
-// Outputs for a range of keys: contiguous (count, D) and (count, E), or null if not needed. Every row is written; rows
-// of ignored keys become zeros. `type` is Shape::dtype, to which results are rounded (to nearest even). If the driver
-// adds the parts of several groups of queries, it is the type of sums (float32, or float64 for float64).
+// Outputs for a range of keys: contiguous (count, D), (count, E) and (count,), or null if not needed. Every row is
+// written; rows of ignored keys become zeros. `type` is Shape::dtype, to which results are rounded (to nearest even).
+// If the driver adds the parts of several groups of queries, it is the type of sums (float32, or float64 for float64).
 struct KeyGradient {
   void* dkey;
   void* dvalue;
   DType type;
+  void* dbias = nullptr;  // (count,), always in the type of sums
 };
 
 // The backward kernel. The state of a block is dS K, summed over the keys seen so far, without the scale.
@@ -82,8 +85,8 @@ struct BackwardKernel {
   size_t (*scratch_bytes)(const Shape&);
   void (*pack)(const Shape&, int rows, const QueryRows&, void* packed);
   void (*clear)(const Shape&, int rows, void* state);
-  // Processes all `count` blocks against one range of keys: adds to their states (unless !needs.query), and writes dkey
-  // and dvalue.
+  // Processes all `count` blocks against one range of keys: adds to their states (unless !needs.query), and writes
+  // dkey, dvalue and dbias.
   void (*attend)(const Shape&, const Needs&, const QueryBlock* blocks, int count, const Keys&, const KeyGradient&,
                  void* scratch);
   void (*read)(const Shape&, int rows, const void* state, double* dquery);  // [rows][D]

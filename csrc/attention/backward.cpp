@@ -65,7 +65,8 @@ class Backward {
         out_(static_cast<const T*>(out)),
         lse_(lse),
         gradients_(gradients),
-        needs_{gradients.query != nullptr, gradients.key != nullptr, gradients.value != nullptr},
+        needs_{gradients.query != nullptr, gradients.key != nullptr, gradients.value != nullptr,
+               gradients.key_bias != nullptr},
         threads_(useful_threads(in)),
         blocks_(ceil_div(in.queries, kernel_.block)) {
     const int rows = int(std::min<int64_t>(kernel_.block, in.queries));
@@ -178,13 +179,16 @@ class Backward {
   }
 
   size_t part_bytes(const Head& head) const {
-    return align(head.set.count * (in_.shape.key_width + in_.shape.value_width) * sizeof(T));
+    return align(head.set.count * (in_.shape.key_width + in_.shape.value_width + needs_.bias) * sizeof(T));
   }
   T* key_part(const Head& head, int64_t piece) const {
     return reinterpret_cast<T*>(workspace_.at(head.parts + piece * part_bytes(head)));
   }
   T* value_part(const Head& head, int64_t piece) const {
     return key_part(head, piece) + head.set.count * in_.shape.key_width;
+  }
+  T* bias_part(const Head& head, int64_t piece) const {
+    return value_part(head, piece) + head.set.count * in_.shape.value_width;
   }
 
   void pack(const Head& head, int64_t block) const {
@@ -238,27 +242,29 @@ class Backward {
     if (head.query_pieces > 1)
       return {needs_.key ? key_part(head, query_piece) + key * d : nullptr,
               needs_.value ? value_part(head, query_piece) + key * e : nullptr,
-              sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32};
+              kSums, needs_.bias ? bias_part(head, query_piece) + key : nullptr};
     const auto at = [&](void* gradient, int64_t width) -> void* {
       return gradient ? static_cast<char*>(gradient) + key_row(head, key) * width * element_bytes(in_.shape.dtype)
                       : nullptr;
     };
-    return {at(gradients_.key, d), at(gradients_.value, e), in_.shape.dtype};
+    T* const dbias = needs_.bias ? static_cast<T*>(gradients_.key_bias) + key_row(head, key) : nullptr;
+    return {at(gradients_.key, d), at(gradients_.value, e), in_.shape.dtype, dbias};
   }
 
-  // Writes dK and dV of one tile of keys: the sum over the query pieces, in ascending order.
+  // Writes dK, dV and the gradient of the bias of one tile of keys: the sum over the query pieces, in ascending order.
   void add_key_parts(const Head& head, int64_t key) const {
     const int64_t rows = std::min(kKeyTile, head.set.count - key);
-    const auto add = [&](void* gradient, int64_t width, const T* parts) {
+    const auto add = [&](void* gradient, int64_t width, const T* parts, DType type) {
       const int64_t step = int64_t(part_bytes(head) / sizeof(T));
       for (int64_t i = key * width; gradient && i < (key + rows) * width; ++i) {
         T total = 0;
         for (int64_t piece = 0; piece < head.query_pieces; ++piece) total += parts[piece * step + i];
-        narrow_to(in_.shape.dtype, total, gradient, key_row(head, 0) * width + i);
+        narrow_to(type, total, gradient, key_row(head, 0) * width + i);
       }
     };
-    add(gradients_.key, in_.shape.key_width, key_part(head, 0));
-    add(gradients_.value, in_.shape.value_width, value_part(head, 0));
+    add(gradients_.key, in_.shape.key_width, key_part(head, 0), in_.shape.dtype);
+    add(gradients_.value, in_.shape.value_width, value_part(head, 0), in_.shape.dtype);
+    add(gradients_.key_bias, 1, bias_part(head, 0), kSums);
   }
 
   // Writes dQ of one block: the sum over the key pieces, in ascending order.
@@ -277,6 +283,7 @@ class Backward {
   }
 
   static constexpr int kMaxBlock = 256;
+  static constexpr DType kSums = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
 
   const Inputs& in_;
   const BackwardKernel& kernel_;

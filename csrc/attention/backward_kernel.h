@@ -110,7 +110,7 @@ CMAB_INLINE V log_weight(V logit, V lse, V lse_low) {
 // past `count` are 0.
 template <class B, class T>
 __attribute__((noinline)) void recompute_weights(const PackedRows<T>& packed, int depth, Tile<T> key, int count,
-                                                 int keys, int column, T* weights) {
+                                                 int keys, int column, T* weights, const T* bias) {
   using V = typename B::V;
   constexpr int kColumns = B::kColumns;
   const int at = column * lanes<V>();
@@ -119,6 +119,11 @@ __attribute__((noinline)) void recompute_weights(const PackedRows<T>& packed, in
     V s[kKeys][kColumns] = {};
     multiply_add<V, kKeys, kColumns>(s, key.rows + k * key.stride, key.stride, 1, packed.query_columns + at, B::kRows,
                                      depth);
+    if (bias)
+#pragma GCC unroll 16
+      for (int r = 0; r < kKeys; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < kColumns; ++c) s[r][c] += broadcast<V>(bias[k + r]);
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
       const V high = load<V>(packed.lse + at + c * lanes<V>()), low = load<V>(packed.lse_low + at + c * lanes<V>());
@@ -155,15 +160,31 @@ __attribute__((noinline)) void differentiate_scores(const PackedRows<T>& packed,
   });
 }
 
+// sums[key] += the sum of dscores[key][row] over the rows.
+template <class B, class T>
+__attribute__((noinline)) void add_bias_gradient(T* sums, int keys, const T* dscores, int rows) {
+  using V = typename B::V;
+  for (int k = 0; k < keys; ++k) {
+    V total{};
+    for (int row = 0; row < rows; row += lanes<V>()) {
+      const V slopes = load<V>(dscores + k * B::kRows + row);
+      total += lane_numbers<V>() < T(rows - row) ? slopes : V{};
+    }
+    sums[k] += sum_lanes(total);
+  }
+}
+
 template <class T>
 struct Backward {
+  static constexpr DType kSums = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+
   static size_t packed_bytes(const Shape& shape, int rows) { return PackedRows<T>(shape, rows, nullptr).bytes; }
   static size_t state_bytes(const Shape& shape, int rows) {
     return sizeof(T) * size_t(padded_rows<T>(rows)) * round_up(shape.key_width, 4);
   }
 
   struct Scratch {
-    T *key, *value, *weights, *dscores, *dkey, *dvalue;
+    T *key, *value, *weights, *dscores, *dkey, *dvalue, *bias, *dbias;
     size_t bytes;
 
     Scratch(const Shape& shape, void* memory) {
@@ -175,6 +196,8 @@ struct Backward {
       dscores = arena.take<T>(kKeyTile * block);
       dkey = arena.take<T>(kKeyTile * padded_width<T>(shape.key_width));
       dvalue = arena.take<T>(kKeyTile * padded_width<T>(shape.value_width));
+      bias = arena.take<T>(kKeyTile);
+      dbias = arena.take<T>(kKeyTile);
       bytes = arena.used();
     }
   };
@@ -183,11 +206,10 @@ struct Backward {
   static void pack(const Shape& shape, int rows, const QueryRows& from, void* memory) {
     const PackedRows<T> packed(shape, rows, memory);
     const Matrix dout{from.dout, from.dout_row_stride, from.dout_col_stride};
-    const DType sums = sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
     pack_columns(shape.dtype, from.query, rows, shape.key_width, shape.scale * kLog2E, packed.query_columns);
     pack_rows(shape.dtype, from.query, rows, shape.key_width, shape.scale, packed.query_rows);
-    pack_columns(sums, dout, rows, shape.value_width, 1.0, packed.dout_columns);
-    pack_rows(sums, dout, rows, shape.value_width, 1.0, packed.dout_rows);
+    pack_columns(kSums, dout, rows, shape.value_width, 1.0, packed.dout_columns);
+    pack_rows(kSums, dout, rows, shape.value_width, 1.0, packed.dout_rows);
     for (int row = 0; row < padded_rows<T>(rows); ++row) {
       const bool empty = row >= rows || from.lse[row] == -kInfinity;
       const double lse = empty ? kInfinity : from.lse[row] * kLog2E;
@@ -221,40 +243,45 @@ struct Backward {
     const int dkey_width = padded_width<T>(shape.key_width), dvalue_width = padded_width<T>(shape.value_width);
     const int64_t apart = in_place<T>(shape, blocks, count);
     for (int64_t first = 0; first < keys.count; first += kKeyTile) {
-      const Present present = present_keys(keys, first);
+      Present present = present_keys(keys, first);
+      if (keys.bias) leave_out_excluded<T>(keys, first, present);
       const auto key = load_tile(shape.dtype, keys.key, first, present, shape.key_width, round_up(shape.key_width, 4),
                                  apart, scratch.key);
       const auto value = load_tile(shape.dtype, keys.value, first, present, shape.value_width,
                                    round_up(shape.value_width, 4), apart, scratch.value);
+      const T* bias = keys.bias ? load_bias(keys, first, present, scratch.bias) : nullptr;
+      if (bias) __builtin_memset(scratch.dbias, 0, sizeof(T) * kKeyTile);
       __builtin_memset(scratch.dkey, 0, sizeof(T) * kKeyTile * dkey_width);
       __builtin_memset(scratch.dvalue, 0, sizeof(T) * kKeyTile * dvalue_width);
       if (present.count > 0)
         for (const QueryBlock* block = blocks; block < blocks + count; ++block)
           with_block<T>(block->rows, [&](auto kind) {
-            attend_block<decltype(kind)>(shape, needs, *block, key, value, present.count, scratch);
+            attend_block<decltype(kind)>(shape, needs, *block, key, value, present.count, bias, scratch);
           });
       const int rows = int(keys.count - first < kKeyTile ? keys.count - first : kKeyTile);
       write_gradient(gradient.type, gradient.dkey, first, rows, shape.key_width, present, scratch.dkey, dkey_width);
       write_gradient(gradient.type, gradient.dvalue, first, rows, shape.value_width, present, scratch.dvalue,
                      dvalue_width);
+      write_gradient(kSums, gradient.dbias, first, rows, 1, present, scratch.dbias, 1);
     }
   }
 
   template <class B>
   static void attend_block(const Shape& shape, const Needs& needs, const QueryBlock& block, Tile<T> key, Tile<T> value,
-                           int count, const Scratch& scratch) {
+                           int count, const T* bias, const Scratch& scratch) {
     const PackedRows<T> packed(shape, block.rows, block.packed);
     const int keys = round_up(count, kKeyStep);
     constexpr int kVectors = B::kRows / kVectorLanes<T>;
     for (int c = 0; c < kVectors; c += B::kColumns)
-      recompute_weights<B>(packed, shape.key_width, key, count, keys, c, scratch.weights);
+      recompute_weights<B>(packed, shape.key_width, key, count, keys, c, scratch.weights, bias);
     if (needs.value)
       add_key_gradient<B>(shape.value_width, scratch.dvalue, keys, scratch.weights, packed.dout_rows, block.rows);
-    if (!needs.query && !needs.key) return;
+    if (!needs.query && !needs.key && !needs.bias) return;
     for (int c = 0; c < kVectors; c += B::kColumns)
       differentiate_scores<B>(packed, shape.value_width, value, keys, c, scratch.weights, scratch.dscores);
     if (needs.key)
       add_key_gradient<B>(shape.key_width, scratch.dkey, keys, scratch.dscores, packed.query_rows, block.rows);
+    if (needs.bias) add_bias_gradient<B>(scratch.dbias, count, scratch.dscores, block.rows);
     if (needs.query)
       for (int c = 0; c < kVectors; c += B::kColumns)
         accumulate_rows<B>(static_cast<T*>(block.state) + c * kVectorLanes<T>, round_up(shape.key_width, 4), key,

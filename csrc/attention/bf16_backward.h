@@ -52,7 +52,7 @@ class Bf16Backward {
 
   struct Scratch {
     Pair *key, *value, *key_transposed, *weights, *dscores, *dscore_pairs;
-    float *scores, *dweights, *dkey, *dvalue;
+    float *scores, *dweights, *dkey, *dvalue, *dbias;
     size_t bytes;
 
     Scratch(const Shape& shape, const void* workspace) {
@@ -67,6 +67,7 @@ class Bf16Backward {
       dweights = carver.take<float>(kTileKeys * kLanes);
       dkey = carver.take<float>(kTileKeys * columns_of(shape.key_width));
       dvalue = carver.take<float>(kTileKeys * columns_of(shape.value_width));
+      dbias = carver.take<float>(kTileKeys);
       bytes = carver.bytes();
     }
   };
@@ -136,13 +137,14 @@ class Bf16Backward {
     for (int64_t first = 0; first < keys.count; first += kTileKeys) {
       Tile tile = {first, smaller(keys.count - first, kTileKeys), present_keys(keys, first)};
       load_tile(shape, needs, keys, tile, scratch);
+      if (needs.bias) __builtin_memset(scratch.dbias, 0, sizeof(float) * kTileKeys);
       bool begun = false;
       for (int b = 0; b < count && tile.present != 0; ++b) {
         const Packed packed(shape, blocks[b].rows, blocks[b].packed);
         const int64_t lanes = lanes_of(blocks[b].rows);
         for (int64_t lane = 0; lane < lanes; lane += kLanes, begun = true) {
           const Lanes some = {lane, smaller(lanes - lane, kLanes) / 16, lanes};
-          weigh(shape, packed, some, tile, scratch);
+          weigh(shape, needs, packed, some, keys, tile, scratch);
           if (begun) {
             add_products<true>(shape, needs, packed, some, tile, gradient, scratch, blocks[b].state);
           } else {
@@ -154,6 +156,9 @@ class Bf16Backward {
       const float factor = score_factor(shape);
       if (gradient.dkey) write(scratch.dkey, shape.key_width, factor, tile, gradient.type, gradient.dkey);
       if (gradient.dvalue) write(scratch.dvalue, shape.value_width, 1.0f, tile, gradient.type, gradient.dvalue);
+      if (gradient.dbias)
+        for (int64_t r = 0; r < tile.count; ++r)
+          static_cast<float*>(gradient.dbias)[first + r] = (tile.present >> r & 1) != 0 ? scratch.dbias[r] : 0.0f;
     }
   }
 
@@ -179,18 +184,19 @@ class Bf16Backward {
   }
 
   // Computes P and dS of a tile of keys and up to 64 queries, as operands of the products that follow.
-  static void weigh(const Shape& shape, const Packed& packed, const Lanes& lanes, const Tile& tile,
-                    const Scratch& scratch) {
+  static void weigh(const Shape& shape, const Needs& needs, const Packed& packed, const Lanes& lanes, const Keys& keys,
+                    const Tile& tile, const Scratch& scratch) {
     const int64_t pairs_d = pairs_of(shape.key_width), pairs_e = pairs_of(shape.value_width);
     Engine::template multiply<false>(scratch.scores, kLanes, scratch.key, pairs_d, packed.query + lanes.first,
                                      lanes.leading, tile.padded(), pairs_d, lanes.vectors);
     Engine::template multiply<false>(scratch.dweights, kLanes, scratch.value, pairs_e, packed.dout + lanes.first,
                                      lanes.leading, tile.padded(), pairs_e, lanes.vectors);
+    add_bias(shape, keys, tile.first, tile.count, 16 * lanes.vectors, kLanes, scratch.scores);
     for (uint64_t absent = ~tile.present; absent != 0; absent &= absent - 1) {
       float* row = scratch.scores + __builtin_ctzll(absent) * kLanes;
       for (int i = 0; i < kLanes; i += 16) _mm512_storeu_ps(row + i, _mm512_set1_ps(-__builtin_inff()));
     }
-    const __m512 factor = _mm512_set1_ps(score_factor(shape) * kLog2e);
+    const __m512 factor = _mm512_set1_ps(logit_unit(shape) * kLog2e);
     for (int64_t lane = 0; lane < 16 * lanes.vectors; lane += 32) {
       const Queries low(packed, lanes.first + lane), high(packed, lanes.first + lane + 16);
       for (int64_t k = 0; k < tile.padded(); k += 2) {
@@ -202,6 +208,7 @@ class Bf16Backward {
           const __m512 ds_low = low.dscore(p_low, scratch.dweights + at);
           const __m512 ds_high = high.dscore(p_high, scratch.dweights + at + 16);
           dscores[i] = round_to_bf16(ds_low, ds_high);
+          if (needs.bias) scratch.dbias[k + i] += low.sum(ds_low) + high.sum(ds_high);
           _mm512_storeu_si512(scratch.weights + at / 2, round_to_bf16(p_low, p_high));
           _mm512_storeu_si512(scratch.dscores + at / 2, dscores[i]);
         }
@@ -233,6 +240,7 @@ class Bf16Backward {
     __m512 dscore(__m512 weight, const float* dweight) const {
       return _mm512_mul_ps(weight, _mm512_sub_ps(_mm512_loadu_ps(dweight), delta));
     }
+    float sum(__m512 dscores) const { return _mm512_mask_reduce_add_ps(seeing, dscores); }
   };
 
   template <bool kAccumulate>

@@ -99,13 +99,13 @@ class Bf16Forward {
       const int64_t tile = round_up(smaller(keys.count - first, kTileKeys), kKeyStep);
       load_tile(shape, keys, first, present, scratch);
       for (const QueryBlock* block = blocks; block < blocks + count; ++block)
-        attend_tile(shape, *block, tile, present, scratch);
+        attend_tile(shape, *block, keys, first, tile, present, scratch);
     }
   }
 
   // One block of queries against the tile of keys in `scratch`.
-  static void attend_tile(const Shape& shape, const QueryBlock& block, int64_t tile, uint64_t present,
-                          const Scratch& scratch) {
+  static void attend_tile(const Shape& shape, const QueryBlock& block, const Keys& keys, int64_t first, int64_t tile,
+                          uint64_t present, const Scratch& scratch) {
     const State state(shape, block.rows, block.state);
     const Pair* query = static_cast<const Pair*>(block.packed);
     const int64_t lanes = lanes_of(block.rows), pairs = key_pairs(shape);
@@ -113,6 +113,7 @@ class Bf16Forward {
       const int64_t vectors = smaller(lanes - lane, kLanes) / 16;
       Engine::template multiply<false>(scratch.scores, kLanes, scratch.key, pairs, query + lane, lanes, tile, pairs,
                                        vectors);
+      add_bias(shape, keys, first, tile, 16 * vectors, kLanes, scratch.scores);
       for (int64_t v = 0; v < vectors; ++v) {
         weigh(shape, scratch, 16 * v, tile, present, state, lane + 16 * v, lanes);
       }
@@ -136,7 +137,7 @@ class Bf16Forward {
     for (uint64_t absent = ~present; absent != 0; absent &= absent - 1) {
       _mm512_storeu_ps(scores + __builtin_ctzll(absent) * kLanes, _mm512_set1_ps(-__builtin_inff()));
     }
-    const __m512 factor = _mm512_set1_ps(score_factor(shape) * kLog2e);
+    const __m512 factor = _mm512_set1_ps(logit_unit(shape) * kLog2e);
     const __m512 reference = raise_top(largest(scores, tile), factor, state, lane, value_rows(shape), lanes);
     const __m512bh ones = (__m512bh)_mm512_set1_epi32(0x3f803f80);
     __m512 sum = _mm512_setzero_ps(), rounded_sum = _mm512_setzero_ps();
@@ -198,7 +199,7 @@ class Bf16Forward {
   static void read(const Shape& shape, int rows, const void* workspace, double* reference, double* sum, double* acc) {
     const State state(shape, rows, workspace);
     const int64_t lanes = lanes_of(rows);
-    const double factor = static_cast<double>(score_factor(shape) * kLog2e);
+    const double factor = static_cast<double>(logit_unit(shape) * kLog2e);
     for (int row = 0; row < rows; ++row) {
       const bool empty = state.top[row] == -__builtin_inff();
       reference[row] = empty ? -__builtin_inf() : factor * state.top[row];

@@ -64,6 +64,12 @@ inline uint64_t present_keys(const Keys& keys, int64_t first) {
       if (ignored[i * keys.ignored_stride] != 0) present &= ~(uint64_t{1} << i);
     }
   }
+  if (keys.bias != nullptr) {
+    const float* bias = static_cast<const float*>(keys.bias) + first * keys.bias_stride;
+    for (int64_t i = 0; i < count; ++i) {
+      if (bias[i * keys.bias_stride] == -__builtin_inff()) present &= ~(uint64_t{1} << i);
+    }
+  }
   return present;
 }
 
@@ -184,6 +190,22 @@ inline __m512i round_to_bf16(__m512 low, __m512 high) { return (__m512i)_mm512_c
 inline float score_factor(const Shape& shape) {
   const float scale = static_cast<float>(shape.scale);
   return scale == 0.0f ? 1.0f : scale < 0.0f ? -scale : scale;
+}
+
+// What a score is multiplied by to give a logit in natural units. Scores with a bias are logits: see add_bias.
+inline float logit_unit(const Shape& shape) { return shape.biased ? 1.0f : score_factor(shape); }
+
+// Turns scores[tile][lanes], `leading` apart, into logits: each is scaled, and the bias of its key is added.
+inline void add_bias(const Shape& shape, const Keys& keys, int64_t first, int64_t tile, int64_t lanes, int64_t leading,
+                     float* scores) {
+  if (keys.bias == nullptr) return;
+  const float* bias = static_cast<const float*>(keys.bias) + first * keys.bias_stride;
+  const __m512 factor = _mm512_set1_ps(score_factor(shape));
+  for (int64_t k = 0; k < smaller(keys.count - first, tile); ++k, scores += leading) {
+    const __m512 of_key = _mm512_set1_ps(bias[k * keys.bias_stride]);
+    for (int64_t i = 0; i < lanes; i += 16)
+      _mm512_storeu_ps(scores + i, _mm512_fmadd_ps(_mm512_loadu_ps(scores + i), factor, of_key));
+  }
 }
 
 inline void apply_sign(const Shape& shape, int64_t pairs, Pair* packed) {

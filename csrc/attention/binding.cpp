@@ -21,12 +21,14 @@ Inputs read_inputs(Arguments& in) {
   const TensorView ignored = in.optional("key_padding_mask", packed ? "1N" : "BN", DType::kBool);
   in.require(key.shape[3] >= 1 && key.shape[3] <= kMaxWidth, "key", "has a width that kernels do not have");
   in.require(value.shape[3] >= 1 && value.shape[3] <= kMaxWidth, "value", "has a width that kernels do not have");
-  inputs.shape = {query.dtype, int(key.shape[3]), int(value.shape[3]), in.number("scale")};
+  const TensorView bias = in.optional("key_bias", packed ? "1HN" : "BHN", state_type(query.dtype));
+  inputs.shape = {query.dtype, int(key.shape[3]), int(value.shape[3]), in.number("scale"), bias.data != nullptr};
   inputs.batch = query.shape[0], inputs.heads = query.shape[1], inputs.queries = query.shape[2];
   inputs.keys = key.shape[2];
   inputs.query = operand(query), inputs.key = operand(key), inputs.value = operand(value);
   inputs.ignored = static_cast<const uint8_t*>(ignored.data);
   inputs.ignored_stride[0] = ignored.stride[0], inputs.ignored_stride[1] = ignored.stride[1];
+  inputs.key_bias = operand(bias);
   inputs.cu_seqlens = offsets.data;
   inputs.cu_seqlens_wide = offsets.dtype == DType::kInt64;
   inputs.threads = torch_threads();
@@ -82,13 +84,16 @@ void backward(Arguments& in) {
   const DType dtype = inputs.shape.dtype, sums = state_type(dtype);
   const char* const keys = inputs.cu_seqlens ? "1HND" : "BHND";
   const char* const values = inputs.cu_seqlens ? "1HNE" : "BHNE";
+  const char* const biases = inputs.cu_seqlens ? "1HN" : "BHN";
   const Operand dout = operand(in.tensor("dout", "BHLE", sums)),
                 dlse = operand(in.tensor("dlse", "BHL", DType::kFloat64));
   const void* out = in.contiguous("out", "BHLE", sums).data;
   const auto* lse = static_cast<const double*>(in.contiguous("lse", "BHL", DType::kFloat64).data);
   const Gradients gradients{in.optional_contiguous("dquery", "BHLD", dtype).data,
                             in.optional_contiguous("dkey", keys, dtype).data,
-                            in.optional_contiguous("dvalue", values, dtype).data};
+                            in.optional_contiguous("dvalue", values, dtype).data,
+                            in.optional_contiguous("dkey_bias", biases, sums).data};
+  in.require(!gradients.key_bias || inputs.key_bias.data, "dkey_bias", "needs a bias that it is the gradient of");
   in.run([&] { attention_backward(inputs, dout, dlse, out, lse, gradients); });
 }
 

@@ -14,6 +14,7 @@ struct Inputs {
   const void* cu_seqlens;  // (batch + 1,), or null: every batch element has its own N keys
   bool cu_seqlens_wide;    // int64, else int32
   int threads;
+  Operand key_bias;  // (batch of the keys, H, N), in the type of sums; without data there is none
 };
 
 // Fills out (B, H, L, E), in the type of sums, and lse (B, H, L); both are contiguous. state_out and state_lse (width
@@ -35,10 +36,11 @@ struct StateRows {
 void merge_states(DType dtype, int64_t rows, int width, const StateRows& first, const StateRows& second, void* out,
                   double* lse);
 
-// Fills the gradients, contiguous and in the inputs' dtype; null if not needed. dout is (B, H, L, E) and dlse (B, H, L,
-// 1); out and lse are the results of forward.
+// Fills the gradients, contiguous and in the inputs' dtype, that of key_bias in the type of sums; null if not needed.
+// dout is (B, H, L, E) and dlse (B, H, L, 1); out and lse are the results of forward.
 struct Gradients {
   void *query, *key, *value;
+  void* key_bias = nullptr;
 };
 void attention_backward(const Inputs&, const Operand& dout, const Operand& dlse, const void* out, const double* lse,
                         const Gradients&);

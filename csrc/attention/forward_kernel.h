@@ -198,10 +198,10 @@ CMAB_INLINE V anchor(V reference) {
 }
 
 // weights[key][row] = exp2(logit - reference) for a tile of `count` keys, and their sums, for the columns of the
-// register tile that starts at `column`.
-template <class B, class T>
+// register tile that starts at `column`. Without a bias, not even a branch is left of it.
+template <class B, bool kBiased, class T>
 __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, State<T> state,
-                                          int column, int value_rows, T* weights) {
+                                          int column, int value_rows, T* weights, const T* bias) {
   using V = typename B::V;
   constexpr int kColumns = B::kColumns, kVectorRows = lanes<V>();
   V base[kColumns], limit[kColumns], sum[kColumns] = {};
@@ -220,6 +220,11 @@ __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> k
     V s[kKeys][kColumns] = {};
     multiply_add<V, kKeys, kColumns>(s, keys.rows + k * keys.stride, keys.stride, 1, queries + column * kVectorRows,
                                      B::kRows, depth);
+    if constexpr (kBiased)
+#pragma GCC unroll 16
+      for (int r = 0; r < kKeys; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < kColumns; ++c) s[r][c] += broadcast<V>(bias[k + r]);
     if (k + kKeys > count)  // unrolled: a run-time index would keep the scores in memory
 #pragma GCC unroll 16
       for (int r = 0; r < kKeys; ++r)
@@ -269,8 +274,8 @@ inline bool few(const Shape& shape, int rows) {
 
 // weights[key] = logit of one query (packed) for a tile of `count` keys, and -inf for the elements that fill up the
 // last vector. Returns the largest logit.
-template <class T>
-CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* weights) {
+template <bool kBiased, class T>
+CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* weights, const T* bias) {
   using V = Vector<T>;
   constexpr int kLanes = lanes<V>();
   V top = broadcast<V>(T(-kInfinity));
@@ -284,7 +289,8 @@ CMAB_INLINE T score_keys(const T* query, int depth, Tile<T> keys, int count, T* 
         part[r] += q * load_first<V>(keys.rows + row * keys.stride + d, kLanes);
       }
     }
-    const V logits = lane_numbers<V>() < T(count - k) ? sum_lanes(part) : broadcast<V>(T(-kInfinity));
+    V logits = lane_numbers<V>() < T(count - k) ? sum_lanes(part) : broadcast<V>(T(-kInfinity));
+    if constexpr (kBiased) logits += load<V>(bias + k);
     store(weights + k, logits);
     top = maximum(top, logits);
   }
@@ -313,11 +319,11 @@ CMAB_INLINE void add_values(const T* weights, Tile<T> values, int count, int wid
 }
 
 // Processes one query against a tile of `count` keys; `state` is the state of its row alone.
-template <class T>
+template <bool kBiased, class T>
 __attribute__((noinline)) void attend_one(const T* query, int depth, Tile<T> keys, Tile<T> values, int count,
-                                          State<T> state, int value_width, T* weights) {
+                                          State<T> state, int value_width, T* weights, const T* bias) {
   using V = Vector<T>;
-  const T largest = score_keys(query, depth, keys, count, weights);
+  const T largest = score_keys<kBiased>(query, depth, keys, count, weights, bias);
   if (largest > *state.reference + T(kSlack)) {
     const T factor = exp2(broadcast<V>(*state.reference - largest))[0];
     *state.reference = largest;
@@ -352,7 +358,7 @@ struct Forward {
     return sizeof(T) * size_t(padded_rows<T>(rows)) * (2 + round_up(shape.value_width, 4));
   }
   struct Scratch {
-    T *key, *value, *weights;
+    T *key, *value, *weights, *bias;
     size_t bytes;
 
     Scratch(const Shape& shape, void* memory) {
@@ -360,6 +366,7 @@ struct Forward {
       key = arena.take<T>(kKeyTile * round_up(shape.key_width, 4));
       value = arena.take<T>(kKeyTile * round_up(shape.value_width, 4));
       weights = arena.take<T>(kKeyTile * kBlockVectors * kVectorLanes<T>);
+      bias = arena.take<T>(kKeyTile);
       bytes = arena.used();
     }
   };
@@ -385,42 +392,51 @@ struct Forward {
   }
 
   static void attend(const Shape& shape, const QueryBlock* blocks, int count, const Keys& keys, void* memory) {
+    if (keys.bias) return attend_keys<true>(shape, blocks, count, keys, memory);
+    attend_keys<false>(shape, blocks, count, keys, memory);
+  }
+
+  template <bool kBiased>
+  static void attend_keys(const Shape& shape, const QueryBlock* blocks, int count, const Keys& keys, void* memory) {
     const Scratch scratch(shape, memory);
     const int value_rows = round_up(shape.value_width, 4);
     const int64_t apart = in_place<T>(shape, blocks, count);
     for (int64_t first = 0; first < keys.count; first += kKeyTile) {
-      const Present present = present_keys(keys, first);
+      Present present = present_keys(keys, first);
+      if constexpr (kBiased) leave_out_excluded<T>(keys, first, present);
       if (present.count == 0) continue;
       const auto key =
           load_tile(shape.dtype, keys.key, first, present, shape.key_width, shape.key_width, apart, scratch.key);
       const auto value =
           load_tile(shape.dtype, keys.value, first, present, shape.value_width, value_rows, apart, scratch.value);
+      const T* bias = kBiased ? load_bias(keys, first, present, scratch.bias) : nullptr;
       for (const QueryBlock* block = blocks; block < blocks + count; ++block)
-        attend_tile(shape, *block, key, value, present.count, scratch.weights);
+        attend_tile<kBiased>(shape, *block, key, value, present.count, scratch.weights, bias);
     }
   }
 
+  template <bool kBiased>
   static void attend_tile(const Shape& shape, const QueryBlock& block, Tile<T> key, Tile<T> value, int count,
-                          T* weights) {
+                          T* weights, const T* bias) {
     const T* queries = static_cast<const T*>(block.packed);
     const State<T> state = state_of<T>(block.rows, block.state);
     if (!few<T>(shape, block.rows))
       return with_block<T>(block.rows, [&](auto kind) {
-        attend_block<decltype(kind)>(shape, queries, key, value, count, state, weights);
+        attend_block<decltype(kind), kBiased>(shape, queries, key, value, count, state, weights, bias);
       });
     const int depth = shape.key_width, width = shape.value_width;
     for (int row = 0; row < block.rows; ++row)
-      attend_one(queries + row * depth, depth, key, value, count,
-                 {state.reference + row, state.sum + row, state.acc + row * width}, width, weights);
+      attend_one<kBiased>(queries + row * depth, depth, key, value, count,
+                 {state.reference + row, state.sum + row, state.acc + row * width}, width, weights, bias);
   }
 
-  template <class B>
+  template <class B, bool kBiased>
   static void attend_block(const Shape& shape, const T* queries, Tile<T> key, Tile<T> value, int count, State<T> state,
-                           T* weights) {
+                           T* weights, const T* bias) {
     const int value_rows = round_up(shape.value_width, 4);
     for (int c = 0; c < B::kRows / kVectorLanes<T>; c += B::kColumns) {
       const int at = c * kVectorLanes<T>;
-      weigh_keys<B>(queries, shape.key_width, key, count, state, c, value_rows, weights);
+      weigh_keys<B, kBiased>(queries, shape.key_width, key, count, state, c, value_rows, weights, bias);
       accumulate_rows<B>(state.acc + at, value_rows, value, weights + at, count);
     }
   }

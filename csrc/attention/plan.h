@@ -43,12 +43,18 @@ inline double dot(const T* a, int64_t a_step, const T* b, int width) {
   return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
 
+inline const void* bias_from(const Inputs& in, int64_t b, int64_t h, int64_t row) {
+  if (!in.key_bias.data) return nullptr;
+  if (in.shape.dtype == DType::kFloat64) return in.key_bias.at<double>(b, h, row);
+  return in.key_bias.at<float>(b, h, row);
+}
+
 inline Keys keys_of(const Inputs& in, const KeySet& set, int64_t h, int64_t first, int64_t count) {
   const int64_t row = set.first + first;
   const uint8_t* ignored =
       in.ignored ? in.ignored + set.batch * in.ignored_stride[0] + row * in.ignored_stride[1] : nullptr;
   return {rows_of(in, in.key, set.batch, h, row), rows_of(in, in.value, set.batch, h, row), ignored,
-          in.ignored_stride[1], count};
+          in.ignored_stride[1], count, bias_from(in, set.batch, h, row), in.key_bias.stride[2]};
 }
 
 // The number of heads that one task processes together, one chunk of keys after the other, because heads that are

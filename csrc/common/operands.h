@@ -49,6 +49,8 @@ struct Keys {
   const uint8_t* ignored;  // nonzero for an ignored key; null: none is ignored
   int64_t ignored_stride;
   int64_t count;
+  const void* bias = nullptr;  // added to the score of each key, in the type of sums; -inf for an ignored key; or null
+  int64_t bias_stride = 0;
 };
 
 }  // namespace cmab::cpu

@@ -34,6 +34,28 @@ inline Present present_keys(const Keys& keys, int64_t first) {
   return present;
 }
 
+// Removes the keys whose bias is -inf; T is the type of the bias.
+template <class T>
+inline void leave_out_excluded(const Keys& keys, int64_t first, Present& present) {
+  const T* bias = static_cast<const T*>(keys.bias) + first * keys.bias_stride;
+  int kept = 0;
+  for (int i = 0; i < present.count; ++i) {
+    present.row[kept] = present.row[i];
+    kept += bias[present.row[i] * keys.bias_stride] != T(-kInfinity);
+  }
+  present.count = kept;
+  present.all = kept == kKeyTile;
+}
+
+// The biases of the present keys in base 2, padded with zeros as a tile is, in `copy`.
+template <class T>
+inline const T* load_bias(const Keys& keys, int64_t first, const Present& present, T* copy) {
+  const T* bias = static_cast<const T*>(keys.bias) + first * keys.bias_stride;
+  for (int i = 0; i < present.count; ++i) copy[i] = T(bias[present.row[i] * keys.bias_stride] * kLog2E);
+  for (int i = present.count; i < kKeyTile; ++i) copy[i] = 0;
+  return copy;
+}
+
 // Rows in the compute type T; the elements of a row are contiguous.
 template <class T>
 struct Tile {

@@ -29,7 +29,7 @@ from cmab_kernels.testing.cubin import as_if_on
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
-EVERYTHING = (True, True, True)
+EVERYTHING = (True, True, True, False)
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +51,17 @@ class Case:
         cu_seqlens: Tensor | None = None,
         state: tuple[Tensor, Tensor] | None = None,
         scale: float | None = None,
-        needs: tuple[bool, bool, bool] = EVERYTHING,
+        needs: tuple[bool, ...] = EVERYTHING,
         cotangents: tuple[Tensor, Tensor] | None = None,
+        key_bias: Tensor | None = None,
     ) -> None:
+        if key_bias is not None:
+            needs = (*needs[:3], True)
+        self.key_bias = key_bias
         self.inputs, self.mask, self.cu_seqlens, self.state, self.needs = (q, k, v), mask, cu_seqlens, state, needs
         self.scale = q.shape[-1] ** -0.5 if scale is None else scale
         self.out, self.lse = kernels.attention_forward(
-            Attention(*self.inputs, mask, cu_seqlens, *(state or (None, None)), self.scale)
+            Attention(*self.inputs, mask, cu_seqlens, *(state or (None, None)), key_bias, self.scale)
         )
         self.dout, self.dlse = cotangents or (
             torch.randn(self.out.shape, dtype=self.out.dtype),
@@ -65,13 +69,18 @@ class Case:
         )
         self.grads = kernels.attention_backward(
             AttentionBackward(
-                self.dout, self.dlse, *self.inputs, mask, cu_seqlens, self.out, self.lse, self.scale, needs
+                self.dout, self.dlse, *self.inputs, mask, cu_seqlens, self.out, self.lse, key_bias, self.scale, needs
             )
         )
+        self.grads = self.grads[: len(self.given())]
+
+    def given(self) -> tuple[Tensor, ...]:
+        """The inputs that have a gradient."""
+        return self.inputs if self.key_bias is None else (*self.inputs, self.key_bias)
 
     def expected(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
-        wide = tuple(t.double().requires_grad_() for t in self.inputs)
-        out, lse = oracles.attention(*wide, self.mask, self.cu_seqlens, self.scale)
+        wide = tuple(t.detach().double().requires_grad_() for t in self.given())
+        out, lse = oracles.attention(*wide[:3], self.mask, self.cu_seqlens, self.scale, *wide[3:])
         if self.state is not None:
             out, lse = _merged((out, lse), (self.state[0].double(), self.state[1]))
         some = lse > -math.inf
@@ -90,7 +99,12 @@ class Case:
         assert torch.equal(self.lse == -math.inf, lse == -math.inf) and self.lse.dtype == torch.float64
         some = lse > -math.inf
         assert ((self.lse - lse)[some].abs() <= tolerance * (1 + lse[some].abs())).all(), "lse"
-        for name, need, ours, right, like in zip("qkv", self.needs, self.grads, grads, self.inputs, strict=True):
+        if self.key_bias is not None:
+            ours, right = self.grads[3], grads[3]
+            error, size = (ours.double() - right).abs(), right.abs().amax() + self.grads[1].abs().amax()
+            assert (ours.shape, ours.dtype) == (right.shape, self.key_bias.dtype), "gradient of the bias"
+            assert (error <= 4 * tolerance * size).all(), f"gradient of the bias: {float(error.max() / size)}"
+        for name, need, ours, right, like in zip("qkv", self.needs, self.grads, grads, self.inputs, strict=False):
             if not need:
                 assert ours.shape == (0,)
                 continue
@@ -158,7 +172,9 @@ def test_removal(left: str) -> None:
     if left == "nan":
         lse[1, 2, 0] = math.nan
     part = AttentionState(*kernels.attention_forward(Attention(q, k[:, :, gone], v[:, :, gone], scale=0.5)))
-    *ours, reliable = kernels.attention_removal(Attention(q, k[:, :, gone], v[:, :, gone], None, None, out, lse, 0.5))
+    *ours, reliable = kernels.attention_removal(
+        Attention(q, k[:, :, gone], v[:, :, gone], None, None, out, lse, scale=0.5)
+    )
     state, wanted = subtract_state(AttentionState(out, lse), part)
     assert torch.equal(reliable, wanted)
     for mine, right in zip(ours, state, strict=True):
@@ -180,9 +196,13 @@ def test_a_state_that_is_not_clean(lse: float, inside: float, keys: int) -> None
     spoilt = torch.zeros_like(log, dtype=torch.bool)
     spoilt[row] = lse != -math.inf
     for call in (
-        lambda out, log: kernels.attention_forward(Attention(q, k, v, None, None, out, log, 0.5)),
-        lambda out, log: kernels.attention_removal(Attention(q, k[:, :, :2], v[:, :, :2], None, None, out, log, 0.5)),
-        lambda out, log: kernels.attention_removal(Attention(q, k[:, :, :0], v[:, :, :0], None, None, out, log, 0.5)),
+        lambda out, log: kernels.attention_forward(Attention(q, k, v, None, None, out, log, scale=0.5)),
+        lambda out, log: kernels.attention_removal(
+            Attention(q, k[:, :, :2], v[:, :, :2], None, None, out, log, scale=0.5)
+        ),
+        lambda out, log: kernels.attention_removal(
+            Attention(q, k[:, :, :0], v[:, :, :0], None, None, out, log, scale=0.5)
+        ),
     ):
         (ours, ours_log, *rest), (right, right_log, *wanted) = call(bad_out, bad_log), call(out, log)
         assert torch.equal(ours.isnan().all(-1), spoilt) and torch.equal(ours_log.isnan(), spoilt)
@@ -274,13 +294,13 @@ def test_a_mask_of_any_strides() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[0, 3, 0, 64, 1, 129, 0], [1030, 7, 0, 1100], [1], [0], [1100]])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_packed_sets(sizes: list[int], dtype: torch.dtype) -> None:
-    """Packed sets are right, whether slots are counted by set or by offset,
-    and have the same bits as each set alone."""
-    offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=dtype)
-    q, k, v = torch.randn(len(sizes), 1, 6, 8).double(), *_inputs(1, 1, sum(sizes), sum(sizes), 8, 5, torch.float64)[1:]
-    packed = Case(q, k, v, torch.rand(1, sum(sizes)) < 0.1, offsets)
+@pytest.mark.parametrize("dtype, beyond", [(torch.int32, 0), (torch.int64, 0), (torch.int64, 90)])
+def test_packed_sets(sizes: list[int], dtype: torch.dtype, beyond: int) -> None:
+    """Packed sets are right, whether slots are counted by set or by offset, and have the same bits as each set alone;
+    rows beyond the last set have no effect."""
+    offsets, keys = torch.tensor([0, *itertools.accumulate(sizes)], dtype=dtype), sum(sizes) + beyond
+    q, k, v = torch.randn(len(sizes), 1, 6, 8).double(), *_inputs(1, 1, keys, keys, 8, 5, torch.float64)[1:]
+    packed = Case(q, k, v, torch.rand(1, keys) < 0.1, offsets)
     packed.check(1e-12)
     for i, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
         part = slice(first, last)
@@ -300,7 +320,7 @@ BAD_OFFSETS = (
     [-5, 900, 20, 3, 70],
     [70, 0, 70, 0, 70],
     [2**40, -(2**40), 10, 20, 1000],
-    [0, 9, 9, 40, 69],
+    [0, 9, 9, 40, 71],
     [1, 9, 9, 40, 70],
     [0, 9, 8, 40, 70],
 )
@@ -315,9 +335,11 @@ def test_wrong_offsets(offsets: list[int], keys: int) -> None:
     """
     given = torch.tensor(offsets) * (keys // 70)
     q, k, v = torch.randn(4, 1, 3, 8), *_inputs(1, 1, 1, keys, 8, 8, torch.float32)[1:]
-    out, lse = kernels.attention_forward(Attention(q, k, v, None, given, None, None, 1.0))
+    out, lse = kernels.attention_forward(Attention(q, k, v, None, given, None, None, scale=1.0))
     assert out.isnan().all() and lse.isnan().all()
-    grads = kernels.attention_backward(AttentionBackward(out, lse, q, k, v, None, given, out, lse, 1.0, EVERYTHING))
+    grads = kernels.attention_backward(
+        AttentionBackward(out, lse, q, k, v, None, given, out, lse, None, 1.0, EVERYTHING)
+    )
     assert all(grad.isnan().all() for grad in grads)
     checked_offsets = runs.checked_offsets(given, keys)
     assert checked_offsets is not None and checked_offsets.tolist() == [0, keys, keys, keys, keys, 1]
@@ -354,8 +376,8 @@ def test_the_host_waits_for_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = torch.tensor([0, 9, 40, 70])
     for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(Tensor, name, wait)
-    out, lse = kernels.attention_forward(Attention(q, k, v, None, offsets, None, None, 1.0))
-    kernels.attention_backward(AttentionBackward(out, lse, q, k, v, None, offsets, out, lse, 1.0, EVERYTHING))
+    out, lse = kernels.attention_forward(Attention(q, k, v, None, offsets, None, None, scale=1.0))
+    kernels.attention_backward(AttentionBackward(out, lse, q, k, v, None, offsets, out, lse, None, 1.0, EVERYTHING))
     with pytest.raises(AssertionError, match="wait"):
         schema.check_offsets(offsets, 70)
 
@@ -384,11 +406,11 @@ def test_one_run_joins_a_state_with_the_bits_of_a_merge(dtype: torch.dtype) -> N
     it."""
     q, k, v, old = (torch.randn(1, 2, n, 8, dtype=dtype) for n in (5, 70, 70, 30))
     state = kernels.attention_forward(Attention(q, old, old, scale=0.5))
-    alone = kernels.attention_forward(Attention(q, k, v, None, None, *state, 0.5))
-    packed = kernels.attention_forward(Attention(q, k, v, None, torch.tensor([0, 70]), *state, 0.5))
+    alone = kernels.attention_forward(Attention(q, k, v, None, None, *state, scale=0.5))
+    packed = kernels.attention_forward(Attention(q, k, v, None, torch.tensor([0, 70]), *state, scale=0.5))
     assert all(map(torch.equal, alone, packed))
     both = kernels.attention_forward(
-        Attention(q, torch.cat((old, k), 2), torch.cat((old, v), 2), None, None, None, None, 0.5)
+        Attention(q, torch.cat((old, k), 2), torch.cat((old, v), 2), None, None, None, None, scale=0.5)
     )
     assert (row_error(alone[0], both[0].double()) <= TOLERANCE[dtype]).all()
     assert torch.allclose(alone[1], both[1], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -400,11 +422,13 @@ def test_needs(latents: int) -> None:
     for several."""
     inputs = _inputs(1, 1, latents, 40, 8, 12, torch.float32)
     whole = Case(*inputs)
-    for needs in itertools.product((False, True), repeat=3):
+    for needs in itertools.product((False, True), (False, True), (False, True), (False,)):
         grads = kernels.attention_backward(
-            AttentionBackward(whole.dout, whole.dlse, *inputs, None, None, whole.out, whole.lse, whole.scale, needs)
+            AttentionBackward(
+                whole.dout, whole.dlse, *inputs, None, None, whole.out, whole.lse, None, whole.scale, needs
+            )
         )
-        for need, grad, reference in zip(needs, grads, whole.grads, strict=True):
+        for need, grad, reference in zip(needs, grads, whole.grads, strict=False):
             assert torch.equal(grad, reference) if need else grad.shape == (0,)
 
 
@@ -547,7 +571,15 @@ def test_a_result_that_the_batch_shares() -> None:
     gradients = [
         kernels.attention_backward(
             AttentionBackward(
-                torch.ones(3, 2, 3, 2).double(), lse.new_zeros(3, 2, 3), *rows, None, None, *results, 0.5, (True,) * 3
+                torch.ones(3, 2, 3, 2).double(),
+                lse.new_zeros(3, 2, 3),
+                *rows,
+                None,
+                None,
+                *results,
+                None,
+                0.5,
+                EVERYTHING,
             )
         )
         for rows, results in (
@@ -622,3 +654,30 @@ def test_bfloat16_is_refused() -> None:
     q = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
     assert "bfloat16" in str(kernels.unsupported(q, q, q))
     assert kernels.unsupported(q.float(), q.float(), q.float()) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "latents, keys, packed, scale", [(5, 70, False, 0.0), (130, 70, False, -0.7), (4, 1100, True, None)]
+)
+def test_a_bias(latents: int, keys: int, packed: bool, scale: float | None, dtype: torch.dtype) -> None:
+    """A bias of each key, broadcast over the batch; keys with a bias of -inf, which hold NaN, do not count."""
+    q, k, v = _inputs(1 if packed else 2, 2, latents, keys, 8, 6, dtype)
+    offsets = torch.tensor([0, 9, 9, keys]) if packed else None
+    if packed:
+        q = q.expand(3, -1, -1, -1)
+    sums = torch.promote_types(dtype, torch.float32)
+    bias = 3 * torch.randn(1, 2, 2 * keys, dtype=sums)[:, :, ::2]
+    bias[:, 1, 3::7] = -math.inf
+    k[:, 1, 3::7], v[:, 1, 3::7] = math.nan, math.inf
+    mask = torch.rand(k.shape[0], keys) < 0.2
+    case = Case(q, k, v, mask, offsets, scale=scale, key_bias=bias.expand(k.shape[0], -1, -1))
+    case.check(TOLERANCE[dtype])
+    assert not case.grads[3][:, 1, 3::7].any() and not case.grads[1][:, 1, 3::7].any()
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_a_bias_in_float32_in_parts(capability: int) -> None:
+    q, k, v = _inputs(1, 1, 70, 300, 30, 17, torch.float32)
+    with as_if_on(capability):
+        Case(q, k, v, torch.rand(1, 300) < 0.2, key_bias=3 * torch.randn(1, 1, 300)).check(TOLERANCE[torch.float32])

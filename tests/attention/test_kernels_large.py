@@ -21,7 +21,7 @@ from cmab_kernels.testing.fused import fused_products
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
-EVERYTHING = (True, True, True)
+EVERYTHING = (True, True, True, False)
 
 
 @pytest.fixture(params=[False, True], ids=["rounded", "fused"], autouse=True)
@@ -103,8 +103,8 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
     """
     query, key, value = scores.new_ones(1, 1, 1, 1), scores.view(1, 1, -1, 1), values.view(1, 1, -1, 1)
     ones = torch.ones_like(out), torch.ones_like(lse)
-    dquery, dkey, dvalue = kernels.attention_backward(
-        AttentionBackward(*ones, query, key, value, None, None, out, lse, scale, EVERYTHING)
+    dquery, dkey, dvalue, _ = kernels.attention_backward(
+        AttentionBackward(*ones, query, key, value, None, None, out, lse, None, scale, EVERYTHING)
     )
     assert all(grad.isfinite().all() for grad in (dquery, dkey, dvalue))
     weights = torch.zeros_like(scores)
@@ -128,8 +128,8 @@ def test_a_lone_largest_score_has_weight_one() -> None:
     scale = 8**-0.5
     out, lse = kernels.attention_forward(Attention(query, key, value, scale=scale))
     slopes = torch.ones_like(out), torch.zeros_like(lse)
-    _, _, dvalue = kernels.attention_backward(
-        AttentionBackward(*slopes, query, key, value, None, None, out, lse, scale, EVERYTHING)
+    _, _, dvalue, _ = kernels.attention_backward(
+        AttentionBackward(*slopes, query, key, value, None, None, out, lse, None, scale, EVERYTHING)
     )
     assert torch.equal(dvalue[..., 0], torch.eye(13, dtype=torch.float64)[12].expand(1, 64, 13))
 

@@ -21,7 +21,7 @@ native = pytest.importorskip(
     "cmab_kernels.attention.native", reason="the extension was not built", exc_type=ImportError
 )
 
-ALL = (True, True, True)
+ALL = (True, True, True, False)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # The error allowed, relative to the largest entry of a result's row, beyond the rounding of the inputs' type.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 32 * 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -72,7 +72,7 @@ def _check(
     """Compare forward and backward with the definition in float64, row by row."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tolerance = TOLERANCE[query.dtype]
-    out, lse = native.attention_forward(Attention(query, key, value, mask, cu, None, None, scale))
+    out, lse = native.attention_forward(Attention(query, key, value, mask, cu, None, None, scale=scale))
     wide = [t.double() for t in (query, key, value)]
     right_out, right_lse = attention_reference(*wide, mask, cu, scale)
     assert out.dtype == state_dtype(query.dtype) and lse.dtype == torch.float64 and out.is_contiguous()
@@ -86,9 +86,11 @@ def _check(
         <= tolerance
     )
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    ours = native.attention_backward(AttentionBackward(dout, dlse, query, key, value, mask, cu, out, lse, scale, ALL))
+    ours = native.attention_backward(
+        AttentionBackward(dout, dlse, query, key, value, mask, cu, out, lse, None, scale, ALL)
+    )
     right = attention_backward_reference(dout.double(), dlse, *wide, mask, cu, right_out, right_lse, scale)
-    for name, mine, expected, like in zip("qkv", ours, right, (query, key, value), strict=True):
+    for name, mine, expected, like in zip("qkv", ours[:3], right[:3], (query, key, value), strict=True):
         assert mine.shape == like.shape and mine.dtype == like.dtype and mine.is_contiguous()
         assert _row_error(mine, expected, floor=0.1) <= 4 * tolerance, name
 
@@ -158,10 +160,14 @@ def test_expanded_operands(isa: str) -> None:
     out, lse = native.attention_forward(Attention(query, key, value, scale=1.0))
     one = torch.ones((), dtype=torch.float64)
     spread = native.attention_backward(
-        AttentionBackward(one.expand_as(out), one.expand_as(lse), query, key, value, None, None, out, lse, 1.0, ALL)
+        AttentionBackward(
+            one.expand_as(out), one.expand_as(lse), query, key, value, None, None, out, lse, None, 1.0, ALL
+        )
     )
     dense = native.attention_backward(
-        AttentionBackward(torch.ones_like(out), torch.ones_like(lse), query, key, value, None, None, out, lse, 1.0, ALL)
+        AttentionBackward(
+            torch.ones_like(out), torch.ones_like(lse), query, key, value, None, None, out, lse, None, 1.0, ALL
+        )
     )
     assert all(torch.equal(a, b) for a, b in zip(spread, dense, strict=True))
 
@@ -208,7 +214,7 @@ def test_packed_sets(isa: str, sizes: list[int], kind: torch.dtype) -> None:
 def test_offsets_out_of_range_read_nothing_there() -> None:
     query, key, value = _case(1, 1, 4, 10, 8, 8, torch.float64)
     out, lse = native.attention_forward(
-        Attention(query.expand(3, -1, -1, -1), key, value, None, torch.tensor([-5, 4, 1000, 20]), None, None, 1.0)
+        Attention(query.expand(3, -1, -1, -1), key, value, None, torch.tensor([-5, 4, 1000, 20]), None, None, scale=1.0)
     )
     assert torch.equal(
         out[1:2], native.attention_forward(Attention(query, key[:, :, 4:], value[:, :, 4:], scale=1.0))[0]
@@ -223,7 +229,7 @@ def test_incoming_state(isa: str, keys: int, dtype: torch.dtype) -> None:
     first = native.attention_forward(Attention(query, key[:, :, :50], value[:, :, :50], scale=0.3))
     state_out, state_lse = first[0].mT.contiguous().mT, first[1].mT.contiguous().mT
     both = native.attention_forward(
-        Attention(query, key[:, :, 50:], value[:, :, 50:], None, None, state_out, state_lse, 0.3)
+        Attention(query, key[:, :, 50:], value[:, :, 50:], None, None, state_out, state_lse, scale=0.3)
     )
     right = attention_reference(query.double(), key.double(), value.double(), None, None, 0.3)
     own = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.3)
@@ -232,7 +238,7 @@ def test_incoming_state(isa: str, keys: int, dtype: torch.dtype) -> None:
     if keys == 0:
         assert torch.equal(both[0], first[0]) and torch.equal(both[1], first[1])
     empty = torch.zeros_like(first[0]), torch.full_like(first[1], -math.inf)
-    merged = native.attention_forward(Attention(query, key, value, None, None, *empty, 0.3))
+    merged = native.attention_forward(Attention(query, key, value, None, None, *empty, scale=0.3))
     assert all(
         torch.equal(a, b)
         for a, b in zip(merged, native.attention_forward(Attention(query, key, value, scale=0.3)), strict=True)
@@ -255,7 +261,9 @@ def test_a_key_of_another_size(isa: str, dtype: torch.dtype, logit: float, at: i
     assert _row_error(out, right_out) <= max(TOLERANCE[dtype], 4 * eps * min(abs(logit), 200))
     assert ((lse - right_lse).abs() <= max(TOLERANCE[dtype], 4 * eps * abs(logit))).all()
     gradients = native.attention_backward(
-        AttentionBackward(torch.ones_like(out), torch.ones_like(lse), query, key, value, None, None, out, lse, 1.0, ALL)
+        AttentionBackward(
+            torch.ones_like(out), torch.ones_like(lse), query, key, value, None, None, out, lse, None, 1.0, ALL
+        )
     )
     assert all(g.isfinite().all() for g in gradients)
 
@@ -290,14 +298,14 @@ def test_a_bad_query_stays_in_its_row(isa: str, dtype: torch.dtype, bad: float) 
     )
 
 
-@pytest.mark.parametrize("needs", list(product([True, False], repeat=3)))
+@pytest.mark.parametrize("needs", list(product([True, False], repeat=4)))
 @pytest.mark.parametrize("latents, keys", [(20, 300), (600, 70)])
-def test_needs(isa: str, needs: tuple[bool, bool, bool], latents: int, keys: int) -> None:
-    inputs = _case(1, 2, latents, keys, 8, 12, torch.float32)
-    out, lse = native.attention_forward(Attention(*inputs, scale=1.0))
-    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    everything = native.attention_backward(AttentionBackward(dout, dlse, *inputs, None, None, out, lse, 1.0, ALL))
-    some = native.attention_backward(AttentionBackward(dout, dlse, *inputs, None, None, out, lse, 1.0, needs))
+def test_needs(isa: str, needs: tuple[bool, ...], latents: int, keys: int) -> None:
+    inputs, bias = _case(1, 2, latents, keys, 8, 12, torch.float32), torch.randn(1, 2, keys)
+    out, lse = native.attention_forward(Attention(*inputs, key_bias=bias, scale=1.0))
+    given = torch.randn_like(out), torch.randn_like(lse), *inputs, None, None, out, lse, bias, 1.0
+    everything = native.attention_backward(AttentionBackward(*given, (True,) * 4))
+    some = native.attention_backward(AttentionBackward(*given, needs))
     for need, mine, full in zip(needs, some, everything, strict=True):
         assert torch.equal(mine, full) if need else mine.shape == (0,)
 
@@ -317,13 +325,14 @@ def test_rows_without_a_key_contribute_nothing(isa: str) -> None:
             None,
             out[:, :, 1:],
             lse[:, :, 1:],
+            None,
             1.0,
             ALL,
         )
     )
     lse[:, :, 0], out[:, :, 0], dout[:, :, 0], dlse[:, :, 0] = -math.inf, 0.0, math.nan, math.nan
-    dquery, dkey, dvalue = native.attention_backward(
-        AttentionBackward(dout, dlse, query, key, value, None, None, out, lse, 1.0, ALL)
+    dquery, dkey, dvalue, _ = native.attention_backward(
+        AttentionBackward(dout, dlse, query, key, value, None, None, out, lse, None, 1.0, ALL)
     )
     assert (dquery[:, :, 0] == 0).all() and torch.equal(dquery[:, :, 1:], right[0])
     assert _row_error(dkey, right[1]) < 1e-12 and _row_error(dvalue, right[2]) < 1e-12
@@ -339,13 +348,15 @@ def _everything(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None =
     """Return (out, lse, dquery, dkey, dvalue); incoming gradients depend only on the shapes, so that parts of a batch
     can be compared."""
     scale = query.shape[-1] ** -0.5
-    out, lse = native.attention_forward(Attention(query, key, value, mask, None, None, None, scale))
+    out, lse = native.attention_forward(Attention(query, key, value, mask, None, None, None, scale=scale))
     dout = torch.linspace(-1, 1, out[0].numel(), dtype=out.dtype).view(out.shape[1:]).expand_as(out)
     dlse = torch.linspace(1, -1, lse[0].numel(), dtype=lse.dtype).view(lse.shape[1:]).expand_as(lse)
     return (
         out,
         lse,
-        *native.attention_backward(AttentionBackward(dout, dlse, query, key, value, mask, None, out, lse, scale, ALL)),
+        *native.attention_backward(
+            AttentionBackward(dout, dlse, query, key, value, mask, None, out, lse, None, scale, ALL)
+        ),
     )
 
 

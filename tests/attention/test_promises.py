@@ -125,3 +125,24 @@ def test_packed_sets(impl: str, sizes: list[int]) -> None:
     ours, wanted = _gradients(state, inputs, weights), _gradients(ck.AttentionState(*expected), inputs, weights)
     for a, b in zip((*state, *ours), (*expected, *wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[0, 3, 64, 1], [50, 7], [0], []])
+def test_packed_rows_beyond_the_sets(impl: str, sizes: list[int]) -> None:
+    """A buffer may be longer than its sets: the rows beyond, which hold NaN, are not read, and have gradient 0."""
+    offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+    total = int(offsets[-1])
+    q, k, v = torch.randn(len(sizes), 2, 6, 8), torch.randn(1, 2, total + 70, 8), torch.randn(1, 2, total + 70, 5)
+    mask = torch.rand(1, total + 70) < 0.2
+    k[:, :, total:], v[:, :, total:] = math.nan, math.inf
+    inputs = tuple(t.double().requires_grad_() for t in (q, k, v))
+    state = ck.attention_state(*inputs, cu_seqlens=offsets, key_padding_mask=mask, impl=impl)
+    exact = (inputs[0], *(t.detach()[:, :, :total].requires_grad_() for t in inputs[1:]))
+    wanted = ck.attention_state(*exact, cu_seqlens=offsets, key_padding_mask=mask[:, :total], impl=impl)
+    weights = torch.randn_like(state.out), torch.randn_like(state.lse)
+    ours, right = _gradients(state, inputs, weights), _gradients(wanted, exact, weights)
+    for a, b in zip((*state, ours[0]), (*wanted, right[0]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    for a, b in zip(ours[1:], right[1:], strict=True):
+        torch.testing.assert_close(a[:, :, :total], b, rtol=1e-11, atol=1e-12)
+        assert not a[:, :, total:].any()

@@ -44,18 +44,25 @@ def test_packed_sets_equal_each_set_alone() -> None:
     assert lse[1].eq(-math.inf).all() and out[1].eq(0).all()
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_gradient_formula_against_autograd(packed: bool) -> None:
+def test_gradient_formula_against_autograd(packed: bool, biased: bool) -> None:
     batch = 1 if packed else 2
     q, k, v = torch.randn(2, 3, 4, 6), torch.randn(batch, 3, 9, 6), torch.randn(batch, 3, 9, 5)
     q, k, v = (t.double().requires_grad_() for t in (q, k, v))
     mask = torch.rand(batch, 9) < 0.3
     offsets = torch.tensor([0, 4, 9]) if packed else None
-    out, lse = attention_reference(q, k, v, mask, offsets, 0.7)
+    bias = torch.randn(batch, 3, 9).double() if biased else None
+    if bias is not None:
+        bias[:, 1, 2] = -math.inf
+        bias.requires_grad_()
+    inputs = (q, k, v) if bias is None else (q, k, v, bias)
+    out, lse = attention_reference(q, k, v, mask, offsets, 0.7, bias)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
-    wanted = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-    given = attention_backward_reference(dout, dlse, q, k, v, mask, offsets, out, lse, 0.7)
-    for a, b in zip(given, wanted, strict=True):
+    wanted = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    given = attention_backward_reference(dout, dlse, q, k, v, mask, offsets, out, lse, 0.7, bias)
+    assert biased or given[3].shape == (0,)
+    for a, b in zip(given, wanted, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 

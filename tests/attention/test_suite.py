@@ -165,6 +165,56 @@ class TestPackedSets(Variant):
         return (oracles.attention(query, key, value, None, _offsets(key.device))[0].to(query.dtype),)
 
 
+class TestKeyBias(Variant):
+    """`attention_state` with a bias of each key."""
+
+    arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "key_bias": "BHN"}
+    autocast = ()
+
+    def oracle(
+        self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor, key_padding_mask: Tensor | None = None
+    ) -> Results:
+        return oracles.attention(query, key, value, key_padding_mask, key_bias=key_bias)
+
+    def in_torch(self, query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor) -> Results:
+        added = key_bias[:, :, None].expand(-1, -1, query.shape[2], -1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, added)
+        return out, out.new_zeros(out.shape[:-1], dtype=torch.float64)
+
+    def score(self, inputs: dict[str, Tensor]) -> float:
+        bias = inputs["key_bias"]
+        return super().score(inputs) + (float(bias.abs().max()) if bias.numel() else 0.0)
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        return OperatorSuite.row_sizes(self, found)
+
+
+class TestGroupedHeads(Variant):
+    """`latent_attention` of queries with three times the heads of the keys."""
+
+    operator = "latent_attention"
+    arguments = {"query": "BGLD", "key": "BHND", "value": "BHNE"}
+    outputs = ("out",)
+    extents = {**TestAttentionState.extents, "G": 6, "H": 2}
+    small = {**TestAttentionState.small, "G": 6, "H": 2}
+    empty = "BLN"
+
+    def call(self, impl: str, **inputs: Any) -> Results:
+        return (ck.latent_attention(**inputs, enable_gqa=True, impl=impl),)
+
+    def oracle(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None) -> Results:
+        return oracles.attention(query, *(t.repeat_interleave(3, 1) for t in (key, value)), key_padding_mask)[:1]
+
+    def in_torch(self, query: Tensor, key: Tensor, value: Tensor) -> Results:
+        return (torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True),)
+
+    def score(self, inputs: dict[str, Tensor]) -> float:
+        return oracles.largest_score(inputs["query"], inputs["key"].repeat_interleave(3, 1))
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        return OperatorSuite.row_sizes(self, found)
+
+
 class TestIncomingState(Variant):
     """`attention_state` that starts from the state of other keys."""
 

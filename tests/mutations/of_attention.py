@@ -5,6 +5,7 @@ from __future__ import annotations
 from .fault import Fault
 
 SUITE = "tests/attention/test_suite.py::TestAttentionState"
+BIAS = "tests/attention/test_key_bias.py"
 NATIVE = "tests/attention/test_native.py"
 BF16 = "tests/attention/test_bf16.py"
 STATE = "tests/attention/test_state.py"
@@ -254,6 +255,12 @@ IN_CPP = {
         f"{NARROW} -k 'avx2 and attention.prefix'",
         "avx2",
     ),
+    "the gradient of a bias by the last queries alone": Fault(
+        "csrc/attention/backward_kernel.h",
+        "sums[k] += sum_lanes(total);",
+        "sums[k] = sum_lanes(total);",
+        f"{BIAS}::test_is_its_definition -k native",
+    ),
     "a logarithm of too few terms": Fault(
         "csrc/prefix/rows.h",
         "for (int n = kSingle ? 9 : 21;",
@@ -284,6 +291,18 @@ IN_CPP = {
 }
 
 IN_PYTHON = {
+    "a bias that leads to no gradient": Fault(
+        "cmab_kernels/attention/schema.py",
+        'needs = call.needs("query", "key", "value", "key_bias")',
+        'needs = (*call.needs("query", "key", "value"), False)',
+        f"{BIAS}::test_is_its_definition -k native",
+    ),
+    "a key that a bias excludes, and that is read": Fault(
+        "cmab_kernels/attention/reference.py",
+        "ignore = excluded if ignore is None else excluded | ignore",
+        "ignore = excluded if ignore is None else ignore",
+        f"{BIAS}::test_excluded_keys -k reference",
+    ),
     "a lost gradient to the state's lse": Fault(
         "cmab_kernels/attention/state.py",
         "(share * slope)",
@@ -319,8 +338,8 @@ IN_PYTHON = {
     ),
     "a batch that shares its neighbour's mask": Fault(
         "cmab_kernels/attention/reference.py",
-        "key.masked_fill(ignore[:, None, :, None], 0.0)",
-        "key.masked_fill(ignore[:1, None, :, None], 0.0)",
+        "key.masked_fill(ignore[..., None], 0.0)",
+        "key.masked_fill(ignore[:1, ..., None], 0.0)",
         "tests/attention/test_reference.py::test_nothing_that_is_ignored_leaks",
     ),
     "a packed set with a key of the next": Fault(

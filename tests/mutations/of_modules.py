@@ -166,9 +166,9 @@ MODULES = {
         "tests/nn/test_nystrom_attention.py::test_one_clustering_of_the_tokens_of_self_attention",
     ),
     "query heads that meet another's keys": Fault(
-        "cmab_kernels/integrations/functional.py",
-        "query.reshape(batch, groups, heads // groups * length, width)",
-        "query.transpose(1, 2).reshape(batch, groups, heads // groups * length, width)",
+        "cmab_kernels/attention/api.py",
+        "return part.reshape(batch, heads // groups, groups * latents, *part.shape[3:])",
+        "return part.transpose(1, 2).reshape(batch, heads // groups, groups * latents, *part.shape[3:])",
         "tests/integrations/test_transformers.py::test_calls",
     ),
     "a batch that is not mapped": Fault(

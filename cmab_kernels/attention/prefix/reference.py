@@ -92,7 +92,7 @@ def prefix_attention_backward_reference(
     )
     grads = tuple(
         grad.unflatten(0, (query.shape[0], prefixes)).sum(1).to(like.dtype)
-        for grad, like in zip(each, inputs, strict=True)
+        for grad, like in zip(each[:3], inputs, strict=True)
     )
     if state_out is None or state_lse is None:
         return *grads, query.new_empty(0), query.new_empty(0)

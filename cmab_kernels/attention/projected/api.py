@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from ...runtime.backends import choose
-from ...runtime.checks import as_autocast, as_float, as_they_are, check_mask, check_operands, fixed, kind_of, mismatch
+from ...runtime.checks import (
+    as_autocast,
+    as_float,
+    as_they_are,
+    check_mask,
+    check_operands,
+    fixed,
+    is_read,
+    kind_of,
+    mismatch,
+)
 from ...runtime.dtypes import state_dtype
 from ...runtime.tracing import needs_definition, under_transform
 from ..api import check_offsets_shape
@@ -60,7 +70,8 @@ def projected_attention_state(
         state: the state of other inputs, to merge with the new state: out (B, H, L, E) in float32 (float64 for float64
             inputs), lse (B, H, L) in float64. Stacked: both have a leading K. `state` is not changed.
         key_padding_mask: (B, N) bool, True = ignore. The values of ignored rows have no effect, not even NaN.
-        cu_seqlens: (S + 1,) offsets of S sets packed into the rows of inputs of batch 1, as in `latent_attention`.
+        cu_seqlens: (S + 1,) offsets of S sets packed into the rows of inputs of batch 1, as in `latent_attention`:
+            inputs may have more rows, which belong to no set.
         scale: factor of the scores; None means D ** -0.5.
         impl: "auto", "reference", "native" or "triton".
 
@@ -93,6 +104,8 @@ def projected_attention_state(
     batch = inputs.shape[0] if cu_seqlens is None else check_offsets_shape(cu_seqlens, inputs, "inputs")
     query = _over_batch(query, batch, stacked)
     check_mask(key_padding_mask, inputs, inputs.shape[:2])
+    if cu_seqlens is not None:
+        key_padding_mask = _or_beyond(key_padding_mask, cu_seqlens, inputs)
     given = dict(zip(given, as_autocast(query, *list(given.values())[1:]), strict=True))
     sums = state_dtype(given["inputs"].dtype)
     if state is not None:
@@ -310,6 +323,15 @@ def _over_batch(query: Tensor, batch: int, stacked: bool) -> Tensor:
     elif given.shape[1] != batch:
         raise ValueError(mismatch("query", f"shape {tuple(query.shape)}", f"batch {batch} as inputs have, or no batch"))
     return given
+
+
+def _or_beyond(mask: Tensor | None, cu_seqlens: Tensor, inputs: Tensor) -> Tensor | None:
+    """The mask, and True for the rows beyond the last packed set: their projections must not reach a gradient."""
+    rows = inputs.shape[1]
+    if is_read(cu_seqlens) and int(cu_seqlens[-1]) >= rows:
+        return mask
+    beyond = (torch.arange(rows, device=inputs.device) >= cu_seqlens[-1]).unsqueeze(0)
+    return beyond if mask is None else mask | beyond
 
 
 def _check_incoming(

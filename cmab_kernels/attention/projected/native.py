@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import FLOATING
 from ...runtime.extension import load
+from ..native import forget_beyond
 from .contract import ProjectedAttention, ProjectedAttentionBackward
 
 _C = load()
@@ -81,4 +82,6 @@ def projected_attention_backward(given: ProjectedAttentionBackward) -> tuple[Ten
         dweight=dweight if needs[2] else None,
         dbias=dbias if needs[3] else None,
     )
+    if given.cu_seqlens is not None and needs[1]:
+        forget_beyond(given.cu_seqlens, [dinputs], 1)
     return dquery, dinputs, dweight, dbias

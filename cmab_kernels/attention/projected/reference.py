@@ -89,7 +89,7 @@ def projected_attention_backward_reference(
     dnormed, parts = torch.zeros_like(normed), []
     for i in range(query.shape[0]):
         key, value = projected_heads(normed, weight[i], bias[i], heads, width)
-        dquery, *dheads = attention_backward_reference(
+        dquery, *dheads, _ = attention_backward_reference(
             dout[i], dlse[i], query[i], key, value, key_padding_mask, cu_seqlens, out[i], lse[i], scale
         )
         dprojected = torch.cat([part.transpose(1, 2).flatten(2) for part in dheads], -1)

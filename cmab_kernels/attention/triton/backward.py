@@ -18,7 +18,7 @@ from torch import Tensor
 from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, on_device, triton_dtype
 from ...runtime.triton_products import in_place, product, product_of_wide
-from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
+from ...runtime.triton_rows import biases_of, kept_keys, load_tile, rows_at, tile_at
 from ..contract import AttentionBackward
 from .backward_in_parts import _backward_in_parts
 from .forward import IN_SHARED, LOG2_E
@@ -66,8 +66,13 @@ def weigh(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     HIDDEN: tl.constexpr = True,
+    biases=None,
+    gain=None,
 ):
     """The weights P of a tile and the gradient dS of its scores: (queries, keys), or (keys, queries) if TURNED.
+
+    Both are of the dtype OPERAND, and dS is also returned as it was before it was rounded. With `biases` of the keys,
+    scores are first multiplied by `gain`, and `log2_scale` is that of base 2 alone.
 
     A thread has few rows of a tile. If the queries are the rows, they and their terms take few registers; if they are
     the columns, P' and dS' lie where the products dV = P' dout and dK = dS' Q need them.
@@ -76,6 +81,8 @@ def weigh(
     KEYS: tl.constexpr = 0 if TURNED else 1
     high, low, delta = tl.expand_dims(high, KEYS), tl.expand_dims(low, KEYS), tl.expand_dims(delta, KEYS)
     scores = scores_of(keys, queries, TURNED, OPERAND, PRECISION, HIDDEN)
+    if biases is not None:
+        scores = tl.fma(scores, gain, tl.expand_dims(biases, 1 - KEYS))
     exponents = (scores - high) * log2_scale - low
     if high.dtype == tl.float64:  # beyond 2**53, lse no longer tells neighbouring scores apart
         exponents = tl.where(exponents > 0, 0.0, exponents)
@@ -86,7 +93,7 @@ def weigh(
     if SLOPES:
         dweights = scores_of(values, douts, TURNED, OPERAND, PRECISION, HIDDEN)
         slopes = weights * (dweights - delta)
-    return weights.to(OPERAND), slopes.to(OPERAND)
+    return weights.to(OPERAND), slopes.to(OPERAND), slopes
 
 
 @triton.jit
@@ -116,15 +123,28 @@ def store_keys(gradient, tile, keep, sizes, batch, head, start, last, WIDTH: tl.
 
 
 @triton.jit
+def store_biases(gradient, sums, keep, sizes, batch, head, start, last):
+    """Store one tile of the contiguous gradient of a bias; ignored keys get exact zeros."""
+    _, H, _, N = sizes
+    keys = start + tl.arange(0, sums.shape[0])
+    if keep is not None:
+        sums = tl.where(keep, sums, 0.0)
+    tl.store(gradient + ((tl.cast(batch, tl.int64) * H + head) * N + keys), sums, mask=keys < last)
+
+
+@triton.jit
 def _pull(
     dq,
     rows,
     key,
     value,
     mask,
+    bias,
     dkey,
     dvalue,
+    dbias,
     strides,
+    bias_strides,
     sizes,
     batch,
     head,
@@ -143,19 +163,36 @@ def _pull(
     PRECISION: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Process one tile of keys: store dK and dV, and return dq with the tile's share of dQ added."""
-    SLOPES: tl.constexpr = QUERY or dkey is not None
+    """Process one tile of keys: store dK, dV and the gradient of the bias, and return dq with the tile's share of dQ
+    added."""
+    SLOPES: tl.constexpr = QUERY or dkey is not None or dbias is not None
     WIDEST: tl.constexpr = max(D_PAD, E_PAD)
     # Tiles of 256 columns do not fit where shared memory is little.
     HIDDEN: tl.constexpr = WIDEST < IN_SHARED or WIDEST > 128
     _, key_strides, value_strides, mask_strides = strides
     queries, douts, _, _, _ = rows
-    keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED)
+    biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+    keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED, biases)
     keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
     values = keys
     if SLOPES:
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-    weights, slopes = weigh(keys, values, rows, keep, log2_scale, False, SLOPES, OPERAND, PRECISION, HIDDEN=HIDDEN)
+    weights, slopes, exact = weigh(
+        keys,
+        values,
+        rows,
+        keep,
+        log2_scale,
+        False,
+        SLOPES,
+        OPERAND,
+        PRECISION,
+        HIDDEN=HIDDEN,
+        biases=biases,
+        gain=scale,
+    )
+    if dbias is not None:
+        store_biases(dbias, tl.sum(exact, 0), keep, sizes, batch, head, start, last)
     if dvalue is not None:
         dv = product(tl.trans(weights), douts, OPERAND, PRECISION, HIDDEN)
         store_keys(dvalue, dv, keep, sizes, batch, head, start, last, E)
@@ -167,12 +204,13 @@ def _pull(
     return dq
 
 
-@kernel("query", "key", "value", "mask", "high", "low", "delta")
+@kernel("query", "key", "value", "mask", "bias", "high", "low", "delta")
 def _backward(
     query,
     key,
     value,
     mask,
+    bias,
     offsets,
     douts,
     high,
@@ -181,10 +219,12 @@ def _backward(
     shares,
     dkey,
     dvalue,
+    dbias,
     strides: tl.int64,
     sizes: tl.int32,
     cut: tl.int32,
     scale: tl.float64,
+    bias_strides: tl.int64,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -215,7 +255,7 @@ def _backward(
     if offsets is not None:
         batch = 0
     scale_ = tl.full([1], scale, DTYPE)
-    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
+    log2_scale = (tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(DTYPE)
     dq = tl.zeros([BLOCK_L, D_PAD], DTYPE)
     whole = first + (last - first) // BLOCK_N * BLOCK_N
     for start in range(first, whole, BLOCK_N):
@@ -225,9 +265,12 @@ def _backward(
             key,
             value,
             mask,
+            bias,
             dkey,
             dvalue,
+            dbias,
             strides,
+            bias_strides,
             sizes,
             batch,
             head,
@@ -253,9 +296,12 @@ def _backward(
             key,
             value,
             mask,
+            bias,
             dkey,
             dvalue,
+            dbias,
             strides,
+            bias_strides,
             sizes,
             batch,
             head,
@@ -281,12 +327,13 @@ def _backward(
         tl.store(rows_at(shares, row, D, D_PAD), dq, mask=inside)
 
 
-@kernel("query", "key", "value", "mask", "high", "low", "delta")
+@kernel("query", "key", "value", "mask", "bias", "high", "low", "delta")
 def _backward_keys(
     query,
     key,
     value,
     mask,
+    bias,
     offsets,
     douts,
     high,
@@ -294,10 +341,12 @@ def _backward_keys(
     delta,
     dkey,
     dvalue,
+    dbias,
     strides: tl.int64,
     sizes: tl.int32,
     cut: tl.int32,
     scale: tl.float64,
+    bias_strides: tl.int64,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -307,7 +356,7 @@ def _backward_keys(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of one run of keys, for several blocks of queries.
+    """dK, dV and the gradient of the bias of one run of keys, for several blocks of queries.
 
     A tile of keys stays in registers while the blocks are read in turn.
     """
@@ -320,15 +369,18 @@ def _backward_keys(
     head = tl.program_id(0) % H
     batch, first, last = locate(tl.program_id(0) // H, offsets, B, N, cut)
     store = batch if offsets is None else 0
-    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
+    log2_scale = (tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(DTYPE)
+    gain = tl.full([1], scale, DTYPE)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
-        keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True)
+        biases = biases_of(bias, bias_strides, store, head, start, last, BLOCK_N)
+        keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True, biases)
         keys = load_tile(tile_at(key, key_strides, store, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, store, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E).to(
             OPERAND
         )
         dk = tl.zeros([BLOCK_N, D_PAD], DTYPE)
         dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
+        db = tl.zeros([BLOCK_N], DTYPE)
         for block in range(0, tl.cdiv(L, BLOCK_L)):
             rows = load_rows(
                 query,
@@ -350,17 +402,31 @@ def _backward_keys(
                 OWN,
             )
             queries, slopes, _, _, _ = rows
-            weights, score_slopes = weigh(
-                keys, values, rows, None, log2_scale, TURNED, dkey is not None, OPERAND, PRECISION
+            weights, score_slopes, exact = weigh(
+                keys,
+                values,
+                rows,
+                None,
+                log2_scale,
+                TURNED,
+                dkey is not None or dbias is not None,
+                OPERAND,
+                PRECISION,
+                biases=biases,
+                gain=gain,
             )
+            if dbias is not None:
+                db += tl.sum(exact, 1 if TURNED else 0)
             if dvalue is not None:
                 dv += product_over_queries(weights, slopes, TURNED, OPERAND, PRECISION)
             if dkey is not None:
                 dk += product_over_queries(score_slopes, queries, TURNED, OPERAND, PRECISION)
         if dvalue is not None:
             store_keys(dvalue, dv, keep, sizes, store, head, start, last, E)
+        if dbias is not None:
+            store_biases(dbias, db, keep, sizes, store, head, start, last)
         if dkey is not None:
-            store_keys(dkey, dk * tl.full([1], scale, DTYPE), keep, sizes, store, head, start, last, D)
+            store_keys(dkey, dk * gain, keep, sizes, store, head, start, last, D)
 
 
 class _Passes(NamedTuple):
@@ -409,13 +475,13 @@ def _chosen(
     return _Passes(products.operand, tiles.BLOCK_L, 1, _backward.given(**options), keys)
 
 
-def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients (dquery, dkey, dvalue); each that `needs` does not ask for is an empty tensor.
+def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients (dquery, dkey, dvalue, dkey_bias); each that `needs` does not ask for is an empty tensor.
 
     `dlse` None stands for zeros. With values of a half type, queries and keys may be float32; then `dkey` is of the
     half type, and `dquery` is float32.
     """
-    dout, dlse, query, key, value, key_padding_mask, cu_seqlens, out, lse, scale, needs, _ = inputs
+    dout, dlse, query, key, value, key_padding_mask, cu_seqlens, out, lse, key_bias, scale, needs, _ = inputs
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     mask = mask_bytes(key_padding_mask)
     cut = cut_keys(B, L, N, cu_seqlens is not None)
@@ -423,22 +489,26 @@ def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tenso
         value.dtype, key.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32()
     )
     sums = torch.promote_types(query.dtype, torch.float32)
-    fresh = torch.empty_like if B * L else torch.zeros_like  # without queries no kernel runs
-    given = ((query, query.dtype), (key, value.dtype), (value, value.dtype))
+    # Without queries no kernel runs; keys beyond the last packed set belong to no run.
+    fresh = torch.empty_like if B * L and cu_seqlens is None else torch.zeros_like
+    of_bias = query if key_bias is None else key_bias
+    given = ((query, query.dtype), (key, value.dtype), (value, value.dtype), (of_bias, sums))
     grads = [
         fresh(x, dtype=dtype, memory_format=torch.contiguous_format) if need else None
         for (x, dtype), need in zip(given, needs, strict=True)
     ]
-    dquery, dkey, dvalue = grads
+    dquery, dkey, dvalue, dbias = grads
     with on_device(query):
         offsets = checked_offsets(cu_seqlens, N)
-        terms = row_terms(dout, dlse, out.contiguous(), lse.contiguous(), scale, passes.operand, sums, passes.filled_to)
-        read = (query, key, value, mask, offsets, *terms)
+        unit = scale if key_bias is None else 1.0
+        terms = row_terms(dout, dlse, out.contiguous(), lse.contiguous(), unit, passes.operand, sums, passes.filled_to)
+        read = (query, key, value, mask, key_bias, offsets, *terms)
         numbers = (
             (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
             (B, H, L, N),
             (cut.runs, cut.most_runs),
             scale,
+            (0, 0, 0) if key_bias is None else key_bias.stride(),
         )
         at_once = cut.runs == 1 and cu_seqlens is None and N > 0
         shares = dquery
@@ -447,15 +517,15 @@ def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tenso
         programs = cut.slots * H
         if passes.keys is not None:
             blocks = -(-L // passes.block)
-            if blocks > 1 and (dkey is not None or dvalue is not None):
-                passes.keys(programs, *read, dkey, dvalue, *numbers)
-                dkey = dvalue = None
+            if blocks > 1 and not (dkey is None and dvalue is None and dbias is None):
+                passes.keys(programs, *read, dkey, dvalue, dbias, *numbers)
+                dkey = dvalue = dbias = None
             programs *= blocks
-        if not (dquery is None and dkey is None and dvalue is None):
-            passes.queries(programs, *read, shares, dkey, dvalue, *numbers)
+        if not (dquery is None and dkey is None and dvalue is None and dbias is None):
+            passes.queries(programs, *read, shares, dkey, dvalue, dbias, *numbers)
         if shares is not None and dquery is not None and not at_once:
-            sum_runs(shares, offsets, dquery, *numbers[1:])
+            sum_runs(shares, offsets, dquery, *numbers[1:4])
         elif shares is not None and dquery is not None:
             torch.mul(shares, scale, out=dquery)
-    dquery, dkey, dvalue = (query.new_empty((0,)) if grad is None else grad for grad in grads)
-    return dquery, dkey, dvalue
+    dquery, dkey, dvalue, dbias = (query.new_empty((0,)) if grad is None else grad for grad in grads)
+    return dquery, dkey, dvalue, dbias

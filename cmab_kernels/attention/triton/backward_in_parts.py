@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...runtime.triton_launch import kernel
 from ...runtime.triton_products import in_place, parts, product, product_of_parts
-from ...runtime.triton_rows import kept_keys, load_tile, rows_from, tile_at
+from ...runtime.triton_rows import biases_of, kept_keys, load_tile, rows_from, tile_at
 from .forward import LOG2_E
 from .runs import locate
 
@@ -128,6 +128,8 @@ def _pull(
     matrices,
     mask,
     mask_strides,
+    bias,
+    bias_strides,
     gradients,
     terms,
     sizes,
@@ -146,12 +148,15 @@ def _pull(
 ):
     """Process a tile of keys with the block of queries from `first` on; return dq plus the tile's share of dQ."""
     queries, keys, values, douts = matrices
-    dquery, dkey, dvalue = gradients
+    dquery, dkey, dvalue, dbias = gradients
     high, low, delta = terms
     inside = first + tl.arange(0, BLOCK_L) < sizes[2]
     row = tl.multiple_of(first, BLOCK_L) + tl.arange(0, BLOCK_L).to(tl.int64)
-    keep = kept_keys(mask, mask_strides, 0, start, last, BLOCK_N, RAGGED)
+    biases = biases_of(bias, bias_strides, 0, 0, start, last, BLOCK_N)
+    keep = kept_keys(mask, mask_strides, 0, start, last, BLOCK_N, RAGGED, biases)
     scores = _scores(keys, start, keep, queries, first, inside, held[0], D, ALIGN[0], BLOCK_L, BLOCK_N, PIECE)
+    if biases is not None:
+        scores = tl.fma(scores, scale, biases[:, None])
     weights = tl.exp2(tl.fma(scores - tl.load(high + row)[None, :], log2_scale, -tl.load(low + row)[None, :]))
     if keep is not None:
         weights = tl.where(keep[:, None], weights, 0.0)
@@ -159,9 +164,12 @@ def _pull(
         _add_over_queries(
             dvalue, weights, None, start, last, keep, douts, first, inside, held[1], E, ALIGN[2], BLOCK_L, PIECE, RAGGED
         )
-    if dquery is not None or dkey is not None:
+    if dquery is not None or dkey is not None or dbias is not None:
         slopes = _scores(values, start, keep, douts, first, inside, held[1], E, ALIGN[2], BLOCK_L, BLOCK_N, PIECE)
         slopes = weights * (slopes - tl.load(delta + row)[None, :])
+        if dbias is not None:
+            sums = tl.sum(slopes, 1)[:, None]
+            _add(dbias, sums, keep, first > 0, start, last, 1, 0, RAGGED)
         if dkey is not None:
             _add_over_queries(
                 dkey,
@@ -193,12 +201,13 @@ def _head_of(tensor, strides, batch, head):
     return tensor + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1])
 
 
-@kernel("query", "key", "value", "mask")
+@kernel("query", "key", "value", "mask", "bias")
 def _backward_in_parts(
     query,
     key,
     value,
     mask,
+    bias,
     offsets,
     dout,
     high,
@@ -207,10 +216,12 @@ def _backward_in_parts(
     shares,
     dkey,
     dvalue,
+    dbias,
     strides: tl.int64,
     sizes: tl.int32,
     cut: tl.int32,
     scale: tl.float64,
+    bias_strides: tl.int64,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -218,7 +229,8 @@ def _backward_in_parts(
     PIECE: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """dK and dV of one run of keys, and its share of dQ in its slot of `shares`, for all queries, BLOCK_L at a time.
+    """dK, dV and the gradient of the bias of one run of keys, and its share of dQ in its slot of `shares`, for all
+    queries, BLOCK_L at a time.
 
     The columns of a tile are multiplied PIECE at a time. If PIECE is None, they are multiplied all at once, and tiles
     of the queries and of dout are held in registers.
@@ -240,13 +252,17 @@ def _backward_in_parts(
     values = (_head_of(value, strides[2], batch, head), strides[2])
     if mask is not None:
         mask += tl.cast(batch, tl.int64) * strides[3][0]
+    if bias is not None:
+        bias += tl.cast(batch, tl.int64) * bias_strides[0] + tl.cast(head, tl.int64) * bias_strides[1]
     stored = (tl.cast(batch, tl.int64) * H + head) * N
     if dkey is not None:
         dkey += stored * D
     if dvalue is not None:
         dvalue += stored * E
+    if dbias is not None:
+        dbias += stored
     scale_ = tl.full([1], scale, tl.float32)
-    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(tl.float32)
+    log2_scale = (tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(tl.float32)
     for start in tl.range(first_key, last, CHUNK, disable_licm=True):
         end = tl.minimum(start + CHUNK, last)
         whole = end - (end - start) % BLOCK_N
@@ -266,7 +282,9 @@ def _backward_in_parts(
                     (queries, keys, values, douts),
                     mask,
                     strides[3],
-                    (shares, dkey, dvalue),
+                    bias,
+                    bias_strides,
+                    (shares, dkey, dvalue, dbias),
                     terms,
                     sizes,
                     first,
@@ -289,7 +307,9 @@ def _backward_in_parts(
                     (queries, keys, values, douts),
                     mask,
                     strides[3],
-                    (shares, dkey, dvalue),
+                    bias,
+                    bias_strides,
+                    (shares, dkey, dvalue, dbias),
                     terms,
                     sizes,
                     first,

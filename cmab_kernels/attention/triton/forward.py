@@ -13,7 +13,7 @@ from ...runtime.dtypes import state_dtype
 from ...runtime.tiles import chosen_once
 from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, on_device
 from ...runtime.triton_products import in_place, product, product_of_wide
-from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
+from ...runtime.triton_rows import biases_of, kept_keys, load_tile, rows_at, tile_at
 from ..contract import Attention
 from .launch import WIDEST_BLOCK, forward_constants, merge_constants, tile_alignment
 from .runs import checked_offsets, count_runs, cut_keys, first_slot, locate, set_bounds, unless_bad
@@ -58,15 +58,20 @@ def absorb(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     HIDDEN: tl.constexpr = True,
+    biases=None,
+    gain=None,
 ):
     """Update (maximum, sum of weights, weighted values) with one tile.
 
     Scaling and subtracting the maximum are one multiply-add. The maximum is kept as a score. Its product with the scale
     is rounded, but the multiply-add does not round its own product. The sum of weights cancels this difference, unless
     scores are LARGE. Such scores are so far apart that a power of two, `coarse`, can serve as the scale, and it rounds
-    nothing. Weights are multiplied by LIFT in the product with the values, but not in their sum.
+    nothing. Weights are multiplied by LIFT in the product with the values, but not in their sum. With `biases` of the
+    keys, scores are first multiplied by `gain`, and `scale` is that of base 2 alone.
     """
     scores = product_of_wide(queries, tl.trans(keys), OPERAND, PRECISION, HIDDEN)
+    if biases is not None:
+        scores = tl.fma(scores, gain, biases[None, :])
     if keep is not None:
         scores = tl.where(keep if len(keep.shape) == 2 else keep[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
@@ -172,12 +177,13 @@ def _plus(acc, weight, outs):
     return tl.fma(tl.broadcast_to(weight, outs.shape), outs, acc)
 
 
-@kernel("query", "key", "value", "mask", "state_out", "state_lse")
+@kernel("query", "key", "value", "mask", "bias", "state_out", "state_lse")
 def _forward(
     query,
     key,
     value,
     mask,
+    bias,
     offsets,
     state_out,
     state_lse,
@@ -189,6 +195,8 @@ def _forward(
     scale: tl.float64,
     coarse: tl.float64,
     sign: tl.float32,
+    bias_strides: tl.int64,
+    gain: tl.float64,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -201,7 +209,8 @@ def _forward(
     """Compute the state of one run of keys for one block of queries, merged with the incoming state if there is one.
 
     Keys may be wider than OPERAND, the dtype of the values. The maximum needs a positive scale, so the queries take its
-    `sign`. Weights reach up to LIFT, because float16 has few digits below 2**-14.
+    `sign`. Weights reach up to LIFT, because float16 has few digits below 2**-14. With a `bias`, `gain` is the scale,
+    and the other three are those of the scale 1.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
@@ -229,9 +238,11 @@ def _forward(
     total = tl.zeros([BLOCK_L], DTYPE)
     acc = tl.zeros([BLOCK_L, E_PAD], DTYPE)
     HIDDEN: tl.constexpr = max(D_PAD, E_PAD) < IN_SHARED
+    gain_ = None if bias is None else tl.full([1], gain, DTYPE)
     whole = first + (last - first) // BLOCK_N * BLOCK_N
     for start in range(first, whole, BLOCK_N):
-        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False)
+        biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False, biases)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         peak, total, acc = absorb(
@@ -249,9 +260,12 @@ def _forward(
             OPERAND,
             PRECISION,
             HIDDEN=HIDDEN,
+            biases=biases,
+            gain=gain_,
         )
     for start in tl.range(whole, last, BLOCK_N, num_stages=1):
-        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
+        biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True, biases)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         peak, total, acc = absorb(
@@ -269,6 +283,8 @@ def _forward(
             OPERAND,
             PRECISION,
             HIDDEN=HIDDEN,
+            biases=biases,
+            gain=gain_,
         )
 
     acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT, OPERAND)
@@ -348,7 +364,7 @@ def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
 
     With values of a half type, queries and keys may be float32: the queries are rounded, and the keys are not.
     """
-    query, key, value, key_padding_mask, cu_seqlens, state_out, state_lse, scale, _ = inputs
+    query, key, value, key_padding_mask, cu_seqlens, state_out, state_lse, key_bias, scale, _ = inputs
     (B, H, L, D), (*_, N, E) = query.shape, value.shape
     mask = mask_bytes(key_padding_mask)
     runs, most_runs, slots = cut_keys(B, L, N, cu_seqlens is not None)
@@ -367,6 +383,7 @@ def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
             key,
             value,
             mask,
+            key_bias,
             offsets,
             state_out if at_once else None,
             state_lse if at_once else None,
@@ -382,7 +399,9 @@ def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
             ),
             (B, H, L, N),
             (runs, most_runs),
-            *units(scale),
+            *units(scale if key_bias is None else 1.0),
+            (0, 0, 0) if key_bias is None else key_bias.stride(),
+            scale,
         )
         if at_once:
             return out, lse

@@ -11,8 +11,8 @@ r` instead. Only the last run of a set is shorter than GRAIN keys, so slots of d
 program finds its set by bisection.
 
 The host does not wait for the values of `cu_seqlens`. The first kernel validates the offsets, and all kernels read the
-validated offsets: they rise from 0 to N whatever was given, so nothing is read or written out of bounds. If the given
-offsets were invalid, every result is NaN.
+validated offsets: they rise from 0 to at most N whatever was given, so nothing is read or written out of bounds. If the
+given offsets were invalid, every result is NaN.
 """
 
 from functools import lru_cache
@@ -38,11 +38,11 @@ BY_OFFSET = tl.constexpr(0)
 
 @kernel("cu_seqlens")
 def _vet(cu_seqlens, offsets, sets: tl.int32, stride: tl.int64, N: tl.int32, BLOCK: tl.constexpr):
-    """Copy the offsets if they rise from 0 to N.
+    """Copy the offsets if they rise from 0 to at most N.
 
     Otherwise all keys belong to the first set, and the element past the end is 1.
     """
-    bad = (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + sets.to(tl.int64) * stride) != N)
+    bad = (tl.load(cu_seqlens) != 0) | (tl.load(cu_seqlens + sets.to(tl.int64) * stride) > N)
     falls = 0
     for start in range(0, sets, BLOCK):
         index = (start + tl.arange(0, BLOCK)).to(tl.int64)
@@ -58,7 +58,7 @@ def _vet(cu_seqlens, offsets, sets: tl.int32, stride: tl.int64, N: tl.int32, BLO
 
 
 def checked_offsets(cu_seqlens: Tensor | None, keys: int) -> Tensor | None:
-    """Return offsets of S sets as int32 (S + 2,) that kernels may trust: they rise from 0 to `keys`.
+    """Return offsets of S sets as int32 (S + 2,) that kernels may trust: they rise from 0 to at most `keys`.
 
     The last element is 1 if invalid offsets were given. One small kernel checks this on the device; the host does not
     wait.

@@ -76,9 +76,19 @@ def attention_layer_backward(inputs: AttentionLayerBackward) -> tuple[Tensor, ..
             kept = inputs.out.contiguous(), inputs.lse.contiguous()
             dheads = attention_backward(
                 AttentionBackward(
-                    dout, None, query, key, value, inputs.key_padding_mask, None, *kept, inputs.scale, wanted
+                    dout,
+                    None,
+                    query,
+                    key,
+                    value,
+                    inputs.key_padding_mask,
+                    None,
+                    *kept,
+                    None,
+                    inputs.scale,
+                    (*wanted, False),
                 )
-            )
+            )[:3]
         of_matrices = [
             *matrix_gradient(dheads[0], own, needs_part(need, "query")),
             *matrix_gradient(dheads[1], seen, needs_part(need, "key")),

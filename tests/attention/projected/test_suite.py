@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -344,8 +345,26 @@ def test_bad_shapes_are_named() -> None:
     state = ck.empty_state(1, 2, 4, 3)
     with pytest.raises(ValueError, match=r"^state.out: got shape \(1, 2, 4, 3\), expected \(1, 2, 3, 3\)"):
         ck.projected_attention_state(query, inputs, key_weight, value_weight, state=state)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 10\]"):
-        ck.projected_attention_state(query, inputs, key_weight, value_weight, cu_seqlens=torch.tensor([0, 10]))
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got \[0, 100\]"):
+        ck.projected_attention_state(query, inputs, key_weight, value_weight, cu_seqlens=torch.tensor([0, 100]))
+
+
+def test_packed_rows_beyond_the_sets(impl: str) -> None:
+    """Rows beyond the last set, which hold NaN, reach neither a result nor a gradient."""
+    offsets, total = torch.tensor([0, 3, 40]), 40
+    shapes = (2, 2, 3, 4), (1, 61, 6), (8, 6), (10, 6)
+    q, x, *weights = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    buffer = x.detach().clone()
+    buffer[:, total:] = math.nan
+    sets = x.detach()[:, :total].requires_grad_()
+    found = []
+    for inputs in (buffer.requires_grad_(), sets):
+        state = ck.projected_attention_state(q, inputs, *weights, cu_seqlens=offsets, impl=impl)
+        found.append((*state, *torch.autograd.grad(state.out.sin().sum() + state.lse.sum(), (inputs, q, *weights))))
+    ours, right = found
+    assert not ours[2][:, total:].any()
+    for a, b in zip((*ours[:2], ours[2][:, :total], *ours[3:]), right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
 def test_explain_says_which_can_run() -> None:

@@ -105,7 +105,7 @@ def projected_attention_forward(given: ProjectedAttention) -> tuple[Tensor, Tens
             for rows, offsets in chunks:
                 key, value = map(whole.as_heads, whole.projected(whole.read(sets, rows)))
                 state = attention_forward(
-                    Attention(queries[sets], key, value, whole.ignored(sets, rows), offsets, *state, given.scale)
+                    Attention(queries[sets], key, value, whole.ignored(sets, rows), offsets, *state, scale=given.scale)
                 )
             states.append(state)
         outs, lses = zip(*states, strict=True)
@@ -118,7 +118,7 @@ def projected_attention_backward(given: ProjectedAttentionBackward) -> tuple[Ten
     queries, *kept = (joined(t) for t in (query, given.dout, given.dlse, given.out, given.lse))
     dinputs = torch.empty_like(inputs, memory_format=torch.contiguous_format) if needs[1] else inputs.new_empty(0)
     dqueries: list[Tensor] = []
-    wanted = (needs[0], any(needs[1:]), any(needs[1:]))
+    wanted = (needs[0], any(needs[1:]), any(needs[1:]), False)
     with on_device(query):
         whole = _Chunked(given)
         sums = [part.sum(-1) if needs[1] and given.eps is not None else None for part in whole.weights]
@@ -132,9 +132,9 @@ def projected_attention_backward(given: ProjectedAttentionBackward) -> tuple[Ten
                 key, value = map(whole.as_heads, made)
                 heads = (queries[sets], key, value)
                 call = AttentionBackward(
-                    dout, dlse, *heads, whole.ignored(sets, rows), offsets, out, lse, given.scale, wanted
+                    dout, dlse, *heads, whole.ignored(sets, rows), offsets, out, lse, None, given.scale, wanted
                 )
-                share, *slopes = attention_backward(call)
+                share, *slopes, _ = attention_backward(call)
                 dquery = share if dquery is None else dquery.add_(share)
                 shares = [
                     matrix_gradient(each, read, needs[2:], more) for each, more in zip(slopes, shares, strict=True)
