@@ -23,7 +23,7 @@ class Call {
   c10::IValue& operator[](const std::string& name);
   at::Tensor tensor(const std::string& name) { return (*this)[name].toTensor(); }
   bool has(const std::string& name) { return !(*this)[name].isNone(); }
-  c10::IValue taken(const std::string& name);  // which is no longer an argument
+  c10::IValue taken(const std::string& name);  // Removes an argument, and returns it.
 
   // These change tensors that are not None.
   void make_contiguous(std::initializer_list<const char*> names);

@@ -90,12 +90,18 @@ Tensors attention_layer(Call& in) {
   return {y, nothing(sums), nothing(sums), nothing(sums), nothing(sums), nothing(at::kDouble)};
 }
 
+// The number of sets of rows: packed sets lie between the offsets.
+int64_t sets_of(Call& in, const at::Tensor& rows) {
+  return in.has("cu_seqlens") ? in.tensor("cu_seqlens").size(0) - 1 : rows.size(0);
+}
+
 Tensors gram(Call& in) {
   const at::Tensor key = in.tensor("key"), value = in.tensor("value");
   const std::vector<int64_t> parts = in.taken("parts").toIntVector();
   const auto sum = [&](const char* name, bool part, int64_t columns) {
     const at::Tensor made =
-        part ? empty(key, {key.size(0), key.size(1), key.size(3), columns}, at::kDouble) : empty(key, {0}, at::kDouble);
+        part ? empty(key, {sets_of(in, key), key.size(1), key.size(3), columns}, at::kDouble)
+             : empty(key, {0}, at::kDouble);
     in[name] = part ? c10::IValue(made) : c10::IValue();
     return made;
   };
@@ -107,7 +113,7 @@ Tensors gram(Call& in) {
 Tensors ridge_update(Call& in) {
   const at::Tensor key = in.tensor("key"), value = in.tensor("value");
   for (const char* name : {"gram", "moment", "count"}) in[std::string(name) + "_before"] = in.taken(name);
-  const int64_t batch = key.size(0), heads = key.size(1), width = key.size(3);
+  const int64_t batch = sets_of(in, key), heads = key.size(1), width = key.size(3);
   const at::Tensor gram = empty(key, {batch, heads, width, width}, at::kDouble),
                    moment = empty(key, {batch, heads, width, value.size(3)}, at::kDouble),
                    count = empty(key, {batch, heads}, at::kLong);
@@ -273,7 +279,8 @@ void define(torch::Library& library, const char* schema) {
 TORCH_LIBRARY_FRAGMENT(cmab, library) {
   define<attention>(library,
                     "attention(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? cu_seqlens, "
-                    "Tensor? state_out, Tensor? state_lse, float scale, str impl) -> (Tensor out, Tensor lse)");
+                    "Tensor? state_out, Tensor? state_lse, Tensor? key_bias, float scale, str impl) -> (Tensor out, "
+                    "Tensor lse)");
   define<projected_attention>(
       library,
       "projected_attention(Tensor query, Tensor inputs, Tensor weight, Tensor bias, Tensor? "
@@ -293,12 +300,12 @@ TORCH_LIBRARY_FRAGMENT(cmab, library) {
       "expand_bias, Tensor contract_weight, Tensor? contract_bias, float eps, str activation, str residual, "
       "str impl) -> Tensor");
   define<gram>(library,
-               "gram(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, int[2] parts, bool exact, "
-               "str impl) -> (Tensor gram, Tensor moment)");
+               "gram(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor? cu_seqlens, int[2] "
+               "parts, bool exact, str impl) -> (Tensor gram, Tensor moment)");
   define<ridge_update>(
       library,
-      "ridge_update(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor? gram, "
-      "Tensor? moment, Tensor? count, str impl) -> (Tensor gram, Tensor moment, Tensor count)");
+      "ridge_update(Tensor key, Tensor value, Tensor? weights, Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? "
+      "gram, Tensor? moment, Tensor? count, str impl) -> (Tensor gram, Tensor moment, Tensor count)");
   define<apply_rows>(library, "apply_rows(Tensor query, Tensor weight, str impl) -> Tensor");
   define<regularised_solve>(
       library, "regularised_solve(Tensor gram, Tensor rhs, Tensor alpha, str impl) -> (Tensor weight, Tensor info)");
