@@ -20,7 +20,7 @@ from .forked import Forks
 
 TESTS = Path(__file__).parent
 # Triton kernels run in the interpreter, in a separate process that tests/test_interpreter.py starts.
-collect_ignore_glob = [] if testing.INTERPRETING else ["*/test_kernels*.py"]
+collect_ignore_glob = [] if testing.INTERPRETING else ["*/test_triton*.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

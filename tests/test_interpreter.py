@@ -10,7 +10,7 @@ from cmab_kernels.testing import run_in_interpreter
 
 pytest.importorskip("cmab_kernels.runtime.triton_launch", exc_type=ImportError)
 TESTS = Path(__file__).parent
-FILES = sorted(TESTS.rglob("test_kernels*.py"))
+FILES = sorted(TESTS.rglob("test_triton*.py"))
 
 
 @pytest.mark.parametrize("half", [0, 1])

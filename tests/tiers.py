@@ -21,7 +21,7 @@ TIERS = {
 }
 """Command -> the marks that it selects. `make nightly` also runs the other two."""
 
-SAMPLED = re.compile(r"test_kernels\w*\.py")
+SAMPLED = re.compile(r"test_triton\w*\.py")
 """Files that run in Triton's interpreter: partly in the ordinary tests, and completely in the thorough tests."""
 
 

@@ -9,11 +9,11 @@ BIAS = "tests/attention/test_key_bias.py"
 NATIVE = "tests/attention/test_native.py"
 BF16 = "tests/attention/test_bf16.py"
 STATE = "tests/attention/test_state.py"
-KERNELS = "tests/attention/test_kernels.py"
+KERNELS = "tests/attention/test_triton.py"
 PREFIX = "tests/attention/prefix/test_suite.py"
-PREFIX_KERNELS = "tests/attention/prefix/test_kernels.py"
+PREFIX_KERNELS = "tests/attention/prefix/test_triton.py"
 PROJECTED = "tests/attention/projected/test_suite.py"
-PROJECTED_KERNELS = "tests/attention/projected/test_kernels.py"
+PROJECTED_KERNELS = "tests/attention/projected/test_triton.py"
 NARROW = "tests/test_instruction_sets.py::test_accuracy"
 
 IN_CPP = {
@@ -397,7 +397,7 @@ IN_TRITON = {
         "cmab_kernels/attention/triton/forward.py",
         "peak_score = offset.to(tl.float64) / factor.to(tl.float64) * scale",
         "peak_score = peak.to(tl.float64) * scale",
-        "tests/attention/test_kernels_large.py",
+        "tests/attention/test_triton_large.py",
     ),
     "a gradient of the scores without delta, in Triton": Fault(
         "cmab_kernels/attention/triton/backward.py",
@@ -427,13 +427,13 @@ IN_TRITON = {
         "cmab_kernels/attention/triton/rows.py",
         "rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E",
         "rest = rest * LOG2_E",
-        "tests/attention/test_kernels_large.py",
+        "tests/attention/test_triton_large.py",
     ),
     "a weight from a logarithm beyond 2^52": Fault(
         "cmab_kernels/attention/triton/rows.py",
         "far = (tl.abs(logarithm) >= BEYOND)",
         "far = (tl.abs(logarithm) < 0)",
-        "tests/attention/test_kernels_large.py::test_a_lone_largest_score_has_weight_one",
+        "tests/attention/test_triton_large.py::test_a_lone_largest_score_has_weight_one",
     ),
     "a removal of nothing that takes something": Fault(
         "cmab_kernels/attention/triton/removal.py",

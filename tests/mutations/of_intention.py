@@ -9,11 +9,11 @@ NATIVE = "tests/intention/test_native.py"
 STATE = "tests/intention/test_state.py"
 SOLVE = "tests/intention/solve/test_native.py"
 SOLVE_SUITE = "tests/intention/solve/test_suite.py"
-KERNELS = "tests/intention/test_kernels.py"
-SOLVE_KERNELS = "tests/intention/solve/test_kernels.py"
+KERNELS = "tests/intention/test_triton.py"
+SOLVE_KERNELS = "tests/intention/solve/test_triton.py"
 CUDA = "tests/intention/solve/test_cuda.py"
 PACKED = "tests/intention/test_packed.py"
-PACKED_KERNELS = "tests/intention/test_kernels_packed.py"
+PACKED_KERNELS = "tests/intention/test_triton_packed.py"
 
 IN_CPP = {
     "packed regressions that end a row late": Fault(

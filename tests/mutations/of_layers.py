@@ -8,7 +8,7 @@ SUITE = "tests/layers/test_suite.py"
 BLOCK = "tests/layers/stack/test_native.py"
 RESIDUAL = "tests/nn/test_residual.py"
 REFERENCE = "tests/layers/test_reference.py"
-KERNELS = "tests/layers/test_kernels.py"
+KERNELS = "tests/layers/test_triton.py"
 NARROW = "tests/test_instruction_sets.py::test_accuracy"
 
 IN_CPP = {

@@ -111,7 +111,7 @@ class Tree:
             "log": str(log),
             "limit": LIMIT,
         }
-        code = self._answer(request, "test_kernels" in tests)
+        code = self._answer(request, "test_triton" in tests)
         output = log.read_text(errors="replace")
         if code < 0:
             return f"no end after {LIMIT} s" if code == -signal.SIGALRM else f"ended by signal {-code}", output

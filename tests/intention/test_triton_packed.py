@@ -1,4 +1,4 @@
-"""The Triton kernels of packed sets in Triton's interpreter, as in test_kernels.py: each set has what it has alone."""
+"""The Triton kernels of packed sets in Triton's interpreter, as in test_triton.py: each set has what it has alone."""
 
 from __future__ import annotations
 

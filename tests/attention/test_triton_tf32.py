@@ -23,7 +23,7 @@ from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.runtime.triton_products import in_place, product
 from cmab_kernels.testing import LAWS
 
-from .test_kernels import Case, _inputs, check_accuracy
+from .test_triton import Case, _inputs, check_accuracy
 
 assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
 
