@@ -358,7 +358,7 @@ sys.modules["cmab_kernels._C"] = None
 import torch, cmab_kernels
 q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
 try:
-    torch.ops.cmab.attention(q, k, k, None, None, None, None, 1.0, "native")
+    torch.ops.cmab.attention(q, k, k, None, None, None, None, None, 1.0, "native")
 except RuntimeError as error:
     print(error)
 """

@@ -255,7 +255,7 @@ def everything():
     slopes = intention.gram_backward(GramBackward(square, square, k, v, None, None, None, (True, True, True), False))
     inverse = nystrom.iterative_pinv(Pinv(square[0], 2))
     backward = nystrom.iterative_pinv_backward(PinvBackward(inverse, square[0], 2))
-    return (out, lse, *grads, *sums, *slopes, intention.apply_rows(ApplyRows(k, square)), inverse, backward)
+    return (out, lse, *grads[:3], *sums, *slopes, intention.apply_rows(ApplyRows(k, square)), inverse, backward)
 
 table = {Key(kernel, HOPPER, "double", 16): chosen for kernel, chosen in PLANTED.items()}
 with using({}):

@@ -42,6 +42,7 @@ UNPROMISED = {
     "torch._C._is_tracing",
     "torch._C._len_torch_dispatch_stack",
     "torch._assert_async",
+    "torch._decomp.register_decomposition",
     "torch._dynamo.graph_break",
     "torch._dynamo.reset",
     "torch.autograd.profiler._is_profiler_enabled",
@@ -55,6 +56,7 @@ UNPROMISED = {
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_map_only",
 }
 """Names of torch that it does not promise to keep. Each of them is also in torch 2.6; check this before you add one."""
 

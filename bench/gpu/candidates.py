@@ -185,11 +185,13 @@ def _attention(target: Target, draw: Callable[..., Tensor], keys: int) -> Callab
     if target.kernel == "attention.forward":
         return lambda: module.attention_forward(Attention(q, k, v, scale=scale))
     out, lse = module.attention_forward(Attention(q, k, v, scale=scale))
-    needs = (False, True, True) if target.kernel == "attention.backward_keys" else (True, True, True)
+    needs = (target.kernel != "attention.backward_keys", True, True, False)
     slopes = dout.to(out.dtype), torch.zeros_like(lse)
     return lambda: tuple(
         t
-        for t in module.attention_backward(AttentionBackward(*slopes, q, k, v, None, None, out, lse, scale, needs))
+        for t in module.attention_backward(
+            AttentionBackward(*slopes, q, k, v, None, None, out, lse, None, scale, needs)
+        )
         if t.numel()
     )
 

@@ -102,7 +102,7 @@ def _attention(dtype: torch.dtype, heads: int, latents: int, width: int) -> Call
         out, lse = torch.empty(1, heads, latents, width), torch.empty(1, heads, latents, dtype=F64)
         attention.attention_forward(Attention(q, k, v, scale=1.0))
         attention.attention_backward(
-            AttentionBackward(out, lse, q, k, v, None, None, out, lse, 1.0, (True, True, True))
+            AttentionBackward(out, lse, q, k, v, None, None, out, lse, None, 1.0, (True, True, True, False))
         )
 
     return f"latent_attention, {heads} x (L {latents}, N 1e6, d {width})", width, dtype, call
@@ -110,7 +110,7 @@ def _attention(dtype: torch.dtype, heads: int, latents: int, width: int) -> Call
 
 def _removal() -> None:
     q, k = torch.empty(1, 4, 128, 16), torch.empty(1, 4, 1000, 16)
-    attention.attention_removal(Attention(q, k, k, None, None, q, torch.empty(1, 4, 128, dtype=F64), 1.0))
+    attention.attention_removal(Attention(q, k, k, None, None, q, torch.empty(1, 4, 128, dtype=F64), None, 1.0))
     checked_offsets(torch.empty(65, dtype=torch.int32), 1000)
 
 

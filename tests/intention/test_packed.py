@@ -147,7 +147,8 @@ def test_nothing_passes_from_set_to_set(impl: str, poison: float) -> None:
 
 @pytest.mark.parametrize("poison", [1.0, math.nan])
 def test_the_formula_of_the_gradient(poison: float) -> None:
-    """That of second derivatives: each set has the gradient it has alone, and a bad slope stays in its set."""
+    """The formula serves second derivatives: each set has the gradient it has alone, and a bad slope stays in its
+    set."""
     inputs, mask = _inputs(), torch.rand(1, ROWS) < 0.3
     rows = {n: inputs[n] for n in ("key", "value", "weights")}
     dgram, dmoment = (torch.randn(SETS, HEADS, WIDTH, n, dtype=torch.float64) for n in (WIDTH, COLUMNS))
