@@ -99,9 +99,8 @@ Tensors gram(Call& in) {
   const at::Tensor key = in.tensor("key"), value = in.tensor("value");
   const std::vector<int64_t> parts = in.taken("parts").toIntVector();
   const auto sum = [&](const char* name, bool part, int64_t columns) {
-    const at::Tensor made =
-        part ? empty(key, {sets_of(in, key), key.size(1), key.size(3), columns}, at::kDouble)
-             : empty(key, {0}, at::kDouble);
+    const at::Tensor made = part ? empty(key, {sets_of(in, key), key.size(1), key.size(3), columns}, at::kDouble)
+                                 : empty(key, {0}, at::kDouble);
     in[name] = part ? c10::IValue(made) : c10::IValue();
     return made;
   };

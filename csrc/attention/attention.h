@@ -19,10 +19,10 @@ constexpr int64_t kMaxWidth = 256;
 
 // The parameters that all heads of a call share.
 struct Shape {
-  DType dtype;      // of query, key and value
-  int key_width;    // D, 1 .. kMaxWidth
-  int value_width;  // E, 1 .. kMaxWidth
-  double scale;     // logits are scale * q k'
+  DType dtype;          // of query, key and value
+  int key_width;        // D, 1 .. kMaxWidth
+  int value_width;      // E, 1 .. kMaxWidth
+  double scale;         // logits are scale * q k'
   bool biased = false;  // logits are scale * q k' + bias; else Keys::bias is null
 };
 

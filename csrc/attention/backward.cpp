@@ -241,8 +241,8 @@ class Backward {
     const int64_t d = in_.shape.key_width, e = in_.shape.value_width;
     if (head.query_pieces > 1)
       return {needs_.key ? key_part(head, query_piece) + key * d : nullptr,
-              needs_.value ? value_part(head, query_piece) + key * e : nullptr,
-              kSums, needs_.bias ? bias_part(head, query_piece) + key : nullptr};
+              needs_.value ? value_part(head, query_piece) + key * e : nullptr, kSums,
+              needs_.bias ? bias_part(head, query_piece) + key : nullptr};
     const auto at = [&](void* gradient, int64_t width) -> void* {
       return gradient ? static_cast<char*>(gradient) + key_row(head, key) * width * element_bytes(in_.shape.dtype)
                       : nullptr;

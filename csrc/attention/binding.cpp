@@ -89,10 +89,9 @@ void backward(Arguments& in) {
                 dlse = operand(in.tensor("dlse", "BHL", DType::kFloat64));
   const void* out = in.contiguous("out", "BHLE", sums).data;
   const auto* lse = static_cast<const double*>(in.contiguous("lse", "BHL", DType::kFloat64).data);
-  const Gradients gradients{in.optional_contiguous("dquery", "BHLD", dtype).data,
-                            in.optional_contiguous("dkey", keys, dtype).data,
-                            in.optional_contiguous("dvalue", values, dtype).data,
-                            in.optional_contiguous("dkey_bias", biases, sums).data};
+  const Gradients gradients{
+      in.optional_contiguous("dquery", "BHLD", dtype).data, in.optional_contiguous("dkey", keys, dtype).data,
+      in.optional_contiguous("dvalue", values, dtype).data, in.optional_contiguous("dkey_bias", biases, sums).data};
   in.require(!gradients.key_bias || inputs.key_bias.data, "dkey_bias", "needs a bias that it is the gradient of");
   in.run([&] { attention_backward(inputs, dout, dlse, out, lse, gradients); });
 }

@@ -427,7 +427,7 @@ struct Forward {
     const int depth = shape.key_width, width = shape.value_width;
     for (int row = 0; row < block.rows; ++row)
       attend_one<kBiased>(queries + row * depth, depth, key, value, count,
-                 {state.reference + row, state.sum + row, state.acc + row * width}, width, weights, bias);
+                          {state.reference + row, state.sum + row, state.acc + row * width}, width, weights, bias);
   }
 
   template <class B, bool kBiased>

@@ -53,8 +53,13 @@ inline Keys keys_of(const Inputs& in, const KeySet& set, int64_t h, int64_t firs
   const int64_t row = set.first + first;
   const uint8_t* ignored =
       in.ignored ? in.ignored + set.batch * in.ignored_stride[0] + row * in.ignored_stride[1] : nullptr;
-  return {rows_of(in, in.key, set.batch, h, row), rows_of(in, in.value, set.batch, h, row), ignored,
-          in.ignored_stride[1], count, bias_from(in, set.batch, h, row), in.key_bias.stride[2]};
+  return {rows_of(in, in.key, set.batch, h, row),
+          rows_of(in, in.value, set.batch, h, row),
+          ignored,
+          in.ignored_stride[1],
+          count,
+          bias_from(in, set.batch, h, row),
+          in.key_bias.stride[2]};
 }
 
 // The number of heads that one task processes together, one chunk of keys after the other, because heads that are
