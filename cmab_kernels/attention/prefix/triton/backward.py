@@ -245,7 +245,7 @@ def _prefix_keys(
             )
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
-            weights, score_slopes, _ = weigh(
+            weights, score_slopes, _exact = weigh(
                 keys, values, terms, None, log2_scale, False, dkey is not None, OPERAND, PRECISION
             )
             if dvalue is not None:
