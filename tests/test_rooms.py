@@ -38,6 +38,7 @@ MAY = {
         "contract",
         "triton",
         "state",
+        "checks",
         "triton_launch",
         "triton_rows",
         "triton_products",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..runtime.backends import choose, is_available, kernel
@@ -13,10 +12,10 @@ from ..runtime.checks import (
     as_decay,
     as_flag,
     check_broadcast,
-    check_dense,
     check_floats,
     check_key_value,
     check_mask,
+    check_offsets_shape,
     check_operands,
     fixed,
     mismatch,
@@ -321,21 +320,3 @@ def _groups(query: Tensor, key: Tensor, enable_gqa: bool) -> int:
     if not heads or not given or given % heads:
         raise ValueError(mismatch("query", f"{given} heads", f"a multiple of {heads}, the heads of key"))
     return given // heads
-
-
-def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
-    """The number of packed sets. Raise if `cu_seqlens`, or the batch of the argument called `name`, does not fit."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(not_a_tensor("cu_seqlens", cu_seqlens, "a torch.Tensor of int32 or int64"))
-    check_dense("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(mismatch("cu_seqlens", cu_seqlens.dtype, "torch.int32 or torch.int64"))
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(mismatch("cu_seqlens", f"shape {tuple(cu_seqlens.shape)}", "(S + 1,), the offsets of S sets"))
-    if cu_seqlens.device != keys.device:
-        raise ValueError(mismatch("cu_seqlens", f"device {cu_seqlens.device}", f"{keys.device}, the device of {name}"))
-    if keys.shape[0] != 1:
-        raise ValueError(
-            mismatch(name, f"batch {keys.shape[0]}", "batch 1, as cu_seqlens packs all sets into one row of keys")
-        )
-    return cu_seqlens.shape[0] - 1

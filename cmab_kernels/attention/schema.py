@@ -3,16 +3,14 @@ derivatives."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..runtime.checks import mismatch
+from ..runtime.checks import check_offsets, refused_offsets
 from ..runtime.dtypes import state_dtype
 from ..runtime.operator import Call, Gradients, Operator, derivatives_of, gradient_shapes
-from ..runtime.tracing import has_values
 from ..runtime.vmap import Rule
 from .contract import Attention, AttentionBackward
 from .reference import attention_backward_reference, attention_reference
@@ -27,26 +25,6 @@ def _definition(inputs: Attention) -> AttentionState:
         bad = refused_offsets(cu_seqlens, key.shape[2])
         new = AttentionState(*(part.masked_fill(bad, torch.nan) for part in new))
     return new if state_out is None or state_lse is None else merged(AttentionState(state_out, state_lse), new)
-
-
-def refused_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
-    """True unless offsets rise from 0 to at most `length`, as a tensor on the device of the offsets."""
-    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] > length) | (cu_seqlens.diff() < 0).any()
-
-
-def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
-    """Raise unless the offsets of packed sets rise from 0 to at most the number of keys.
-
-    Offsets on a GPU are not checked, because the host would have to wait for them.
-    """
-    if cu_seqlens is None or cu_seqlens.is_cuda or not has_values(cu_seqlens):
-        return
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] > length or any(a > b for a, b in itertools.pairwise(offsets)):
-        shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
-        raise ValueError(
-            mismatch("cu_seqlens", shown, f"offsets that rise from 0 to at most N = {length} and never fall")
-        )
 
 
 def _shapes(inputs: Attention) -> tuple[Tensor, Tensor]:

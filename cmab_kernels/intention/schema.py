@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..runtime.backends import choose
-from ..runtime.checks import check_offsets, refuse_negative
+from ..runtime.checks import check_offsets, refuse_negative, refused_offsets
 from ..runtime.dtypes import state_dtype
 from ..runtime.operator import Call, Gradients, Operator, derivatives_of
 from ..runtime.vmap import Rule
 from .contract import ApplyRows, Gram, GramBackward, PrefixRidge, PrefixRidgeBackward, RidgeUpdate
 from .reference import apply_rows_reference, gram_backward_reference, gram_reference, prefix_ridge_backward_reference
-from .state import count_keys, refused_offsets
+from .state import count_keys
 
 # ---- definitions, and checks of values
 
@@ -34,8 +34,7 @@ def check_weights(rows: Any) -> None:
 def _check_rows(inputs: Gram | RidgeUpdate) -> None:
     if inputs.weights is not None:
         check_weights(inputs)
-    if inputs.cu_seqlens is not None:
-        check_offsets(inputs.cu_seqlens, inputs.key.shape[2])
+    check_offsets(inputs.cu_seqlens, inputs.key.shape[2])
 
 
 def _is_packed(inputs: Gram | GramBackward | RidgeUpdate) -> bool:

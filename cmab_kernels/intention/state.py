@@ -84,11 +84,6 @@ def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
     return RidgeState(gram, moment, count)
 
 
-def refused_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
-    """True unless offsets rise from 0 to at most `length`, as a tensor on the device of the offsets."""
-    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] > length) | (cu_seqlens.diff() < 0).any()
-
-
 def count_keys(
     key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, before: Tensor | None
 ) -> Tensor:

@@ -210,18 +210,23 @@ def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_offsets(cu_seqlens: Tensor, length: int) -> None:
-    """Raise unless the offsets of packed sets rise from 0 to at most the number of keys.
+def check_offsets(cu_seqlens: Tensor | None, length: int) -> None:
+    """Raise unless the offsets of packed sets rise from 0 to at most the number of keys. None: there are none.
 
     Offsets on a GPU are not checked, because the host would have to wait for them.
     """
-    if not is_read(cu_seqlens):
+    if cu_seqlens is None or not is_read(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] > length or any(a > b for a, b in itertools.pairwise(offsets)):
         shown = offsets if len(offsets) <= 8 else [*offsets[:4], "...", *offsets[-3:]]
         allowed = f"offsets that rise from 0 to at most N = {length} and never fall"
         raise ValueError(mismatch("cu_seqlens", shown, allowed))
+
+
+def refused_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
+    """True unless offsets rise from 0 to at most `length`, as a tensor on the device of the offsets."""
+    return (cu_seqlens[0] != 0) | (cu_seqlens[-1] > length) | (cu_seqlens.diff() < 0).any()
 
 
 def fixed(scale: float) -> float:

@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cmab_kernels.attention import schema
 from cmab_kernels.attention import triton as kernels
 from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.attention.state import AttentionState, subtract_state
 from cmab_kernels.attention.triton import runs
 from cmab_kernels.attention.triton.launch import backward_keys_tiles
 from cmab_kernels.attention.triton.rows import sum_runs
+from cmab_kernels.runtime import checks
 from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error
 from cmab_kernels.testing.cubin import as_if_on
@@ -366,20 +366,20 @@ def test_the_host_waits_for_no_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the host would wait for the device")
 
     class OnGPU:
-        is_cuda = True
+        device = torch.device("cuda")
 
         def tolist(self) -> None:
             wait()
 
     q, k, v = torch.randn(3, 1, 3, 8), *_inputs(1, 1, 1, 70, 8, 8, torch.float32)[1:]
-    schema.check_offsets(OnGPU(), 70)
+    checks.check_offsets(OnGPU(), 70)
     offsets = torch.tensor([0, 9, 40, 70])
     for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(Tensor, name, wait)
     out, lse = kernels.attention_forward(Attention(q, k, v, None, offsets, None, None, scale=1.0))
     kernels.attention_backward(AttentionBackward(out, lse, q, k, v, None, offsets, out, lse, None, 1.0, EVERYTHING))
     with pytest.raises(AssertionError, match="wait"):
-        schema.check_offsets(offsets, 70)
+        checks.check_offsets(offsets, 70)
 
 
 @pytest.mark.parametrize("keys, packed", [(0, False), (0, True), (50, False), (1100, True)])

@@ -14,6 +14,7 @@ from ...runtime.checks import (
     as_float,
     as_they_are,
     check_mask,
+    check_offsets_shape,
     check_operands,
     fixed,
     is_read,
@@ -22,7 +23,6 @@ from ...runtime.checks import (
 )
 from ...runtime.dtypes import state_dtype
 from ...runtime.tracing import needs_definition, under_transform
-from ..api import check_offsets_shape
 from ..schema import state_gradient
 from ..state import AttentionState, check_state
 from .contract import ProjectedAttention, ProjectedAttentionBackward

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...runtime.checks import check_offsets, refused_offsets
 from ...runtime.operator import Call, Gradients, Operator, derivatives_of
 from ...runtime.vmap import Rule
-from ..schema import check_offsets, refused_offsets, state_gradient
+from ..schema import state_gradient
 from ..state import AttentionState, merged
 from .contract import ProjectedAttention, ProjectedAttentionBackward
 from .reference import projected_attention_backward_reference, projected_attention_reference

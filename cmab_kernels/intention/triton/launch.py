@@ -7,10 +7,10 @@ import torch
 import triton
 from torch import Tensor
 
+from ...runtime.checks import refused_offsets
 from ...runtime.tiles import HOPPER, capability_of, tuned
 from ...runtime.triton_launch import Products, allows_tf32
 from ...runtime.triton_rows import run_length
-from ..state import refused_offsets
 
 MOST_PROGRAMS = 256
 """The most programs for one matrix: almost two for each of the 132 multiprocessors of an H100."""
