@@ -186,16 +186,16 @@ def test_errors_stay_flat_where_subtraction_drifts(law: str) -> None:
     assert law == "one" or not errors["left"].max() < 1e-2, "subtraction would do"
 
 
+def _leaf(state: Any) -> Any:
+    return type(state)(*(part.requires_grad_() if part.is_floating_point() else part for part in state))
+
+
 @KINDS
 def test_gradients_reach_what_is_held(make: Maker) -> None:
-    def leaf() -> Any:
-        state = make()
-        return type(state)(*(part.requires_grad_() if part.is_floating_point() else part for part in state))
-
     def loss(state: State) -> Tensor:
         return sum(part.sin().sum() for part in state if part.is_floating_point())
 
-    window, tree, states = StateWindow(3), StateTree(), [leaf() for _ in range(8)]
+    window, tree, states = StateWindow(3), StateTree(), [_leaf(make()) for _ in range(8)]
     for key, state in enumerate(states):
         window.push(state)
         tree.put(key, state)
@@ -215,11 +215,7 @@ def test_gradients_reach_what_is_held(make: Maker) -> None:
 def test_gradients_do_not_depend_on_the_mode_of_earlier_calls(make: Maker) -> None:
     """A merge runs in the first call that needs it, even if this is a `pop` under `no_grad`."""
 
-    def leaf() -> Any:
-        state = make()
-        return type(state)(*(part.requires_grad_() if part.is_floating_point() else part for part in state))
-
-    states = [leaf() for _ in range(4)]
+    states = [_leaf(make()) for _ in range(4)]
     window, tree = StateWindow(4), StateTree()
     with torch.no_grad():
         for key, state in enumerate(states):

@@ -28,7 +28,7 @@ from ..runtime.checks import (
 from ..runtime.tracing import may_call_native
 from .contract import ApplyRows, Gram, PrefixRidge, RidgeUpdate
 from .dual import Dual
-from .schema import apply_rows_op, check_weights, gram_op, prefix_ridge_op, ridge_update_op
+from .schema import apply_rows_op, check_weights, gram_op, heads_of, prefix_ridge_op, ridge_update_op
 from .solve.api import RidgeSolution, penalty_of, solve_heads
 from .state import RidgeState, check_ridge, decayed_ridge, in_chunks, subtract_ridge
 
@@ -200,11 +200,10 @@ def ridge_state(
     """
     inputs = _inputs(None, key, value, weights, key_padding_mask, cu_seqlens)
     if state is not None:
-        _, heads, _, width = inputs.key.shape
-        sets = _sets(inputs.key, cu_seqlens)
-        check_ridge(state, (sets, heads, width, inputs.value.shape[-1]), inputs.key.device)
+        shape = (*heads_of(inputs.key, cu_seqlens), inputs.key.shape[-1], inputs.value.shape[-1])
+        check_ridge(state, shape, inputs.key.device)
     if decay is not None:
-        decay = as_decay(decay, (_sets(inputs.key, cu_seqlens), inputs.key.shape[1]), inputs.key.device)
+        decay = as_decay(decay, heads_of(inputs.key, cu_seqlens), inputs.key.device)
         state = None if state is None else decayed_ridge(state, decay)
     chosen = choose("intention", impl, inputs.query, inputs.key, inputs.value)
     gram, moment, count = state or (None, None, None)
@@ -379,15 +378,10 @@ def _inputs(
     check_key_value(key, value)
     if cu_seqlens is not None:
         check_offsets_shape(cu_seqlens, key, "key")
-    query = key if query is None else over_batch(query, key, _sets(key, cu_seqlens))
+    query = key if query is None else over_batch(query, key, heads_of(key, cu_seqlens)[0])
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(query, key, value)
     return _Inputs(query, key, value, weights_of_heads(weights, key), key_padding_mask)
-
-
-def _sets(key: Tensor, cu_seqlens: Tensor | None) -> int:
-    """The number of sets of keys: the batch, or that of the packed sets."""
-    return key.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def solve_rows(

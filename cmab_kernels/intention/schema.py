@@ -63,7 +63,7 @@ def _update_definition(inputs: RidgeUpdate) -> tuple[Tensor, Tensor, Tensor]:
 # ---- shapes
 
 
-def _heads_of(key: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
+def heads_of(key: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
     """The leading extents of the sums: (B, H), or (S, H) of packed sets."""
     return key.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, key.shape[1]
 
@@ -72,7 +72,7 @@ def sums_like(
     key: Tensor, value: Tensor, parts: tuple[int, int] = (True, True), cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Uninitialised float64 tensors for K'WK and K'WV; a part that is not requested is an empty vector."""
-    (batch, heads), width = _heads_of(key, cu_seqlens), key.shape[3]
+    (batch, heads), width = heads_of(key, cu_seqlens), key.shape[3]
     shapes = ((batch, heads, width, width), (batch, heads, width, value.shape[-1]))
     gram, moment = (
         key.new_empty(shape if part else 0, dtype=torch.float64) for shape, part in zip(shapes, parts, strict=True)
@@ -154,7 +154,7 @@ def gradient_of_sums(call: Call[Any], dgram: Tensor, dmoment: Tensor, exact: boo
 
 def _backward_of_gram(call: Call[Gram], dgram: Tensor, dmoment: Tensor) -> Gradients:
     key, value, _, _, offsets, parts, exact, _ = call.inputs
-    (batch, heads), width = _heads_of(key, offsets), key.shape[3]
+    (batch, heads), width = heads_of(key, offsets), key.shape[3]
     if not parts[0]:
         dgram = key.new_zeros(batch, heads, width, width, dtype=torch.float64)
     if not parts[1]:
@@ -220,7 +220,7 @@ ridge_update_op = Operator(
     ("gram", "moment", "count"),
     shapes=lambda inputs: (
         *sums_like(inputs.key, inputs.value, cu_seqlens=inputs.cu_seqlens),
-        inputs.key.new_empty(_heads_of(inputs.key, inputs.cu_seqlens), dtype=torch.int64),
+        inputs.key.new_empty(heads_of(inputs.key, inputs.cu_seqlens), dtype=torch.int64),
     ),
     operations=gram_operations,
     backward=_backward_of_update,
