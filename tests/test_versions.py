@@ -42,7 +42,6 @@ UNPROMISED = {
     "torch._C._is_tracing",
     "torch._C._len_torch_dispatch_stack",
     "torch._assert_async",
-    "torch._decomp.register_decomposition",
     "torch._dynamo.graph_break",
     "torch._dynamo.reset",
     "torch.autograd.profiler._is_profiler_enabled",

@@ -19,6 +19,7 @@ from .backends import kernel
 from .checks import as_they_are, mismatch
 from .flops import flop_formula
 from .tracing import (
+    exports_to_onnx,
     has_tangent,
     is_differentiated,
     is_profiled,
@@ -68,14 +69,6 @@ def _schema_type(kind: Any) -> str:
     items = get_args(kind) if kind not in _TYPES else ()
     count = "" if Ellipsis in items else len(items)
     return f"{_TYPES[items[0]]}[{count}]" if items else _TYPES[kind]
-
-
-def register_definition(operator: Any, definition: Callable[..., Any]) -> None:
-    """Let exporters that know no kernels, as that to ONNX, take the definition in place of an operator.
-
-    `torch.onnx.export` takes all of torch's table; compilers take from it only what they name, and keep our operators.
-    """
-    torch._decomp.register_decomposition(operator)(definition)
 
 
 class Call(Generic[Inputs]):
@@ -159,6 +152,7 @@ class Operator(Generic[Inputs]):
         self._tensors = sum(kind.startswith("Tensor") for kind in types)
         self._has_list, self._numbers = "Tensor[]" in types, len(types) - self._tensors
         self._reference, self._check, self._gradients = reference, check, backward
+        self._definition = reference if isinstance(kernels, str) else kernels
         kept = set(self._fields if keeps is None else keeps)
         self._dropped = [i for i in range(self._tensors - self._has_list) if self._fields[i] not in kept]
         self._kept_results = [i for i, result in enumerate(results) if result in kept]
@@ -182,9 +176,6 @@ class Operator(Generic[Inputs]):
             f"cmab::{name}", mapped_rule(self._overload, contract, self._tensors, vmap), lib=LIB
         )
         flop_formula(getattr(torch.ops.cmab, name))(lambda *args, **_: operations(contract(*args)))
-        definition = reference if isinstance(kernels, str) else kernels
-        if definition is not None:
-            register_definition(self._overload, lambda *args: definition(contract(*args)))
 
     def __call__(self, inputs: Inputs) -> Any:
         args = (*inputs,)  # the compiler of torch 2.6 cannot slice a NamedTuple
@@ -232,7 +223,11 @@ class Operator(Generic[Inputs]):
 
         The transforms of `torch.func` and forward mode cannot differentiate such a program. They raise an error,
         because otherwise the gradient would be 0.
+
+        While `torch.onnx.export` translates the program, the call becomes its definition, whose operators ONNX has.
         """
+        if exports_to_onnx() and self._definition is not None:
+            return self._definition(self._contract(*args))
         tensors = [tensor for tensor in flat(args[: self._tensors]) if tensor is not None]
         differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         if (differentiated and under_transform()) or has_tangent(*tensors):

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...runtime.backends import kernel
 from ...runtime.checks import autocasts, refuse_not_finite
 from ...runtime.flops import flop_formula
-from ...runtime.operator import LIB, register_definition, schema_of
-from ...runtime.tracing import has_memory, is_differentiated, may_bypass_dispatcher
+from ...runtime.operator import LIB, schema_of
+from ...runtime.tracing import exports_to_onnx, has_memory, is_differentiated, may_bypass_dispatcher
 from ..costs import executed_attention_operations, mean_operations
 from .contract import AttentionStep, NystromStep
 from .reference import attention_step_reference, kept_where, nystrom_step_reference
@@ -154,15 +154,18 @@ def _define(
         state = remembered(state_of(step))
         return results_of(run_step(name, step.impl, state, step.query, step.key, step.value, step.retroactive))
 
-    def by_definition(*args: Any) -> tuple[Tensor, ...]:
-        step = contract(*args)
-        return results_of(reference(state_of(step), step.query, step.key, step.value, step.retroactive))
+    def recorded(*args: Any) -> tuple[Tensor, ...]:
+        if exports_to_onnx():
+            step = contract(*args)
+            return results_of(reference(state_of(step), step.query, step.key, step.value, step.retroactive))
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args)
 
     LIB.define(schema_of(name, contract, results.split()))
     LIB.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"cmab::{name}", lambda *args: shapes(contract(*args)), lib=LIB)
     operator = getattr(torch.ops.cmab, name)
-    register_definition(operator.default, by_definition)
+    LIB.impl(name, recorded, "Autograd")
     flop_formula(operator)(lambda *args, **_: operations(contract(*args)))
 
 
