@@ -95,8 +95,10 @@ def check_floating(module: nn.Module, /, **features: Any) -> None:
                 raise TypeError(mismatch(name, each.dtype, f"{dtype} as the module has; cast them alike"))
 
 
-def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return the mask as a bool mask, and the key.
+def bool_mask(
+    key_padding_mask: Tensor | None, key: Tensor, name: str = "key_padding_mask"
+) -> tuple[Tensor | None, Tensor]:
+    """Return the mask, called `name`, as a bool mask, and the key.
 
     torch adds a float mask to the logits. Here it becomes a bool mask that is True where the float mask is -inf.
     `torch.nn.TransformerEncoderLayer` converts bool masks to such float masks. A number other than 0 and -inf raises a
@@ -110,9 +112,7 @@ def bool_mask(key_padding_mask: Tensor | None, key: Tensor) -> tuple[Tensor | No
     sound = (ignore | (key_padding_mask == 0)).all()
     if key_padding_mask.is_meta:
         return ignore, key
-    message = mismatch(
-        "key_padding_mask", "numbers to add to logits", "a bool mask, or only 0 and -inf, as there are no logits here"
-    )
+    message = mismatch(name, "numbers to add to logits", "a bool mask, or only 0 and -inf, as there are no logits here")
     if torch.compiler.is_compiling() and not key_padding_mask.is_cuda:
         torch._assert_async(sound, message)
         return ignore, key

@@ -174,22 +174,24 @@ def _check_layout(query: Tensor, key: Tensor) -> None:
         raise ValueError(mismatch(name, f"shape {tuple(shape)}", f"{allowed}; {seems}"))
 
 
-def check_mask(mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Raise unless the mask is None, or a bool tensor on the key's device of `shape`, by default the (B, N) of a key
-    (B, H, N, D)."""
+def check_mask(
+    mask: Tensor | None, key: Tensor, shape: tuple[int, ...] | None = None, name: str = "key_padding_mask"
+) -> None:
+    """Raise unless the mask, called `name`, is None, or a bool tensor on the key's device of `shape`, by default the
+    (B, N) of a key (B, H, N, D)."""
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise TypeError(not_a_tensor("key_padding_mask", mask, "a torch.Tensor of bool with True = ignore"))
-    check_dense("key_padding_mask", mask)
+        raise TypeError(not_a_tensor(name, mask, "a torch.Tensor of bool with True = ignore"))
+    check_dense(name, mask)
     if mask.dtype != torch.bool:
-        raise TypeError(mismatch("key_padding_mask", mask.dtype, "torch.bool with True = ignore"))
+        raise TypeError(mismatch(name, mask.dtype, "torch.bool with True = ignore"))
     wanted = (key.shape[0], key.shape[2]) if shape is None else tuple(shape)
     if mask.shape != wanted:
         allowed = f"(B, N) = {wanted}, as key has shape {tuple(key.shape)}" if shape is None else f"{wanted}"
-        raise ValueError(mismatch("key_padding_mask", f"shape {tuple(mask.shape)}", allowed))
+        raise ValueError(mismatch(name, f"shape {tuple(mask.shape)}", allowed))
     if mask.device != key.device:
-        raise ValueError(mismatch("key_padding_mask", f"device {mask.device}", f"{key.device}, the device of key"))
+        raise ValueError(mismatch(name, f"device {mask.device}", f"{key.device}, the device of key"))
 
 
 def check_offsets_shape(cu_seqlens: Tensor, keys: Tensor, name: str) -> int:

@@ -184,7 +184,8 @@ BAD: dict[str, tuple[type[Exception], str, tuple[Any, ...]]] = {
     "causal": (ValueError, "is_causal", (torch.zeros(2, 5, DIM), None, None, True)),
     "width": (ValueError, "src", (torch.zeros(2, 5, 3),)),
     "dtype": (TypeError, "src", (torch.zeros(2, 5, DIM).double(),)),
-    "mask": (ValueError, "key_padding_mask", (torch.zeros(2, 5, DIM), None, torch.zeros(2, 4, dtype=torch.bool))),
+    "mask": (ValueError, "src_key_padding_mask", (torch.zeros(2, 5, DIM), None, torch.zeros(2, 4, dtype=torch.bool))),
+    "added mask": (ValueError, "src_key_padding_mask", (torch.zeros(2, 5, DIM), None, torch.ones(2, 5))),
     "nested": (ValueError, "src", (torch.nested.nested_tensor([torch.zeros(5, DIM)]),)),
 }
 

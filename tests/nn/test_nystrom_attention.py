@@ -444,3 +444,11 @@ def test_options_are_needed_and_the_model_is_untouched() -> None:
     with pytest.raises(TypeError, match="mapping"):
         replace_modules(model, {nn.MultiheadAttention: partial(nn.Linear, 3)})
     assert [type(module) for module in model] == [nn.MultiheadAttention] * 2
+
+
+def test_a_parametrized_landmark_is_loaded() -> None:
+    module, other = (made(num_landmarks=4, landmarks="fixed") for _ in range(2))
+    for each in (module, other):
+        nn.utils.parametrizations.weight_norm(each, "landmark_queries")
+    other.load_state_dict(module.state_dict())
+    assert all(torch.equal(getattr(other, name), getattr(module, name)) for name in LANDMARKS)

@@ -267,6 +267,10 @@ def test_only_a_step_that_is_kept_tells_the_batch() -> None:
     encoding.forward_step(torch.randn(5, DIM, dtype=torch.float64), update_state=False)
     encoding.clean_state([0])
     assert encoding.position.tolist() == [0, 1]  # type: ignore[union-attr]  # rows differ
+    encoding.set_state(2)  # the place of a batch that the encoding has not seen
+    with pytest.raises(ValueError, match=r"^rows: got 0, expected a bool tensor \(B,\), as no step has told the batch"):
+        encoding.clean_state(0)
+    encoding.set_state(torch.tensor([0, 1]))
     encoding.get_state().zero_()  # type: ignore[union-attr]  # rows differ
     assert encoding.position.tolist() == [0, 1]  # type: ignore[union-attr]  # rows differ
     for tokens in (torch.randn(5, 2, DIM, dtype=torch.float64), torch.randn(2, DIM, dtype=torch.float64)):

@@ -375,6 +375,19 @@ def test_a_mask_without_values_is_refused() -> None:
         module.forward_step(torch.randn(ROWS, DIM, device="meta"), key_padding_mask=absent)
 
 
+@torch.no_grad()
+def test_rows_without_values_are_refused() -> None:
+    module = attention("exact", sequence_len=WINDOW, batch_first=True).float().to("meta").eval()
+    token = torch.randn(ROWS, DIM, device="meta")
+    for _ in range(WINDOW):
+        module.forward_step(token)
+    with pytest.raises(ValueError, match=r"^rows: got a tensor on the meta device"):
+        module.clean_state(torch.zeros(ROWS, dtype=torch.bool, device="meta"))
+    module.clean_state(0)
+    with pytest.raises(ValueError, match=r"^state: got a state on the meta device, expected values"):
+        module.forward_step(token)
+
+
 LAYOUTS: dict[str, Callable[[bool], Any]] = {
     "exact": lambda batch_first: attention("exact", sequence_len=3, batch_first=batch_first),
     "retroactive": lambda batch_first: attention(

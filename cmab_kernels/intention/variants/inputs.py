@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...runtime.backends import impl_for
 from ...runtime.checks import (
+    as_float,
     check_count,
     check_dense,
     check_floats,
@@ -77,7 +78,7 @@ def fraction_of(name: str, given: float | Tensor, like: Tensor) -> Tensor:
         check_number(name, given)
         if not 0 <= given <= 1:
             raise ValueError(mismatch(name, given, "a number from 0 to 1"))
-        given = torch.full((), given, dtype=torch.float64, device=like.device)
+        given = torch.full((), as_float(name, given), dtype=torch.float64, device=like.device)
     check_floats(name, given)
     refuse_negative(name, given)
     refuse_negative(f"1 - {name}", 1 - given)

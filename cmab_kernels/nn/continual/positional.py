@@ -169,6 +169,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
             isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)
         ):
             raise ValueError(mismatch("state", repr(state), f"an int from 0 to {self.period - 1}"))
+        self.__dict__["_rows"] = None  # the place may be that of another batch
         self.hold(state)
 
     @property
@@ -258,6 +259,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         return mismatch(f"{prefix}position", repr(entry), f"an int64 tensor () or (B,) from 0 to {self.period - 1}")
 
     def _built(self, entries: Mapping[str, Tensor], device: torch.device | None) -> int | Tensor:
+        self.__dict__["_rows"] = None
         place = entries["position"]
         return place.clone() if place.dim() else int(place)
 

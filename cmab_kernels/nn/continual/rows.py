@@ -27,6 +27,8 @@ def rows_of(rows: Any, batch: int, device: torch.device) -> Tensor:
     allowed = f"a row from 0 to {batch - 1}, several, or a bool tensor ({batch},)"
     if isinstance(rows, Tensor):
         check_dense("rows", rows)
+        if rows.is_meta:
+            raise ValueError(mismatch("rows", "a tensor on the meta device", f"{allowed} with values"))
         if rows.dtype == torch.bool and rows.shape == (batch,):
             return rows.to(device)
         if rows.dtype != torch.int64 or rows.dim() > 1:
@@ -94,7 +96,7 @@ def cleaned(module: Any, state: WindowState, rows: Any) -> WindowState:
     """
     batch = state.keys.shape[0]
     gone = rows_of(rows, batch, state.keys.device)
-    if not gone.any():
+    if not (gone.is_meta or gone.any()):
         return state
     tokens, window = staggered(module, state, batch)
     # The tokens of such a row stay in memory until others replace them, and are never read. A state of operators has
@@ -156,6 +158,9 @@ def _one(
     module: Any, state: StaggeredWindow, query: Tensor, key: Tensor, value: Tensor, absent: Tensor | None
 ) -> tuple[Tensor, WindowState]:
     """Return (out, state) after one token of each row that is not absent."""
+    if state.tokens.is_meta:
+        allowed = "values; the rows of this batch began at different steps, and their numbers of tokens are read"
+        raise ValueError(mismatch("state", "a state on the meta device", allowed))
     n, heads = module.sequence_len, (query, key, value)
     filling = state.tokens < n
     out, window = module._step(state.window, *heads, filling if absent is None else filling | absent)

@@ -287,7 +287,8 @@ class NystromAttention(MatrixFreeAttention):
 
         A `state_dict` of torch's module has no landmarks, and leaves the landmarks of this module unchanged.
         """
-        names = LANDMARKS if self.landmarks == "fixed" else ()
+        own: tuple[str, ...] = tuple(name for name in LANDMARKS if name in self._parameters)  # not parametrized
+        names = own if self.landmarks == "fixed" else ()
         saved = [name for name in names if prefix + name in state_dict]
         made = [name for name in saved if getattr(self, name) is None]
         like, errors = self._like, len(error_msgs)

@@ -209,4 +209,5 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
             check_features(name, features, f"{layout}, or (N, C) for all", dims, widths[name], self._like)
             dims = (features.dim(),)
         shape = features.shape[:-1]
-        check_mask(key_padding_mask, features, shape if self.batch_first else shape[::-1])
+        mask_name = "src_key_padding_mask" if "src" in arguments else "key_padding_mask"
+        check_mask(key_padding_mask, features, shape if self.batch_first else shape[::-1], mask_name)

@@ -102,7 +102,7 @@ class InformerEncoderLayer(torch.nn.TransformerEncoderLayer):
         The shape is (B, N, d_model) with `batch_first`, else (N, B, d_model), or (N, d_model) without a batch.
         """
         self.self_attn._refuse_masks("src_mask", src_mask, is_causal)
-        mask, src = bool_mask(src_key_padding_mask, src)
+        mask, src = bool_mask(src_key_padding_mask, src, "src_key_padding_mask")
         self.self_attn._check(mask, src=src)
         # Otherwise a NaN in padding would reach the weight gradients of the norms and of the feed-forward layer.
         if mask is not None:

@@ -347,8 +347,8 @@ def _ownership() -> Any:
 
 def remembered(state: State) -> State:
     """Record that the state's tensors are new and have their own memory, and return the state. Steps may write to this
-    memory while nothing else can reach it."""
-    if not torch.compiler.is_compiling() and _ownership() is not None:
+    memory while nothing else can reach it. Tensor subclasses, such as fake tensors, have no memory to record."""
+    if not torch.compiler.is_compiling() and _ownership() is not None and type(state.keys) is Tensor:
         _ownership().remember(state)
     return state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -115,3 +116,9 @@ def test_bad_input(case: str) -> None:
     error, message, call = BAD[case]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_fraction_is_a_number() -> None:
+    half = Fraction(1, 2)
+    assert torch.equal(v.lda(K, Y, 3, shrinkage=half)[0], v.lda(K, Y, 3, shrinkage=0.5)[0])  # type: ignore[arg-type]  # not a float
+    assert torch.equal(v.qda(K, Y, 3, regularisation=half)[0], v.qda(K, Y, 3, regularisation=0.5)[0])  # type: ignore[arg-type]  # not a float
