@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import cmab_kernels as ck
 from cmab_kernels import nn as ours
+from cmab_kernels.intention.variants import kernel_features
 
 from .nn.test_dynamic_shapes import CASES, DIM, FEW, HEADS, WINDOW, Inputs, Output, tokens
 from .nn.test_steps_with_states import MODULES as STEPS
@@ -257,3 +258,17 @@ def test_other_exporters_keep_the_operators() -> None:
     program = torch.export.export(ours.FeedForward(8, 16), (torch.randn(2, 5, 8),))
     torch.onnx.export(program, dynamo=True, verbose=False)
     assert "cmab.feed_forward_layer" in str(program.run_decompositions().graph)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x: ck.nystrom_attention(x, x, x, 2, pinv="exact"), "pinv: got 'exact' in an export to ONNX, expected"),
+        (lambda x: kernel_features(x, x, 0.5), "model: got kernel_features in an export to ONNX, expected"),
+    ],
+    ids=["pinv", "kernel_features"],
+)
+def test_what_onnx_lacks_is_refused_by_name(call: Callable[[Tensor], Tensor], message: str) -> None:
+    with pytest.raises(Exception, match="Exception summary") as caught:
+        torch.onnx.export(Function(call), (torch.randn(1, 2, 8, 4),), dynamo=True, verbose=False)
+    assert message in str(caught.value)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.dtypes import state_dtype
+from ..runtime.tracing import exports_to_onnx
 
 COPIED = 2**17
 """The largest number of elements that are copied at a time for a sum. At least one segment is copied at a time."""
@@ -110,6 +111,9 @@ def pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = False) -> 
     iterations."""
     if iterations:
         return iterative_pinv_reference(matrix, iterations, shared=shared)
+    if exports_to_onnx():
+        expected = "'iterative' or 'shared', as ONNX has no exact pseudo-inverse"
+        raise NotImplementedError(f"pinv: got 'exact' in an export to ONNX, expected {expected}")
     # LAPACK would refuse the whole batch for one matrix that is not finite.
     defined = matrix.isfinite().all(-1).all(-1)[..., None, None]
     return torch.linalg.pinv(matrix.where(defined, 0.0)).where(defined, torch.nan)

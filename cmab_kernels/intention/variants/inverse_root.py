@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...runtime.checks import mismatch
 from ...runtime.operator import Call, Gradients, Operator
+from ...runtime.tracing import exports_to_onnx
 from ..schema import row_products
 
 
@@ -39,6 +41,9 @@ def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of symmetric matrices. On a CPU each matrix is decomposed by itself, because the
     bits of LAPACK depend on where a matrix lies in memory."""
+    if exports_to_onnx():
+        got, allowed = "kernel_features in an export to ONNX", "an export with torch.export: ONNX has no eigenvalues"
+        raise NotImplementedError(mismatch("model", got, allowed))
     lead = matrix.shape[:-2]
     if matrix.is_cuda or lead.numel() < 2:
         return torch.linalg.eigh(matrix)
