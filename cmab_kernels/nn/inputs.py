@@ -61,7 +61,7 @@ def check_features(
 
 def _tensor_for(given: Any) -> str:
     """For an argument that is not a tensor, return a text which says that a tensor is expected, and how to make one."""
-    array, numbers = type(given).__module__ == "numpy", isinstance(given, list | tuple)
+    array, numbers = type(given).__module__ == "numpy", isinstance(given, (list, tuple))
     return "a torch.Tensor" + (
         "; torch.from_numpy makes one" if array else "; torch.tensor makes one" if numbers else ""
     )
@@ -90,7 +90,8 @@ def check_floating(module: nn.Module, /, **features: Any) -> None:
         if not each.is_nested:
             check_dense(name, each)
         if autocasts(each.device):
-            dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), each.dtype)
+            dtypes = [weight.dtype for weight in module.parameters() if weight.is_floating_point()]
+            dtype = dtypes[0] if dtypes else each.dtype
             if each.dtype != dtype and torch.float64 in (each.dtype, dtype):
                 raise TypeError(mismatch(name, each.dtype, f"{dtype} as the module has; cast them alike"))
 

@@ -72,8 +72,8 @@ def one_like(module: nn.Module, *names: str) -> Tensor:
     parametrized = module._modules.get("parametrizations")
     if parametrized is not None:
         own += [each for each in parametrized.parameters() if each.is_floating_point()]
-    found: Tensor | None = next((each for each in own if each is not None), None)
-    return found if found is not None else next(each for name in names if (each := getattr(module, name)) is not None)
+    found: list[Tensor] = [each for each in own if each is not None]  # the compiler of torch 2.6 knows no next(a, None)
+    return found[0] if found else next(each for name in names if (each := getattr(module, name)) is not None)
 
 
 def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:

@@ -23,13 +23,13 @@ class Rule(NamedTuple):
 
 def flat(values: Sequence[Any]) -> list[Any]:
     """Return the values, with the items of a tuple or list in its place."""
-    return [item for value in values for item in (value if isinstance(value, tuple | list) else (value,))]
+    return [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
 
 
 def nested(items: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     """Return the values that `flat` makes `items` of, where those of `like` have tuples of as many items."""
     left = iter(items)
-    return [tuple(islice(left, len(value))) if isinstance(value, tuple | list) else next(left) for value in like]
+    return [tuple(islice(left, len(value))) if isinstance(value, (tuple, list)) else next(left) for value in like]
 
 
 def mapped_rule(operator: Callable, contract: type, tensors: int, rule: Rule | None) -> Callable:

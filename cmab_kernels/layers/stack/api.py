@@ -75,8 +75,8 @@ def block_stack(
 
     Source: Memory Efficient Neural Processes via Constant Memory Attention Block (Feng et al., ICML 2024), section 4.
     """
-    if not isinstance(parameters, tuple | list) or not parameters or len(parameters) % OF_BLOCK:
-        got = f"{len(parameters)} tensors" if isinstance(parameters, tuple | list) else kind_of(parameters)
+    if not isinstance(parameters, (tuple, list)) or not parameters or len(parameters) % OF_BLOCK:
+        got = f"{len(parameters)} tensors" if isinstance(parameters, (tuple, list)) else kind_of(parameters)
         raise ValueError(mismatch("parameters", got, f"a tuple or list of {OF_BLOCK} tensors for each block"))
     named = {f"parameters[{i}]": parameter for i, parameter in enumerate(parameters)}
     check_operands(x=x, **({} if inputs is None else {"inputs": inputs}), **named)

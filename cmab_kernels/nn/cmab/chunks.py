@@ -137,7 +137,7 @@ def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
     write the next chunk to the same memory during the use of this one. An array or a table column that does not hold
     numbers raises a `TypeError` or `ValueError` with the chunk's `name`.
     """
-    if isinstance(chunk, tuple | list) and chunk:
+    if isinstance(chunk, (tuple, list)) and chunk:
         chunk = chunk[0]
     if hasattr(chunk, "column_names"):
         chunk = torch.stack([torch.tensor(values, dtype=weight.dtype) for values in _columns(name, chunk)], -1)

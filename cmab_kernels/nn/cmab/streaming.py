@@ -181,9 +181,11 @@ class StreamingBlocks(nn.Module):
     def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
         """Raise unless the arguments fit; blocks in wrappers that hide their latents check them when they are
         called."""
-        weight = next((found for block in self._blocks if (found := getattr(block, "latents", None)) is not None), None)
-        if weight is not None:
-            check_inputs(inputs, latents, key_padding_mask, weight)
+        for block in self._blocks:
+            weight = getattr(block, "latents", None)
+            if weight is not None:
+                check_inputs(inputs, latents, key_padding_mask, weight)
+                return
 
     def _check_streamed(self) -> None:
         """Raise if a block has no state, as some wrappers have none."""

@@ -126,7 +126,7 @@ class ContinualEncoder(nn.Module):
         """
         layers, states = self._each(), self._parts_of(prev_state, "prev_state")
         windows = [part[1] if self.retroactive and part is not None else part for part in states]
-        if StaggeredWindow in map(type, windows):
+        if any(type(window) is StaggeredWindow for window in windows):
             raise ValueError(mismatch("prev_state", "a StaggeredWindow", "rows with the same number of tokens"))
         tokens: Any = src
         for i, layer in enumerate(layers[:1] if self.retroactive else layers):

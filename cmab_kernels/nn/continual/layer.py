@@ -371,7 +371,7 @@ def _pair(state: Any) -> tuple[Any, Any]:
     if state is None:
         return None, None
     allowed = "(RecentTokens, state of the attention), from `get_state`, or None"
-    if not isinstance(state, tuple | list):
+    if not isinstance(state, (tuple, list)):
         raise TypeError(mismatch("state", kind_of(state), allowed))
     if len(state) != 2:
         raise ValueError(mismatch("state", f"{len(state)} parts", allowed))

@@ -113,8 +113,11 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         known = place.dtype == torch.int64 and place.dim() < 2 if isinstance(place, Tensor) else type(place) is int
         if not known:
             raise TypeError(mismatch("prev_state", repr(prev_state), "an int, or an int64 tensor () or (B,)"))
-        row = encodings[place % self.period]
-        return token + (row[0] if row.dim() > token.dim() else row), (place + 1) % self.period
+        next_place = (place + 1) % self.period
+        if isinstance(place, int):
+            return token + encodings[place % self.period], next_place
+        rows = encodings.index_select(0, (place % self.period).reshape(-1))  # torch 2.6 cannot export an index ()
+        return token + (rows if place.dim() and token.dim() == 2 else rows[0]), next_place
 
     def forward_steps(
         self, tokens: Tensor, update_state: bool = True, key_padding_mask: Tensor | None = None

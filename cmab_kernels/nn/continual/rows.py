@@ -36,7 +36,7 @@ def rows_of(rows: Any, batch: int, device: torch.device) -> Tensor:
     if isinstance(rows, Tensor):
         given = rows.flatten().tolist()
     else:
-        given = list(rows) if isinstance(rows, list | tuple | range) else [rows]
+        given = list(rows) if isinstance(rows, (list, tuple, range)) else [rows]
     for row in given:
         if not isinstance(row, Integral) or isinstance(row, bool):
             raise TypeError(mismatch("rows", kind_of(row), allowed))
