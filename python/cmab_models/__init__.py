@@ -21,7 +21,16 @@ from .neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP, 
 from .neural_processes.cnp import Total
 from .neural_processes.inctnp import Cache
 from .neural_processes.points import Points
-from .point_processes import CMHP, THP, CMHPState, Events, PointProcess, THPState
+from .point_processes import (
+    CMHP,
+    THP,
+    CMHPState,
+    Events,
+    PointProcess,
+    THPState,
+    event_scores,
+    trivial_event_scores,
+)
 from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
 from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer, StreamState
 
@@ -52,5 +61,7 @@ __all__ = [
     "PointProcess",
     "SigmaInformer",
     "Transformer",
+    "event_scores",
     "events_from_frame",
+    "trivial_event_scores",
 ]

@@ -4,8 +4,9 @@ apart."""
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from numbers import Real
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ def events_from_frame(
     unit: str = "h",
     start: Any = None,
     end: Any = None,
+    marks: Iterable[Hashable] | None = None,
+    resolution: float = 0.0,
 ) -> FrameEvents:
     """Return the rows of a table as sequences of events.
 
@@ -53,9 +56,15 @@ def events_from_frame(
         start, end: the start and end of the observation of all sequences, in the type of the column of times. A time
             without a time zone has the time zone of the column. None: the first and the last time in the table. An
             event at the start has a gap of 0.
+        marks: the labels in the order of their numbers, such as the `marks` of the table with which a model was
+            trained, so that a label has the same number in both tables. None: the labels of this table, sorted.
+        resolution: the step of the clock of the table, in `unit`, such as 1 / 60 for minutes in a table of hours. Each
+            time is moved to a random place within its step, the same on each call. Times in coarse steps, and events at
+            equal times, have no density: without this, a likelihood mostly tells how well the steps were learned.
 
-    Raises a `ValueError` for a column that does not exist, for missing values (the message counts them), for an empty
-    table, and for a time before the start or after the end.
+    Raises a `ValueError` for a column that does not exist or of which there are two, for missing values (the message
+    counts them), for an empty table, for a time before the start or after the end, and for a label that is not among
+    `marks`. Raises a `TypeError` for labels that cannot be sorted or counted, such as lists.
 
     >>> import pandas
     >>> table = pandas.DataFrame({
@@ -79,26 +88,30 @@ def events_from_frame(
         if label is not None
     }
     since_start, length, start = _clock(columns["time"], unit, start, end)
-    marks, labels = (
-        pandas.factorize(columns["mark"], sort=True) if mark is not None else (np.zeros(len(table), int), ())
-    )
-    groups, names = (
-        pandas.factorize(columns["sequence"], sort=True) if sequence is not None else (np.zeros(len(table), int), ())
-    )
+    if not (isinstance(resolution, Real) and 0 <= resolution < math.inf):
+        raise ValueError(mismatch("resolution", repr(resolution), "a finite number >= 0"))
+    since_start = since_start + np.random.default_rng(0).uniform(0.0, float(resolution), len(table))
+    length = max(length, float(since_start.max()))  # the last event may have moved beyond the end
+    if marks is not None and mark is None:
+        raise ValueError(mismatch("mark", None, "the column of the labels `marks`"))
+    numbers, labels = _numbered(columns, "mark", marks)
+    groups, names = _numbered(columns, "sequence")
     order = np.lexsort((since_start, groups))
     lengths = np.bincount(groups).tolist()
-    times, of_events = (torch.from_numpy(part[order]).split(lengths) for part in (since_start, marks))
+    times, of_events = (torch.from_numpy(part[order]).split(lengths) for part in (since_start, numbers))
     events = Events.pad(times, of_events, [length] * len(lengths))
-    return FrameEvents(events, tuple(labels), tuple(names), start, unit)
+    return FrameEvents(events, labels, names, start, unit)
 
 
 _UNITS = ("D", "h", "m", "s")
 
 
 def _column(table: Any, name: str, label: str) -> Any:
-    if label not in table.columns:
+    if not isinstance(label, Hashable) or label not in table.columns:
         raise ValueError(mismatch(name, repr(label), f"one of the columns {', '.join(map(str, table.columns))}"))
     column = table[label]
+    if column.ndim != 1:
+        raise ValueError(mismatch(name, f"{label!r}, the name of {column.shape[1]} columns", "the name of one"))
     if not len(column):
         raise ValueError(mismatch("frame", "no row", "at least one"))
     if column.isna().any():
@@ -108,12 +121,37 @@ def _column(table: Any, name: str, label: str) -> Any:
     return column
 
 
+def _numbered(
+    columns: dict[str, Any], name: str, known: Iterable[Hashable] | None = None
+) -> tuple[np.ndarray, tuple[Hashable, ...]]:
+    """Return the number of the label in each row, and the labels; zeros and () without such a column."""
+    import pandas
+
+    if name not in columns:
+        return np.zeros(len(columns["time"]), int), ()
+    try:
+        numbers, labels = pandas.factorize(columns[name], sort=True)
+    except TypeError as error:
+        raise TypeError(mismatch(name, f"a column of labels with {error}", "labels such as text or numbers")) from error
+    if known is None:
+        return numbers, tuple(labels)
+    known = tuple(known)
+    place = {label: number for number, label in enumerate(known)}
+    strange = [label for label in labels if label not in place]
+    if strange:
+        given = f"{len(strange)} labels that `marks` lacks, such as {strange[0]!r}"
+        raise ValueError(mismatch(name, given, f"only {shorten(', '.join(map(repr, known)), 60)}"))
+    return np.array([place[label] for label in labels])[numbers], known
+
+
 def _clock(column: Any, unit: str, start: Any, end: Any) -> tuple[np.ndarray, float, Any]:
     """Return the times since the start, the end as a time since the start, and the start."""
     import pandas
 
     one: Any
     if pandas.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind in "iuf":
+        if column.dtype.kind == "f" and not np.isfinite(column).all():
+            raise ValueError(mismatch("time", "an infinity", "finite numbers"))
         # Differences of narrow types would leave their range, and float32 would round a start of 0.5.
         column = column.astype("float64" if column.dtype.kind == "f" or column.max() > 2**63 - 1 else "int64")
         one, bounds = (

@@ -8,7 +8,7 @@ use.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from cmab_kernels.runtime.checks import mismatch
 
 from ..point_processes import Events
-from .windows import windows
 
 DAY = 86_400.0
 """Seconds in a day."""
@@ -29,13 +28,21 @@ _HEADERS = {
 """Start of a file's first line -> the separator of columns, and the columns of user, item and time."""
 
 
-def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -> Events:
-    """Return the interactions of users with items as a stream of events for each user. Items are marks; times are in
-    seconds.
+class Interactions(NamedTuple):
+    """Interactions of users with items."""
+
+    users: list[tuple[Tensor, Tensor]]
+    """times (N,) float64, in order and in seconds, and items (N,) float64 of each user"""
+    end: float
+    """the last time of all users, the end of their observation"""
+
+
+def read_interactions(path: str | Path) -> Interactions:
+    """Return the interactions of a file. Items can be the marks of events.
 
     The first line of a file tells its format. `mooc.csv` and `reddit.csv` of JODIE have features after the fourth
-    column, which are not read. `mooc_actions.tsv` is the form of Mooc in Stanford's collection of networks. `windows`
-    describes how streams are cut. Any other first line is a `ValueError`.
+    column, which are not read. `mooc_actions.tsv` is the form of Mooc in Stanford's collection of networks. Any
+    other first line is a `ValueError`.
     """
     with open(path, encoding="utf-8") as file:
         first = file.readline().strip()
@@ -55,7 +62,7 @@ def read_interactions(path: str | Path, window: int = 128, shortest: int = 16) -
     order = np.lexsort((times, users))
     _, lengths = np.unique(users, return_counts=True)
     by_user = (torch.from_numpy(part[order]).split(lengths.tolist()) for part in (times, items))
-    return windows(list(zip(*by_user, strict=True)), float(times.max()), DAY, window, shortest)
+    return Interactions(list(zip(*by_user, strict=True)), float(times.max()))
 
 
 def read_sequences(path: str | Path) -> Events:

@@ -5,6 +5,7 @@ from .cmhp import CMHP, CMHPState
 from .events import Events
 from .mixture import LogNormalMixture
 from .parts import NextEvent
+from .scoring import event_scores, trivial_event_scores
 from .thp import THP, THPState
 
 __all__ = [
@@ -18,4 +19,6 @@ __all__ = [
     "NextEvent",
     "PointProcess",
     "THPState",
+    "event_scores",
+    "trivial_event_scores",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,16 +46,22 @@ class LogNormalMixture(MixtureSameFamily):
             validate_args=False,
         )
 
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> LogNormalMixture:
+        """Return the same distribution with another batch shape, to which its own can be broadcast."""
+        components = cast("LogNormal", self.component_distribution)
+        parts = self.mixture_distribution.logits, components.loc, components.scale
+        return LogNormalMixture(*(part.expand(*batch_shape, part.shape[-1]) for part in parts))
+
     def log_prob(self, value: Tensor) -> Tensor:
         """Return the log-density of a gap `value`, in at least float32."""
-        result: Tensor = super().log_prob(_longer_than_none(value))
+        result: Tensor = super().log_prob(_longer_than_none("value", value))
         return result
 
     def log_survival(self, gap: Tensor) -> Tensor:
         """Return the log-probability that the next event has not come after a `gap`. It is accurate also for very small
         probabilities."""
         weights, components = self.mixture_distribution, cast("LogNormal", self.component_distribution)
-        standardised = (_longer_than_none(gap).log().unsqueeze(-1) - components.loc) / components.scale
+        standardised = (_longer_than_none("gap", gap).log().unsqueeze(-1) - components.loc) / components.scale
         return torch.logsumexp(weights.logits + torch.special.log_ndtr(-standardised), -1)
 
     def icdf(self, value: Tensor) -> Tensor:
@@ -93,6 +100,23 @@ class LogNormalMixture(MixtureSameFamily):
         """The gap before which the next event comes with probability 1/2. Unlike the mean, it is always finite."""
         return self.icdf(torch.full((), 0.5, device=self.mixture_distribution.logits.device))
 
+    def limited_mean(self, limit: Tensor) -> Tensor:
+        """Return the mean of the smaller of the gap and a `limit` > 0. Unlike the mean, it is always finite, and a
+        component of small weight with a heavy tail changes it little."""
+        if not isinstance(limit, Tensor):
+            raise TypeError(not_a_tensor("limit", limit))
+        if has_values(limit) and not ((limit > 0) & limit.isfinite()).all():
+            raise ValueError(
+                mismatch("limit", f"from {float(limit.min())} to {float(limit.max())}", "finite numbers > 0")
+            )
+        components = cast("LogNormal", self.component_distribution)
+        loc, scale = components.loc.double(), components.scale.double()
+        limit = limit.double().unsqueeze(-1)
+        place = (limit.log() - loc) / scale
+        below = (loc + scale**2 / 2 + torch.special.log_ndtr(place - scale)).exp()
+        mean = below + limit * torch.special.ndtr(-place)
+        return (self.mixture_distribution.probs.double() * mean).sum(-1).to(components.loc.dtype)
+
     def _standardised(self, log_gap: Tensor) -> Tensor:
         components = cast("LogNormal", self.component_distribution)
         return (log_gap.unsqueeze(-1) - components.loc.double()) / components.scale.double()
@@ -129,7 +153,9 @@ class LogNormalMixture(MixtureSameFamily):
         return (wide.log_prob(gap.double()) - wide.log_survival(gap.double())).exp().to(components.loc.dtype)
 
 
-def _longer_than_none(gap: Tensor) -> Tensor:
+def _longer_than_none(name: str, gap: Tensor) -> Tensor:
     """Return gaps in at least float32, which can represent `SHORTEST`, with `SHORTEST` in place of 0."""
+    if not isinstance(gap, Tensor):
+        raise TypeError(not_a_tensor(name, gap))
     gap = in_single(gap)
     return gap.masked_fill(gap == 0, SHORTEST)

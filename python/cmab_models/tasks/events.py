@@ -18,6 +18,7 @@ from ..data.hawkes import Hawkes
 from ..point_processes import Events, PointProcess
 from ..point_processes.base import arguments_for
 from ..point_processes.cmhp import QUERIES
+from ..point_processes.scoring import likelihoods, trivial_likelihoods
 from .base import BySystem, Task, seeded
 
 
@@ -76,32 +77,12 @@ class EventTask(Task):
         )  # a batch without events also has a likelihood: the probability that no event comes
         return -(found.time.sum() + found.mark.sum() + found.survival.sum()) / events
 
-    @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        test, total, device = self.events("test"), torch.zeros(3, dtype=torch.float64), next(model.parameters()).device
-        for rows in torch.arange(len(test.lengths)).split(32):
-            found = cast("PointProcess", model).log_prob(*(part.to(device) for part in test.take(rows)))
-            total += torch.stack([found.time.sum() + found.survival.sum(), found.mark.sum(), found.correct.sum()]).cpu()
-        return dict(zip(("time", "mark", "accuracy"), (total / test.lengths.sum()).tolist(), strict=True))
+        return likelihoods(cast("PointProcess", model), self.events("test"))
 
     def references(self) -> dict[str, float]:
-        """Return scores from counts in the training data: one rate of events, frequencies of marks, and frequencies
-        given the mark before."""
-        train, test = self.events("train"), self.events("test")
-        rate, events = train.lengths.sum() / train.end.sum(), test.lengths.sum()
-        before, mark = _pairs(train, self.num_marks)
-        counts = torch.zeros(self.num_marks + 1, self.num_marks, dtype=torch.float64)
-        counts.index_put_((before, mark), torch.ones((), dtype=torch.float64), accumulate=True)
-        often = (counts.sum(0) + 1) / (counts.sum() + self.num_marks)
-        after = (counts + _PRIOR * often) / (counts.sum(1, keepdim=True) + _PRIOR)
-        before, mark = _pairs(test, self.num_marks)
-        return {
-            "exponential_time": float(rate.log() - rate * test.end.sum() / events),
-            "frequency_mark": float(often[mark].log().mean()),
-            "frequency_accuracy": float((mark == often.argmax()).double().mean()),
-            "last_mark": float(after[before, mark].log().mean()),
-            "last_accuracy": float((mark == after.argmax(1)[before]).double().mean()),
-        }
+        """Return scores from counts in the training data: see `trivial_event_scores`."""
+        return trivial_likelihoods(self.events("train"), self.events("test"), self.num_marks)
 
     def shown(self) -> tuple[Tensor, Tensor]:
         """Return times and marks (N,) of the held-out sequence that is streamed and drawn: the longest of the first
@@ -125,16 +106,6 @@ class EventTask(Task):
                 "mark_log_prob": float(predicted.mark.log_prob(mark)),
             }
             state, last = process.observe(state, time.unsqueeze(0), mark.unsqueeze(0)), time
-
-
-_PRIOR = 10.0
-"""The weight of the frequencies, in events, when marks are predicted from the mark before."""
-
-
-def _pairs(events: Events, first: int) -> tuple[Tensor, Tensor]:
-    """Return for each event the mark before it, `first` if there is none, and its own mark."""
-    before = torch.cat([torch.full_like(events.marks[:, :1], first), events.marks[:, :-1]], 1)
-    return before[events.there], events.marks[events.there]
 
 
 @dataclass(frozen=True)

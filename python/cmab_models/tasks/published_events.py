@@ -9,22 +9,24 @@ from pathlib import Path
 from typing import ClassVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cmab_kernels.runtime.checks import mismatch
 
 from ..data.published_events import DAY, read_interactions, read_sequences
-from ..point_processes import Events, PointProcess
+from ..data.windows import windows
+from ..point_processes import Events, PointProcess, event_scores
+from ..point_processes.scoring import trivial_errors
 from .events import EventTask
 
 
 @dataclass(frozen=True)
 class PublishedEvents(EventTask):
-    """Base class of tasks on published events. Three fifths of the sequences are for training, the last fifth is held
-    out; which ones they are follows from their number.
+    """Base class of tasks on published events. Three fifths of the sequences, or of the users, are for training. A
+    fifth is held out; which ones they are follows from their number.
 
-    Besides the scores of `EventTask`, `rmse` is the root mean squared error of the expected time to the next event, as
-    the papers report it, and `rmse_median` that of the median, which a heavy tail does not spoil.
+    The scores are those of `event_scores`, with the errors of times that the papers report. The streams of users are
+    cut into `windows` of up to 128 events.
     """
 
     period: ClassVar[float] = DAY
@@ -34,25 +36,19 @@ class PublishedEvents(EventTask):
 
     @property
     def num_marks(self) -> int:
-        return int(_read(self.name, self.folder).marks.max()) + 1
+        return 1 + max(int(part.marks.max()) for part in _parts(self.name, self.folder))
 
     def events(self, part: str) -> Events:
         if part not in ("train", "test"):
             raise ValueError(mismatch("part", repr(part), "'train' or 'test'"))
-        return _part(self.name, self.folder, part)
+        train, test = _parts(self.name, self.folder)
+        return train if part == "train" else test
 
-    @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        test, errors, device = self.events("test"), torch.zeros(2, dtype=torch.float64), next(model.parameters()).device
-        for rows in torch.arange(len(test.lengths)).split(32):
-            some = test.take(rows)
-            predicted = cast("PointProcess", model).next_events(*(part.to(device) for part in some[:3])).time
-            gaps = some.gaps()[some.there]
-            errors += torch.stack(
-                [((guess.cpu().double() - gaps) ** 2).sum() for guess in (predicted.mean, predicted.median)]
-            )
-        rmse, of_median = (errors / test.lengths.sum()).sqrt().tolist()
-        return super().evaluate(model) | {"rmse": rmse, "rmse_median": of_median}
+        return event_scores(cast("PointProcess", model), self.events("train"), self.events("test"))
+
+    def references(self) -> dict[str, float]:
+        return super().references() | trivial_errors(self.events("train"), self.events("test"))
 
 
 @dataclass(frozen=True)
@@ -70,30 +66,31 @@ class Reddit(PublishedEvents):
 
 
 @cache
-def _read(name: str, folder: str) -> Events:
-    """Return the sequences of the first of these files that exists in the folder."""
-    readers = {
-        f"{name}.pkl": read_sequences,
-        f"{name}.csv": read_interactions,
-        f"{name}_actions.tsv": read_interactions,
-    }
-    found = next((file for file in readers if (Path(folder) / file).is_file()), None)
-    if found is None:
-        raise ValueError(
-            mismatch(
-                "folder",
-                repr(folder),
-                f"a folder with one of {', '.join(readers)}; see cmab_models.data.published_events",
-            )
+def _parts(name: str, folder: str) -> tuple[Events, Events]:
+    """Return the training events and the held-out events of the first of these files that exists in the folder.
+
+    No user has events in both parts, because windows of one stream resemble each other.
+    """
+    files = (f"{name}.pkl", f"{name}.csv", f"{name}_actions.tsv")
+    path = next((path for file in files if (path := Path(folder) / file).is_file()), None)
+    if path is None:
+        expected = f"a folder with one of {', '.join(files)}; see cmab_models.data.published_events"
+        raise ValueError(mismatch("folder", repr(folder), expected))
+    if path.suffix == ".pkl":
+        events = read_sequences(path)
+        train, test = (events.take(rows) for rows in _split(folder, len(events.lengths)))
+    else:
+        users, end = read_interactions(path)
+        train, test = (
+            windows([users[i] for i in rows.tolist()], end, DAY, window=128, shortest=16)
+            for rows in _split(folder, len(users))
         )
-    return readers[found](Path(folder) / found)
+    return train, test
 
 
-@cache
-def _part(name: str, folder: str, part: str) -> Events:
-    events = _read(name, folder)
-    order = torch.randperm(len(events.lengths), generator=torch.Generator().manual_seed(5))
-    count = len(order) * 3 // 5, len(order) // 5
-    if not min(count):
-        raise ValueError(mismatch("folder", f"{folder!r}, with {len(order)} sequences", "at least 5"))
-    return events.take(order[: count[0]] if part == "train" else order[-count[1] :])
+def _split(folder: str, sequences: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the sequences, or of the users, of both parts."""
+    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(5))
+    if sequences < 5:
+        raise ValueError(mismatch("folder", f"{folder!r}, with {sequences} sequences", "at least 5"))
+    return order[: sequences * 3 // 5], order[-(sequences // 5) :]
