@@ -81,35 +81,75 @@ def _parts(distribution: LogNormalMixture) -> tuple[Tensor, Tensor, Tensor]:
     return distribution.mixture_distribution.logits, components.loc, components.scale
 
 
+def test_a_limited_mean_is_an_integral_of_the_survival() -> None:
+    distribution, limit = mixture(4), torch.tensor([0.01, 1.0, 30.0, 500.0], dtype=torch.float64)
+    steps = torch.linspace(0, 1, 200_001, dtype=torch.float64).unsqueeze(1)
+    at = (steps**2 * limit).clamp(min=1e-12)  # dense near 0, where the survival changes fast
+    integral = torch.trapezoid(distribution.log_survival(at).exp(), at, dim=0)
+    torch.testing.assert_close(distribution.limited_mean(limit), integral, rtol=1e-6, atol=0)
+    heavy = LogNormalMixture(torch.tensor([[9.0, -9.0]]), torch.zeros(1, 2), torch.tensor([[0.5, 30.0]]))
+    assert heavy.mean.isinf() and heavy.limited_mean(torch.tensor(50.0)).item() == pytest.approx(1.13315, rel=1e-3)
+    plain = LogNormalMixture(torch.zeros(1), torch.zeros(1), torch.ones(1))
+    torch.testing.assert_close(plain.limited_mean(torch.tensor(1e9)), plain.mean)
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"limit: got from .*, expected finite numbers > 0"):
+            plain.limited_mean(torch.tensor(wrong))
+    with pytest.raises(TypeError, match="limit: got a float"):
+        plain.limited_mean(1.0)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_distribution_can_be_expanded() -> None:
+    distribution, gaps = mixture(3), torch.rand(2, 3, dtype=torch.float64, generator=seeded(1))
+    wide = distribution.expand((2, 3))
+    assert isinstance(wide, LogNormalMixture) and wide.batch_shape == (2, 3) and wide.sample((5,)).shape == (5, 2, 3)
+    for name in ("log_prob", "log_survival", "intensity"):
+        torch.testing.assert_close(getattr(wide, name)(gaps), getattr(distribution, name)(gaps), rtol=1e-12, atol=0)
+    torch.testing.assert_close(wide.median, distribution.median.expand(2, 3), rtol=1e-12, atol=0)
+    with pytest.raises(TypeError, match="value: got a float"):
+        wide.log_prob(1.0)  # type: ignore[arg-type]  # wrong on purpose
+
+
 # ---- continuations
 
 
-def residuals(model: PointProcess, times: Tensor, marks: Tensor, there: Tensor, until: float) -> Tensor:
-    """The integrated intensity from event to event, over all sequences as if one came after the other."""
+def residuals(model: PointProcess, whole: tuple[Tensor, Tensor, Tensor], until: Tensor, history: int) -> Tensor:
+    """The integrated intensity from event to event after a history of some events, over all sequences as if one came
+    after the other."""
+    times, _, lengths = whole
+    there = torch.arange(times.shape[1]) < lengths.unsqueeze(1)
     gaps = times.diff(dim=1, prepend=torch.zeros(len(times), 1, dtype=torch.float64))
-    lengths = there.sum(1)
     found = torch.zeros_like(gaps)
     with torch.no_grad():
-        found[there] = -model.next_events(times, marks, lengths).time.log_survival(gaps[there])
-        rest = -model.log_prob(times, marks, lengths, end=torch.full((len(times),), until).double()).survival
+        found[there] = -model.next_events(*whole).time.log_survival(gaps[there])
+        rest = -model.log_prob(*whole, end=until).survival
     waited, rescaled = 0.0, []
     for row, length in enumerate(lengths.tolist()):
-        for step in found[row, :length].tolist():
+        for step in found[row, history:length].tolist():
             rescaled.append(waited + step)
             waited = 0.0
         waited += float(rest[row])
     return torch.tensor(rescaled)
 
 
+@pytest.mark.parametrize("history", [0, 4])
 @pytest.mark.parametrize("kind", SIZES)
-def test_rescaled_times_are_exponential(kind: type[PointProcess]) -> None:
-    model = made(kind)
-    until = torch.full((200,), 6.0)
-    times, marks, there = model.sample(None, until, seeded(7))
-    rescaled = residuals(model, times, marks, there, 6.0)
+def test_rescaled_times_are_exponential(kind: type[PointProcess], history: int) -> None:
+    """The events that follow a history have the intensity that the history predicts, each sequence to its own end."""
+    model, numbers = made(kind), seeded(7)
+    past = torch.rand(250, history, dtype=torch.float64, generator=numbers).cumsum(1)
+    kinds, state = torch.randint(3, (250, history), generator=numbers), None
+    for time, mark in zip(past.T, kinds.T, strict=True):
+        state = model.observe(state, time, mark)
+    until = history + 2 + 5 * torch.rand(250, dtype=torch.float64, generator=numbers)
+    times, marks, there = model.sample(state, until, numbers)
+    assert there.sum(1).unique().numel() > 5
+    whole = torch.cat([past, times], 1), torch.cat([kinds, marks], 1), history + there.sum(1)
+    rescaled = residuals(model, whole, until, history)
     assert len(rescaled) > 800
     assert kstest(rescaled.numpy(), "expon").pvalue > 0.01
-    predicted = model.next_events(times, marks, there.sum(1)).mark.probs.mean(0)
+    of_sampled = torch.cat([torch.zeros(250, history, dtype=torch.bool), there], 1)
+    of_all = torch.arange(of_sampled.shape[1]) < whole[2].unsqueeze(1)
+    predicted = model.next_events(*whole).mark.probs[of_sampled[of_all]].mean(0)
     often = marks[there].bincount(minlength=3).double() / there.sum()
     assert (predicted - often).abs().max() < 4 * (0.25 / len(rescaled)) ** 0.5
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cmab_models.data.departures import DAY, departures
+from cmab_models.data.published_events import DAY as DAY_OF_SECONDS
 from cmab_models.data.published_events import read_interactions, read_sequences
 from cmab_models.data.windows import windows
 from cmab_models.point_processes import Events
@@ -60,7 +61,7 @@ TSV = "ACTIONID\tUSERID\tTARGETID\tTIMESTAMP\n0\t0\t5\t0.0\n1\t1\t2\t36.0\n2\t0\
 @pytest.mark.parametrize("text", [CSV, TSV])
 def test_interactions(text: str, tmp_path: Path) -> None:
     (tmp_path / "data").write_text(text)
-    found = read_interactions(tmp_path / "data", shortest=1)
+    found = windows(*read_interactions(tmp_path / "data"), DAY_OF_SECONDS, window=128, shortest=1)
     assert found.lengths.tolist() == [3, 1]
     assert found.marks.tolist() == [[5, 7, 5], [2, 0, 0]]
     assert found.times.tolist() == [[86400.0, 86477.5, 172900.0], [36.0, 0.0, 0.0]]  # the first is exactly at midnight
@@ -107,10 +108,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             read_sequences(tmp_path / "wrong.pkl")
     (tmp_path / "data").write_text(CSV.replace("0,7,", "0,7.7,"))
     with pytest.raises(ValueError, match=r"marks\[0\]: got \[5.0, 7.7, 5.0\], expected whole numbers"):
-        read_interactions(tmp_path / "data", shortest=1)
-    (tmp_path / "data").write_text(CSV)
+        windows(*read_interactions(tmp_path / "data"), DAY_OF_SECONDS, window=128, shortest=1)
     with pytest.raises(ValueError, match="shortest: got 16, expected a smaller number, as no stream has a run"):
-        read_interactions(tmp_path / "data")
+        windows(*read_interactions(tmp_path / "data"), DAY_OF_SECONDS, window=128, shortest=16)
     (tmp_path / "data").write_text(CSV.splitlines()[0] + "\n")
     with pytest.raises(ValueError, match="got no interactions"), pytest.warns(UserWarning, match="no data"):
         read_interactions(tmp_path / "data")
