@@ -155,6 +155,17 @@ def test_serve_departures(printed: Printed) -> None:
     assert len(numbers(r"surprise +([\d.]+)", text)) == 14
 
 
+def test_events_from_table(printed: Printed) -> None:
+    text = printed("events_from_table")
+    scores = {name: float(value) for name, value in re.findall(r"^(\w+) +(-?[\d.]+|inf) ", text, flags=re.MULTILINE)}
+    trivial = {name: float(value) for name, value in re.findall(r"(\w+_\w+) (-?[\d.]+)", text)}
+    assert set(scores) == {"time", "mark", "accuracy", "rmse", "rmse_limited", "rmse_median"}
+    assert scores["time"] > trivial["exponential_time"] + 0.2 and scores["time"] > trivial["renewal_time"] - 0.1
+    assert scores["mark"] > trivial["last_mark"] - 0.1
+    (size,) = numbers(r"file of ([\d,]+) bytes", text)
+    assert size < 10_000 and len(re.findall(r"expected [\d.]+ min", text)) > 4
+
+
 def test_forgetful_bandit(printed: Printed) -> None:
     text = printed("forgetful_bandit")
     remembers, forgets = numbers(r"([\d.]+) long after", text)
