@@ -72,7 +72,7 @@ def main() -> None:
     found = events_from_frame(early, **options)
     train, test = found.events, events_from_frame(late, **options, marks=found.marks).events
     process = CMHP.for_events(train, period=24.0, num_marks=len(found.marks), dim=16, num_latents=8, num_heads=2)
-    fit(process, train, steps=100)
+    fit(process, train, steps=60)
     trivial = trivial_event_scores(train, test)
     for name, value in event_scores(process.eval(), train, test).items():
         beside = ", ".join(f"{key} {other:.3f}" for key, other in trivial.items() if key.endswith(f"_{name}"))
