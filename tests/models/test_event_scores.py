@@ -124,12 +124,28 @@ def test_a_model_of_short_gaps_is_near_a_poisson_process_from_the_start() -> Non
         ("default", lambda: CMHP(num_marks=3, dim=16, num_latents=4, num_heads=2)),
     ):
         torch.manual_seed(0)
-        model = make()
+        model = make().eval()
         scores[name] = cmab_models.event_scores(model, train, test)["time"]
         with torch.no_grad():
             medians[name] = model.next_events(*test[:3]).time.median
     assert poisson - 0.3 < scores["fitted"] < poisson and scores["default"] < poisson - 1.5
     assert 0.03 < medians["fitted"].min() <= medians["fitted"].max() < 0.3 and medians["default"].median() > 0.3
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_model_in_another_unit_is_warned_of_in_training(kind: type[PointProcess]) -> None:
+    days = TRAIN._replace(times=TRAIN.times / 24, end=TRAIN.end / 24)
+    with pytest.warns(
+        RuntimeWarning, match=r"log_gap_mean, log_gap_std: got 0, 1, far from .* as `for_events` finds"
+    ) as told:
+        kind(3, dim=8, **SIZES[kind]).log_prob(*days)
+    assert told[0].filename == __file__
+    kind(3, dim=8, **SIZES[kind]).eval().log_prob(*days)
+    fitted = kind.for_events(days, dim=8, **SIZES[kind])
+    fitted.log_prob(*days)
+    fitted.log_prob(torch.zeros(1, 5).double(), torch.zeros(1, 5).long())  # equal times tell nothing of the unit
+    fitted.log_prob(torch.zeros(1, 0).double(), torch.zeros(1, 0).long())
 
 
 # ---- tables

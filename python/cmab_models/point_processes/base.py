@@ -4,6 +4,7 @@ predicted."""
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -23,6 +24,10 @@ from .parts import EventEmbedding, EventHead, LogGaps, NextEvent
 
 if TYPE_CHECKING:
     from typing import Self
+
+
+_FAR = 2.0
+"""A mean of standardised logarithms of gaps beyond which a model is warned of."""
 
 
 class LogProb(NamedTuple):
@@ -63,7 +68,8 @@ class PointProcess(Pretrained):
     `ValueError`, and an argument that is not a tensor raises a `TypeError`. A time that is NaN or infinite raises a
     `ValueError` too. All this is checked on a GPU as well, where the program waits for the values. Keep times in
     float64, whatever the model's dtype, because differences between late times lose digits in float32. Likelihoods are
-    float64 in a float64 model and otherwise float32. They are finite even if events have equal times.
+    float64 in a float64 model and otherwise float32. They are finite even if events have equal times. In training, a
+    `RuntimeWarning` tells of times in another unit than that of the model: see `for_events`.
 
     >>> model = cmab_models.CMHP(num_marks=5, dim=16, num_latents=4, num_heads=2).eval()
     >>> times, marks = torch.rand(3, 20).cumsum(1), torch.randint(5, (3, 20))
@@ -246,6 +252,8 @@ class PointProcess(Pretrained):
         times, marks = times.double().where(there, 0.0), marks.where(there, 0)
         gaps = _checked("times", times.diff(dim=1, prepend=torch.zeros_like(times[:, :1])).where(there, 1.0))
         self._check_marks("marks", marks)
+        if self.training:
+            self._check_scale(gaps, there)
         return _Sequences(times, marks, gaps, there), self._summaries(self.embedding(times, gaps, marks), there)
 
     def intensity(self, times: Tensor, marks: Tensor, at: Tensor) -> Tensor:
@@ -304,6 +312,17 @@ class PointProcess(Pretrained):
                 raise ValueError(
                     mismatch(name, f"device {each.device}", f"{device}, the device of the model; move them together")
                 )
+
+    def _check_scale(self, gaps: Tensor, there: Tensor) -> None:
+        """Warn if the model was made for times in another unit: it would learn slowly, and predict other times."""
+        if not has_values(gaps):
+            return
+        gaps = gaps[there & (gaps > SHORTEST)]
+        if len(gaps) and abs(self.embedding.log_gaps.standardise(gaps).mean()) > _FAR:
+            mean, std = self.embedding.log_gaps
+            given = f"{mean:.4g}, {std:.4g}, far from the times between these events"
+            expected = "mean and deviation of their logarithms, as `for_events` finds them"
+            warnings.warn(mismatch("log_gap_mean, log_gap_std", given, expected), RuntimeWarning, stacklevel=4)
 
     def _check_marks(self, name: str, marks: Tensor) -> None:
         inside = marks.dtype == torch.int64
