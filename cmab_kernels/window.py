@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -128,6 +128,32 @@ def _refuse_names(entries: Any, needed: Sequence[str], prefix: str) -> dict[str,
     return {name: entry for name, entry in entries.items() if name not in needed}
 
 
+class _Queue(NamedTuple):
+    """A queue of two stacks. A window changes it by one assignment, so that an interruption changes all or nothing.
+
+    The lists may have further entries, from a call that was interrupted.
+    """
+
+    front: list[Any]
+    """The older part: the last entry is the merge of all its states, the entry before is the merge without the oldest
+    state, and so on."""
+    older: int
+    """The number of states in `front`."""
+    back: list[Any]
+    """The states of the newer part, oldest first."""
+    newer: int
+    """The number of states in `back`."""
+    total: Any
+    """The merge of the newer part."""
+
+    def turned(self) -> _Queue:
+        """Return the queue with the newer part as its older part, which is empty now."""
+        front: list[Any] = []
+        for state in reversed(self.back[: self.newer]):
+            front.append(_partial(state, front[-1]) if front else state)
+        return _Queue(front, len(front), [], 0, None)
+
+
 class StateWindow(Held[State]):
     """The exact state of the newest chunks of a stream: each push drops the oldest chunk, and nothing is subtracted.
 
@@ -162,60 +188,49 @@ class StateWindow(Held[State]):
 
     def __init__(self, size: int) -> None:
         self.size = check_count("size", size)
-        self._front: list[State] = []
-        """The older part: the last entry is the merge of all its states, the entry before is the merge without the
-        oldest state, and so on."""
-        self._back: list[State] = []
-        """The states of the newer part, oldest first."""
-        self._total: State | None = None
-        """The merge of the newer part."""
+        self._queue = _Queue([], 0, [], 0, None)
 
     def __len__(self) -> int:
-        return len(self._front) + len(self._back)
+        return self._queue.older + self._queue.newer
 
     def __copy__(self) -> StateWindow[State]:
         made: StateWindow[State] = StateWindow(self.size)
-        made._front, made._back, made._total = self._front.copy(), self._back.copy(), self._total
+        made._queue = self._queue._replace(front=self._queue.front.copy(), back=self._queue.back.copy())
         return made
 
     @property
     def state(self) -> State:
         self._refuse_nothing()
-        parts = self._front[-1:]
-        return merge(*parts) if self._total is None else merge(*parts, self._total)
+        front, older, _, _, total = self._queue
+        parts = front[older - 1 : older] if older else []
+        return merge(*parts) if total is None else merge(*parts, total)
 
     def push(self, state: State) -> None:
         """Add the state of one chunk, and drop the oldest state if more than `size` states are then held."""
-        check_fits(state, self._total or next(iter(self._front), None), "state")
         full = len(self) == self.size
-        if full and not self._front:
-            self._turn()
-        total = state if self._total is None else _partial(self._total, state)
-        if full:
-            self._front.pop()
-        self._back.append(state)
-        self._total = total
+        front, older, back, newer, total = self._queue
+        check_fits(state, total or (front[0] if older else None), "state")
+        if full and not older:
+            front, older, back, newer, total = self._queue.turned()
+        total = state if total is None else _partial(total, state)
+        back[newer:] = [state]
+        self._queue = _Queue(front, older - full, back, newer + 1, total)
+        del front[older - full :]
 
     def pop(self) -> None:
         """Drop the oldest state. Raises a `ValueError` if there is none."""
         self._refuse_nothing()
-        if not self._front:
-            self._turn()
-        self._front.pop()
-
-    def _turn(self) -> None:
-        """Make the newer part the older part, which is empty."""
-        front: list[State] = []
-        for state in reversed(self._back):
-            front.append(_partial(state, front[-1]) if front else state)
-        self._front, self._back, self._total = front, [], None
+        queue = self._queue if self._queue.older else self._queue.turned()
+        self._queue = queue._replace(older=queue.older - 1)
+        del queue.front[queue.older - 1 :]
 
     def parts(self) -> list[State]:
-        return self._front + self._back
+        front, older, back, newer, _ = self._queue
+        return front[:older] + back[:newer]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the window as tensors in new memory, for `torch.save` or a file of safetensors."""
-        front, size = (torch.tensor(count, device="cpu") for count in (len(self._front), self.size))
+        front, size = (torch.tensor(count, device="cpu") for count in (self._queue.older, self.size))
         return {**self._stacked(), "front": front, "size": size}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str = "state_dict.") -> None:
@@ -245,7 +260,20 @@ class StateWindow(Held[State]):
         total = None
         for state in states[front:]:
             total = state if total is None else merge(total, state)
-        self._front, self._back, self._total = states[:front], states[front:], total
+        self._queue = _Queue(states[:front], front, states[front:], len(states) - front, total)
+
+
+class _Change(NamedTuple):
+    """What `StateTree.put` or `discard` changes."""
+
+    nodes: list[dict[int, Any]]
+    """For each level, the new nodes by their places."""
+    counts: list[int]
+    """For each level, the number of nodes."""
+    keys: dict[int, Hashable]
+    """New keys by their places."""
+    gone: tuple[Hashable, ...]
+    """Keys that leave."""
 
 
 class StateTree(Held[State]):
@@ -279,18 +307,24 @@ class StateTree(Held[State]):
         self._levels: list[list[State]] = [[]]
         """The leaves, then the merges of pairs of neighbours, and so on up to the root. A last node without a neighbour
         moves up unchanged."""
+        self._change: _Change | None = None
+        """The change that is being written. If the writing is interrupted, the next call writes it again."""
 
     def __len__(self) -> int:
+        self._settle()
         return len(self._keys)
 
     def __contains__(self, key: Hashable) -> bool:
+        self._settle()
         return key in self._places
 
     def __iter__(self) -> Iterator[Hashable]:
         """Iterate over the keys that are held now, so that a loop may discard them."""
+        self._settle()
         return iter(tuple(self._keys))
 
     def __copy__(self) -> StateTree[State]:
+        self._settle()
         made: StateTree[State] = StateTree()
         made._keys, made._places = self._keys.copy(), self._places.copy()
         made._levels = [nodes.copy() for nodes in self._levels]
@@ -304,27 +338,27 @@ class StateTree(Held[State]):
     def put(self, key: Hashable, state: State) -> None:
         """Hold a state under a key. It replaces the earlier state of the key, if any."""
         _refuse_unhashable(key)
+        count = len(self)
         check_fits(state, next(iter(self._levels[0]), None), "state")
-        place = self._places.get(key, len(self))
-        self._write({place: state}, max(place + 1, len(self)))
-        if place == len(self):
-            self._keys.append(key)
-            self._places[key] = place
+        place = self._places.get(key, count)
+        self._change = _Change(*self._merged({place: state}, max(place + 1, count)), {place: key}, ())
+        self._settle()
 
     def discard(self, key: Hashable) -> None:
         """Drop the state of a key. A key without a state is not an error."""
         _refuse_unhashable(key)
-        place, last = self._places.get(key), len(self) - 1
+        last = len(self) - 1
+        place = self._places.get(key)
         if place is None:
             return
-        self._write({place: self._levels[0][last]} if place < last else {}, last)
-        self._places[self._keys[last]] = place  # the last leaf has moved to the place that became free
-        self._keys[place] = self._keys[last]
-        self._keys.pop()
-        del self._places[key]
+        moves = place < last  # the last leaf moves to the place that becomes free
+        nodes, counts = self._merged({place: self._levels[0][last]} if moves else {}, last)
+        self._change = _Change(nodes, counts, {place: self._keys[last]} if moves else {}, (key,))
+        self._settle()
 
-    def _write(self, leaves: dict[int, State], count: int) -> None:
-        """Write leaves to their places, keep `count` leaves, and compute all nodes above a leaf that has changed."""
+    def _merged(self, leaves: dict[int, State], count: int) -> tuple[list[dict[int, State]], list[int]]:
+        """Return the nodes of each level that change if leaves are written to their places and `count` leaves are kept,
+        and the number of nodes of each level."""
         levels, changed, counts, shrinks = self._levels, [leaves], [count], count < len(self._levels[0])
         while counts[-1] > 1:
             below, known, length = (
@@ -343,6 +377,14 @@ class StateTree(Held[State]):
                 nodes[pair] = _partial(*two) if len(two) == 2 else two[0]
             changed.append(nodes)
             counts.append((length + 1) // 2)
+        return changed, counts
+
+    def _settle(self) -> None:
+        """Write the change, if there is one. To write it twice has the same result."""
+        if self._change is None:
+            return
+        changed, counts, keys, gone = self._change
+        levels = self._levels
         for level, (nodes, length) in enumerate(zip(changed, counts, strict=True)):
             if level == len(levels):
                 levels.append([])
@@ -350,8 +392,16 @@ class StateTree(Held[State]):
                 levels[level][place : place + 1] = [nodes[place]]
             del levels[level][length:]
         del levels[len(counts) :]
+        for place, key in keys.items():
+            self._keys[place : place + 1] = [key]
+            self._places[key] = place
+        del self._keys[counts[0] :]
+        for key in gone:
+            self._places.pop(key, None)
+        self._change = None
 
     def parts(self) -> list[State]:
+        self._settle()
         return self._levels[0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -374,8 +424,11 @@ class StateTree(Held[State]):
                 )
             )
         made: StateTree[State] = StateTree()
-        made._write(dict(enumerate(_unstacked(state_dict))), count)
-        self._keys, self._places, self._levels = [*keys], {key: place for place, key in enumerate(keys)}, made._levels
+        leaves = dict(enumerate(_unstacked(state_dict)))
+        self._settle()
+        gone = tuple(self._places.keys() - {*keys})
+        self._change = _Change(*made._merged(leaves, count), dict(enumerate(keys)), gone)
+        self._settle()
 
 
 def _refuse_unhashable(key: Any) -> None:

@@ -1,7 +1,9 @@
 """Programs of `torch.export` can be differentiated: the gradients of a program's inputs are those of its module."""
 
 import io
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
 from cmab_kernels import nn as modules
+from cmab_kernels.runtime import backends
 
 STRICT = pytest.param(
     True,
@@ -141,3 +144,30 @@ def test_a_program_may_be_a_constant_of_a_transform_and_run_in_forward_mode() ->
     with torch.profiler.profile():
         assert torch.equal(program(x), right)
     assert torch.equal(torch.vmap(program)(x[None]), right[None])
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def test_no_module_holds_a_tensor() -> None:
+    """The first call imports an implementation. Under `torch.export` or in inference mode, tensors made then would be
+    fake tensors, or of inference mode, for the life of the process."""
+    for operator_set, implementations in backends.IMPLEMENTATIONS.items():
+        for impl in implementations:
+            backends.imported(operator_set, impl)
+    ours = [module for name, module in sys.modules.items() if name.split(".")[0] in ("cmab_kernels", "cmab_models")]
+    values = [(f"{module.__name__}.{name}", value) for module in ours for name, value in vars(module).items()]
+    held = {name for name, value in values if next(_tensors(value), None) is not None}
+    assert len(ours) > 100 and not held
+
+
+def test_empty_results_may_be_saved_by_autograd() -> None:
+    native = pytest.importorskip("cmab_kernels.layers.native", reason="there is no native code")
+    native.nothing.cache_clear()
+    with torch.inference_mode():
+        assert not any(each.is_inference() for each in native.nothing(torch.float32))

@@ -175,14 +175,14 @@ def test_every_operator_is_traced_here() -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_a_traced_function_computes_what_it_traced(name: str, impl: str) -> None:
-    """A traced function is right on inputs that were not used for the trace,
-    and writes all memory: unwritten memory is NaN."""
+    """A traced function is right on inputs that were not used for the trace, and writes all memory: unwritten memory is
+    NaN. It computes in float64 what is computed in float64."""
     function = OPERATORS[name]
     with ck.use_impl(impl):
-        traced = torch.jit.trace(function, _inputs(), check_trace=False)
-        fresh = _inputs(1)
+        traced = torch.jit.trace(function, tuple(each.double() for each in _inputs()), check_trace=False)
+        fresh = [each.double() for each in _inputs(1)]
         for ours, wanted in zip(_flat(traced(*fresh)), _flat(function(*fresh)), strict=True):
-            torch.testing.assert_close(ours, wanted, equal_nan=False)
+            torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-11, equal_nan=False)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -267,8 +267,9 @@ def test_a_traced_module_computes_what_it_traced(name: str) -> None:
     module, inputs = _module(name)
     fresh = tuple(torch.randn_like(t) for t in inputs)
     with torch.no_grad():
+        module, inputs, fresh = module.double(), [each.double() for each in inputs], [each.double() for each in fresh]
         traced = torch.jit.trace(module, inputs, check_trace=False)
-        torch.testing.assert_close(traced(*fresh), module(*fresh))
+        torch.testing.assert_close(traced(*fresh), module(*fresh), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.filterwarnings("ignore")

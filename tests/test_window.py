@@ -131,7 +131,7 @@ def test_a_push_takes_two_merges_on_average(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(640):
         window.push(state)
     assert len(counted) <= 2 * 640
-    assert sum(map(len, (window._front, window._back))) == 64, "memory is that of the states held"
+    assert len(window._queue.front) + len(window._queue.back) == 64, "memory is that of the states held"
 
 
 def test_a_change_of_a_tree_takes_log_n_merges(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from ..runtime.checks import (
     not_a_tensor,
     over_batch,
 )
-from ..runtime.dtypes import state_dtype
+from ..runtime.dtypes import default_scale, state_dtype
 from ..runtime.tracing import is_differentiated, may_bypass_dispatcher, may_call_native
 from .contract import Attention
 from .schema import attention_op
@@ -292,7 +292,7 @@ def _inputs(
     query = over_batch(query, key, sets, groups, _NAME_GQA)
     check_mask(key_padding_mask, key)
     query, key, value = as_autocast(_heads_together(query, groups), key, value)
-    scale = float(key.shape[-1] ** -0.5) if scale is None else fixed(scale)
+    scale = default_scale(key.shape[-1]) if scale is None else fixed(scale)
     if key_bias is not None:
         key_bias = of_keys(key_bias, key)
     return _Inputs(query, key, value, key_padding_mask, cu_seqlens, key_bias, scale, groups)

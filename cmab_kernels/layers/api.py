@@ -20,6 +20,7 @@ from ..runtime.checks import (
     kind_of,
     mismatch,
 )
+from ..runtime.dtypes import default_scale
 from .contract import AttentionLayer, FeedForwardLayer
 from .reference import ACTIVATIONS, RESIDUALS
 from .schema import attention, feed_forward
@@ -238,7 +239,7 @@ def attention_layer(
         ),
         *(value_weight, value_bias, output_weight, output_bias),
     )
-    scale = float((keys // num_heads) ** -0.5) if scale is None else fixed(scale)
+    scale = default_scale(keys // num_heads) if scale is None else fixed(scale)
     impl = choose(
         "layers", impl, x, seen, *(weight.unflatten(0, (num_heads, -1)) for weight in (query_weight, value_weight))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,11 +51,17 @@ def _named(names: Sequence[str], inputs: Any) -> dict[str, Any]:
 # Sizes are therefore passed as ints, which torch parses in half the time of a shape, and empty results are allocated
 # only once.
 
-NOTHING = {
-    dtype: tuple(torch.empty(0, dtype=dtype, device="cpu") for _ in range(4))
-    for dtype in (torch.float32, torch.float64)
-}
-NO_LSE = torch.empty(0, dtype=torch.float64, device="cpu")
+
+@functools.cache
+def nothing(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return four empty results.
+
+    They must not be made when this file is imported: a first call under `torch.export` imports it, and they would be
+    fake tensors. Autograd may save them, so they are not tensors of inference mode either.
+    """
+    with torch.inference_mode(False):
+        first, second, third, fourth = (torch.empty(0, dtype=dtype, device="cpu") for _ in range(4))
+        return first, second, third, fourth
 
 
 def like(x: Tensor) -> Tensor:
@@ -128,7 +135,7 @@ def attention_layer(inputs: AttentionLayer) -> tuple[Tensor, ...]:
             **_attention_inputs(inputs), query=query, key=key, value=value, out=out, lse=lse, y=y.flatten(0, 1)
         )
     if not inputs.keep:
-        return y, *NOTHING[query.dtype], NO_LSE
+        return y, *nothing(query.dtype), nothing(torch.float64)[0]
     return y, query.view(batch, latents, depth), key.view(batch, keys, depth), value.view(batch, keys, width), out, lse
 
 

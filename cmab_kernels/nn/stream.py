@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionState, check_state, empty_state, unlikely_attention
 from ..intention import RidgeState, check_ridge, empty_ridge, unlikely_ridge
-from ..runtime.checks import check_count, mismatch
+from ..runtime.checks import check_count, is_dense, kind_of, mismatch
 from ..runtime.dtypes import state_dtype
 from ..runtime.tracing import is_observed, is_recorded, is_transformed
 from .constructors import naming_options
@@ -113,7 +113,7 @@ class Keeper(nn.Module, Generic[Value]):
         entries = {name: state_dict[prefix + name] for name in self.fields if prefix + name in state_dict}
         others = {name: entry for name, entry in state_dict.items() if name.removeprefix(prefix) not in entries}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        problem = self._problem(prefix, entries) if entries else ""
+        problem = _not_plain(prefix, entries) or (self._problem(prefix, entries) if entries else "")
         if problem:
             error_msgs.append(problem)
         else:
@@ -121,6 +121,18 @@ class Keeper(nn.Module, Generic[Value]):
             if self._loaded is None or self._loaded[1] is not error_msgs:
                 self.hold(self.held)
             self._loaded = (self._built(entries, self._loading_device) if entries else None, error_msgs)
+
+
+def _not_plain(prefix: str, entries: Mapping[str, Any]) -> str:
+    """Return why an entry cannot be copied like a tensor of torch, or "" if all can."""
+    for name, entry in entries.items():
+        if not isinstance(entry, Tensor):
+            continue
+        if not is_dense(entry) or entry.is_quantized:
+            return mismatch(prefix + name, f"a tensor of layout {entry.layout}, {kind_of(entry)}", "a dense tensor")
+        if type(entry) not in (Tensor, nn.Parameter) and not torch.compiler.is_compiling():
+            return mismatch(prefix + name, kind_of(entry), "a torch.Tensor; tensor.as_subclass(torch.Tensor) makes one")
+    return ""
 
 
 class Part(NamedTuple):

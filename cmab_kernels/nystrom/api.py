@@ -26,7 +26,7 @@ from ..runtime.checks import (
     not_a_tensor,
     over_batch,
 )
-from ..runtime.dtypes import state_dtype
+from ..runtime.dtypes import default_scale, state_dtype
 from .contract import LandmarkValues, Pinv
 from .reference import absent_segments, landmark_values_reference, segment_means
 from .schema import iterative_pinv_op, landmark_values_op
@@ -109,7 +109,7 @@ def nystrom_attention(
         chosen_landmarks = choose_landmarks(query, key, num_landmarks, landmarks, key_padding_mask)
         if chosen_landmarks.absent is not None and key_padding_mask is not None:
             query = query.masked_fill(key_padding_mask[:, None, :, None], 0.0)
-        factor = key.shape[-1] ** -0.5 if scale is None else fixed(scale)
+        factor = default_scale(key.shape[-1]) if scale is None else fixed(scale)
         return _attend(query, key, value, chosen_landmarks, key_padding_mask, factor, pinv, iterations, impl)
 
 

@@ -15,7 +15,7 @@ from .interface import Interface
 from .posterior import Posterior, best_by_gcv, best_by_leave_one_out, grid_of, precisions_of
 from .results import cast, framed, result_dtype
 from .rows import Rows, dense_blocks, read_points
-from .single import WAITING, Recursion, Waiting, features_of, number
+from .single import WAITING, Solved, Waiting, features_of, number
 from .sums import Solution, Sums, penalties_of
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class OnlineRidge(Interface):
             return
         self._check_intercept(waiting.held)
         waiting.add(waiting.row(x), y, w)
-        if len(waiting.rows) == WAITING:
+        if len(waiting) == WAITING:
             self._held()
 
     def predict_one(self, x: Any) -> float:
@@ -209,15 +209,15 @@ class OnlineRidge(Interface):
         waiting = self._one_by_one()
         if waiting is None:
             return 0.0
-        row = waiting.row(x)
-        if waiting.recursion is None:
+        row, found = waiting.row(x), waiting.solution
+        if found is None:
             held = self._fitted()
             solution = self._solved(held)
             if self.forgetting != 1 or not isinstance(self.alpha, Real) or solution.info != INFO_SOUND:
                 return float(solution.at(torch.from_numpy(row).to(held.device)[None]))
-            self._waiting = waiting = Waiting(held, self.alpha, self.forgetting, self.fit_intercept)
-            waiting.recursion = Recursion(held, solution, float(self.alpha))
-        return waiting.recursion.at(row)
+            found = Solved.of(held, solution, float(self.alpha))
+            self._waiting = Waiting(held, self.alpha, self.forgetting, self.fit_intercept, found)
+        return found.at(row)
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Return the predictions (N,) or (N, E) at X (N, D).
@@ -425,7 +425,7 @@ class OnlineRidge(Interface):
     def _held(self) -> Sums | None:
         """Return the sums of all examples, including the collected examples."""
         waiting = self._waiting
-        if waiting is not None and waiting.rows:
+        if waiting is not None and len(waiting):
             self._keep(waiting.flushed(type(self).__name__))
         return self._sums
 

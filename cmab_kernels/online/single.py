@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,67 +22,86 @@ LARGEST_GROWTH = 1e4
 digits, before the solution is recomputed from the sums."""
 
 
-class Recursion:
-    """A solution of one target after rank-one updates: theta = P b for b = sum w k y, with the inverse P of
-    sum w k k' + diag(alpha, ..., alpha, 0) for k = [x - centre, 1]. An example changes P by the formula of Sherman and
-    Morrison, P - (P k)(P k)' / (1 / w + k'P k).
-    """
+class Solved(NamedTuple):
+    """A solution theta = P b for b = sum w k y, with the inverse P of sum w k k' + diag(alpha, ..., alpha, 0) for
+    k = [x - centre, 1]. Nothing writes to its arrays, so threads may read them."""
 
-    def __init__(self, held: Sums, solution: Solution, alpha: float) -> None:
+    theta: np.ndarray
+    inverse: np.ndarray
+    centre: np.ndarray
+    growth: float
+    """The factor by which rank-one updates have increased the determinant of the system."""
+
+    @classmethod
+    def of(cls, held: Sums, solution: Solution, alpha: float) -> Solved:
+        """Return the solution of one target from the sums, with its inverse."""
         width, intercept = held.width, held.intercept
-        self.width, self.centre, self.growth = width, solution.centre.cpu().numpy(), 1.0
-        self.inverse = np.zeros((width + intercept,) * 2)
-        self.inverse[:width, :width] = held.factor(alpha).inverse().cpu().numpy()
-        self.theta = solution.weight[:, 0].cpu().numpy().copy()
+        inverse = np.zeros((width + intercept,) * 2)
+        inverse[:width, :width] = held.factor(alpha).inverse().cpu().numpy()
+        theta = solution.weight[:, 0].cpu().numpy().copy()
         if intercept:
-            self.inverse[width, width] = 1 / float(held.state.gram[0, 0, -1, -1])
-            self.theta = np.append(self.theta, float(solution.offset))
-        self.key = np.ones(width + intercept)
+            inverse[width, width] = 1 / float(held.state.gram[0, 0, -1, -1])
+            theta = np.append(theta, float(solution.offset))
+        return cls(theta, inverse, solution.centre.cpu().numpy(), 1.0)
 
     def at(self, row: np.ndarray) -> float:
-        np.subtract(row, self.centre, out=self.key[: self.width])
-        return float(self.key.dot(self.theta))
+        width = len(row)
+        value = float((row - self.centre).dot(self.theta[:width]))
+        return value if len(self.theta) == width else value + float(self.theta[width])
 
-    def add(self, row: np.ndarray, y: float, w: float) -> None:
-        error = y - self.at(row)
-        along = self.inverse.dot(self.key)
-        spread = w * float(along.dot(self.key))
-        self.growth *= 1 + spread
+    def after(self, row: np.ndarray, y: float, w: float) -> Solved:
+        """Return the solution after one more example. It changes P by the formula of Sherman and Morrison,
+        P - (P k)(P k)' / (1 / w + k'P k)."""
+        key = np.ones(len(self.theta))
+        np.subtract(row, self.centre, out=key[: len(row)])
+        error = y - float(key.dot(self.theta))
+        along = self.inverse.dot(key)
+        spread = w * float(along.dot(key))
         share = math.sqrt(w / (1 + spread))
         along *= share
-        self.inverse -= along[:, None] * along
-        self.theta += along * (error * share)  # w times the new P k, which is the old P k / (1 + spread)
+        inverse = along[:, None] * along
+        np.subtract(self.inverse, inverse, out=inverse)
+        theta = self.theta + along * (error * share)  # w times the new P k, which is the old P k / (1 + spread)
+        return Solved(theta, inverse, self.centre, self.growth * (1 + spread))
 
 
 class Waiting:
     """Examples that came one by one after the examples of the sums `held`, and are not in the sums yet."""
 
-    def __init__(self, held: Sums, alpha: Any, forgetting: Any, fit_intercept: Any) -> None:
+    def __init__(
+        self, held: Sums, alpha: Any, forgetting: Any, fit_intercept: Any, solution: Solved | None = None
+    ) -> None:
         self.held, self.alpha, self.forgetting, self.fit_intercept = held, alpha, forgetting, fit_intercept
-        self.recursion: Recursion | None = None
-        self.rows: list[np.ndarray] = []
-        self.targets: list[float] = []
-        self.weights: list[float] = []
+        self._examples: list[tuple[np.ndarray, float, float]] = []
+        self._now: tuple[int, Solved | None] = 0, solution
+        """The number of examples, and the solution after them. One assignment changes both, so that an interruption
+        leaves all or nothing of an example. Later entries of `_examples` are from interrupted calls."""
         self.names: list[Any] = list(range(held.width)) if held.names is None else held.names
+
+    def __len__(self) -> int:
+        return self._now[0]
+
+    @property
+    def solution(self) -> Solved | None:
+        """The solution after all examples; None if it must be computed from the sums."""
+        return self._now[1]
 
     def parameters_are(self, alpha: Any, forgetting: Any, fit_intercept: Any) -> bool:
         return self.alpha is alpha and self.forgetting is forgetting and self.fit_intercept is fit_intercept
 
     def add(self, row: np.ndarray, y: float, w: float) -> None:
-        self.rows.append(row)
-        self.targets.append(y)
-        self.weights.append(w)
-        recursion = self.recursion
-        if recursion is not None:
-            recursion.add(row, y, w)
-            if not recursion.growth < LARGEST_GROWTH:
-                self.recursion = None
+        count, solution = self._now
+        if solution is not None:
+            solution = solution.after(row, y, w)
+            if not solution.growth < LARGEST_GROWTH:
+                solution = None
+        self._examples[count:] = [(row, y, w)]
+        self._now = count + 1, solution
 
     def flushed(self, name: str) -> Sums:
         """Return the sums with the collected examples."""
-        x, y, weights = (
-            torch.from_numpy(np.array(each)).to(self.held.device) for each in (self.rows, self.targets, self.weights)
-        )
+        examples = zip(*self._examples[: len(self)], strict=True)
+        x, y, weights = (torch.from_numpy(np.array(each)).to(self.held.device) for each in examples)
         return self.held.added(Rows(name, x, y, weights), float(self.forgetting))
 
     def row(self, x: Any) -> np.ndarray:

@@ -20,6 +20,12 @@ def allows_tf32() -> bool:
     return _precision("cuda", "matmul") == "tf32" if _precision else torch.backends.cuda.matmul.allow_tf32
 
 
+def default_scale(width: int) -> float:
+    """Return D^-0.5 for keys of width D. `torch.jit.trace` gives extents as tensors, whose roots would have torch's
+    default dtype."""
+    return float((width.double() if isinstance(width, torch.Tensor) else width) ** -0.5)
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums over inputs of `dtype`: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

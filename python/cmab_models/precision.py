@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from cmab_kernels.runtime.dtypes import state_dtype
 
-_NONE = torch.empty(0, device="cpu", dtype=torch.float32)
-
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return a tensor with the dtype and device of a module's weights. If dynamic quantisation has packed them, it is
     float32 on the CPU."""
-    return next(module.parameters(), _NONE)
+    weight = next(module.parameters(), None)
+    return torch.empty(0, device="cpu", dtype=torch.float32) if weight is None else weight
 
 
 def in_single(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ SIZES: dict[type[PointProcess], dict[str, Any]] = {
     CMHP: {"dim": 12, "num_latents": 3, "output_latents": 2, "num_heads": 3, "depth": 2},
     THP: {"dim": 12, "num_heads": 3, "depth": 2},
 }
+FLOATS = (torch.float32, torch.float64)
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 LENGTHS = torch.tensor([13, 9, 1])
 SMALL = HawkesTask(sequences=20, end=10.0, batch_size=4)
@@ -159,6 +160,12 @@ def test_the_mixture_is_a_distribution_with_a_closed_mean() -> None:
         mixture.intensity(t[9000]), mixture.log_prob(t[9000]).exp() / (1 - mixture.cdf(t[9000])), rtol=1e-9, atol=0
     )
     assert mixture.log_survival(torch.tensor(1e9)).isfinite().all()
+
+
+def test_the_mean_is_finite_where_its_parts_are_not() -> None:
+    logits, scale = torch.tensor([[0.0, -40.0], [0.0, -110.0]]), torch.tensor([[1.0, 14.0], [1.0, 14.0]])
+    mean, right = (LogNormalMixture(logits.to(to), torch.zeros(2, 2, dtype=to), scale.to(to)).mean for to in FLOATS)
+    torch.testing.assert_close(mean.double(), right, rtol=1e-6, atol=0)
 
 
 def test_times_are_standardised_and_scales_bounded() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from cmab_kernels.nn import (
     CMAB,
@@ -20,6 +21,10 @@ from cmab_kernels.nn import (
 )
 
 LENGTH = 6
+
+
+class Subclass(Tensor):
+    """A tensor of another class."""
 
 
 def tokens(count: int) -> Tensor:
@@ -153,6 +158,23 @@ def test_the_module_itself_is_refused(name: str) -> None:
             module.load_state_dict(fault)
         for refused in (copy.deepcopy(module), module):
             assert same(held(refused), before)
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_entries_that_are_no_plain_tensors(name: str) -> None:
+    """They are named, and the streams of all modules stay."""
+    module, other = streaming(name)
+    before, entries = held(module), other.state_dict()
+    weights = dict(module.named_parameters())
+    for entry in entries.keys() - weights.keys():
+        dense = entries[entry]
+        others: list[Tensor] = [dense.as_subclass(Subclass), FakeTensorMode().from_tensor(dense.clone())]
+        if dense.dim():
+            others.append(dense.to_sparse())
+        for wrong in others:
+            with pytest.raises(RuntimeError, match=rf"loading state_dict[^\0]*{entry}: got a"):
+                module.load_state_dict({**entries, entry: wrong})
+            assert same(held(module), before)
 
 
 @pytest.mark.parametrize("name", STREAMING)

@@ -66,7 +66,7 @@ def test_updates_follow_between_two_solutions() -> None:
     x, y, _ = examples(rows=2000, targets=1)
     model, solved = OnlineRidge(), 0
     for each, target in zip(x, y, strict=True):
-        before = model._waiting is not None and model._waiting.recursion is not None
+        before = model._waiting is not None and model._waiting.solution is not None
         model.predict_one(each)
         solved += not before
         model.learn_one(each, target)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...runtime.backends import choose
 from ...runtime.checks import as_autocast, check_every, check_key_value, check_mask, check_operands, fixed, over_batch
-from ...runtime.dtypes import state_dtype
+from ...runtime.dtypes import default_scale, state_dtype
 from ..state import AttentionState, check_state
 from .contract import PrefixAttention
 from .schema import prefix_attention_op
@@ -69,7 +69,7 @@ def prefix_attention_states(
     if state is not None:
         check_state(state, (*query.shape[:-1], value.shape[-1]), state_dtype(query.dtype), query.device)
     chosen = choose("attention.prefix", impl, query, key, value)
-    scale = float(key.shape[-1] ** -0.5) if scale is None else fixed(scale)
+    scale = default_scale(key.shape[-1]) if scale is None else fixed(scale)
     every = min(every, max(key.shape[2], 1))
     out, lse = state or (None, None)
     return AttentionState(

@@ -21,7 +21,7 @@ from ...runtime.checks import (
     kind_of,
     mismatch,
 )
-from ...runtime.dtypes import state_dtype
+from ...runtime.dtypes import default_scale, state_dtype
 from ...runtime.tracing import needs_definition, under_transform
 from ..schema import state_gradient
 from ..state import AttentionState, check_state
@@ -114,7 +114,7 @@ def projected_attention_state(
         weight, bias = _folded({name: t if stacked else t.unsqueeze(0) for name, t in given.items()}, sums)
     eps = None if context_norm is None else as_float("context_norm[2]", context_norm[2])
     chosen = choose("attention.projected", impl, *list(given.values())[:4])
-    scale = float(shape.key_width**-0.5) if scale is None else fixed(scale)
+    scale = default_scale(shape.key_width) if scale is None else fixed(scale)
     query, rows, (out, lse) = given["query"].to(sums), given["inputs"], state or (None, None)
     call = ProjectedAttention(query, rows, weight, bias, key_padding_mask, cu_seqlens, out, lse, scale, eps, chosen)
     merged = projected_attention_op(call)
@@ -153,7 +153,7 @@ def attention_state_of_chunks(
         after,
         (key_weight.detach(), value_weight.detach()),
         dtype,
-        query.shape[-1] ** -0.5,
+        default_scale(query.shape[-1]),
         float(context_norm[2]),
     )
     operands = given["query"].to(weight.dtype), weight, bias

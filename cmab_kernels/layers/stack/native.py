@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...runtime.dtypes import default_scale
 from ...runtime.extension import load
-from ..native import NO_LSE, NOTHING, RESIDUALS, like, sums
+from ..native import RESIDUALS, like, nothing, sums
 from ..native import unsupported as unsupported_rows
 from .contract import BlockStack, BlockStackBackward, BlockStackRead, kept_bytes
 
 _C = load()
-_NOT_KEPT = torch.empty(0, dtype=torch.float64, device="cpu")
 _OF_BLOCK, _OF_READING = int(_C.TENSORS_OF_BLOCK), int(_C.TENSORS_OF_READING)
 
 collect_parameters = _C.collect_parameters
@@ -38,7 +38,7 @@ def _read_inputs(given: BlockStack | BlockStackRead | BlockStackBackward) -> dic
         "key_padding_mask": given.key_padding_mask,
         "parameters": tuple(given.parameters),
         "num_heads": given.num_heads,
-        "scale": (given.parameters[0].shape[-1] // given.num_heads) ** -0.5,
+        "scale": default_scale(given.parameters[0].shape[-1] // given.num_heads),
         "eps": given.eps,
     }
 
@@ -59,14 +59,14 @@ def block_stack(given: BlockStack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     blocks = len(given.parameters) // _OF_BLOCK
     if given.inputs is None:
         assert given.state_out is not None
-        state = NOTHING[given.state_out.dtype][0], NO_LSE
+        state = nothing(given.state_out.dtype)[0], nothing(torch.float64)[0]
         filled = {"out": given.state_out.contiguous(), "lse": None, "state_out": None, "state_lse": None}
     else:
         state = _new_state(x, blocks, heads, latents)
         filled = {"out": state[0], "lse": state[1], "state_out": given.state_out, "state_lse": given.state_lse}
     y = x.new_empty(blocks, *x.shape) if given.all_blocks else like(x)
     last, between = (y[-1], y[:-1]) if given.all_blocks else (y, None)
-    kept = x.new_empty(kept_bytes(given, blocks) // 8, dtype=torch.float64) if given.keep else _NOT_KEPT
+    kept = x.new_empty(kept_bytes(given, blocks) // 8, dtype=torch.float64) if given.keep else nothing(torch.float64)[0]
     _C.block_stack(
         **_stack_inputs(given),
         **filled,

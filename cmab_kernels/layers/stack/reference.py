@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.dtypes import state_dtype
+from ...runtime.dtypes import default_scale, state_dtype
 from ..reference import attend, attention_layer_reference, feed_forward_reference, in_dtype, layer_norm
 
 PARTS = (1, 9, 6, 7, 6, 9, 6, 7, 6)
@@ -109,7 +109,7 @@ def block_stack_reference(
 
 def _scale(rows: Tensor, num_heads: int) -> float:
     """The factor of the scores of heads of these rows."""
-    return float((rows.shape[-1] // num_heads) ** -0.5)
+    return default_scale(rows.shape[-1] // num_heads)
 
 
 def _blocks(parameters: Sequence[Tensor]) -> Iterator[list[Sequence[Tensor]]]:

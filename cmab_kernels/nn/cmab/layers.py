@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...attention import AttentionState, attention_state, latent_attention, projected_attention_state
 from ...layers import AttentionLayer, FeedForwardLayer, attention, check_residual, feed_forward
 from ...runtime.checks import check_count, check_heads, check_mask, mismatch
+from ...runtime.dtypes import default_scale
 from ..constructors import naming_options
 from ..inputs import check_features, check_floating, for_part, hide_padding, join_heads, split_heads
 from ..parts import check_together, layer_impl, of_one_dtype, plain_parameters, projects_inside
@@ -146,7 +147,7 @@ class _Attention(_Residual):
         norms = n["weight"], n["bias"], other.get("weight"), other.get("bias")
         projections = q["weight"], q["bias"], k["weight"], k["bias"], v["weight"], v["bias"], o["weight"], o["bias"]
         # The width of the heads that remain after pruning.
-        scale = (cast("Tensor", q["weight"]).shape[0] // self.num_heads) ** -0.5
+        scale = default_scale(cast("Tensor", q["weight"]).shape[0] // self.num_heads)
         context_eps = 0.0 if context_norm is None else context_norm.eps
         numbers = self.num_heads, scale, norm.eps, context_eps
         given: list[Any] = [latents, context, mask, *norms, *projections, *numbers, self.residual, False, impl]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...nystrom import iterative_pinv, pinv_reference, segment_ends
-from ...runtime.dtypes import state_dtype
+from ...runtime.dtypes import default_scale, state_dtype
 
 
 def attention_over_stream(
@@ -50,7 +50,7 @@ def nystrom_over_stream(
     else:
         near, far = (t.to(dtype).expand(key.shape[0], -1, -1, -1).unsqueeze(2) for t in landmarks)
         held = torch.zeros(steps, dtype=torch.int64, device=key.device)
-    scale = key.shape[-1] ** -0.5
+    scale = default_scale(key.shape[-1])
     kernel = (scale * near @ far.mT).softmax(-1)
     inverse = iterative_pinv(kernel, iterations) if iterations else pinv_reference(kernel, 0)
     landmark_values = inverse[:, :, held] @ _over_windows(near[:, :, held], keys, values, window)

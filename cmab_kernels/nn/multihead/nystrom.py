@@ -18,6 +18,7 @@ from ...nystrom import (
     nystrom_attention,
 )
 from ...runtime.checks import as_autocast, as_they_are, check_count, mismatch
+from ...runtime.dtypes import default_scale
 from ..constructors import extending
 from ..inputs import check_features
 from ..parts import computed
@@ -310,7 +311,7 @@ def _linear_map(
     query: Tensor, key: Tensor, landmarks: Landmarks, mask: Tensor | None, iterations: int, shared: bool
 ) -> Tensor:
     """Return the matrix (B, H, L, N) of the formula. It is a product of three matrices with inner dimension m."""
-    scale, dtype = key.shape[-1] ** -0.5, landmarks.keys.dtype
+    scale, dtype = default_scale(key.shape[-1]), landmarks.keys.dtype
     near, far, absent, ignored = landmarks.queries, landmarks.keys, None, None
     if mask is not None:
         ignored = mask[:, None]

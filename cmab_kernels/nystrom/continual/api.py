@@ -24,7 +24,7 @@ from ...runtime.checks import (
     mismatch,
     refuse_not_finite,
 )
-from ...runtime.dtypes import state_dtype
+from ...runtime.dtypes import default_scale, state_dtype
 from ...runtime.setting import now
 from ...runtime.tracing import as_row, extent, is_observed, is_profiled
 from ..api import check_pinv, choose_landmarks, iterative_pinv
@@ -363,7 +363,9 @@ def _check_absent(absent: Any, state: Any, key: Tensor) -> None:
 def _scale(scale: float | None, key: Tensor) -> Tensor:
     """Return the scale of a state: a number in the host's memory, whatever the default device is. A step then reads it
     without waiting."""
-    factor = torch.tensor(key.shape[-1] ** -0.5 if scale is None else fixed(scale), dtype=torch.float64, device="cpu")
+    factor = torch.tensor(
+        default_scale(key.shape[-1]) if scale is None else fixed(scale), dtype=torch.float64, device="cpu"
+    )
     refuse_not_finite(scale=factor)
     return factor
 

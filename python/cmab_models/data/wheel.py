@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 ARMS = 5
-MEANS = torch.tensor([1.2, 1.0, 1.0, 1.0, 1.0])
+MEANS = (1.2, 1.0, 1.0, 1.0, 1.0)
 STD, LARGE, LARGE_STD = 0.05, 50.0, 0.01
 
 
@@ -37,7 +37,7 @@ def draw(delta: Tensor, points: int, generator: torch.Generator) -> Wheel:
     angle = 2 * math.pi * torch.rand(shape, generator=generator)
     quadrant = (2 * angle / math.pi).long().clamp(max=3)
     beyond = radius >= delta.view(len(delta), -1)
-    rewards = MEANS + STD * torch.randn(*shape, ARMS, generator=generator)
+    rewards = torch.tensor(MEANS) + STD * torch.randn(*shape, ARMS, generator=generator)
     large = LARGE + LARGE_STD * torch.randn(shape, generator=generator)
     best = torch.where(beyond, 1 + quadrant, 0)
     paid = rewards.scatter(2, best.unsqueeze(2), torch.where(beyond, large, rewards[..., 0]).unsqueeze(2))

@@ -100,6 +100,14 @@ class LogNormalMixture(MixtureSameFamily):
         """The gap before which the next event comes with probability 1/2. Unlike the mean, it is always finite."""
         return self.icdf(torch.full((), 0.5, device=self.mixture_distribution.logits.device))
 
+    @property
+    def mean(self) -> Tensor:
+        """The mean of the gap; infinite if the dtype cannot hold it."""
+        components = cast("LogNormal", self.component_distribution)
+        logs = components.loc.double() + components.scale.double() ** 2 / 2
+        # A weight that the dtype rounds to 0 may belong to a component of infinite mean.
+        return torch.logsumexp(self.mixture_distribution.logits.double() + logs, -1).exp().to(components.loc.dtype)
+
     def limited_mean(self, limit: Tensor) -> Tensor:
         """Return the mean of the smaller of the gap and a `limit` > 0. Unlike the mean, it is always finite, and a
         component of small weight with a heavy tail changes it little."""
