@@ -1,6 +1,7 @@
 // Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult.
 // For arguments that this fast path does not support, it returns None and has written nothing; the caller then finds
-// the reason. The masked steps take a sixth argument, (B,) bool: True where a row of the batch has no token.
+// the reason. The masked steps take a sixth argument, (B,) bool: True where a row of the batch has no token. A recorded
+// step returns (result, history, keys, values): the result, and what its gradient needs (NystromGradient).
 #include <pybind11/critical_section.h>
 
 #include <algorithm>
@@ -206,7 +207,23 @@ class Step {
 
 PyObject* none() { return Py_NewRef(Py_None); }
 
-PyObject* nystrom_step(PyObject* const* given, PyObject* mask) {
+// A new tensor with the tokens that the gradient of a step needs.
+py::object recorded_tokens(const Stream& stream, const void* ring, int width, int64_t rows) {
+  void* data;
+  py::object made = new_tensor(stream.shape.dtype, {stream.shape.batch, stream.shape.heads, rows, width}, data);
+  record_tokens(stream, ring, width, rows, data);
+  return made;
+}
+
+PyObject* with_record(const NystromStream& stream, const py::object& result, const py::object& history) {
+  const StreamShape& shape = stream.shape;
+  const int64_t rows = shape.tokens + (recomputes(stream) ? shape.window : shape.tokens);
+  const py::object keys = recorded_tokens(stream, stream.keys, shape.key_width, rows);
+  const py::object values = recorded_tokens(stream, stream.values, shape.value_width, rows);
+  return PyTuple_Pack(4, result.ptr(), history.ptr(), keys.ptr(), values.ptr());
+}
+
+PyObject* nystrom_step(PyObject* const* given, PyObject* mask, bool recorded) {
   const Fields& fields = nystrom_fields();
   const StepArguments arguments(given, mask, fields);
   NystromStream stream{};
@@ -229,7 +246,48 @@ PyObject* nystrom_step(PyObject* const* given, PyObject* mask) {
   NextState next(arguments.state(), fields);
   step.choose_memory(next, stream, m, m, spare);
   step.choose_landmarks(next, stream);
-  return step.result(next, stream);
+  if (!recorded) return step.result(next, stream);
+  const py::object history = new_tensor(
+      state_type(shape.dtype), {shape.batch, shape.heads, shape.tokens * m, shape.value_width + kRecorded},
+      stream.history);
+  return with_record(stream, owned(step.result(next, stream)), history);
+}
+
+PyObject* nystrom_step(PyObject* const* given, PyObject* mask) { return nystrom_step(given, mask, false); }
+
+// Takes at most n tokens, so that the new rings hold the window before the step, too.
+PyObject* nystrom_recorded_step(PyObject* const* given, PyObject* mask) { return nystrom_step(given, mask, true); }
+
+void nystrom_step_backward(Arguments& in) {
+  NystromGradient step{};
+  const TensorView query = in.contiguous("query", "BHtD", kWide);
+  const Types type = query.dtype;
+  const auto read = [&](const char* name, const char* dims) { return in.contiguous(name, dims, type).data; };
+  step.dtype = query.dtype, step.query = query.data;
+  step.keys = read("keys", "BHrD"), step.values = read("values", "BHrE");
+  const TensorView sums = in.contiguous("sums", "BHmS", type);
+  step.sums = sums.data, step.history = read("history", "BHhR");
+  step.landmark_queries = read("landmark_queries", "BHmD"), step.landmark_keys = read("landmark_keys", "BHmD");
+  step.inverse = read("inverse", "BHmm");
+  step.dout = in.optional_contiguous("dout", "BHtE", type).data;
+  step.dnew_sums = in.optional_contiguous("dnew_sums", "BHmS", type).data;
+  step.window = in.integer("window"), step.scale = in.number("scale");
+  const auto write = read;
+  step.dquery = write("dquery", "BHtD"), step.dkeys = write("dkeys", "BHrD"), step.dvalues = write("dvalues", "BHrE");
+  step.dsums = write("dsums", "BHmS");
+  step.dlandmark_queries = write("dlandmark_queries", "BHmD"), step.dlandmark_keys = write("dlandmark_keys", "BHmD");
+  step.dinverse = write("dinverse", "BHmm");
+  step.batch = in.extent('B'), step.heads = in.extent('H'), step.tokens = in.extent('t'), step.rows = in.extent('r');
+  step.landmarks = in.extent('m');
+  step.key_width = int(in.extent('D')), step.value_width = int(in.extent('E'));
+  in.require(in.extent('S') == step.value_width + kExtraSums, "sums", "has another number of columns");
+  in.require(in.extent('h') == step.tokens * step.landmarks && in.extent('R') == step.value_width + kRecorded,
+             "history", "has another shape");
+  in.require(step.rows == 2 * step.tokens || step.rows == step.window + step.tokens, "keys", "has another length");
+  const double work = double(step.batch) * step.heads * step.tokens * step.landmarks * 6 *
+                      (step.key_width + step.value_width + step.landmarks);
+  const int threads = useful_threads(work, torch_threads());
+  in.run([&] { continual_nystrom_backward(step, threads); });
 }
 
 PyObject* attention_step(PyObject* const* given, PyObject* mask) {
@@ -288,6 +346,8 @@ void bind_continual(PyObject* module) {
   step_result_type();
   define<call<nystrom_step>>(module, "continual_nystrom_step");
   define<call<attention_step>>(module, "continual_attention_step");
+  define<call<nystrom_recorded_step>>(module, "continual_nystrom_recorded_step");
+  define<nystrom_step_backward>(module, "continual_nystrom_step_backward");
   define<call_masked<nystrom_step>>(module, "continual_nystrom_masked_step");
   define<call_masked<attention_step>>(module, "continual_attention_masked_step");
   define<owns_alone>(module, "is_sole_owner");

@@ -45,6 +45,29 @@ struct NystromStream : Stream {
   int iterations;     // of the pseudo-inverse
   bool fixed;
   void *landmark_queries, *landmark_keys, *inverse;  // written only if a landmark is replaced
+  // For the gradient, (B, H, t, m, E + kRecorded): after each token, the sums of values, phi, the log-scale, and 1 if
+  // the row was recomputed from the window, else 0. Null if no gradient is needed.
+  void* history;
+};
+
+// The columns of a row of the history beside those of the values.
+constexpr int kRecorded = 3;
+
+// The gradient of a recorded step with fixed landmarks and single outputs. All tensors are contiguous, of the state's
+// type. `keys` and `values` hold `rows` tokens: the oldest of the window before the step, then the t new ones. There
+// are n + t if a row of sums was recomputed, else 2 t: those that left the window and those that entered it.
+struct NystromGradient {
+  DType dtype;
+  int64_t batch, heads, window, tokens, rows, landmarks;
+  int key_width, value_width;
+  double scale;
+  const void *query, *keys, *values;
+  const void *sums;  // before the step
+  const void *history;
+  const void *landmark_queries, *landmark_keys, *inverse;
+  const void *dout, *dnew_sums;  // null: zero
+  // (B, H, ...): a stream has its own part of each, also of the landmarks.
+  void *dquery, *dkeys, *dvalues, *dsums, *dlandmark_queries, *dlandmark_keys, *dinverse;
 };
 
 // A step of exact attention. `sums` has a row for each query of the window, or is null if there are none yet. Single
@@ -58,6 +81,8 @@ struct ContinualKernel {
   void (*nystrom)(const NystromStream&, int64_t head, void* scratch);
   size_t (*attention_bytes)(const AttentionStream&);
   void (*attention)(const AttentionStream&, int64_t head, void* scratch);
+  size_t (*nystrom_backward_bytes)(const NystromGradient&);
+  void (*nystrom_backward)(const NystromGradient&, int64_t head, void* scratch);
 };
 
 // The tables of kernels: [0] computes in float64, [1] in float32.
