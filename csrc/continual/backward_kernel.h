@@ -47,6 +47,7 @@ class NystromBackward {
  private:
   NystromBackward(const NystromGradient& step, int64_t head, Arena& arena)
       : step_(step),
+        head_(head),
         m_(step.landmarks),
         key_width_(step.key_width),
         value_width_(step.value_width),
@@ -62,14 +63,14 @@ class NystromBackward {
         dout_(of(step.dout, head, step.tokens * value_width_)),
         dnew_sums_(of(step.dnew_sums, head, m_ * sums_stride())),
         dquery_(of(step.dquery, head, step.tokens * key_width_)),
-        dkeys_(of(step.dkeys, head, step.rows * key_width_)),
-        dvalues_(of(step.dvalues, head, step.rows * value_width_)),
         dsums_(of(step.dsums, head, m_ * sums_stride())),
         dlandmark_queries_(of(step.dlandmark_queries, head, m_ * key_width_)),
         dlandmark_keys_(of(step.dlandmark_keys, head, m_ * key_width_)),
         dinverse_(of(step.dinverse, head, m_ * m_)) {
     for (T** each : {&near_, &shares_, &dshares_, &added_, &removed_}) *each = arena.take<T>(padded<T>(m_));
     weights_ = arena.take<T>(padded<T>(step.window));
+    dkeys_ = arena.take<T>(step.rows * key_width_);
+    dvalues_ = arena.take<T>(step.rows * value_width_);
   }
 
   template <class Memory>
@@ -96,6 +97,33 @@ class NystromBackward {
       if (dout_) differentiate_output(i);
       differentiate_sums(i);
     }
+    if (step_.dnew_queries) return_ring(nullptr, key_width_, step_.dnew_queries, step_.dqueries, step_.dquery);
+    return_ring(dkeys_, key_width_, step_.dnew_keys, step_.dkeys, step_.dkey);
+    return_ring(dvalues_, value_width_, step_.dnew_values, step_.dvalues, step_.dvalue);
+  }
+
+  // Writes the gradients of a ring before the step and of the new tokens, from that of the ring after it and those of
+  // the `rows` that the step read. Without `rows`, adds to the gradient of the new tokens.
+  void return_ring(const T* rows, int width, const void* dnew, void* dring, void* dtokens) const {
+    const int64_t window = step_.window, tokens = step_.tokens, position = step_.positions[head_];
+    const int64_t old = step_.rows - tokens;
+    const T* const after = of(dnew, head_, step_.new_capacity * width);
+    T* const before = of(dring, head_, step_.capacity * width);
+    T* const put = of(dtokens, head_, tokens * width);
+    const size_t bytes = width * sizeof(T);
+    const auto row_after = [&](int64_t token) { return after + token % step_.new_capacity * width; };
+    for (int64_t i = 0; i < step_.capacity; ++i) {
+      const int64_t token = position - window + i;
+      T* const to = before + token % step_.capacity * width;
+      if (after && i >= tokens && i < window)
+        __builtin_memcpy(to, row_after(token), bytes);
+      else
+        __builtin_memset(to, 0, bytes);
+      if (rows && i < old) add_scaled(T(1), rows + i * width, width, to);
+    }
+    if (rows) __builtin_memcpy(put, rows + old * width, tokens * bytes);
+    if (after)
+      for (int64_t i = 0; i < tokens; ++i) add_scaled(T(1), row_after(position + i), width, put + i * width);
   }
 
   // G of a row: (E + 1) elements, of the sums of values and of phi, where the gradient of the sums before is returned.
@@ -179,14 +207,15 @@ class NystromBackward {
   static T exponential_of(T x) { return exponential(broadcast<Vector<T>>(x))[0]; }
 
   const NystromGradient& step_;
-  const int64_t m_;
+  const int64_t head_, m_;
   const int key_width_, value_width_;
   const int64_t columns_;
   const T *const query_, *const keys_, *const values_, *const sums_, *const history_;
   const T *const landmark_queries_, *const landmark_keys_, *const inverse_, *const dout_, *const dnew_sums_;
-  T *const dquery_, *const dkeys_, *const dvalues_, *const dsums_;
+  T *const dquery_, *const dsums_;
   T *const dlandmark_queries_, *const dlandmark_keys_, *const dinverse_;
   T *near_, *shares_, *dshares_, *added_, *removed_, *weights_;
+  T *dkeys_, *dvalues_;  // of the rows of keys and values
 };
 
 }  // namespace

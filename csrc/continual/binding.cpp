@@ -5,6 +5,7 @@
 #include <pybind11/critical_section.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "common/arguments.h"
 #include "common/bindings.h"
@@ -258,36 +259,54 @@ PyObject* nystrom_step(PyObject* const* given, PyObject* mask) { return nystrom_
 // Takes at most n tokens, so that the new rings hold the window before the step, too.
 PyObject* nystrom_recorded_step(PyObject* const* given, PyObject* mask) { return nystrom_step(given, mask, true); }
 
-void nystrom_step_backward(Arguments& in) {
+// Returns the gradients of query, key, value, of the rings, the sums, both landmarks and the inverse.
+PyObject* nystrom_step_backward(Arguments& in) {
   NystromGradient step{};
   const TensorView query = in.contiguous("query", "BHtD", kWide);
-  const Types type = query.dtype;
+  const DType type = query.dtype;
   const auto read = [&](const char* name, const char* dims) { return in.contiguous(name, dims, type).data; };
-  step.dtype = query.dtype, step.query = query.data;
+  const auto optional = [&](const char* name, const char* dims) {
+    return in.optional_contiguous(name, dims, type).data;
+  };
+  step.dtype = type, step.query = query.data;
   step.keys = read("keys", "BHrD"), step.values = read("values", "BHrE");
-  const TensorView sums = in.contiguous("sums", "BHmS", type);
-  step.sums = sums.data, step.history = read("history", "BHhR");
+  step.sums = read("sums", "BHmS"), step.history = read("history", "BHhR");
   step.landmark_queries = read("landmark_queries", "BHmD"), step.landmark_keys = read("landmark_keys", "BHmD");
   step.inverse = read("inverse", "BHmm");
-  step.dout = in.optional_contiguous("dout", "BHtE", type).data;
-  step.dnew_sums = in.optional_contiguous("dnew_sums", "BHmS", type).data;
-  step.window = in.integer("window"), step.scale = in.number("scale");
-  const auto write = read;
-  step.dquery = write("dquery", "BHtD"), step.dkeys = write("dkeys", "BHrD"), step.dvalues = write("dvalues", "BHrE");
-  step.dsums = write("dsums", "BHmS");
-  step.dlandmark_queries = write("dlandmark_queries", "BHmD"), step.dlandmark_keys = write("dlandmark_keys", "BHmD");
-  step.dinverse = write("dinverse", "BHmm");
+  step.dout = optional("dout", "BHtE");
+  step.dnew_queries = optional("dnew_queries", "BHcD");
+  step.dnew_keys = optional("dnew_keys", "BHcD"), step.dnew_values = optional("dnew_values", "BHcE");
+  step.dnew_sums = optional("dnew_sums", "BHmS");
+  step.positions = static_cast<const int64_t*>(in.contiguous("position", "BH", DType::kInt64).data);
+  step.window = in.integer("window"), step.capacity = in.integer("capacity"), step.scale = in.number("scale");
   step.batch = in.extent('B'), step.heads = in.extent('H'), step.tokens = in.extent('t'), step.rows = in.extent('r');
   step.landmarks = in.extent('m');
+  if (step.dnew_queries || step.dnew_keys || step.dnew_values) step.new_capacity = in.extent('c');
   step.key_width = int(in.extent('D')), step.value_width = int(in.extent('E'));
   in.require(in.extent('S') == step.value_width + kExtraSums, "sums", "has another number of columns");
   in.require(in.extent('h') == step.tokens * step.landmarks && in.extent('R') == step.value_width + kRecorded,
              "history", "has another shape");
   in.require(step.rows == 2 * step.tokens || step.rows == step.window + step.tokens, "keys", "has another length");
-  const double work = double(step.batch) * step.heads * step.tokens * step.landmarks * 6 *
-                      (step.key_width + step.value_width + step.landmarks);
+  const auto made = [&](int64_t rows, int64_t columns, void*& data) {
+    return new_tensor(type, {step.batch, step.heads, rows, columns}, data);
+  };
+  const int64_t D = step.key_width, E = step.value_width, m = step.landmarks;
+  py::object found[] = {made(step.tokens, D, step.dquery),
+                        made(step.tokens, D, step.dkey),
+                        made(step.tokens, E, step.dvalue),
+                        step.dnew_queries ? made(step.capacity, D, step.dqueries) : borrowed(Py_None),
+                        made(step.capacity, D, step.dkeys),
+                        made(step.capacity, E, step.dvalues),
+                        made(m, E + kExtraSums, step.dsums),
+                        made(m, D, step.dlandmark_queries),
+                        made(m, D, step.dlandmark_keys),
+                        made(m, m, step.dinverse)};
+  const double work = double(step.batch) * step.heads * step.tokens * m * 6 * (D + E + m);
   const int threads = useful_threads(work, torch_threads());
   in.run([&] { continual_nystrom_backward(step, threads); });
+  py::object tuple = owned(PyTuple_New(std::size(found)));
+  for (size_t i = 0; i < std::size(found); ++i) PyTuple_SET_ITEM(tuple.ptr(), i, found[i].release().ptr());
+  return tuple.release().ptr();
 }
 
 PyObject* attention_step(PyObject* const* given, PyObject* mask) {

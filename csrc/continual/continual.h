@@ -59,15 +59,20 @@ constexpr int kRecorded = 3;
 struct NystromGradient {
   DType dtype;
   int64_t batch, heads, window, tokens, rows, landmarks;
+  int64_t capacity, new_capacity;  // of the rings before and after the step
   int key_width, value_width;
   double scale;
+  const int64_t* positions;  // (B, H), before the step
   const void *query, *keys, *values;
   const void *sums;  // before the step
   const void *history;
   const void *landmark_queries, *landmark_keys, *inverse;
   const void *dout, *dnew_sums;  // null: zero
+  const void *dnew_queries, *dnew_keys, *dnew_values;  // of the rings after the step; null: zero
   // (B, H, ...): a stream has its own part of each, also of the landmarks.
-  void *dquery, *dkeys, *dvalues, *dsums, *dlandmark_queries, *dlandmark_keys, *dinverse;
+  void *dquery, *dkey, *dvalue;
+  void *dqueries, *dkeys, *dvalues;  // of the rings before the step; the first is null if `dnew_queries` is
+  void *dsums, *dlandmark_queries, *dlandmark_keys, *dinverse;
 };
 
 // A step of exact attention. `sums` has a row for each query of the window, or is null if there are none yet. Single

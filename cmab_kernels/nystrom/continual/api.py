@@ -29,7 +29,7 @@ from ...runtime.setting import now
 from ...runtime.tracing import as_row, extent, is_observed, is_profiled
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel, pinv_reference
-from .gradient import recorded_step, records
+from .gradient import recorded_step
 from .reference import row_sums
 from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
 from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, remembered
@@ -228,6 +228,8 @@ def _step(
     retroactive = output == "retroactive"
     form = None
     is_seen = is_observed() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
+    if is_seen and (recorded := _recorded(state, query, key, value, output, impl)):
+        return recorded
     if isinstance(output, str) and isinstance(impl, str) and output in OUTPUTS and not is_seen:
         named = now().impl if impl == "auto" else impl  # a compiler does not trace this branch
         if named in FAST and (result := _native(step.name)(state, query, key, value, retroactive)) is not None:
@@ -239,13 +241,24 @@ def _step(
     if autocasts(key.device):
         query, key, value = (t.to(state.keys.dtype) for t in (query, key, value))
     with as_they_are(key.device):
-        if not retroactive and (now().impl if impl == "auto" else impl) in FAST and records(state, query, key, value):
-            with as_row(f"cmab::{step.name}"):
-                return StepResult(*recorded_step(state, query, key, value))
+        if recorded := _recorded(state, query, key, value, output, impl):
+            return recorded
         chosen = _choose(state, impl, query, key, value)
         step.remember(form, chosen)
         with as_row(f"cmab::{step.name}"):
             return StepResult(*step(state, query, key, value, retroactive, chosen))
+
+
+def _recorded(state: Any, *arguments: Any) -> StepResult | None:
+    """Return the result of a step that records a gradient, if a fused backward pass supports it."""
+    if is_observed():
+        return None
+    *tokens, output, impl = arguments
+    named = isinstance(impl, str) and isinstance(output, str) and (now().impl if impl == "auto" else impl) in FAST
+    if not named or output != "single" or not torch.is_grad_enabled() or not carries_gradient(state, *tokens):
+        return None
+    result = recorded_step(state, *tokens)
+    return result and StepResult(*result)
 
 
 def _masked(

@@ -22,38 +22,49 @@ from torch import Tensor
 
 from ...runtime.autograd import gradient_of_formula
 from ...runtime.backends import imported
-from ...runtime.checks import refuse_not_finite
-from ...runtime.tracing import is_observed, may_bypass_dispatcher
+from ...runtime.checks import autocasts
+from ...runtime.tracing import as_row, is_observed, may_bypass_dispatcher
 from ..reference import logits
 from .state import ContinualNystromState, ring_of, window_of
 
 
-class _Made(NamedTuple):
-    """What native code returns for a recorded step."""
+def recorded_step(
+    state: Any, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ContinualNystromState] | None:
+    """Return (out, state) with their gradients, for one output of each token.
 
-    result: tuple[Tensor, ContinualNystromState]
-    history: Tensor
-    """(B, H, t m, E + 3): after each token, a row of sums: Delta V, phi, the log-scale, and 1 if it was recomputed."""
-    keys: Tensor
-    """(B, H, r, D): the tokens that left the window, or if a row was recomputed the whole window before the step; then
-    the t new tokens."""
-    values: Tensor
+    Return None if the path with checks must decide, or the definition must run: for a wrong argument, under a
+    compiler, a tracer, a dispatch mode or a transform, in forward mode, under autocast, and for subclasses of Tensor.
+    """
+    if not _is_supported(state, query, key, value):
+        return None
+    with as_row("cmab::continual_nystrom_step"):
+        return _in_windows(state, query, key, value)
 
 
-def records(state: Any, *tokens: Tensor) -> bool:
-    """Whether `recorded_step` computes a step that records a gradient. The definition computes all others: under a
-    compiler, a tracer, a dispatch mode or a transform, in forward mode, and for subclasses of Tensor."""
-    if not isinstance(state, ContinualNystromState) or not state.fixed or is_observed():
+def _in_windows(
+    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ContinualNystromState] | None:
+    """Take at most n tokens at a time."""
+    if query.shape[2] <= state.window:
+        return _recorded(state, query, key, value)
+    outs = []
+    for tokens in zip(*(token.split(state.window, 2) for token in (query, key, value)), strict=True):
+        if (result := _recorded(state, *tokens)) is None:
+            return None
+        out, state = result
+        outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def _is_supported(state: Any, *tokens: Tensor) -> bool:
+    if type(state) is not ContinualNystromState or not state.fixed or _native() is None or is_observed():
         return False
-    if state.keys.device.type != "cpu" or state.scale.requires_grad:
+    if not may_bypass_dispatcher(*tokens, *[field for field in state if isinstance(field, Tensor)]):
         return False
-    tensors = [*tokens, *[field for field in state if isinstance(field, Tensor)]]
-    return (
-        torch.is_grad_enabled()
-        and any(tensor.requires_grad for tensor in tensors)
-        and may_bypass_dispatcher(*tensors)
-        and _native() is not None
-    )
+    query, key, value = tokens
+    same = query.dim() == value.dim() == 4 and query.shape == key.shape and query.shape[:3] == value.shape[:3]
+    return same and not state.scale.requires_grad and not autocasts(key.device)
 
 
 @functools.cache
@@ -62,36 +73,29 @@ def _native() -> Any:
     return imported("nystrom.continual", "native")
 
 
-def recorded_step(
-    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ContinualNystromState]:
-    """Return (out, state) with their gradients, for one output of each token."""
-    outs = []
-    for tokens in zip(*(token.split(state.window, 2) for token in (query, key, value)), strict=True):
-        out, state = _recorded(state, *tokens)
-        outs.append(out)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 2), state
-
-
 def _recorded(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ContinualNystromState]:
+) -> tuple[Tensor, ContinualNystromState] | None:
+    fields: Any = state
+    queries, keys, values, _, _, near, far, inverse, scale, *_ = fields
     sums = state.sums if _has_attached_sums(state) else _constant_sums(state)
-    plain: Any = [field.detach().contiguous() if isinstance(field, Tensor) else field for field in state]
-    before = ContinualNystromState._make(plain)._replace(sums=sums.detach())
-    made = _native().continual_nystrom_recorded_step(before, query.detach(), key.detach(), value.detach(), False)
+    before = ContinualNystromState._make([*map(_plain, (queries, keys, values, sums)), *map(_plain, fields[4:])])
+    # The step writes to new memory, as the names above are further references to the rings.
+    made = _native().continual_nystrom_recorded_step(before, _plain(query), _plain(key), _plain(value), False)
     if made is None:
-        refuse_not_finite(query=query, key=key, value=value)
-        raise RuntimeError("continual_nystrom_step: 'native' refused a step that records a gradient; report this bug")
-    landmarks = (state.landmark_queries, state.landmark_keys, state.inverse)
-    rings = (state.queries, state.keys, state.values)
+        return None
+    (out, after), *kept = made
     out, queries, keys, values, sums, *_ = _Step.apply(
-        before, _Made(*made), *rings, sums, *landmarks, query, key, value
+        before, out, after, kept, queries, keys, values, sums, near, far, inverse, query, key, value
     )
-    after = made[0][1]._replace(queries=queries, keys=keys, values=values, sums=sums, scale=state.scale)
-    return out, after._replace(
-        landmark_queries=state.landmark_queries, landmark_keys=state.landmark_keys, inverse=state.inverse
+    rest: Any = after[9:]
+    return out, ContinualNystromState._make(
+        (queries, keys, values, sums, after.spare, near, far, inverse, scale, *rest)
     )
+
+
+def _plain(field: Any) -> Any:
+    return field.detach().contiguous() if isinstance(field, Tensor) else field
 
 
 def _has_attached_sums(state: ContinualNystromState) -> bool:
@@ -120,36 +124,24 @@ class _Step(torch.autograd.Function):
     derivatives flow through them."""
 
     @staticmethod
-    def forward(ctx: Any, before: ContinualNystromState, made: _Made, *inputs: Tensor) -> tuple[Tensor, ...]:
-        sums, near, far, inverse, query = inputs[3:8]
-        out, after = made.result
+    def forward(ctx: Any, before: Any, out: Tensor, after: Any, kept: list[Tensor], *inputs: Tensor) -> Any:
+        history, keys, values = kept
+        _, _, _, sums, near, far, inverse, query, _, _ = inputs
         ctx.set_materialize_grads(False)
         ctx.window, ctx.scale, ctx.capacity = before.window, float(before.scale), before.keys.shape[2]
         ctx.landmarks = weakref.ref(near)
-        ctx.save_for_backward(
-            query, made.keys, made.values, sums, near, far, inverse, made.history, before.position
-        )
-        return out, after.queries, after.keys, after.values, after.sums, made.keys, made.values
+        ctx.save_for_backward(query, keys, values, sums, near, far, inverse, history, before.position)
+        return out, after.queries, after.keys, after.values, after.sums, keys, values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dout, dqueries, dkeys, dvalues, dsums, *drows = grads
         *tensors, history, position = ctx.saved_tensors
-        found: Any = (None,) * 7
-        if dout is not None or dsums is not None:
-            is_fast = not torch.is_grad_enabled() and may_bypass_dispatcher(dout, dsums)
-            found = (_native_gradients if is_fast else _gradients)(
-                tensors, history, ctx.window, ctx.scale, dout, dsums
-            )
-        dquery, *dtokens, dsums, dnear, dfar, dinverse = found
-        # Second derivatives also come through the tokens that were kept.
-        dtokens = [_sum(a, b) for a, b in zip(dtokens, drows, strict=True)]
-        back = _Rings(position, ctx.window, ctx.capacity, tensors[0].shape[2])
-        pairs = [back(ring, rows) for ring, rows in zip((dqueries, dkeys, dvalues), (None, *dtokens), strict=True)]
-        (dqueries, dput), (dkeys, dkey), (dvalues, dvalue) = pairs
-        every = (dqueries, dkeys, dvalues, dsums, dnear, dfar, dinverse, _sum(dquery, dput), dkey, dvalue)
-        needed = zip(every, ctx.needs_input_grad[2:], strict=True)
-        return None, None, *[grad if need else None for grad, need in needed]
+        # The gradients of the tokens that were kept come from second derivatives.
+        is_fast = grads[5] is grads[6] is None and not torch.is_grad_enabled() and may_bypass_dispatcher(*grads)
+        found = (_native_gradients if is_fast else _gradients)(ctx, tensors, history, position, *grads)
+        query, key, value, *others = found
+        every = zip((*others, query, key, value), ctx.needs_input_grad[4:], strict=True)
+        return None, None, None, None, *[grad if need else None for grad, need in every]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -178,36 +170,52 @@ class _Rings(NamedTuple):
         return before if before is None else ring_of(before, self.position, self.capacity), new
 
 
+_NAMES = ("query", "keys", "values", "sums", "landmark_queries", "landmark_keys", "inverse")
+_GRADS = ("dout", "dnew_queries", "dnew_keys", "dnew_values", "dnew_sums")
+
+
 def _native_gradients(
-    tensors: list[Tensor], history: Tensor, window: int, scale: float, dout: Tensor | None, dsums: Tensor | None
-) -> list[Tensor]:
-    """Return the gradients of `tensors`, the first arguments of `_formula`."""
-    wide = [tensor.to(history.dtype).contiguous() for tensor in tensors]
-    names = ("query", "keys", "values", "sums", "landmark_queries", "landmark_keys", "inverse")
-    found = [torch.empty_like(tensor) for tensor in wide]
-    _native().continual_nystrom_step_backward(
-        **dict(zip(names, wide, strict=True)),
+    ctx: Any, tensors: list[Tensor], history: Tensor, position: Tensor, *grads: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients of the new tokens, the rings, the sums, the landmarks and the inverse."""
+    wide, narrow = history.dtype, tensors[0].dtype
+    found = _native().continual_nystrom_step_backward(
+        **{name: tensor.to(wide).contiguous() for name, tensor in zip(_NAMES, tensors, strict=True)},
         history=history,
-        dout=None if dout is None else dout.to(history.dtype).contiguous(),
-        dnew_sums=None if dsums is None else dsums.contiguous(),
-        window=window,
-        scale=scale,
-        **{f"d{name}": grad for name, grad in zip(names, found, strict=True)},
+        **{
+            name: grad if grad is None else grad.to(wide).contiguous()
+            for name, grad in zip(_GRADS, grads[:5], strict=True)
+        },
+        position=position,
+        window=ctx.window,
+        capacity=ctx.capacity,
+        scale=ctx.scale,
     )
-    return [grad.to(tensor.dtype) for grad, tensor in zip(found, tensors, strict=True)]
+    if narrow == wide:
+        return found
+    return [grad if grad is None else grad.to(narrow) for grad in found[:6]] + [*found[6:]]
 
 
 def _gradients(
-    tensors: list[Tensor], history: Tensor, window: int, scale: float, dout: Tensor | None, dsums: Tensor | None
-) -> tuple[Tensor | None, ...]:
+    ctx: Any, tensors: list[Tensor], history: Tensor, position: Tensor, *grads: Tensor | None
+) -> list[Tensor | None]:
     """Return the same, differentiable to any order."""
+    dout, dqueries, dkeys, dvalues, dsums, *more = grads
     directions = [dout, None if dsums is None else dsums[..., : tensors[2].shape[-1] + 1]]
+    found: Any = [None] * len(tensors)
+    if dout is not None or dsums is not None:
 
-    def formula(*inputs: Tensor) -> list[Tensor]:
-        results = _formula(*inputs, history=history, window=window, scale=scale)
-        return [result for result, direction in zip(results, directions, strict=True) if direction is not None]
+        def formula(*inputs: Tensor) -> list[Tensor]:
+            results = _formula(*inputs, history=history, window=ctx.window, scale=ctx.scale)
+            return [result for result, direction in zip(results, directions, strict=True) if direction is not None]
 
-    return gradient_of_formula(formula, tensors, [direction for direction in directions if direction is not None])
+        found = gradient_of_formula(formula, tensors, [each for each in directions if each is not None])
+    dquery, *rows, dsums, dnear, dfar, dinverse = found
+    rows = [None, *(_sum(a, b) for a, b in zip(rows, more, strict=True))]
+    back = _Rings(position, ctx.window, ctx.capacity, tensors[0].shape[2])
+    pairs = [back(ring, read) for ring, read in zip((dqueries, dkeys, dvalues), rows, strict=True)]
+    rings, (dput, dkey, dvalue) = zip(*pairs, strict=True)
+    return [_sum(dquery, dput), dkey, dvalue, *rings, dsums, dnear, dfar, dinverse]
 
 
 def _formula(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
 from cmab_kernels.nystrom.continual import gradient
@@ -238,7 +239,7 @@ def test_what_runs_the_definition(kind: str, fused: list[int]) -> None:
     token = [t[:, :, N:] for t in inputs[:3]]
     step: Callable[..., Any] = ck.continual_nystrom_step
     if kind == "mode":
-        with torch.utils.flop_counter.FlopCounterMode(display=False):
+        with FlopCounterMode(display=False):
             out, _ = step(state, *token)
     else:
         out, _ = step(state, *token, **options)
