@@ -29,7 +29,7 @@ from ...runtime.setting import now
 from ...runtime.tracing import as_row, extent, is_observed, is_profiled
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel, pinv_reference
-from .gradient import recorded_step
+from .recorded import recorded_step
 from .reference import row_sums
 from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
 from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, remembered
@@ -255,9 +255,9 @@ def _recorded(state: Any, *arguments: Any) -> StepResult | None:
         return None
     *tokens, output, impl = arguments
     named = isinstance(impl, str) and isinstance(output, str) and (now().impl if impl == "auto" else impl) in FAST
-    if not named or output != "single" or not torch.is_grad_enabled() or not carries_gradient(state, *tokens):
+    if not named or output not in OUTPUTS or not torch.is_grad_enabled() or not carries_gradient(state, *tokens):
         return None
-    result = recorded_step(state, *tokens)
+    result = recorded_step(state, *tokens, output == "retroactive")
     return result and StepResult(*result)
 
 

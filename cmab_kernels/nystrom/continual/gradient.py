@@ -1,4 +1,4 @@
-"""Steps that record a gradient, in O(m (D + E)) for each token: fixed landmarks, single outputs, native code.
+"""The gradient of a step whose landmarks do not change, in O(m (D + E)) for each token, by native code.
 
 The definition recomputes the sums from the window at every token, so its gradient costs O(n m). Here the gradient
 flows through the sums, as the step computes them: a token gets the gradient of all later sums when it enters the
@@ -22,98 +22,58 @@ from torch import Tensor
 
 from ...runtime.autograd import gradient_of_formula
 from ...runtime.backends import imported
-from ...runtime.checks import autocasts
-from ...runtime.tracing import as_row, is_observed, may_bypass_dispatcher
+from ...runtime.tracing import may_bypass_dispatcher
 from ..reference import logits
 from .state import ContinualNystromState, ring_of, window_of
 
 
-def recorded_step(
-    state: Any, query: Tensor, key: Tensor, value: Tensor
+def differentiable_step(
+    state: ContinualNystromState, sums: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ContinualNystromState] | None:
-    """Return (out, state) with their gradients, for one output of each token.
+    """Return (out, state) with their gradients, for at most n tokens and the landmarks of `state`, which do not change.
 
-    Return None if the path with checks must decide, or the definition must run: for a wrong argument, under a
-    compiler, a tracer, a dispatch mode or a transform, in forward mode, under autocast, and for subclasses of Tensor.
+    `sums` takes the place of the sums of the state. Return None if native code does not support the arguments.
     """
-    if not _is_supported(state, query, key, value):
-        return None
-    with as_row("cmab::continual_nystrom_step"):
-        return _in_windows(state, query, key, value)
-
-
-def _in_windows(
-    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ContinualNystromState] | None:
-    """Take at most n tokens at a time."""
-    if query.shape[2] <= state.window:
-        return _recorded(state, query, key, value)
-    outs = []
-    for tokens in zip(*(token.split(state.window, 2) for token in (query, key, value)), strict=True):
-        if (result := _recorded(state, *tokens)) is None:
-            return None
-        out, state = result
-        outs.append(out)
-    return torch.cat(outs, 2), state
-
-
-def _is_supported(state: Any, *tokens: Tensor) -> bool:
-    if type(state) is not ContinualNystromState or not state.fixed or _native() is None or is_observed():
-        return False
-    if not may_bypass_dispatcher(*tokens, *[field for field in state if isinstance(field, Tensor)]):
-        return False
-    query, key, value = tokens
-    same = query.dim() == value.dim() == 4 and query.shape == key.shape and query.shape[:3] == value.shape[:3]
-    return same and not state.scale.requires_grad and not autocasts(key.device)
-
-
-@functools.cache
-def _native() -> Any:
-    """Return the module of native code; None if it was not built."""
-    return imported("nystrom.continual", "native")
-
-
-def _recorded(
-    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ContinualNystromState] | None:
     fields: Any = state
-    queries, keys, values, _, _, near, far, inverse, scale, *_ = fields
-    sums = state.sums if _has_attached_sums(state) else _constant_sums(state)
-    before = ContinualNystromState._make([*map(_plain, (queries, keys, values, sums)), *map(_plain, fields[4:])])
+    queries, keys, values, _, _, near, far, inverse, scale, *_, fixed = fields
+    plain = [*map(_plain, (queries, keys, values, sums)), *map(_plain, fields[4:-1])]
+    before = ContinualNystromState._make([*plain, 1])
     # The step writes to new memory, as the names above are further references to the rings.
-    made = _native().continual_nystrom_recorded_step(before, _plain(query), _plain(key), _plain(value), False)
+    made = native().continual_nystrom_recorded_step(before, _plain(query), _plain(key), _plain(value), False)
     if made is None:
         return None
     (out, after), *kept = made
     out, queries, keys, values, sums, *_ = _Step.apply(
         before, out, after, kept, queries, keys, values, sums, near, far, inverse, query, key, value
     )
-    rest: Any = after[9:]
-    return out, ContinualNystromState._make(
-        (queries, keys, values, sums, after.spare, near, far, inverse, scale, *rest)
-    )
+    rest: Any = after[9:-1]
+    new = (queries, keys, values, sums, after.spare, near, far, inverse, scale, *rest, fixed)
+    return out, ContinualNystromState._make(new)
+
+
+@functools.cache
+def native() -> Any:
+    """Return the module of native code; None if it was not built."""
+    return imported("nystrom.continual", "native")
 
 
 def _plain(field: Any) -> Any:
     return field.detach().contiguous() if isinstance(field, Tensor) else field
 
 
-def _has_attached_sums(state: ContinualNystromState) -> bool:
-    """Whether a recorded step made these sums together with these rings, and for these landmarks. Only then do they
-    have the gradient of the sums of the window."""
-    step: Any = state.sums.grad_fn
-    return (
-        step is not None
-        and step is state.keys.grad_fn
-        and step is state.values.grad_fn
-        and getattr(step, "landmarks", lambda: None)() is state.landmark_queries
-    )
+def attached_sums(state: ContinualNystromState) -> Tensor:
+    """Return the state's sums if they have the gradient of the sums of the window: if a recorded step made them
+    together with the rings, for these landmarks.
 
-
-def _constant_sums(state: ContinualNystromState) -> Tensor:
-    """Return sums without a gradient. If the window or the landmarks have one, the next step recomputes all rows."""
-    sums = state.sums.detach()
-    if state.keys.requires_grad or state.values.requires_grad or state.landmark_queries.requires_grad:
+    Else return sums without a gradient. If the window or the landmarks have one, the next step recomputes all rows.
+    """
+    sums, keys, values, near = state.sums, state.keys, state.values, state.landmark_queries
+    step: Any = sums.grad_fn
+    if step is not None and step is keys.grad_fn and step is values.grad_fn:
+        if getattr(step, "landmarks", lambda: None)() is near:
+            return sums
+    sums = sums.detach()
+    if keys.requires_grad or values.requires_grad or near.requires_grad:
         sums = sums.clone()
         sums[..., -1] = torch.finfo(sums.dtype).max
     return sums
@@ -179,7 +139,7 @@ def _native_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of the new tokens, the rings, the sums, the landmarks and the inverse."""
     wide, narrow = history.dtype, tensors[0].dtype
-    found = _native().continual_nystrom_step_backward(
+    found = native().continual_nystrom_step_backward(
         **{name: tensor.to(wide).contiguous() for name, tensor in zip(_NAMES, tensors, strict=True)},
         history=history,
         **{
