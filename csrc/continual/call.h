@@ -38,5 +38,6 @@ bool recomputes(const NystromStream&);
 // which the step has put them, to (B, H, rows, width).
 void record_tokens(const Stream&, const void* ring, int width, int64_t rows, void* to);
 void continual_nystrom_backward(const NystromGradient&, int threads);
+void continual_attention_backward(const AttentionGradient&, int threads);
 
 }  // namespace cmab::cpu

@@ -191,4 +191,10 @@ void continual_nystrom_backward(const NystromGradient& step, int threads) {
                 [&](int64_t head, char* scratch) { kernel.nystrom_backward(step, head, scratch); });
 }
 
+void continual_attention_backward(const AttentionGradient& step, int threads) {
+  const ContinualKernel& kernel = continual_kernel(step.dtype);
+  for_each_head(step.batch * step.heads, kernel.attention_backward_bytes(step), threads,
+                [&](int64_t head, char* scratch) { kernel.attention_backward(step, head, scratch); });
+}
+
 }  // namespace cmab::cpu

@@ -13,7 +13,9 @@ constexpr ContinualKernel kContinualKernel = {finite_tokens,
                                               AttentionHead<T>::bytes,
                                               AttentionHead<T>::run,
                                               NystromBackward<T>::bytes,
-                                              NystromBackward<T>::run};
+                                              NystromBackward<T>::run,
+                                              AttentionBackward<T>::bytes,
+                                              AttentionBackward<T>::run};
 
 }  // namespace
 

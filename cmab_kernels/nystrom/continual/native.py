@@ -35,11 +35,12 @@ Masked = Callable[[State, Tensor, Tensor, Tensor, bool, Tensor], StepResult | No
 continual_nystrom_masked_step: Masked[ContinualNystromState] = _C.continual_nystrom_masked_step
 continual_attention_masked_step: Masked[ContinualAttentionState] = _C.continual_attention_masked_step
 
-continual_nystrom_recorded_step: Callable[[ContinualNystromState, Tensor, Tensor, Tensor, bool], Any] = (
-    _C.continual_nystrom_recorded_step
-)
-"""Takes at most n tokens; returns (result, history, keys, values), what `gradient` needs."""
-continual_nystrom_step_backward: Callable[..., None] = _C.continual_nystrom_step_backward
+Recorded = Callable[[State, Tensor, Tensor, Tensor, bool], tuple[StepResult, Any, Any, Tensor, Tensor] | None]
+"""Takes at most n tokens; returns the result, and what its gradient reads: (result, history, queries, keys, values)."""
+continual_nystrom_recorded_step: Recorded[ContinualNystromState] = _C.continual_nystrom_recorded_step
+continual_attention_recorded_step: Recorded[ContinualAttentionState] = _C.continual_attention_recorded_step
+continual_nystrom_step_backward: Callable[..., tuple[Tensor | None, ...]] = _C.continual_nystrom_step_backward
+continual_attention_step_backward: Callable[..., tuple[Tensor | None, ...]] = _C.continual_attention_step_backward
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:

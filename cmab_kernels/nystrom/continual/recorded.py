@@ -1,73 +1,86 @@
-"""Steps that record a gradient, on the CPU: of native code and of other operators, which have fused backward passes."""
+"""Steps that record a gradient and have a fused backward pass: on a CPU, part by part."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...attention import latent_attention
-from ...runtime.checks import autocasts, refuse_not_finite
+from ...runtime.checks import autocasts
 from ...runtime.tracing import as_row, is_observed, may_bypass_dispatcher
 from ..api import iterative_pinv
 from ..reference import segment_ends
-from .gradient import attached_sums, differentiable_step, native
-from .reference import pushed, replaced, row_means, segment_ending
-from .state import ContinualAttentionState, ContinualNystromState, ContinualState, window_of
+from .gradient import attached_sums, attention_step, native, nystrom_step
+from .reference import replaced, segment_ending
+from .state import KINDS, ContinualAttentionState, ContinualNystromState, ContinualState, window_of
 
-Result = tuple[Tensor, ContinualNystromState]
+Result = tuple[Tensor, ContinualState] | None
 
 
-def recorded_step(
-    state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
-) -> tuple[Tensor, ContinualState] | None:
+def recorded_step(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Result:
     """Return (out, state) with their gradients.
 
-    Return None if the path with checks must decide, or the definition must run: for a wrong argument, under a
-    compiler, a tracer, a dispatch mode or a transform, in forward mode, under autocast, and for subclasses of Tensor.
+    Return None if the path with checks must decide, or the definition must run: for a wrong argument, retroactive
+    outputs of exact attention, continual landmarks with an exact pseudo-inverse, under a compiler, a tracer, a dispatch
+    mode or a transform, in forward mode, under autocast, and for subclasses of Tensor.
     """
     if not _is_supported(state, query, key, value):
         return None
+    if type(state) is ContinualAttentionState:
+        if retroactive:
+            return None
+        with as_row("cmab::continual_attention_step"):
+            return _in_parts(state, _attention_part, query, key, value, retroactive)
     with as_row("cmab::continual_nystrom_step"):
-        result = _nystrom(state, query, key, value)
-        if result is None or not retroactive:
-            return result
-        return _window_rows(result[1]), result[1]
+        return _in_parts(state, _nystrom_part, query, key, value, retroactive)
 
 
 def _is_supported(state: Any, *tokens: Tensor) -> bool:
-    if type(state) is not ContinualNystromState or native() is None or is_observed():
+    if type(state) not in KINDS or native() is None or is_observed():
         return False
     if not may_bypass_dispatcher(*tokens, *[field for field in state if isinstance(field, Tensor)]):
         return False
-    query, key, value = tokens
-    if not state.fixed and not state.pinv_iterations:
+    if type(state) is ContinualNystromState and not state.fixed and not state.pinv_iterations:
         return False
+    query, key, value = tokens
     same = query.dim() == value.dim() == 4 and query.shape == key.shape and query.shape[:3] == value.shape[:3]
     return same and key.device.type == "cpu" and not state.scale.requires_grad and not autocasts(key.device)
 
 
-def _nystrom(state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor) -> Result | None:
-    lengths = _lengths(state, query.shape[2])
-    outs = []
-    for tokens in zip(*(token.split(lengths, 2) for token in (query, key, value)), strict=True):
-        sums = attached_sums(state)
-        if not state.fixed:
-            state, sums = _with_new_landmark(state, sums, *tokens)
-        result = differentiable_step(state, sums, *tokens)
+def _in_parts(
+    state: Any, part: Callable[..., Result], query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+) -> Result:
+    """Take some tokens at a time. For retroactive outputs, the outputs of the last part count."""
+    lengths, outs = _lengths(state, query.shape[2]), []
+    for i, tokens in enumerate(zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)):
+        result = part(state, *tokens, retroactive and i + 1 == len(lengths))
         if result is None:
             return None
         out, state = result
         outs.append(out)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 2), state
+    return outs[-1] if retroactive or len(outs) == 1 else torch.cat(outs, 2), state
 
 
-def _lengths(state: ContinualNystromState, tokens: int) -> list[int]:
-    """Divide the tokens into at most n at a time, such that only the first of them ends a segment."""
-    if state.fixed:
-        starts = range(0, tokens, state.window)
+def _attention_part(state: ContinualAttentionState, *arguments: Any) -> Result:
+    return attention_step(state, *arguments[:3])
+
+
+def _nystrom_part(
+    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+) -> Result:
+    sums = attached_sums(state)
+    if not state.fixed:
+        state, sums = _with_new_landmark(state, sums, query, key)
+    return nystrom_step(state, sums, query, key, value, retroactive)
+
+
+def _lengths(state: ContinualState, tokens: int) -> list[int]:
+    """Divide the tokens into parts of at most n, such that only the first of a part ends a segment."""
+    if isinstance(state, ContinualAttentionState) or state.fixed:
+        starts = [*range(0, tokens, state.window)]
     else:
         ends = _segment_ends(state.window, state.sums.shape[2])
         positions = set(state.position.flatten().tolist())
@@ -82,7 +95,7 @@ def _segment_ends(window: int, landmarks: int) -> frozenset[int]:
 
 
 def _with_new_landmark(
-    state: ContinualNystromState, sums: Tensor, query: Tensor, key: Tensor, value: Tensor
+    state: ContinualNystromState, sums: Tensor, query: Tensor, key: Tensor
 ) -> tuple[ContinualNystromState, Tensor]:
     """Return the state and its sums with the landmark that the first of the tokens completes. The step then recomputes
     the row of the new landmark."""
@@ -99,25 +112,3 @@ def _with_new_landmark(
     last = sums[:, :, -1:].detach().clone()
     last[..., -1] = torch.finfo(sums.dtype).max
     return state, torch.cat([sums[:, :, 1:], last], 2).where(ends, sums)
-
-
-def _window_rows(state: ContinualNystromState) -> Tensor:
-    """Return the outputs of all queries of the window."""
-    queries = window_of(state.queries, state.position, state.window)
-    values = state.inverse @ row_means(state.sums)
-    wide = queries.to(values.dtype)
-    return latent_attention(wide, state.landmark_keys, values, scale=float(state.scale)).to(queries.dtype)
-
-
-def recorded_attention(
-    state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, ContinualAttentionState]:
-    """Return the same for single outputs of exact attention. The arguments have been checked."""
-    refuse_not_finite(query=query, key=key, value=value)
-    outs = []
-    for tokens in zip(query.split(1, 2), key.split(1, 2), value.split(1, 2), strict=True):
-        state = pushed(state, *tokens)
-        keys, values = (window_of(ring, state.position, state.window) for ring in (state.keys, state.values))
-        outs.append(latent_attention(tokens[0], keys, values, scale=float(state.scale)))
-    none = state.sums[:, :, :0]
-    return torch.cat(outs, 2), state._replace(sums=none, spare=none.clone())

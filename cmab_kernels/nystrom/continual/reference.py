@@ -97,7 +97,7 @@ def nystrom_step_reference(
 def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystromState:
     """Return the state after one more token. The token enters the window and may complete a landmark, and the sums are
     recomputed."""
-    state = pushed(state, *tokens)
+    state = _pushed(state, *tokens)
     if not state.fixed:
         segment = segment_ending(state.position, state.window, state.sums.shape[-2])
         if not has_values(segment) or segment.any():
@@ -109,8 +109,7 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
     return _with(state, sums=sums, spare=torch.empty_like(sums))
 
 
-def pushed(state: State, *tokens: Tensor) -> State:
-    """Return the state after one more token, without new sums."""
+def _pushed(state: State, *tokens: Tensor) -> State:
     rows = (state.position % state.keys.shape[-2])[..., None, None]
     # The state is not sliced, because the compiler of torch 2.6 cannot trace a slice.
     rings = (
@@ -163,7 +162,7 @@ def attention_step_reference(
     """Do the same as `nystrom_step_reference`, for exact attention over the window; return (out, state)."""
     outs = []
     for tokens in zip(query.split(1, -2), key.split(1, -2), value.split(1, -2), strict=True):
-        state = pushed(state, *tokens)
+        state = _pushed(state, *tokens)
         if not retroactive:
             outs.append(row_means(_exact_rows(state, tokens[0])))
     if not retroactive:
