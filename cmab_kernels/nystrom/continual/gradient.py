@@ -175,7 +175,8 @@ def _native_gradients(
     """Return the gradients of the new tokens and the rings, then those of the sums, the landmarks and the inverse."""
     narrow, wide = tensors[0].dtype, state_dtype(tensors[0].dtype)
     given: Any = dict(zip(_NAMES, tensors, strict=False)) | dict(zip(_GRADS, grads, strict=False))
-    given = {name: tensor if tensor is None else tensor.to(wide).contiguous() for name, tensor in given.items()}
+    if narrow != wide or not all(tensor is None or tensor.is_contiguous() for tensor in given.values()):
+        given = {name: tensor if tensor is None else tensor.to(wide).contiguous() for name, tensor in given.items()}
     if history is None:
         del given["dnew_sums"]
         return _narrowed(native().continual_attention_step_backward(**given, position=position, **step._asdict()), narrow)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Any
 
 import pytest
@@ -90,13 +90,39 @@ def test_every_kind_of_nystrom_step(window: int, fixed: bool, output: str, chunk
     _close(ours, torch.autograd.grad(_loss(inputs, "reference", chunk, window, fixed, output), leaves))
 
 
-def test_second_derivatives() -> None:
-    """Of a chain in which tokens leave, and with the gradients of the first derivative in all tokens and landmarks."""
-    inputs = _inputs(7, window=4)
+@pytest.mark.parametrize("chunk", [1, 4, 25])
+@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize("window", [1, 3, 11])
+def test_exact_attention(window: int, size: float, chunk: int, fused: list[int]) -> None:
+    inputs = _inputs(50, size=size, window=window)
+    ours = torch.autograd.grad(_attention_loss(inputs, "auto", chunk, window), inputs[:3])
+    assert sum(fused) == 50
+    _close(ours, torch.autograd.grad(_attention_loss(inputs, "reference", chunk, window), inputs[:3]))
+
+
+def _attention_loss(inputs: list[Tensor], impl: str, chunk: int, window: int) -> Tensor:
+    state = ck.continual_attention_init(*(t[:, :, :window] for t in inputs[:3]))
+    total = torch.zeros((), dtype=torch.float64)
+    for i, parts in enumerate(zip(*(t[:, :, window:].split(chunk, 2) for t in inputs[:3]), strict=True)):
+        out, state = ck.continual_attention_step(state, *parts, impl=impl)
+        total = total + (out * torch.linspace(-1, 1 + i, out.numel()).view_as(out)).sum() + out.square().sum()
+    return total + ck.state_to_tensors(state)["queries"].square().sum()
+
+
+@pytest.mark.parametrize("kind", ["fixed", "retroactive", "continual", "exact"])
+def test_second_derivatives(kind: str) -> None:
+    """Of a chain in which tokens leave, in all tokens and landmarks."""
+    inputs = _inputs(8, window=5)
+    leaves = inputs[: 5 if kind in ("fixed", "retroactive") else 3]
+
+    def loss(impl: str) -> Tensor:
+        if kind == "exact":
+            return _attention_loss(inputs, impl, 2, 5)
+        return _loss(inputs, impl, 2, 5, kind != "continual", "retroactive" if kind == "retroactive" else "single")
 
     def second(impl: str) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(_loss(inputs, impl, 2, 4), inputs, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), inputs)  # type: ignore[arg-type]
+        first = torch.autograd.grad(loss(impl), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)  # type: ignore[arg-type]
 
     _close(second("auto"), second("reference"), 1e-11)
 
@@ -245,16 +271,24 @@ def test_a_token_that_is_not_finite() -> None:
         ck.continual_nystrom_step(_start(inputs), *token)
 
 
-@pytest.mark.parametrize("kind", ["reference", "mode"])
+@pytest.mark.parametrize("kind", ["reference", "mode", "mask", "exact pinv", "transform", "forward mode"])
 def test_what_runs_the_definition(kind: str, fused: list[int]) -> None:
     inputs = _inputs(1)
     state = _start(inputs)
     options: dict[str, Any] = {"impl": "reference"} if kind == "reference" else {}
+    options |= {"key_padding_mask": torch.tensor([True, False])} if kind == "mask" else {}
     token = [t[:, :, N:] for t in inputs[:3]]
-    step: Callable[..., Any] = ck.continual_nystrom_step
-    if kind == "mode":
-        with FlopCounterMode(display=False):
-            out, _ = step(state, *token)
-    else:
-        out, _ = step(state, *token, **options)
-    assert out.requires_grad and not fused
+    if kind == "exact pinv":
+        state = ck.continual_nystrom_init(*(t[:, :, :N] for t in inputs[:3]), LANDMARKS, pinv="exact")
+
+    def run(query: Tensor) -> Tensor:
+        return ck.continual_nystrom_step(state, query, *token[1:], **options).out
+
+    with FlopCounterMode(display=False) if kind == "mode" else contextlib.nullcontext():
+        if kind == "transform":
+            torch.func.grad(lambda query: run(query).sum())(token[0])
+        elif kind == "forward mode":
+            torch.func.jvp(run, (token[0],), (token[0],))
+        else:
+            assert run(token[0]).requires_grad
+    assert not fused
