@@ -132,8 +132,9 @@ def continual_nystrom_step(
             bit for bit, and its outputs are NaN. Its entries in query, key and value are not read. Then t <= n.
         output: "single": one output for each of the t tokens, over the window that ends with the token. "retroactive":
             the outputs of all n tokens of the window after the last token.
-        impl: "auto", "reference", "native", "cuda" or "triton". A step that records a gradient, or runs under a
-            transform such as vmap, always runs "reference", which costs O(n m) per token.
+        impl: "auto", "reference", "native", "cuda" or "triton". A step that runs under a transform such as vmap always
+            runs "reference", which costs O(n m) per token. A step that records a gradient does so too, except on a CPU,
+            where "auto" and "native" have a fused backward pass for steps without a mask.
 
     Returns:
         `StepResult(out, state)`, out in the dtype of query. Between replacements, continual landmarks lag behind the
@@ -249,15 +250,19 @@ def _step(
             return StepResult(*step(state, query, key, value, retroactive, chosen))
 
 
-def _recorded(state: Any, *arguments: Any) -> StepResult | None:
+def _recorded(state: Any, query: Tensor, key: Tensor, value: Tensor, output: Any, impl: Any) -> StepResult | None:
     """Return the result of a step that records a gradient, if a fused backward pass supports it."""
     if is_observed():
         return None
-    *tokens, output, impl = arguments
     named = isinstance(impl, str) and isinstance(output, str) and (now().impl if impl == "auto" else impl) in FAST
-    if not named or output not in OUTPUTS or not torch.is_grad_enabled() or not carries_gradient(state, *tokens):
+    if (
+        not named
+        or output not in OUTPUTS
+        or not torch.is_grad_enabled()
+        or not carries_gradient(state, query, key, value)
+    ):
         return None
-    result = recorded_step(state, *tokens, output == "retroactive")
+    result = recorded_step(state, query, key, value, output == "retroactive")
     return result and StepResult(*result)
 
 

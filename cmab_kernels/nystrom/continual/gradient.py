@@ -36,7 +36,7 @@ def nystrom_step(
     `sums` takes the place of the sums of the state. Return None if native code does not support the arguments.
     """
     fields: Any = state
-    queries, keys, values, _, spare, near, far, inverse, scale, *_, fixed = fields
+    queries, keys, values, _, _, near, far, inverse, scale, *_, fixed = fields
     before = ContinualNystromState._make([*map(_plain, (queries, keys, values, sums)), *map(_plain, fields[4:-1]), 1])
     made = native().continual_nystrom_recorded_step(before, *map(_plain_token, (query, key, value)), retroactive)
     if made is None:
@@ -89,9 +89,9 @@ def attached_sums(state: ContinualNystromState) -> Tensor:
     """
     sums, keys, values, near = state.sums, state.keys, state.values, state.landmark_queries
     step: Any = sums.grad_fn
-    if step is not None and step is keys.grad_fn and step is values.grad_fn:
-        if getattr(step, "landmarks", lambda: None)() is near:
-            return sums
+    landmarks = getattr(step, "cmab_landmarks", None)
+    if landmarks is not None and landmarks() is near and step is keys.grad_fn and step is values.grad_fn:
+        return sums
     sums = sums.detach()
     if keys.requires_grad or values.requires_grad or near.requires_grad:
         sums = sums.clone()
@@ -108,11 +108,9 @@ class _Step(torch.autograd.Function):
         (out, after), history, *kept = made
         query, others = inputs[0], inputs[6:]
         ctx.set_materialize_grads(False)
-        ctx.step = _Setting(
-            query.shape[2], before.window, before.keys.shape[2], float(before.scale), retroactive
-        )
+        ctx.step = _Setting(query.shape[2], before.window, before.keys.shape[2], float(before.scale), retroactive)
         if others:
-            ctx.landmarks = weakref.ref(others[1])
+            ctx.cmab_landmarks = weakref.ref(others[1])
         read = query if kept[0] is None else kept[0]
         ctx.save_for_backward(read, *kept[1:], *others, history, before.position)
         return out, after.queries, after.keys, after.values, after.sums if others else None, *kept
@@ -179,7 +177,9 @@ def _native_gradients(
         given = {name: tensor if tensor is None else tensor.to(wide).contiguous() for name, tensor in given.items()}
     if history is None:
         del given["dnew_sums"]
-        return _narrowed(native().continual_attention_step_backward(**given, position=position, **step._asdict()), narrow)
+        return _narrowed(
+            native().continual_attention_step_backward(**given, position=position, **step._asdict()), narrow
+        )
     found = native().continual_nystrom_step_backward(**given, history=history, position=position, **step._asdict())
     return [*_narrowed(found[:6], narrow), *found[6:]]
 

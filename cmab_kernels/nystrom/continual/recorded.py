@@ -70,9 +70,7 @@ def _attention_part(state: ContinualAttentionState, *arguments: Any) -> Result:
     return attention_step(state, *arguments[:3])
 
 
-def _nystrom_part(
-    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
-) -> Result:
+def _nystrom_part(state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Result:
     sums = attached_sums(state)
     if not state.fixed:
         state, sums = _with_new_landmark(state, sums, query, key)
@@ -109,7 +107,7 @@ def _with_new_landmark(
         torch.cat([window_of(ring, state.position, longest - 1), token[:, :, :1]], 2)
         for ring, token in ((state.queries, query), (state.keys, key))
     ]
-    state = replaced(state, segment, *newest, pinv=iterative_pinv)
+    state = replaced(state, segment, newest[0], newest[1], iterative_pinv)
     ends = (segment > 0)[..., None, None]
     last = sums[:, :, -1:].detach().clone()
     last[..., -1] = torch.finfo(sums.dtype).max

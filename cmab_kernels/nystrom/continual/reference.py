@@ -102,8 +102,8 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
         segment = segment_ending(state.position, state.window, state.sums.shape[-2])
         if not has_values(segment) or segment.any():
             longest = -(-state.window // state.sums.shape[-2])
-            newest = (window_of(ring, state.position, longest) for ring in (state.queries, state.keys))
-            state = replaced(state, segment, *newest)
+            queries, keys = (window_of(ring, state.position, longest) for ring in (state.queries, state.keys))
+            state = replaced(state, segment, queries, keys)
     keys, values = (window_of(ring, state.position, state.window) for ring in (state.keys, state.values))
     sums = row_sums(state.landmark_queries, keys, values, state.scale)
     return _with(state, sums=sums, spare=torch.empty_like(sums))
