@@ -112,16 +112,17 @@ class _Step(torch.autograd.Function):
         if others:
             ctx.cmab_landmarks = weakref.ref(others[1])
         read = query if kept[0] is None else kept[0]
-        ctx.save_for_backward(read, *kept[1:], *others, history, before.position)
+        ctx.position = before.position  # perhaps an inference tensor, which cannot be saved
+        ctx.save_for_backward(read, *kept[1:], *others, history)
         return out, after.queries, after.keys, after.values, after.sums if others else None, *kept
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, history, position = ctx.saved_tensors
+        *tensors, history = ctx.saved_tensors
         # The gradients of the tokens that were read come from second derivatives.
         is_first = all(grad is None for grad in grads[5:]) and not torch.is_grad_enabled()
         gradients = _native_gradients if is_first and may_bypass_dispatcher(*grads) else _gradients
-        found = gradients(ctx.step, tensors, history, position, *grads)
+        found = gradients(ctx.step, tensors, history, ctx.position, *grads)
         needed = zip(found, ctx.needs_input_grad[3:], strict=True)
         return None, None, None, *[grad if need else None for grad, need in needed]
 

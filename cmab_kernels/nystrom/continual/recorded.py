@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ...runtime.checks import autocasts
 from ...runtime.tracing import as_row, is_observed, may_bypass_dispatcher
@@ -15,7 +16,15 @@ from ..api import iterative_pinv
 from ..reference import segment_ends
 from .gradient import attached_sums, attention_step, native, nystrom_step
 from .reference import replaced, segment_ending
-from .state import KINDS, ContinualAttentionState, ContinualNystromState, ContinualState, window_of
+from .schema import TYPES
+from .state import (
+    KINDS,
+    ContinualAttentionState,
+    ContinualNystromState,
+    ContinualState,
+    check_state,
+    window_of,
+)
 
 Result = tuple[Tensor, ContinualState] | None
 
@@ -39,15 +48,24 @@ def recorded_step(state: Any, query: Tensor, key: Tensor, value: Tensor, retroac
 
 
 def _is_supported(state: Any, *tokens: Tensor) -> bool:
-    if type(state) not in KINDS or native() is None or is_observed():
+    kind = type(state)
+    if kind not in KINDS or native() is None or is_observed():
+        return False
+    if [Tensor if each is Parameter else each for each in (*map(type, state), *map(type, tokens))] != TYPES[kind]:
         return False
     if not may_bypass_dispatcher(*tokens, *[field for field in state if isinstance(field, Tensor)]):
         return False
-    if type(state) is ContinualNystromState and not state.fixed and not state.pinv_iterations:
-        return False
     query, key, value = tokens
-    same = query.dim() == value.dim() == 4 and query.shape == key.shape and query.shape[:3] == value.shape[:3]
-    return same and key.device.type == "cpu" and not state.scale.requires_grad and not autocasts(key.device)
+    if any(token.layout != torch.strided for token in tokens) or not query.dim() == value.dim() == 4:
+        return False
+    if query.shape != key.shape or query.shape[:3] != value.shape[:3] or not query.shape[2] or state.window < 1:
+        return False
+    if key.device.type != "cpu" or state.scale.requires_grad or autocasts(key.device):
+        return False
+    if kind is ContinualNystromState and not state.fixed:
+        check_state(state, kind)  # torch reads the state before native code does
+        return state.pinv_iterations > 0
+    return True
 
 
 def _in_parts(

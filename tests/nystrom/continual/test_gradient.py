@@ -17,6 +17,7 @@ from cmab_kernels.nystrom.continual import recorded
 from cmab_kernels.runtime.backends import imported
 
 from .streams import last, step_of
+from .test_native_refusals import BAD_LANDMARKS, BAD_STATES, BAD_TOKENS
 
 pytestmark = pytest.mark.skipif(imported("nystrom.continual", "native") is None, reason="native code was not built")
 
@@ -268,6 +269,38 @@ def test_a_token_that_is_not_finite() -> None:
         ck.continual_nystrom_step(_start(inputs), *token)
 
 
+def _outcome(step: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return step(*arguments[:-1], output=arguments[-1]).out.shape
+    except (ValueError, TypeError, RuntimeError) as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "continual", "exact"])
+def test_errors_are_those_of_other_steps(kind: str) -> None:
+    """An argument that is not allowed raises the same error whether the step records a gradient or not."""
+    inputs = [t.detach() for t in _inputs(2)]
+    state = _start(inputs, fixed=kind == "fixed")
+    if kind == "exact":
+        state = ck.continual_attention_init(*(t[:, :, :N] for t in inputs[:3]))
+    tokens = [t[:, :, N:] for t in inputs[:3]]
+
+    def both(given: Any, tokens: list[Any], name: str) -> None:
+        step: Any = ck.continual_attention_step if kind == "exact" else ck.continual_nystrom_step
+        recorded = [
+            t.detach().requires_grad_() if isinstance(t, Tensor) and t.dtype.is_floating_point else t for t in tokens
+        ]
+        for output in ("single", "retroactive", "all"):
+            wanted = _outcome(step, given, *tokens, output)
+            assert _outcome(step, given, *recorded, output) == wanted, (name, output)
+
+    for name, odd in (BAD_STATES if kind == "exact" else BAD_STATES | BAD_LANDMARKS).items():
+        both(odd(state), tokens, name)
+    for name, bad in BAD_TOKENS.items():
+        for place in range(3):
+            both(state, [bad(t) if i == place else t for i, t in enumerate(tokens)], f"{name} {place}")
+
+
 @pytest.mark.parametrize("kind", ["reference", "mode", "mask", "exact pinv", "transform", "forward mode"])
 def test_what_runs_the_definition(kind: str, fused: list[int]) -> None:
     inputs = _inputs(1)
@@ -276,8 +309,7 @@ def test_what_runs_the_definition(kind: str, fused: list[int]) -> None:
     options |= {"key_padding_mask": torch.tensor([True, False])} if kind == "mask" else {}
     token = [t[:, :, N:] for t in inputs[:3]]
     if kind == "exact pinv":
-        first: Any = [t[:, :, :N] for t in inputs[:3]]
-        state = ck.continual_nystrom_init(*first, LANDMARKS, pinv="exact")
+        state = ck.continual_nystrom_init(*(t[:, :, :N] for t in inputs[:3]), num_landmarks=LANDMARKS, pinv="exact")
 
     def run(query: Tensor) -> Tensor:
         return ck.continual_nystrom_step(state, query, *token[1:], **options).out
