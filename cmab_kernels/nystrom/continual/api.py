@@ -29,7 +29,7 @@ from ...runtime.setting import now
 from ...runtime.tracing import as_row, extent, is_observed, is_profiled
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel, pinv_reference
-from .recorded import recorded_step
+from .gradient import recorded_step
 from .reference import row_sums
 from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
 from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, remembered

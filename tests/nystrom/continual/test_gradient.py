@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import cmab_kernels as ck
-from cmab_kernels.nystrom.continual import recorded
+from cmab_kernels.nystrom.continual.gradient import steps
 from cmab_kernels.runtime.backends import imported
 
 from .streams import last, step_of
@@ -68,7 +68,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return counted
 
     for name in ("_nystrom_part", "_attention_part"):
-        monkeypatch.setattr(recorded, name, counting(getattr(recorded, name)))
+        monkeypatch.setattr(steps, name, counting(getattr(steps, name)))
     return found
 
 
@@ -117,7 +117,7 @@ def _attention_loss(inputs: list[Tensor], impl: str, chunk: int, window: int) ->
 
 @pytest.mark.parametrize("kind", ["fixed", "retroactive", "continual", "exact"])
 def test_second_derivatives(kind: str) -> None:
-    """Of a chain in which tokens leave, in all tokens and landmarks."""
+    """Tokens leave the window, and all tokens and landmarks have gradients."""
     inputs = _inputs(8, window=5)
     leaves = inputs[: 5 if kind in ("fixed", "retroactive") else 3]
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...runtime.checks import autocasts
-from ...runtime.tracing import as_row, is_observed, may_bypass_dispatcher
-from ..api import iterative_pinv
-from ..reference import segment_ends
-from .gradient import attached_sums, attention_step, native, nystrom_step
-from .reference import replaced, segment_ending
-from .schema import TYPES
-from .state import (
+from ....runtime.checks import autocasts
+from ....runtime.tracing import as_row, is_observed, may_bypass_dispatcher
+from ...api import iterative_pinv
+from ...reference import segment_ends
+from ..reference import replaced, segment_ending
+from ..schema import TYPES
+from ..state import (
     KINDS,
     ContinualAttentionState,
     ContinualNystromState,
@@ -25,6 +24,7 @@ from .state import (
     check_state,
     window_of,
 )
+from .function import attached_sums, attention_step, native, nystrom_step
 
 Result = tuple[Tensor, ContinualState] | None
 

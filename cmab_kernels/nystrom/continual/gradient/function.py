@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.autograd import gradient_of_formula
-from ...runtime.backends import imported
-from ...runtime.dtypes import state_dtype
-from ...runtime.tracing import may_bypass_dispatcher
-from ..reference import logits
-from .state import ContinualAttentionState, ContinualNystromState, ring_of, window_of
+from ....runtime.autograd import gradient_of_formula
+from ....runtime.backends import imported
+from ....runtime.dtypes import state_dtype
+from ....runtime.tracing import may_bypass_dispatcher
+from ...reference import logits
+from ..state import ContinualAttentionState, ContinualNystromState, ring_of, window_of
 
 
 def nystrom_step(
