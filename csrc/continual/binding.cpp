@@ -299,7 +299,8 @@ void read_gradient(Arguments& in, StepGradient& step) {
   step.positions = static_cast<const int64_t*>(in.contiguous("position", "BH", DType::kInt64).data);
   step.tokens = in.integer("tokens"), step.window = in.integer("window"), step.capacity = in.integer("capacity");
   step.scale = in.number("scale"), step.retroactive = in.flag("retroactive");
-  step.batch = in.extent('B'), step.heads = in.extent('H'), step.query_rows = in.extent('q'), step.rows = in.extent('r');
+  step.batch = in.extent('B'), step.heads = in.extent('H');
+  step.query_rows = in.extent('q'), step.rows = in.extent('r');
   step.key_width = int(in.extent('D')), step.value_width = int(in.extent('E'));
   if (step.dnew_queries || step.dnew_keys || step.dnew_values) step.new_capacity = in.extent('c');
   const int64_t all = step.window + step.tokens;
