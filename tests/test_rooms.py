@@ -27,9 +27,22 @@ SHARED = {"checks", "dtypes", "tracing"}
 
 MAY = {
     "contract": {"contract", "operator"},
-    "api": {"api", "contract", "schema", "reference", "state", "dual", "backends", "setting", "public", *SHARED},
+    "api": {
+        "api",
+        "contract",
+        "schema",
+        "reference",
+        "state",
+        "dual",
+        "gradient",
+        "backends",
+        "setting",
+        "public",
+        *SHARED,
+    },
     "dual": {"api", "contract", "schema", "reference", "operator", "backends", *SHARED},
     "schema": {"contract", "schema", "reference", "state", "costs", "operator", "vmap", "backends", "flops", *SHARED},
+    "gradient": {"api", "gradient", "schema", "reference", "state", "autograd", "backends", *SHARED},
     "reference": {"reference", "state", "constants", "dtypes", "tracing"},
     "state": {"backends", "checks", "dtypes"},
     "native": {"contract", "native", "extension", "state", *SHARED},

@@ -204,6 +204,32 @@ def _retroactive_output(n: int, m: int, D: int, E: int) -> int:
     return 2 * m * m * E + 2 * n * m * (D + E)
 
 
+def gradient_operations(n: int, m: int, D: int, E: int, tokens: int, retroactive: bool) -> int:
+    """Operations for one head of the fused backward pass of a `continual_nystrom_step`, without recomputed rows, new
+    landmarks and their pseudo-inverse. A recomputed row has n (6 D + 4 E).
+
+    torch's `FlopCounterMode` does not see the fused pass, because under a dispatch mode the definition runs.
+
+    >>> from cmab_kernels.nystrom.costs import gradient_operations
+    >>> gradient_operations(64, 16, 64, 64, tokens=1, retroactive=False)
+    32256
+    """
+    both_tokens = 2 * m * (6 * D + 4 * E)  # the token that enters and the token that leaves
+    rows = m * (6 * D + 4 * E)  # a query with all landmarks
+    outputs = n * rows + 6 * m * m * E if retroactive else tokens * (rows + 6 * m * m)
+    return tokens * both_tokens + outputs
+
+
+def attention_gradient_operations(n: int, D: int, E: int, tokens: int) -> int:
+    """Operations for one head of the fused backward pass of a `continual_attention_step` with single outputs.
+
+    >>> from cmab_kernels.nystrom.costs import attention_gradient_operations
+    >>> attention_gradient_operations(120, 192, 192, tokens=1)
+    230400
+    """
+    return tokens * n * (6 * D + 4 * E)
+
+
 def pinv_operations(m: int, iterations: int) -> int:
     """Operations of `iterative_pinv`: four products in each iteration. An exact pseudo-inverse (0 iterations) counts
     0."""

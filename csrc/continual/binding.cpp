@@ -1,9 +1,12 @@
 // Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult.
 // For arguments that this fast path does not support, it returns None and has written nothing; the caller then finds
-// the reason. The masked steps take a sixth argument, (B,) bool: True where a row of the batch has no token.
+// the reason. The masked steps take a sixth argument, (B,) bool: True where a row of the batch has no token. A recorded
+// step, of at most n tokens so that its new rings hold the window before it, too, returns (result, history, queries,
+// keys, values): the result, and what its gradient reads (StepGradient), None for what it does not.
 #include <pybind11/critical_section.h>
 
 #include <algorithm>
+#include <array>
 
 #include "common/arguments.h"
 #include "common/bindings.h"
@@ -206,7 +209,25 @@ class Step {
 
 PyObject* none() { return Py_NewRef(Py_None); }
 
-PyObject* nystrom_step(PyObject* const* given, PyObject* mask) {
+// A new tensor with `rows` tokens that the gradient of a step reads.
+py::object recorded_tokens(const Stream& stream, const void* ring, int width, int64_t rows) {
+  void* data;
+  py::object made = new_tensor(stream.shape.dtype, {stream.shape.batch, stream.shape.heads, rows, width}, data);
+  record_tokens(stream, ring, width, rows, data);
+  return made;
+}
+
+PyObject* with_record(const Stream& stream, bool whole, const py::object& result, const py::object& history) {
+  const StreamShape& shape = stream.shape;
+  const int64_t all = shape.window + shape.tokens, rows = whole ? all : 2 * shape.tokens;
+  const py::object queries =
+      shape.retroactive ? recorded_tokens(stream, stream.queries, shape.key_width, all) : borrowed(Py_None);
+  const py::object keys = recorded_tokens(stream, stream.keys, shape.key_width, rows);
+  const py::object values = recorded_tokens(stream, stream.values, shape.value_width, rows);
+  return PyTuple_Pack(5, result.ptr(), history.ptr(), queries.ptr(), keys.ptr(), values.ptr());
+}
+
+PyObject* nystrom_step(PyObject* const* given, PyObject* mask, bool recorded) {
   const Fields& fields = nystrom_fields();
   const StepArguments arguments(given, mask, fields);
   NystromStream stream{};
@@ -229,10 +250,19 @@ PyObject* nystrom_step(PyObject* const* given, PyObject* mask) {
   NextState next(arguments.state(), fields);
   step.choose_memory(next, stream, m, m, spare);
   step.choose_landmarks(next, stream);
-  return step.result(next, stream);
+  if (!recorded) return step.result(next, stream);
+  const py::object history = new_tensor(
+      state_type(shape.dtype), {shape.batch, shape.heads, shape.tokens * m, shape.value_width + kRecorded},
+      stream.history);
+  const py::object result = owned(step.result(next, stream));
+  return with_record(stream, recomputes(stream), result, history);
 }
 
-PyObject* attention_step(PyObject* const* given, PyObject* mask) {
+PyObject* nystrom_step(PyObject* const* given, PyObject* mask) { return nystrom_step(given, mask, false); }
+
+PyObject* nystrom_recorded_step(PyObject* const* given, PyObject* mask) { return nystrom_step(given, mask, true); }
+
+PyObject* attention_step(PyObject* const* given, PyObject* mask, bool recorded) {
   const Fields& fields = attention_fields();
   const StepArguments arguments(given, mask, fields);
   AttentionStream stream{};
@@ -247,7 +277,91 @@ PyObject* attention_step(PyObject* const* given, PyObject* mask) {
   if (!step.finite(stream)) return none();
   NextState next(arguments.state(), fields);
   step.choose_memory(next, stream, rows, shape.retroactive ? shape.window : 0, spare);
-  return step.result(next, stream);
+  py::object result = owned(step.result(next, stream));
+  return recorded ? with_record(stream, true, result, borrowed(Py_None)) : result.release().ptr();
+}
+
+PyObject* attention_step(PyObject* const* given, PyObject* mask) { return attention_step(given, mask, false); }
+PyObject* attention_recorded_step(PyObject* const* given, PyObject* mask) { return attention_step(given, mask, true); }
+
+// ---- gradients
+
+// Reads the arguments that both kinds of step have.
+void read_gradient(Arguments& in, StepGradient& step) {
+  const TensorView query = in.contiguous("query", "BHqD", kWide);
+  const DType type = step.dtype = query.dtype;
+  step.query = query.data;
+  step.keys = in.contiguous("keys", "BHrD", type).data, step.values = in.contiguous("values", "BHrE", type).data;
+  step.dout = in.optional_contiguous("dout", "BHoE", type).data;
+  step.dnew_queries = in.optional_contiguous("dnew_queries", "BHcD", type).data;
+  step.dnew_keys = in.optional_contiguous("dnew_keys", "BHcD", type).data;
+  step.dnew_values = in.optional_contiguous("dnew_values", "BHcE", type).data;
+  step.positions = static_cast<const int64_t*>(in.contiguous("position", "BH", DType::kInt64).data);
+  step.tokens = in.integer("tokens"), step.window = in.integer("window"), step.capacity = in.integer("capacity");
+  step.scale = in.number("scale"), step.retroactive = in.flag("retroactive");
+  step.batch = in.extent('B'), step.heads = in.extent('H');
+  step.query_rows = in.extent('q'), step.rows = in.extent('r');
+  step.key_width = int(in.extent('D')), step.value_width = int(in.extent('E'));
+  if (step.dnew_queries || step.dnew_keys || step.dnew_values) step.new_capacity = in.extent('c');
+  const int64_t all = step.window + step.tokens;
+  in.require(step.query_rows == (step.retroactive ? all : step.tokens), "query", "has another length");
+  in.require(step.rows == 2 * step.tokens || step.rows == all, "keys", "has another length");
+  in.require(!step.dout || in.extent('o') == (step.retroactive ? step.window : step.tokens), "dout",
+             "has another length");
+}
+
+py::object new_gradient(const StepGradient& step, int64_t rows, int64_t columns, void*& data) {
+  return new_tensor(step.dtype, {step.batch, step.heads, rows, columns}, data);
+}
+
+// The new gradients of query, key, value and of the three rings.
+std::array<py::object, 6> token_gradients(StepGradient& step) {
+  const int64_t t = step.tokens, C = step.capacity, D = step.key_width, E = step.value_width;
+  const bool reads_ring = step.dnew_queries || step.retroactive;
+  return {new_gradient(step, t, D, step.dquery),
+          new_gradient(step, t, D, step.dkey),
+          new_gradient(step, t, E, step.dvalue),
+          reads_ring ? new_gradient(step, C, D, step.dqueries) : borrowed(Py_None),
+          new_gradient(step, C, D, step.dkeys),
+          new_gradient(step, C, E, step.dvalues)};
+}
+
+// Returns the token gradients and those of the sums, both landmarks and the inverse.
+PyObject* nystrom_step_backward(Arguments& in) {
+  NystromGradient step{};
+  read_gradient(in, step);
+  const auto read = [&](const char* name, const char* dims) { return in.contiguous(name, dims, step.dtype).data; };
+  step.sums = read("sums", "BHmS");
+  step.landmark_queries = read("landmark_queries", "BHmD"), step.landmark_keys = read("landmark_keys", "BHmD");
+  step.inverse = read("inverse", "BHmm"), step.history = read("history", "BHhR");
+  step.dnew_sums = in.optional_contiguous("dnew_sums", "BHmS", step.dtype).data;
+  const int64_t D = step.key_width, E = step.value_width, m = step.landmarks = in.extent('m');
+  in.require(in.extent('S') == E + kExtraSums, "sums", "has another number of columns");
+  in.require(in.extent('h') == step.tokens * m && in.extent('R') == E + kRecorded, "history", "has another shape");
+  const std::array<py::object, 6> tokens = token_gradients(step);
+  const py::object sums = new_gradient(step, m, E + kExtraSums, step.dsums);
+  const py::object queries = new_gradient(step, m, D, step.dlandmark_queries);
+  const py::object keys = new_gradient(step, m, D, step.dlandmark_keys);
+  const py::object inverse = new_gradient(step, m, m, step.dinverse);
+  const double outputs = step.retroactive ? double(step.tokens + step.window) : double(step.tokens);
+  const double work = double(step.batch) * step.heads * outputs * m * 6 * (D + E + m);
+  const int threads = useful_threads(work, torch_threads());
+  in.run([&] { continual_nystrom_backward(step, threads); });
+  return PyTuple_Pack(10, tokens[0].ptr(), tokens[1].ptr(), tokens[2].ptr(), tokens[3].ptr(), tokens[4].ptr(),
+                      tokens[5].ptr(), sums.ptr(), queries.ptr(), keys.ptr(), inverse.ptr());
+}
+
+PyObject* attention_step_backward(Arguments& in) {
+  AttentionGradient step{};
+  read_gradient(in, step);
+  in.require(step.rows == step.window + step.tokens && !step.retroactive, "keys", "has another length");
+  const std::array<py::object, 6> tokens = token_gradients(step);
+  const double work = double(step.batch) * step.heads * step.tokens * step.window * 3 *
+                      (step.key_width + step.value_width);
+  const int threads = useful_threads(work, torch_threads());
+  in.run([&] { continual_attention_backward(step, threads); });
+  return PyTuple_Pack(6, tokens[0].ptr(), tokens[1].ptr(), tokens[2].ptr(), tokens[3].ptr(), tokens[4].ptr(),
+                      tokens[5].ptr());
 }
 
 // If two threads step one state, the second must see which memory the first has taken.
@@ -288,6 +402,10 @@ void bind_continual(PyObject* module) {
   step_result_type();
   define<call<nystrom_step>>(module, "continual_nystrom_step");
   define<call<attention_step>>(module, "continual_attention_step");
+  define<call<nystrom_recorded_step>>(module, "continual_nystrom_recorded_step");
+  define<call<attention_recorded_step>>(module, "continual_attention_recorded_step");
+  define<nystrom_step_backward>(module, "continual_nystrom_step_backward");
+  define<attention_step_backward>(module, "continual_attention_step_backward");
   define<call_masked<nystrom_step>>(module, "continual_nystrom_masked_step");
   define<call_masked<attention_step>>(module, "continual_attention_masked_step");
   define<owns_alone>(module, "is_sole_owner");

@@ -13,19 +13,23 @@
 namespace cmab::cpu {
 namespace {
 
+// Copies the rows of `count` tokens from `first` on, of one head, from a ring to a ring.
+void move_rows(int64_t first, int64_t count, int64_t bytes, const char* from, int64_t capacity, char* to,
+               int64_t to_capacity, int64_t to_first) {
+  for (int64_t i = 0; i < count;) {
+    const int64_t at = (first + i) % capacity, to_at = (to_first + i) % to_capacity;
+    const int64_t rows = std::min({count - i, capacity - at, to_capacity - to_at});
+    std::memcpy(to + to_at * bytes, from + at * bytes, rows * bytes);
+    i += rows;
+  }
+}
+
 // Copies the window's rows of one head from a ring of `capacity` rows to one of shape.capacity rows.
 void move_rows(const Stream& stream, int64_t head, const void* from, int64_t capacity, void* to, int width) {
   const StreamShape& shape = stream.shape;
-  const int64_t position = stream.positions[head];
-  const int64_t bytes = width * element_bytes(shape.dtype);
-  const char* source = static_cast<const char*>(from) + head * capacity * bytes;
-  char* target = static_cast<char*>(to) + head * shape.capacity * bytes;
-  for (int64_t token = position - shape.window; token < position;) {
-    const int64_t at = token % capacity, to_at = token % shape.capacity;
-    const int64_t rows = std::min({position - token, capacity - at, shape.capacity - to_at});
-    std::memcpy(target + to_at * bytes, source + at * bytes, rows * bytes);
-    token += rows;
-  }
+  const int64_t first = stream.positions[head] - shape.window, bytes = width * element_bytes(shape.dtype);
+  move_rows(first, shape.window, bytes, static_cast<const char*>(from) + head * capacity * bytes, capacity,
+            static_cast<char*>(to) + head * shape.capacity * bytes, shape.capacity, first);
 }
 
 void move_window(const Stream& stream, const OldRings& old, int64_t head) {
@@ -154,6 +158,43 @@ void continual_attention(const ContinualKernel& kernel, const AttentionStream& s
                   else
                     keep(stream, head, stream.shape.retroactive ? stream.shape.window : 0);
                 });
+}
+
+bool recomputes(const NystromStream& stream) {
+  const StreamShape& shape = stream.shape;
+  const int64_t rows = shape.batch * shape.heads * shape.tokens * stream.landmarks;
+  const int64_t columns = shape.value_width + kRecorded;
+  const auto any = [&](const auto* history) {
+    for (int64_t row = 1; row <= rows; ++row)
+      if (history[row * columns - 1] != 0) return true;
+    return false;
+  };
+  return state_type(shape.dtype) == DType::kFloat64 ? any(static_cast<const double*>(stream.history))
+                                                    : any(static_cast<const float*>(stream.history));
+}
+
+void record_tokens(const Stream& stream, const void* ring, int width, int64_t rows, void* to) {
+  const StreamShape& shape = stream.shape;
+  const int64_t bytes = width * element_bytes(shape.dtype), before = rows - shape.tokens;
+  for (int64_t head = 0; head < shape.batch * shape.heads; ++head) {
+    const int64_t position = stream.positions[head];
+    const char* from = static_cast<const char*>(ring) + head * shape.capacity * bytes;
+    char* out = static_cast<char*>(to) + head * rows * bytes;
+    move_rows(position - shape.window, before, bytes, from, shape.capacity, out, rows, 0);
+    move_rows(position, shape.tokens, bytes, from, shape.capacity, out, rows, before);
+  }
+}
+
+void continual_nystrom_backward(const NystromGradient& step, int threads) {
+  const ContinualKernel& kernel = continual_kernel(step.dtype);
+  for_each_head(step.batch * step.heads, kernel.nystrom_backward_bytes(step), threads,
+                [&](int64_t head, char* scratch) { kernel.nystrom_backward(step, head, scratch); });
+}
+
+void continual_attention_backward(const AttentionGradient& step, int threads) {
+  const ContinualKernel& kernel = continual_kernel(step.dtype);
+  for_each_head(step.batch * step.heads, kernel.attention_backward_bytes(step), threads,
+                [&](int64_t head, char* scratch) { kernel.attention_backward(step, head, scratch); });
 }
 
 }  // namespace cmab::cpu

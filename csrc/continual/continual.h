@@ -45,11 +45,49 @@ struct NystromStream : Stream {
   int iterations;     // of the pseudo-inverse
   bool fixed;
   void *landmark_queries, *landmark_keys, *inverse;  // written only if a landmark is replaced
+  // For the gradient, (B, H, t, m, E + kRecorded): after each token, the sums of values, phi, the log-scale, and 1 if
+  // the row was recomputed from the window, else 0. Null if no gradient is needed.
+  void* history;
 };
+
+// The columns of a row of the history beside those of the values.
+constexpr int kRecorded = 3;
 
 // A step of exact attention. `sums` has a row for each query of the window, or is null if there are none yet. Single
 // outputs use no sums.
 struct AttentionStream : Stream {};
+
+// The gradient of a recorded step of at most n tokens. All tensors are contiguous, of the state's type, (B, H, ...).
+struct StepGradient {
+  DType dtype;
+  int64_t batch, heads, window, tokens;
+  int64_t capacity, new_capacity;  // of the rings before and after the step
+  int key_width, value_width;
+  double scale;
+  bool retroactive;
+  const int64_t* positions;  // (B, H), before the step
+  // The tokens that the gradient reads: the oldest of the window before the step, then the t new ones. There are n + t
+  // queries for retroactive outputs, else t.
+  int64_t query_rows, rows;
+  const void *query, *keys, *values;
+  const void* dout;                                    // null: zero
+  const void *dnew_queries, *dnew_keys, *dnew_values;  // of the rings after the step; null: zero
+  void *dquery, *dkey, *dvalue;                        // of the new tokens
+  void *dqueries, *dkeys, *dvalues;                    // of the rings before the step; null if it is zero
+};
+
+// A step whose landmarks do not change. It read n + t keys and values if it recomputed a row of sums, else 2 t: those
+// that left the window and those that entered it. A stream has its own gradient of the landmarks.
+struct NystromGradient : StepGradient {
+  int64_t landmarks;
+  const void *sums, *history;  // `sums` before the step
+  const void *landmark_queries, *landmark_keys, *inverse;
+  const void* dnew_sums;  // null: zero
+  void *dsums, *dlandmark_queries, *dlandmark_keys, *dinverse;
+};
+
+// A step of exact attention with single outputs; it read n + t keys and values.
+struct AttentionGradient : StepGradient {};
 
 // The entry points of one instruction set and type; each call handles one head.
 struct ContinualKernel {
@@ -58,6 +96,10 @@ struct ContinualKernel {
   void (*nystrom)(const NystromStream&, int64_t head, void* scratch);
   size_t (*attention_bytes)(const AttentionStream&);
   void (*attention)(const AttentionStream&, int64_t head, void* scratch);
+  size_t (*nystrom_backward_bytes)(const NystromGradient&);
+  void (*nystrom_backward)(const NystromGradient&, int64_t head, void* scratch);
+  size_t (*attention_backward_bytes)(const AttentionGradient&);
+  void (*attention_backward)(const AttentionGradient&, int64_t head, void* scratch);
 };
 
 // The tables of kernels: [0] computes in float64, [1] in float32.

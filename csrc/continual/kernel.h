@@ -238,6 +238,7 @@ class NystromHead : Head<T> {
   NystromHead(const NystromStream& stream, int64_t head, const NystromScratch<T>& scratch)
       : Base(stream, head, stream.landmarks, scratch.head),
         stream_(stream),
+        head_(head),
         landmarks_(stream.landmarks),
         at_(scratch),
         landmark_queries_(static_cast<T*>(stream.landmark_queries) + head * landmarks_ * shape_.key_width),
@@ -257,11 +258,33 @@ class NystromHead : Head<T> {
     const int64_t segment = stream_.fixed ? 0 : segment_ending(this->taken(), shape_.window, landmarks_);
     if (segment) replace_oldest(segment);
     const int64_t kept = segment ? landmarks_ - 1 : landmarks_;
-    const auto afresh = [this](int64_t row) { this->make_afresh(landmark_queries_ + row * shape_.key_width, row); };
+    T* const record = begin_record();
+    const auto afresh = [&](int64_t row) {
+      this->make_afresh(landmark_queries_ + row * shape_.key_width, row);
+      if (record) record[(row + 1) * record_stride() - 1] = 1;
+    };
     this->exchange_logits({landmark_queries_, shape_.key_width}, 0, kept);
     this->exchange(segment ? 1 : 0, kept, afresh);
     if (segment) afresh(landmarks_ - 1);
     for (int64_t row = this->taken() % kSchedule; row < kept; row += kSchedule) afresh(row);
+    if (record) end_record(record);
+  }
+
+  int64_t record_stride() const { return shape_.value_width + kRecorded; }
+
+  // The newest token's part of the history, in which no row counts as recomputed; null if there is no history.
+  T* begin_record() const {
+    if (!stream_.history) return nullptr;
+    const int64_t token = head_ * shape_.tokens + this->index_ - 1, elements = landmarks_ * record_stride();
+    T* const record = static_cast<T*>(stream_.history) + token * elements;
+    for (int64_t r = 0; r < landmarks_; ++r) record[(r + 1) * record_stride() - 1] = 0;
+    return record;
+  }
+
+  void end_record(T* record) const {
+    const Tile<T> sums = this->row_sums();
+    for (int64_t r = 0; r < landmarks_; ++r)
+      __builtin_memcpy(record + r * record_stride(), sums.rows + r * sums.stride, (record_stride() - 1) * sizeof(T));
   }
 
   void replace_oldest(int64_t segment) {
@@ -322,7 +345,7 @@ class NystromHead : Head<T> {
   }
 
   const NystromStream& stream_;
-  const int64_t landmarks_;
+  const int64_t head_, landmarks_;
   const NystromScratch<T> at_;
   T *const landmark_queries_, *const landmark_keys_, *const inverse_;
 };
@@ -406,10 +429,6 @@ class AttentionHead : Head<T> {
   bool has_sums_;
   T* const queries_;
 };
-
-template <class T>
-constexpr ContinualKernel kContinualKernel = {finite_tokens, NystromHead<T>::bytes, NystromHead<T>::run,
-                                              AttentionHead<T>::bytes, AttentionHead<T>::run};
 
 }  // namespace
 }  // namespace cmab::cpu

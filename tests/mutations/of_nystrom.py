@@ -13,6 +13,7 @@ OWNERSHIP = "tests/nystrom/continual/test_ownership.py"
 KERNELS = "tests/nystrom/test_triton.py"
 STEP_KERNELS = "tests/nystrom/continual/test_triton.py"
 CUDA = "tests/nystrom/continual/test_cuda.py"
+GRADIENT = "tests/nystrom/continual/test_gradient.py"
 MASKED = "tests/nystrom/continual/test_masked.py"
 
 IN_CPP = {
@@ -108,6 +109,24 @@ IN_CPP = {
         "this->exchange(segment ? 1 : 0, kept",
         "this->exchange(0, kept",
         f"{STEPS}::test_every_step",
+    ),
+    "a gradient that does not follow the log-scale": Fault(
+        "csrc/continual/backward_kernel.h",
+        "if (before != log_scale) {",
+        "if (before > log_scale) {",
+        f"{GRADIENT}::test_a_chain_of_steps",
+    ),
+    "the gradient of a token that left, with the sign of one that came": Fault(
+        "csrc/continual/backward_kernel.h",
+        "-exponential_of(removed_[r] - log_scale)",
+        "exponential_of(removed_[r] - log_scale)",
+        f"{GRADIENT}::test_a_chain_of_steps",
+    ),
+    "a gradient of exact attention that is a token late": Fault(
+        "csrc/continual/backward_kernel.h",
+        "const int64_t first = token + 1, window = shape_.window;",
+        "const int64_t first = token, window = shape_.window;",
+        f"{GRADIENT}::test_exact_attention",
     ),
     "an output of a step that is an element too wide": Fault(
         "csrc/continual/kernel.h",

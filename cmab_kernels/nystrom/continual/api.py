@@ -29,6 +29,7 @@ from ...runtime.setting import now
 from ...runtime.tracing import as_row, extent, is_observed, is_profiled
 from ..api import check_pinv, choose_landmarks, iterative_pinv
 from ..reference import landmark_kernel, pinv_reference
+from .gradient import recorded_step
 from .reference import row_sums
 from .schema import StepOperator, attention_step_op, carries_gradient, form_of, is_differentiated_step, nystrom_step_op
 from .state import EXTRA_SUMS, ContinualAttentionState, ContinualNystromState, StepResult, check_state, remembered
@@ -131,8 +132,9 @@ def continual_nystrom_step(
             bit for bit, and its outputs are NaN. Its entries in query, key and value are not read. Then t <= n.
         output: "single": one output for each of the t tokens, over the window that ends with the token. "retroactive":
             the outputs of all n tokens of the window after the last token.
-        impl: "auto", "reference", "native", "cuda" or "triton". A step that records a gradient, or runs under a
-            transform such as vmap, always runs "reference", which costs O(n m) per token.
+        impl: "auto", "reference", "native", "cuda" or "triton". A step that runs under a transform such as vmap always
+            runs "reference", which costs O(n m) per token. A step that records a gradient does so too, except on a CPU,
+            where "auto" and "native" have a fused backward pass for steps without a mask.
 
     Returns:
         `StepResult(out, state)`, out in the dtype of query. Between replacements, continual landmarks lag behind the
@@ -227,6 +229,8 @@ def _step(
     retroactive = output == "retroactive"
     form = None
     is_seen = is_observed() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
+    if is_seen and (recorded := _recorded(state, query, key, value, output, impl)):
+        return recorded
     if isinstance(output, str) and isinstance(impl, str) and output in OUTPUTS and not is_seen:
         named = now().impl if impl == "auto" else impl  # a compiler does not trace this branch
         if named in FAST and (result := _native(step.name)(state, query, key, value, retroactive)) is not None:
@@ -238,10 +242,28 @@ def _step(
     if autocasts(key.device):
         query, key, value = (t.to(state.keys.dtype) for t in (query, key, value))
     with as_they_are(key.device):
+        if recorded := _recorded(state, query, key, value, output, impl):
+            return recorded
         chosen = _choose(state, impl, query, key, value)
         step.remember(form, chosen)
         with as_row(f"cmab::{step.name}"):
             return StepResult(*step(state, query, key, value, retroactive, chosen))
+
+
+def _recorded(state: Any, query: Tensor, key: Tensor, value: Tensor, output: Any, impl: Any) -> StepResult | None:
+    """Return the result of a step that records a gradient, if a fused backward pass supports it."""
+    if is_observed():
+        return None
+    named = isinstance(impl, str) and isinstance(output, str) and (now().impl if impl == "auto" else impl) in FAST
+    if (
+        not named
+        or output not in OUTPUTS
+        or not torch.is_grad_enabled()
+        or not carries_gradient(state, query, key, value)
+    ):
+        return None
+    result = recorded_step(state, query, key, value, output == "retroactive")
+    return result and StepResult(*result)
 
 
 def _masked(

@@ -9,6 +9,7 @@ token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -33,6 +34,13 @@ continual_attention_step: Callable[[ContinualAttentionState, Tensor, Tensor, Ten
 Masked = Callable[[State, Tensor, Tensor, Tensor, bool, Tensor], StepResult | None]
 continual_nystrom_masked_step: Masked[ContinualNystromState] = _C.continual_nystrom_masked_step
 continual_attention_masked_step: Masked[ContinualAttentionState] = _C.continual_attention_masked_step
+
+Recorded = Callable[[State, Tensor, Tensor, Tensor, bool], tuple[StepResult, Any, Any, Tensor, Tensor] | None]
+"""Takes at most n tokens; returns the result, and what its gradient reads: (result, history, queries, keys, values)."""
+continual_nystrom_recorded_step: Recorded[ContinualNystromState] = _C.continual_nystrom_recorded_step
+continual_attention_recorded_step: Recorded[ContinualAttentionState] = _C.continual_attention_recorded_step
+continual_nystrom_step_backward: Callable[..., tuple[Tensor | None, ...]] = _C.continual_nystrom_step_backward
+continual_attention_step_backward: Callable[..., tuple[Tensor | None, ...]] = _C.continual_attention_step_backward
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor, landmarks: Tensor | None = None) -> str | None:

@@ -17,6 +17,7 @@ pseudo-inverse of kept rows, the new landmark's column subtracted). Recomputatio
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ def _advanced(state: ContinualNystromState, *tokens: Tensor) -> ContinualNystrom
     if not state.fixed:
         segment = segment_ending(state.position, state.window, state.sums.shape[-2])
         if not has_values(segment) or segment.any():
-            state = _replaced(state, segment)
+            longest = -(-state.window // state.sums.shape[-2])
+            queries, keys = (window_of(ring, state.position, longest) for ring in (state.queries, state.keys))
+            state = replaced(state, segment, queries, keys)
     keys, values = (window_of(ring, state.position, state.window) for ring in (state.keys, state.values))
     sums = row_sums(state.landmark_queries, keys, values, state.scale)
     return _with(state, sums=sums, spare=torch.empty_like(sums))
@@ -125,21 +128,26 @@ def _with(state: State, **changed: Any) -> State:
     return type(state)(**{name: changed.get(name, getattr(state, name)) for name in type(state)._fields})
 
 
-def _replaced(state: ContinualNystromState, segment: Tensor) -> ContinualNystromState:
+def replaced(
+    state: ContinualNystromState,
+    segment: Tensor,
+    newest_queries: Tensor,
+    newest_keys: Tensor,
+    pinv: Callable[[Tensor, int], Tensor] = pinv_reference,
+) -> ContinualNystromState:
     """Return the state whose oldest landmark is replaced by the mean of the newest `segment` (B, H) tokens, with the
-    new pseudo-inverse.
+    new pseudo-inverse. The newest tokens (B, H, *, D) are at least as many as the longest segment has.
 
     Where `segment` is 0, no landmark is replaced."""
-    longest = -(-state.window // state.sums.shape[-2])
     length, ends = segment[..., None, None].clamp(min=1), segment[..., None, None] > 0
-    too_old = torch.arange(-longest, 0, device=segment.device)[:, None] < -length
+    too_old = torch.arange(-newest_keys.shape[-2], 0, device=segment.device)[:, None] < -length
 
-    def after(old: Tensor, ring: Tensor) -> Tensor:
-        newest = window_of(ring, state.position, longest).to(old.dtype).masked_fill(too_old, 0.0)
+    def after(old: Tensor, newest: Tensor) -> Tensor:
+        newest = newest.to(old.dtype).masked_fill(too_old, 0.0)
         return old.where(~ends, torch.cat([old[..., 1:, :], newest.sum(-2, keepdim=True) / length], dim=-2))
 
-    queries, keys = after(state.landmark_queries, state.queries), after(state.landmark_keys, state.keys)
-    inverse = pinv_reference(landmark_kernel(queries, keys, None, state.scale), state.pinv_iterations)
+    queries, keys = after(state.landmark_queries, newest_queries), after(state.landmark_keys, newest_keys)
+    inverse = pinv(landmark_kernel(queries, keys, None, state.scale), state.pinv_iterations)
     return _with(state, landmark_queries=queries, landmark_keys=keys, inverse=inverse.where(ends, state.inverse))
 
 

@@ -204,7 +204,7 @@ MOST_FORMS = 1000
 _TENSORS: dict[type, int] = {ContinualNystromState: 10, ContinualAttentionState: 7}
 """Kind of state -> the number of its fields that are tensors. The tensors come first; ints follow."""
 
-_TYPES: dict[type, list[type]] = {
+TYPES: dict[type, list[type]] = {
     ContinualNystromState: [*[Tensor] * 10, int, int, int, *[Tensor] * 3],
     ContinualAttentionState: [*[Tensor] * 7, int, *[Tensor] * 3],
 }
@@ -221,7 +221,7 @@ def form_of(impl: str, retroactive: bool, state: Any, *tokens: Any) -> Form | No
     negations, and fields that are not contiguous.
     """
     kind = type(state)
-    if [*map(type, state), *map(type, tokens)] != _TYPES.get(kind):
+    if [*map(type, state), *map(type, tokens)] != TYPES.get(kind):
         return None
     fields = state[: _TENSORS[kind]]
     tensors = (*fields, *tokens)

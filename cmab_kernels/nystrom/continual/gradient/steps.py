@@ -1,0 +1,132 @@
+"""Steps that record a gradient and have a fused backward pass: on a CPU, part by part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ....runtime.checks import autocasts
+from ....runtime.tracing import as_row, is_observed, may_bypass_dispatcher
+from ...api import iterative_pinv
+from ...reference import segment_ends
+from ..reference import replaced, segment_ending
+from ..schema import TYPES
+from ..state import (
+    KINDS,
+    ContinualAttentionState,
+    ContinualNystromState,
+    ContinualState,
+    check_state,
+    window_of,
+)
+from .function import attached_sums, attention_step, native, nystrom_step
+
+Result = tuple[Tensor, ContinualState] | None
+
+
+def recorded_step(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Result:
+    """Return (out, state) with their gradients.
+
+    Return None if the path with checks must decide, or the definition must run: for a wrong argument, retroactive
+    outputs of exact attention, continual landmarks with an exact pseudo-inverse, under a compiler, a tracer, a dispatch
+    mode or a transform, in forward mode, under autocast, and for subclasses of Tensor.
+    """
+    if not _is_supported(state, query, key, value):
+        return None
+    if type(state) is ContinualAttentionState:
+        if retroactive:
+            return None
+        with as_row("cmab::continual_attention_step"):
+            return _in_parts(state, _attention_part, query, key, value, retroactive)
+    with as_row("cmab::continual_nystrom_step"):
+        return _in_parts(state, _nystrom_part, query, key, value, retroactive)
+
+
+def _is_supported(state: Any, *tokens: Tensor) -> bool:
+    kind = type(state)
+    if kind not in KINDS or native() is None or is_observed():
+        return False
+    if [Tensor if each is Parameter else each for each in (*map(type, state), *map(type, tokens))] != TYPES[kind]:
+        return False
+    if not may_bypass_dispatcher(*tokens, *[field for field in state if isinstance(field, Tensor)]):
+        return False
+    query, key, value = tokens
+    if any(token.layout != torch.strided for token in tokens) or not query.dim() == value.dim() == 4:
+        return False
+    if query.shape != key.shape or query.shape[:3] != value.shape[:3] or not query.shape[2] or state.window < 1:
+        return False
+    if key.device.type != "cpu" or state.scale.requires_grad or autocasts(key.device):
+        return False
+    if kind is ContinualNystromState and not state.fixed:
+        check_state(state, kind)  # torch reads the state before native code does
+        return state.pinv_iterations > 0
+    return True
+
+
+def _in_parts(
+    state: Any, part: Callable[..., Result], query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+) -> Result:
+    """Take some tokens at a time. For retroactive outputs, the outputs of the last part count."""
+    lengths, outs = _lengths(state, query.shape[2]), []
+    if len(lengths) == 1:  # to split costs as much as the step
+        return part(state, query, key, value, retroactive)
+    for i, tokens in enumerate(zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)):
+        result = part(state, *tokens, retroactive and i + 1 == len(lengths))
+        if result is None:
+            return None
+        out, state = result
+        outs.append(out)
+    return outs[-1] if retroactive else torch.cat(outs, 2), state
+
+
+def _attention_part(state: ContinualAttentionState, *arguments: Any) -> Result:
+    return attention_step(state, *arguments[:3])
+
+
+def _nystrom_part(state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Result:
+    sums = attached_sums(state)
+    if not state.fixed:
+        state, sums = _with_new_landmark(state, sums, query, key)
+    return nystrom_step(state, sums, query, key, value, retroactive)
+
+
+def _lengths(state: ContinualState, tokens: int) -> list[int]:
+    """Divide the tokens into parts of at most n, such that only the first of a part ends a segment."""
+    if isinstance(state, ContinualAttentionState) or state.fixed:
+        starts = [*range(0, tokens, state.window)]
+    else:
+        ends = _segment_ends(state.window, state.sums.shape[2])
+        positions = set(state.position.flatten().tolist())
+        starts = [i for i in range(tokens) if not i or any((p + i) % state.window in ends for p in positions)]
+    return [end - start for start, end in zip(starts, [*starts[1:], tokens], strict=True)]
+
+
+@functools.lru_cache(maxsize=64)
+def _segment_ends(window: int, landmarks: int) -> frozenset[int]:
+    """Return the numbers of the tokens of a window, from 0, with which a segment ends."""
+    return frozenset(end - 1 for end in segment_ends(window, landmarks))
+
+
+def _with_new_landmark(
+    state: ContinualNystromState, sums: Tensor, query: Tensor, key: Tensor
+) -> tuple[ContinualNystromState, Tensor]:
+    """Return the state and its sums with the landmark that the first of the tokens completes. The step then recomputes
+    the row of the new landmark."""
+    segment = segment_ending(state.position + 1, state.window, sums.shape[2])
+    if not segment.any():
+        return state, sums
+    longest = -(-state.window // sums.shape[2])
+    newest = [
+        torch.cat([window_of(ring, state.position, longest - 1), token[:, :, :1]], 2)
+        for ring, token in ((state.queries, query), (state.keys, key))
+    ]
+    state = replaced(state, segment, newest[0], newest[1], iterative_pinv)
+    ends = (segment > 0)[..., None, None]
+    last = sums[:, :, -1:].detach().clone()
+    last[..., -1] = torch.finfo(sums.dtype).max
+    return state, torch.cat([sums[:, :, 1:], last], 2).where(ends, sums)
