@@ -75,6 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("gpu")
         if _traces_a_definition_of_any_shape(item) or _compiles_a_variant_for_one_shape(item) or _is_beyond_pairs(item):
             item.add_marker("nightly")
+        elif _compiles_one_shape_or_code(item) or _derives_the_definition_again(item):
+            item.add_marker("thorough")
 
 
 def _sample(items: list[pytest.Item], one_in: int) -> Iterator[pytest.Item]:
@@ -98,14 +100,35 @@ def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
 
 
 def _compiles_a_variant_for_one_shape(item: pytest.Item) -> bool:
-    """Return whether a suite compiles a kernel for one shape that it also compiles for any shape, and that the suite
-    from which it inherits also compiles for one shape."""
-    suite = getattr(item, "cls", None) or object
-    if not issubclass(suite, OperatorSuite) or item.originalname != "test_compile":
+    """Return whether a suite compiles a call for one shape that the suite from which it inherits also compiles for
+    one shape."""
+    suite = _suite(item, "test_compile")
+    if suite is None:
         return False
-    chosen = item.callspec.params
     variant = any(getattr(base, "operator", "") == suite.operator and base.test_compile for base in suite.__mro__[1:])
-    return variant and chosen["dynamic"] is False and chosen["compiled"][0] != suite.definition
+    return variant and item.callspec.params["dynamic"] is False
+
+
+def _compiles_one_shape_or_code(item: pytest.Item) -> bool:
+    """Return whether a suite compiles a call for one shape, or down to machine code.
+
+    Each kernel is also traced for any shape, with its gradient.
+    """
+    if _suite(item, "test_compile") is None:
+        return False
+    return item.callspec.params["dynamic"] is False or item.callspec.params["compiled"][1] == "inductor"
+
+
+def _derives_the_definition_again(item: pytest.Item) -> bool:
+    """Return whether a suite differentiates a plain torch definition twice: its second derivatives are torch's own."""
+    suite = _suite(item, "test_gradgradcheck", "test_only_the_gradients_that_are_asked_for")
+    return suite is not None and len(suite.impls) > 1 and item.callspec.params["impl"] == suite.definition
+
+
+def _suite(item: pytest.Item, *checks: str) -> type[OperatorSuite] | None:
+    """Return the suite of a test, if the test is one of these checks."""
+    suite = getattr(item, "cls", None) or object
+    return suite if issubclass(suite, OperatorSuite) and item.originalname in checks else None
 
 
 def _is_beyond_pairs(item: pytest.Item) -> bool:

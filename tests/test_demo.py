@@ -159,12 +159,14 @@ def test_what_does_not_fit_into_memory_is_left_out(fits, left_out, tmp_path: Pat
     left = c.bytes_needed(fits, 2000, "native") / 0.6 + 1 if fits else 0
     monkeypatch.setattr(cmab, "explain", lambda *_: [cmab.Explanation("auto", True, "")])
     monkeypatch.setattr(cmab, "available_memory", lambda device: left)
+    monkeypatch.setattr(cmab, "peak_memory", lambda *_, **__: Peak(0, 0))
     cmab.run(str(tmp_path / "demo.png"), [2000])
     assert capsys.readouterr().out.count("would not fit into memory") == left_out
 
 
 def test_demo_without_a_kernel_says_so(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setattr(cmab, "POINTS_WITHOUT_KERNEL", (300, 600))
+    monkeypatch.setattr(cmab, "peak_memory", lambda *_, **__: Peak(0, 0))
     rows = [cmab.Explanation("native", False, "no compiler"), cmab.Explanation("reference", True, "")]
     monkeypatch.setattr(cmab, "explain", lambda *_: rows)
     cmab.run(str(tmp_path / "demo.png"))
@@ -336,6 +338,7 @@ def test_what_no_demo_takes_is_refused(arguments, said, forks: Forks, tmp_path: 
     assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_help_in_an_encoding_without_all_letters(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     # A new process: the encoding is read at its start.
