@@ -73,9 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
             item.add_marker("gpu")
-        if _traces_a_definition_of_any_shape(item) or _compiles_a_variant_for_one_shape(item) or _is_beyond_pairs(item):
+        if _traces_a_definition_of_any_shape(item) or _compiles_a_variant_one_more_time(item) or _is_beyond_pairs(item):
             item.add_marker("nightly")
-        elif _compiles_one_shape_or_code(item) or _derives_the_definition_again(item):
+        elif _compiles_one_more_time(item) or _derives_the_definition_again(item):
             item.add_marker("thorough")
 
 
@@ -99,24 +99,24 @@ def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
     )
 
 
-def _compiles_a_variant_for_one_shape(item: pytest.Item) -> bool:
-    """Return whether a suite compiles a call for one shape that the suite from which it inherits also compiles for
-    one shape."""
+def _compiles_a_variant_one_more_time(item: pytest.Item) -> bool:
+    """Return whether a suite compiles a call in one more way, which is also tested in the suite from which it
+    inherits."""
+    if not _compiles_one_more_time(item):
+        return False
+    suite = item.cls
+    return any(getattr(base, "operator", "") == suite.operator and base.test_compile for base in suite.__mro__[1:])
+
+
+def _compiles_one_more_time(item: pytest.Item) -> bool:
+    """Return whether a suite compiles a call for one shape, or with another compiler than its first.
+
+    The first compiler traces the same call for any shape.
+    """
     suite = _suite(item, "test_compile")
     if suite is None:
         return False
-    variant = any(getattr(base, "operator", "") == suite.operator and base.test_compile for base in suite.__mro__[1:])
-    return variant and item.callspec.params["dynamic"] is False
-
-
-def _compiles_one_shape_or_code(item: pytest.Item) -> bool:
-    """Return whether a suite compiles a call for one shape, or down to machine code.
-
-    Each kernel is also traced for any shape, with its gradient.
-    """
-    if _suite(item, "test_compile") is None:
-        return False
-    return item.callspec.params["dynamic"] is False or item.callspec.params["compiled"][1] == "inductor"
+    return item.callspec.params["dynamic"] is False or item.callspec.params["compiled"][1] != suite.compilers[0]
 
 
 def _derives_the_definition_again(item: pytest.Item) -> bool:

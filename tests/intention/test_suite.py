@@ -125,6 +125,7 @@ class TestWeightedDual(TestWeighted):
     extents = {**IntentionSuite.extents, "N": 9}
     small = {**IntentionSuite.small, "N": 2, "D": 3}
     form = "dual"
+    compilers = ("eager", "aot_eager")
     masked_length = 128  # the CUDA kernel solves for so many unknowns
     layout_tolerance = {torch.float64: 1e-11, torch.float32: 1e-2}
     mask_tolerance = {torch.float64: 1e-11}
@@ -285,6 +286,7 @@ class TestPrefixStatesOfEveryKey(TestPrefixStates):
 
     every = 1
     laws = ("normal",)
+    compilers = ("eager", "aot_eager")
 
 
 class TestRemoval(TestRidgeState):

@@ -132,6 +132,7 @@ class TestGivenReading(TestBlockStack):
     small = {**TestBlockStack.small, "D": 2}
     shapes = ({}, {"L": 33, "M": 17, "F": 24, "G": 48})
     empty, mask = "", None
+    compilers = ("eager", "aot_eager")
     bits = ({"B": 3, "L": 65, "M": 9},)
     accepted = (*TestBlockStack.accepted, "attended that is a list", "attended of a dimension too few")
 
