@@ -296,7 +296,7 @@ def _calls() -> dict[str, tuple[int, Callable[[], None]]]:
 CALLS = _calls()
 
 
-@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", CALLS)
 def test_few_programs(name: str, share: float, programs: list[Program]) -> None:
     """A tenth of the calls already has most combinations of shapes and strides."""

@@ -103,7 +103,9 @@ OF_OTHERS = (
 parts."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in OF_OTHERS else name for name in CASES]
+)
 def test_any_size(name: str) -> None:
     torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     torch.manual_seed(0)
@@ -121,11 +123,11 @@ def test_any_size(name: str) -> None:
     assert len(graphs) <= 2  # for torch, a size of 1 is a constant: the last call has its own graph
 
 
-NIGHTLY = [pytest.param(name, marks=() if name == "NystromAttention" else pytest.mark.nightly) for name in CASES]
-"""Modules; all but one are nightly, because Inductor takes 10 s each."""
+LATER = {name: pytest.mark.thorough if name == "NystromAttention" else pytest.mark.nightly for name in CASES}
+"""Module -> the tier of its training; all but one are nightly, because Inductor takes 10 s each."""
 
 
-@pytest.mark.parametrize("name", NIGHTLY)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in LATER.items()])
 def test_training_at_any_size(name: str) -> None:
     """Inductor also compiles the gradients, for lengths that segments divide evenly and for other lengths."""
     torch.compiler.reset()
@@ -142,6 +144,7 @@ def test_training_at_any_size(name: str) -> None:
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_widths_of_any_size() -> None:
     """Inductor compiles projections whose heads and widths are symbols, for keys and values of another width."""
     torch.compiler.reset()
