@@ -99,14 +99,26 @@ OF_OTHERS = (
     *("CMAB, shared latents", "CMABStack", "LatentLayer"),
     *("TransformerEncoderLayer", "TransformerDecoderLayer", "ContinualEncoderLayer", "RetroactiveEncoderLayer"),
 )
-"""Modules whose parts are other modules of this list. Sizes of 1, which take as long as all others, are tested with the
-parts."""
+"""Modules whose parts are other modules of this list."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.thorough) if name in OF_OTHERS else name for name in CASES]
 )
 def test_any_size(name: str) -> None:
+    """One graph serves all sizes."""
+    assert _graphs(name, (2, 5), (3, 7), (5, 64)) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_OTHERS])
+def test_sizes_of_1(name: str) -> None:
+    """For torch, a size of 1 is a constant, so it has its own graph."""
+    assert _graphs(name, (2, 5), (1, 1)) <= 2
+
+
+def _graphs(name: str, *sizes: tuple[int, int]) -> int:
+    """Compile a module, compare its results for these batches and lengths, and return the number of graphs."""
     torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     torch.manual_seed(0)
     make, inputs = CASES[name]
@@ -117,10 +129,10 @@ def test_any_size(name: str) -> None:
         return graph.forward
 
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
-    for batch, length in ((2, 5), (3, 7), (5, 64), *([] if name in OF_OTHERS else [(1, 1)])):
+    for batch, length in sizes:
         given = inputs(batch, length)
         torch.testing.assert_close(compiled(*given), module(*given), rtol=1e-5, atol=1e-6)
-    assert len(graphs) <= 2  # for torch, a size of 1 is a constant: the last call has its own graph
+    return len(graphs)
 
 
 LATER = {name: pytest.mark.thorough if name == "NystromAttention" else pytest.mark.nightly for name in CASES}
