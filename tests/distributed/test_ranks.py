@@ -41,6 +41,7 @@ def test_cases(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_page() -> None:
     """The programs of the page run on two processes that `torchrun` starts; `test_docs.py` runs them on one."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
