@@ -128,12 +128,12 @@ def failures(suite: type[OperatorSuite], *checks: str) -> dict[str, Exception]:
     Checks that the class itself defines run as well. Their parameters must be among those of `Declaration.parameters`.
     """
     tests, found = suite(), {}
-    for label, check, chosen in _cases(tests, checks):
+    for case, check, chosen in _cases(tests, checks):
         tests.setup_method()
         try:
             check(**chosen)
         except Exception as error:
-            found[label] = error
+            found[case] = error
         finally:
             tests.teardown_method()
     return found
