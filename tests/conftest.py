@@ -73,9 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
             item.add_marker("gpu")
-        if _traces_a_definition_of_any_shape(item) or _compiles_a_variant_one_more_time(item) or _is_beyond_pairs(item):
+        if _is_of_the_definition_alone(item) or _compiles_a_variant_one_more_time(item) or _is_beyond_pairs(item):
             item.add_marker("nightly")
-        elif _compiles_one_more_time(item) or _derives_the_definition_again(item):
+        elif _compiles_one_more_time(item):
             item.add_marker("thorough")
 
 
@@ -88,15 +88,19 @@ def _sample(items: list[pytest.Item], one_in: int) -> Iterator[pytest.Item]:
         met[item.path] += 1
 
 
-def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
-    """Return whether a test compiles a plain torch definition for symbolic shapes,
-    which takes four times as long as the others."""
-    chosen = getattr(getattr(item, "callspec", None), "params", {})
-    return (
-        isinstance(chosen.get("compiled"), tuple)
-        and chosen["compiled"][0] == "reference"
-        and chosen.get("dynamic") is True
-    )
+def _is_of_the_definition_alone(item: pytest.Item) -> bool:
+    """Return whether a suite that has kernels compiles a plain torch definition for any shape, or differentiates it
+    twice.
+
+    The first takes four times as long as other tests, and second derivatives of a definition are torch's own.
+    """
+    suite = _suite(item, "test_compile", "test_gradgradcheck", "test_only_the_gradients_that_are_asked_for")
+    if suite is None or len(suite.impls) == 1:
+        return False
+    chosen = item.callspec.params
+    if "compiled" in chosen:
+        return chosen["compiled"][0] == suite.definition and chosen["dynamic"]
+    return chosen["impl"] == suite.definition
 
 
 def _compiles_a_variant_one_more_time(item: pytest.Item) -> bool:
@@ -117,12 +121,6 @@ def _compiles_one_more_time(item: pytest.Item) -> bool:
     if suite is None:
         return False
     return item.callspec.params["dynamic"] is False or item.callspec.params["compiled"][1] != suite.compilers[0]
-
-
-def _derives_the_definition_again(item: pytest.Item) -> bool:
-    """Return whether a suite differentiates a plain torch definition twice: its second derivatives are torch's own."""
-    suite = _suite(item, "test_gradgradcheck", "test_only_the_gradients_that_are_asked_for")
-    return suite is not None and len(suite.impls) > 1 and item.callspec.params["impl"] == suite.definition
 
 
 def _suite(item: pytest.Item, *checks: str) -> type[OperatorSuite] | None:

@@ -110,7 +110,7 @@ def test_any_size(name: str) -> None:
     assert _graphs(name, (2, 5), (3, 7), (5, 64)) == 1
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in CASES if name not in OF_OTHERS])
 def test_sizes_of_1(name: str) -> None:
     """For torch, a size of 1 is a constant, so it has its own graph."""

@@ -52,8 +52,9 @@ class Gradients(Declaration):
         assert torch.autograd.gradcheck(function, tensors, check_batched_grad=self.batched_gradcheck)
 
     def test_gradgradcheck(self, impl: str) -> None:
+        """Second derivatives in random directions are right; `test_any_order` compares each of them."""
         function, tensors = self._graded_call(impl)
-        assert torch.autograd.gradgradcheck(function, tensors)
+        assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
 
     @together("subset")
     def test_only_the_gradients_that_are_asked_for(self, impl: str, subset: tuple[str, ...]) -> None:
@@ -62,7 +63,8 @@ class Gradients(Declaration):
         some = tuple(
             t.detach().requires_grad_() if name in subset else t for name, t in zip(self.graded, tensors, strict=True)
         )
-        assert torch.autograd.gradcheck(function, some) and torch.autograd.gradgradcheck(function, some, fast_mode=True)
+        checks = torch.autograd.gradcheck, torch.autograd.gradgradcheck
+        assert all(check(function, some, fast_mode=True) for check in checks)
 
     @together("order")
     def test_any_order(self, optimised: str, order: int) -> None:
