@@ -99,8 +99,8 @@ def _is_of_the_definition_alone(item: pytest.Item) -> bool:
         return False
     chosen = item.callspec.params
     if "compiled" in chosen:
-        return chosen["compiled"][0] == suite.definition and chosen["dynamic"]
-    return chosen["impl"] == suite.definition
+        return bool(chosen["compiled"][0] == suite.definition and chosen["dynamic"])
+    return bool(chosen["impl"] == suite.definition)
 
 
 def _compiles_a_variant_one_more_time(item: pytest.Item) -> bool:
@@ -120,7 +120,8 @@ def _compiles_one_more_time(item: pytest.Item) -> bool:
     suite = _suite(item, "test_compile")
     if suite is None:
         return False
-    return item.callspec.params["dynamic"] is False or item.callspec.params["compiled"][1] != suite.compilers[0]
+    chosen = item.callspec.params
+    return chosen["dynamic"] is False or bool(chosen["compiled"][1] != suite.compilers[0])
 
 
 def _suite(item: pytest.Item, *checks: str) -> type[OperatorSuite] | None:

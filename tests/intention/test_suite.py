@@ -417,9 +417,16 @@ def _loss(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
     return out.pow(2).sum() + ck.solve_ridge(state, alpha).weight.sum()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile_of_the_whole_graph(dynamic: bool, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [
+        ("aot_eager", True),
+        pytest.param("aot_eager", False, marks=pytest.mark.nightly),
+        pytest.param("inductor", True, marks=pytest.mark.thorough),
+        pytest.param("inductor", False, marks=pytest.mark.nightly),
+    ],
+)
+def test_compile_of_the_whole_graph(backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     inputs = (*_rows(), _positive(2, 2))
     compiled = torch.compile(_loss, fullgraph=True, dynamic=dynamic, backend=backend)

@@ -60,6 +60,7 @@ class TestBlockStack(LayerSuite):
     mask = "key_padding_mask"
     bits = ({"B": 3, "L": 65, "N": 300, "C": 16, "M": 9}, {"B": 5, "L": 7, "N": 50})
     accepted = ("vectors of a dimension too few", "squares of a dimension too few")  # there are no parameters then
+    compilers = ("eager", "aot_eager")
     residual, all_blocks = "input", False
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:
@@ -132,7 +133,6 @@ class TestGivenReading(TestBlockStack):
     small = {**TestBlockStack.small, "D": 2}
     shapes = ({}, {"L": 33, "M": 17, "F": 24, "G": 48})
     empty, mask = "", None
-    compilers = ("eager", "aot_eager")
     bits = ({"B": 3, "L": 65, "M": 9},)
     accepted = (*TestBlockStack.accepted, "attended that is a list", "attended of a dimension too few")
 
