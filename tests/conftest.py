@@ -89,26 +89,23 @@ def _sample(items: list[pytest.Item], one_in: int) -> Iterator[pytest.Item]:
 
 
 def _is_of_the_definition_alone(item: pytest.Item) -> bool:
-    """Return whether a suite that has kernels compiles a plain torch definition for any shape, or differentiates it
-    twice.
-
-    The first takes four times as long as other tests, and second derivatives of a definition are torch's own.
-    """
+    """Return whether a suite that has kernels compiles a plain torch definition, or differentiates it twice: its graph
+    and its second derivatives are torch's own."""
     suite = _suite(item, "test_compile", "test_gradgradcheck", "test_only_the_gradients_that_are_asked_for")
     if suite is None or len(suite.impls) == 1:
         return False
     chosen = item.callspec.params
-    if "compiled" in chosen:
-        return bool(chosen["compiled"][0] == suite.definition and chosen["dynamic"])
-    return bool(chosen["impl"] == suite.definition)
+    return suite.definition in (chosen.get("impl"), chosen.get("compiled", ("",))[0])
 
 
 def _compiles_a_variant_one_more_time(item: pytest.Item) -> bool:
     """Return whether a suite compiles a call in one more way, which is also tested in the suite from which it
-    inherits."""
+    inherits, or for one shape with another compiler than its first."""
     if not _compiles_one_more_time(item):
         return False
-    suite = item.cls
+    suite, chosen = item.cls, item.callspec.params
+    if chosen["dynamic"] is False and chosen["compiled"][1] != suite.compilers[0]:
+        return True
     return any(getattr(base, "operator", "") == suite.operator and base.test_compile for base in suite.__mro__[1:])
 
 
