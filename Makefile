@@ -14,7 +14,7 @@ demo: $(VENV)/.demo
 # A process for each core, and a thread for each process: tests that want more threads ask for them.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# The ordinary tests; those of the GPU kernels without a GPU, of builds and of leaks are in test-thorough. `python -m tests.tiers` lists both.
+# The ordinary tests; those of GPU kernels without a GPU, of compilers, builds and leaks are in test-thorough. `python -m tests.tiers` lists both.
 test: $(VENV)/.test
 	$(PYTEST) -m "not thorough and not nightly and not gpu"
 

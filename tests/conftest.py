@@ -73,8 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if OperatorSuite.gpu and isinstance(item, pytest.Function) and issubclass(item.cls or object, OperatorSuite):
             item.add_marker("gpu")
-        if _traces_a_definition_of_any_shape(item) or _compiles_a_variant_for_one_shape(item) or _is_beyond_pairs(item):
+        if _is_of_the_definition_alone(item) or _compiles_a_variant_one_more_time(item) or _is_beyond_pairs(item):
             item.add_marker("nightly")
+        elif _compiles_one_more_time(item):
+            item.add_marker("thorough")
 
 
 def _sample(items: list[pytest.Item], one_in: int) -> Iterator[pytest.Item]:
@@ -86,26 +88,43 @@ def _sample(items: list[pytest.Item], one_in: int) -> Iterator[pytest.Item]:
         met[item.path] += 1
 
 
-def _traces_a_definition_of_any_shape(item: pytest.Item) -> bool:
-    """Return whether a test compiles a plain torch definition for symbolic shapes,
-    which takes four times as long as the others."""
-    chosen = getattr(getattr(item, "callspec", None), "params", {})
-    return (
-        isinstance(chosen.get("compiled"), tuple)
-        and chosen["compiled"][0] == "reference"
-        and chosen.get("dynamic") is True
-    )
-
-
-def _compiles_a_variant_for_one_shape(item: pytest.Item) -> bool:
-    """Return whether a suite compiles a kernel for one shape that it also compiles for any shape, and that the suite
-    from which it inherits also compiles for one shape."""
-    suite = getattr(item, "cls", None) or object
-    if not issubclass(suite, OperatorSuite) or item.originalname != "test_compile":
+def _is_of_the_definition_alone(item: pytest.Item) -> bool:
+    """Return whether a suite that has kernels compiles a plain torch definition, or differentiates it twice: its graph
+    and its second derivatives are torch's own."""
+    suite = _suite(item, "test_compile", "test_gradgradcheck", "test_only_the_gradients_that_are_asked_for")
+    if suite is None or len(suite.impls) == 1:
         return False
     chosen = item.callspec.params
-    variant = any(getattr(base, "operator", "") == suite.operator and base.test_compile for base in suite.__mro__[1:])
-    return variant and chosen["dynamic"] is False and chosen["compiled"][0] != suite.definition
+    return suite.definition in (chosen.get("impl"), chosen.get("compiled", ("",))[0])
+
+
+def _compiles_a_variant_one_more_time(item: pytest.Item) -> bool:
+    """Return whether a suite compiles a call in one more way, which is also tested in the suite from which it
+    inherits, or for one shape with another compiler than its first."""
+    if not _compiles_one_more_time(item):
+        return False
+    suite, chosen = item.cls, item.callspec.params
+    if chosen["dynamic"] is False and chosen["compiled"][1] != suite.compilers[0]:
+        return True
+    return any(getattr(base, "operator", "") == suite.operator and base.test_compile for base in suite.__mro__[1:])
+
+
+def _compiles_one_more_time(item: pytest.Item) -> bool:
+    """Return whether a suite compiles a call for one shape, or with another compiler than its first.
+
+    The first compiler traces the same call for any shape.
+    """
+    suite = _suite(item, "test_compile")
+    if suite is None:
+        return False
+    chosen = item.callspec.params
+    return chosen["dynamic"] is False or bool(chosen["compiled"][1] != suite.compilers[0])
+
+
+def _suite(item: pytest.Item, *checks: str) -> type[OperatorSuite] | None:
+    """Return the suite of a test, if the test is one of these checks."""
+    suite = getattr(item, "cls", None) or object
+    return suite if issubclass(suite, OperatorSuite) and item.originalname in checks else None
 
 
 def _is_beyond_pairs(item: pytest.Item) -> bool:

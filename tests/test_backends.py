@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,11 +24,7 @@ from .forked import Forks
 Q, K = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
 
 
-def _run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-
-
-def test_import_starts_nothing() -> None:
+def test_import_starts_nothing(forks: Forks, tmp_path: Path) -> None:
     """Importing loads neither Triton nor the extension, and touches no GPU:
     they are imported when they are first used."""
     code = """
@@ -38,7 +32,8 @@ import sys, torch, cmab_kernels, cmab_kernels.nn
 late = "triton", "torch._dynamo", "cmab_kernels._C"
 print([name for name in late if name in sys.modules], torch.cuda.is_initialized())
 """
-    assert _run(code).strip() == "[] False"
+    done = forks.run(tmp_path, program=code)
+    assert done.stdout.strip() == "[] False", done.stderr
 
 
 def test_explain_names_every_implementation_with_a_reason() -> None:
@@ -286,10 +281,17 @@ def test_the_reference_is_never_taken_silently() -> None:
         ck.latent_attention(wide, wide, wide)
 
 
-def test_without_the_extension_everything_still_runs() -> None:
+@pytest.fixture(scope="module")
+def without_the_extension() -> Iterator[Forks]:
+    with Forks(
+        'import sys\nsys.modules["cmab_kernels._C"] = None\nimport torch._dynamo\nfrom cmab_kernels import info, nn'
+    ) as forks:
+        yield forks
+
+
+def test_without_the_extension_everything_still_runs(without_the_extension: Forks, tmp_path: Path) -> None:
     code = """
-import sys, warnings
-sys.modules["cmab_kernels._C"] = None
+import warnings
 import torch, cmab_kernels
 q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
 with warnings.catch_warnings(record=True) as caught:
@@ -297,7 +299,8 @@ with warnings.catch_warnings(record=True) as caught:
     cmab_kernels.latent_attention(q, k, k)
 print(cmab_kernels.explain("latent_attention", q, k, k)[0].usable, len(caught))
 """
-    assert _run(code).strip() == "False 1"
+    done = without_the_extension.run(tmp_path, program=code)
+    assert done.stdout.strip() == "False 1", done.stderr
 
 
 FIRST_CALLS = {
@@ -314,14 +317,6 @@ FIRST_CALLS = {
     "compiled": "torch.compile(lambda a, b: ck.regularised_solve(a, b, 0.1), fullgraph=True, "
     "backend='eager')(torch.eye(3), torch.eye(3))",
 }
-
-
-@pytest.fixture(scope="module")
-def without_the_extension() -> Iterator[Forks]:
-    with Forks(
-        'import sys\nsys.modules["cmab_kernels._C"] = None\nimport torch._dynamo\nfrom cmab_kernels import info, nn'
-    ) as forks:
-        yield forks
 
 
 @pytest.mark.parametrize("name", FIRST_CALLS)
@@ -351,10 +346,10 @@ print(before, said[0], sum(said))
     assert done.stdout.strip() == "0 True 1", done.stderr
 
 
-def test_without_the_extension_an_exported_graph_says_what_it_needs() -> None:
+def test_without_the_extension_an_exported_graph_says_what_it_needs(
+    without_the_extension: Forks, tmp_path: Path
+) -> None:
     code = """
-import sys
-sys.modules["cmab_kernels._C"] = None
 import torch, cmab_kernels
 q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
 try:
@@ -362,19 +357,19 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    assert re.search(r"^impl: 'native' cannot run here: .*native extension is not there", _run(code))
+    said = without_the_extension.run(tmp_path, program=code).stdout
+    assert re.search(r"^impl: 'native' cannot run here: .*native extension is not there", said)
 
 
-def test_without_the_extension_the_choice_can_still_be_traced() -> None:
+def test_without_the_extension_the_choice_can_still_be_traced(without_the_extension: Forks, tmp_path: Path) -> None:
     code = """
-import sys, warnings
-sys.modules["cmab_kernels._C"] = None
 import torch, cmab_kernels
 q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
 compiled = torch.compile(lambda q, k: cmab_kernels.latent_attention(q, k, k), fullgraph=True, backend="eager")
 print(torch.allclose(compiled(q, k), cmab_kernels.latent_attention(q, k, k, impl="reference")))
 """
-    assert _run(code).strip() == "True"
+    done = without_the_extension.run(tmp_path, program=code)
+    assert done.stdout.strip() == "True", done.stderr
 
 
 # ---- the choice on a GPU

@@ -76,6 +76,7 @@ def test_merge_two_processes() -> None:
     assert difference < 1e-6 < 1e-3 < without
 
 
+@pytest.mark.thorough
 def test_train_on_two_processes() -> None:
     text = printed_alone("train_on_two_processes")
     weights, states = numbers(r"largest difference (\S+)", text)
@@ -129,6 +130,7 @@ def test_river_regression(printed: Printed) -> None:
     assert max(before) < 0.1 and after[1] < 0.1 < 1 < after[0]
 
 
+@pytest.mark.thorough
 def test_reduce_partitions() -> None:
     text = printed_alone("reduce_partitions")
     assert numbers(r"([\d,]+) (?:examples|points)", text) == [3000, 3000, 120_000, 120_000]

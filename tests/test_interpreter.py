@@ -15,8 +15,8 @@ FILES = sorted(TESTS.rglob("test_triton*.py"))
 
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_sample_of_kernels(half: int) -> None:
-    """One in twelve of the tests, so that the ordinary tier runs every kernel; two processes, for two cores."""
-    run_in_interpreter(*FILES[half::2], "--one-in", "12")
+    """One in 24 of the tests, so that the ordinary tier runs every kernel; two processes, for two cores."""
+    run_in_interpreter(*FILES[half::2], "--one-in", "24")
 
 
 @pytest.mark.thorough

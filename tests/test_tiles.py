@@ -275,6 +275,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.thorough
 def test_results_are_right_with_other_tiles() -> None:
     """Each kernel with a table is right with other tiles, in the interpreter,
     for several blocks and runs of any length."""

@@ -4,10 +4,9 @@ and to `torch.export`, for every operator and module."""
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from cmab_kernels import nn as modules
 from cmab_kernels.layers import block_stack
 from cmab_kernels.runtime import backends
 
+from .forked import Forks
 from .layers.stack.test_suite import parameters
 
 SHAPES = ((2, 2, 5, 8), (2, 2, 12, 8), (2, 2, 12, 3))
@@ -310,11 +310,13 @@ with torch.no_grad():
 
 
 @pytest.mark.parametrize(("name", "options"), [("NystromAttention", "num_landmarks=4"), ("MultiheadIntention", "")])
-def test_the_first_call_of_a_process_may_be_a_compiled_one(name: str, options: str) -> None:
+def test_the_first_call_of_a_process_may_be_a_compiled_one(
+    name: str, options: str, forks: Forks, tmp_path: Path
+) -> None:
     """The first call imports implementations while the compiler traces; the compiler must see those that it did not
     know when it began."""
     program = _FIRST_CALL.format(name=name, options=options)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    ended = forks.run(tmp_path, program=program)
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 

@@ -43,6 +43,22 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
 }
 
 
+FEW = [
+    "attention",
+    "projected",
+    "prefixes",
+    "nystrom",
+    "intention",
+    "solve",
+    "inverse",
+    "window",
+    "attention layer",
+    "layer",
+]
+"""One call of each operator set, for what takes long: the other calls consist of the same operators."""
+FEW_OR_THOROUGH = [*FEW, *(pytest.param(name, marks=pytest.mark.thorough) for name in CALLS if name not in FEW)]
+
+
 def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9 * max(1.0, float(theirs.detach().abs().max())))
 
@@ -233,7 +249,7 @@ def test_a_solve_in_forward_mode_reads_one_triangle() -> None:
         torch.testing.assert_close(result, expected)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", FEW_OR_THOROUGH)
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, from folding constants
 def test_graphs(name: str) -> None:
     """`linearize` and `make_fx` record a call: the graph depends on no number with which the call was recorded."""
@@ -242,7 +258,7 @@ def test_graphs(name: str) -> None:
     close(make_fx(function)(x)(x.flip(-1)), function(x.flip(-1)))
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", FEW_OR_THOROUGH)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, from its attention under vmap
 def test_compiled_transforms(name: str) -> None:
     """Gradients and maps that are taken within a compiled region."""

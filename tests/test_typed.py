@@ -36,6 +36,7 @@ def programs() -> dict[str, str]:
     return streams | {"results": RESULTS}
 
 
+@pytest.mark.thorough
 def test_programs_pass_mypy(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy comes with the extra `lint`")
     for name, program in programs().items():

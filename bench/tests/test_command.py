@@ -275,7 +275,7 @@ def test_a_full_session_measures_every_case(cases_measured, monkeypatch: pytest.
 PLANTED = "from bench import harness; harness.ERROR_BOUND = dict.fromkeys(harness.ERROR_BOUND, {bound})"
 
 
-@pytest.mark.parametrize(("bound", "failures"), [(2e-5, 0), (0.0, 1)])
+@pytest.mark.parametrize(("bound", "failures"), [pytest.param(2e-5, 0, marks=pytest.mark.thorough), (0.0, 1)])
 def test_pytest_bench_runs_the_same_cases_and_a_wrong_result_fails(bound: float, failures: int, tmp_path: Path):
     (tmp_path / "planted.py").write_text(PLANTED.format(bound=bound))
     options = (

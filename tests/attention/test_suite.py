@@ -102,7 +102,7 @@ class Variant(TestAttentionState):
     bits = ()
     repeats = 100
     many = None
-    compilers = ("aot_eager",)
+    compilers = ("eager", "aot_eager")
     on_gpu = {"dtypes": DTYPES}
 
     def bad_arguments(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs cases on every rank of process groups of several sizes: `python -m tests.distributed.ranks FOLDER`.
+"""Runs cases on every rank of process groups of several sizes: `python -m tests.distributed.ranks FOLDER LAUNCH...`.
 
 The ranks are forks of one process, because otherwise most of the time would be spent on starting Python and importing
 torch for each rank.
@@ -62,20 +62,18 @@ def run(rank: int, folder: Path, processes: int, modules: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, launches: list[str]) -> None:
     # Otherwise the cases would import these modules on every rank.
-    for name in (
-        "torch._dynamo",
-        "torch._inductor.compile_fx",
-        "torch.distributed.fsdp",
-    ):
+    compilers = ("torch._dynamo", "torch._inductor.compile_fx") if "compiled" in launches else ()
+    for name in (*compilers, "torch.distributed.fsdp"):
         importlib.import_module(name)
-    for _, modules in LAUNCHES.values():
-        cases(*modules)
-    for name, (processes, modules) in LAUNCHES.items():
+    for launch in launches:
+        cases(*LAUNCHES[launch][1])
+    for name in launches:
+        processes, modules = LAUNCHES[name]
         (folder / name).mkdir()
         multiprocessing.start_processes(run, (folder / name, processes, modules), processes, start_method="fork")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -24,11 +24,15 @@ pytestmark = pytest.mark.skipif(
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def test_cases(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "launches", [("three", "four"), pytest.param(("two", "compiled"), marks=pytest.mark.thorough)], ids="-".join
+)
+def test_cases(launches: tuple[str, ...], tmp_path: Path) -> None:
     """Every case passes on every process."""
-    command = [sys.executable, "-m", "tests.distributed.ranks", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.distributed.ranks", str(tmp_path), *launches]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    for launch, (processes, modules) in LAUNCHES.items():
+    for launch in launches:
+        processes, modules = LAUNCHES[launch]
         found = [json.loads(path.read_text()) for path in sorted((tmp_path / launch).glob("*.json"))]
         failed = [
             f"{launch}, rank {rank}, {case}: {text}"
@@ -41,6 +45,7 @@ def test_cases(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_page() -> None:
     """The programs of the page run on two processes that `torchrun` starts; `test_docs.py` runs them on one."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -26,6 +26,7 @@ from ..emulated_cuda import once
 from ..intention.solve import test_cuda as solve
 from ..nystrom.continual import test_cuda as steps
 
+pytestmark = pytest.mark.thorough
 NIGHTLY = [pytest.param(dtype, marks=pytest.mark.nightly) for dtype in (torch.float64, torch.float16)]
 DTYPES = [torch.float32, torch.bfloat16, *NIGHTLY]
 Run = Callable[..., set[str]]

@@ -125,6 +125,7 @@ class TestWeightedDual(TestWeighted):
     extents = {**IntentionSuite.extents, "N": 9}
     small = {**IntentionSuite.small, "N": 2, "D": 3}
     form = "dual"
+    compilers = ("eager", "aot_eager")
     masked_length = 128  # the CUDA kernel solves for so many unknowns
     layout_tolerance = {torch.float64: 1e-11, torch.float32: 1e-2}
     mask_tolerance = {torch.float64: 1e-11}
@@ -285,6 +286,7 @@ class TestPrefixStatesOfEveryKey(TestPrefixStates):
 
     every = 1
     laws = ("normal",)
+    compilers = ("eager", "aot_eager")
 
 
 class TestRemoval(TestRidgeState):
@@ -415,9 +417,16 @@ def _loss(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
     return out.pow(2).sum() + ck.solve_ridge(state, alpha).weight.sum()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile_of_the_whole_graph(dynamic: bool, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [
+        ("aot_eager", True),
+        pytest.param("aot_eager", False, marks=pytest.mark.nightly),
+        pytest.param("inductor", True, marks=pytest.mark.thorough),
+        pytest.param("inductor", False, marks=pytest.mark.nightly),
+    ],
+)
+def test_compile_of_the_whole_graph(backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     inputs = (*_rows(), _positive(2, 2))
     compiled = torch.compile(_loss, fullgraph=True, dynamic=dynamic, backend=backend)

@@ -97,7 +97,7 @@ class TestNormedGeglu(TestGeglu):
     """The same layer, with norm(x) as the residual."""
 
     bits, many = TestGeglu.bits[1:], None
-    compilers = ("aot_eager",)
+    compilers = ("eager", "aot_eager")
     residual = "normed"
 
 
@@ -107,7 +107,7 @@ class TestGelu(TestGeglu):
     arguments = {"x": "BRC", "expand_weight": "FC", "contract_weight": "CF", "norm_weight": "C"}
     shapes = ({}, {"R": 130, "C": 64, "F": 128})
     laws = ("normal", "ten times")
-    compilers = ("aot_eager",)
+    compilers = ("eager", "aot_eager")
     bits, many = (), None
     activation = "gelu"
 
@@ -120,7 +120,7 @@ class TestRelu(TestGeglu):
     laws = ("normal", "ten times")
     empty = "R"
     batch = ""
-    compilers = ("aot_eager",)
+    compilers = ("eager", "aot_eager")
     bits, many = (), None
     activation = "relu"
 
@@ -263,7 +263,7 @@ class TestSelfAttentionLayer(TestAttentionLayer):
     shapes = ({}, {"L": 130, "C": 64, "K": 16 * HEADS, "V": 16 * HEADS})
     empty = "BL"
     mask = None
-    compilers = ("aot_eager",)
+    compilers = ("eager", "aot_eager")
     many = None
     scale = 0.3
 
@@ -272,7 +272,7 @@ class TestNormedAttentionLayer(TestAttentionLayer):
     """Cross-attention with all its parts and norm(x) as the residual, as in the authors' constant memory block."""
 
     bits, many = TestAttentionLayer.bits[1:], None
-    compilers = ("aot_eager",)
+    compilers = ("eager", "aot_eager")
     residual = "normed"
 
 
@@ -295,7 +295,7 @@ class TestBareAttentionLayer(TestAttentionLayer):
         "output_weight": "CV",
     }
     shapes = ({},)
-    compilers = ("aot_eager",)
+    compilers = ("eager", "aot_eager")
     bits, many = (), None
 
     def row_sizes(self, found: Measured) -> Tensor:

@@ -320,6 +320,7 @@ def test_errors_name_the_argument() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_compile() -> None:
     module, (inputs, latents) = block(), points()
     expected = module(inputs, latents)
@@ -329,7 +330,7 @@ def test_compile() -> None:
     close(torch.autograd.grad(result.sin().sum(), leaves), torch.autograd.grad(expected.sin().sum(), leaves), 1e-11)
 
 
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_stream(own: bool) -> None:
     """A compiled update works, also for the module's own stream, which is a side effect."""
     module, (inputs, latents) = block(), points()

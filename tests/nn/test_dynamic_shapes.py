@@ -99,12 +99,26 @@ OF_OTHERS = (
     *("CMAB, shared latents", "CMABStack", "LatentLayer"),
     *("TransformerEncoderLayer", "TransformerDecoderLayer", "ContinualEncoderLayer", "RetroactiveEncoderLayer"),
 )
-"""Modules whose parts are other modules of this list. Sizes of 1, which take as long as all others, are tested with the
-parts."""
+"""Modules whose parts are other modules of this list."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in OF_OTHERS else name for name in CASES]
+)
 def test_any_size(name: str) -> None:
+    """One graph serves all sizes."""
+    assert _graphs(name, (2, 5), (3, 7), (5, 64)) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_OTHERS])
+def test_sizes_of_1(name: str) -> None:
+    """For torch, a size of 1 is a constant, so it has its own graph."""
+    assert _graphs(name, (2, 5), (1, 1)) <= 2
+
+
+def _graphs(name: str, *sizes: tuple[int, int]) -> int:
+    """Compile a module, compare its results for these batches and lengths, and return the number of graphs."""
     torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     torch.manual_seed(0)
     make, inputs = CASES[name]
@@ -115,17 +129,17 @@ def test_any_size(name: str) -> None:
         return graph.forward
 
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
-    for batch, length in ((2, 5), (3, 7), (5, 64), *([] if name in OF_OTHERS else [(1, 1)])):
+    for batch, length in sizes:
         given = inputs(batch, length)
         torch.testing.assert_close(compiled(*given), module(*given), rtol=1e-5, atol=1e-6)
-    assert len(graphs) <= 2  # for torch, a size of 1 is a constant: the last call has its own graph
+    return len(graphs)
 
 
-NIGHTLY = [pytest.param(name, marks=() if name == "NystromAttention" else pytest.mark.nightly) for name in CASES]
-"""Modules; all but one are nightly, because Inductor takes 10 s each."""
+LATER = {name: pytest.mark.thorough if name == "NystromAttention" else pytest.mark.nightly for name in CASES}
+"""Module -> the tier of its training; all but one are nightly, because Inductor takes 10 s each."""
 
 
-@pytest.mark.parametrize("name", NIGHTLY)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in LATER.items()])
 def test_training_at_any_size(name: str) -> None:
     """Inductor also compiles the gradients, for lengths that segments divide evenly and for other lengths."""
     torch.compiler.reset()
@@ -142,6 +156,7 @@ def test_training_at_any_size(name: str) -> None:
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_widths_of_any_size() -> None:
     """Inductor compiles projections whose heads and widths are symbols, for keys and values of another width."""
     torch.compiler.reset()

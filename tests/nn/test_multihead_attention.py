@@ -239,7 +239,7 @@ def test_state_dict_both_ways(config: dict[str, Any]) -> None:
     assert list(dict(ours.named_parameters())) == list(dict(theirs.named_parameters()))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compile(dynamic: bool, only_fused: Callable[[], None]) -> None:
     _, ours = pair(add_bias_kv=True)
     tensors = inputs(ours)

@@ -264,7 +264,7 @@ def test_no_keys_no_queries_no_batch(kind: type[LearnedRidge]) -> None:
         assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: type[LearnedRidge], dynamic: bool) -> None:
     torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight

@@ -216,7 +216,7 @@ def test_low_precision(dtype: torch.dtype, landmarks: str, autocast: bool) -> No
     assert (out.double() - expected).pow(2).mean().sqrt() <= 16 * torch.finfo(dtype).eps * expected.pow(2).mean().sqrt()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_forward(dynamic: bool) -> None:
     torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     for landmarks in ("segments", "fixed"):

@@ -105,6 +105,7 @@ class TestSegmentMeans(NystromSuite):
 class TestMasked(TestSegmentMeans):
     """`nystrom_attention` with a mask that leaves some segments empty: derivatives, and torch's transforms."""
 
+    compilers = ("eager", "aot_eager")
     repeatable = ()  # `test_masked_blocks` of test_promises.py has more masks
     test_accuracy = test_empty_extents = test_bad_arguments = test_huge_logits = None
 

@@ -5,6 +5,7 @@ A small operator passes, and each faulty copy of it fails the check for its faul
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -283,6 +284,41 @@ def test_the_fault_is_reported(fault: str, check: str) -> None:
     """Each fault fails its check. Checkpointing has no fault, because torch makes it right for any operator."""
     faulty = type("Faulty", (PoolSuite,), {"fault": fault, "impls": ("sound",)})
     assert failures(faulty, check), f"{check} does not see «{fault}»"
+
+
+TOGETHER = {
+    "test_layouts": ("strides that are not looked at", "columns first"),
+    "test_expanded_arguments": ("strides that are not looked at", "B"),
+    "test_masks": ("a mask that leaks a row", "0-64"),
+    "test_a_bad_batch_element_stays_alone": ("a batch that shares its sums", "rows-nan"),
+    "test_empty_extents": ("no rows, and a NaN", "N"),
+    "test_a_lazy_negation_is_seen": ("a sign that is not looked at", "rows"),
+    "test_only_the_gradients_that_are_asked_for": ("a lost gradient", "weight"),
+    "test_any_order": ("a lost second derivative", "3"),
+    "test_derivatives_of_forward_mode": ("a kernel that forward mode reaches", "forward"),
+    "test_bad_arguments": ("an error that names nothing", "rows of integers"),
+}
+"""The checks whose cases share a test -> a fault, and a case that it fails."""
+
+
+@pytest.mark.parametrize("check", TOGETHER)
+def test_cases_that_share_a_test_are_named(check: str) -> None:
+    """A test of the sound operator with the same parameters passes."""
+    fault, case = TOGETHER[check]
+    for suite in (PoolSuite, type("Faulty", (PoolSuite,), {"fault": fault})):
+        tests = suite()
+        tests.setup_method()
+        values = tests.parameters() | {"impl": ["sound"]}
+        chosen = {name: values[name][0] for name in inspect.signature(getattr(tests, check)).parameters}
+        try:
+            if suite is PoolSuite:
+                getattr(tests, check)(**chosen)
+            else:
+                with pytest.raises(AssertionError, match=r"cases fail:\n") as raised:
+                    getattr(tests, check)(**chosen)
+                assert f"\n[{case}] " in str(raised.value)
+        finally:
+            tests.teardown_method()
 
 
 def test_every_check_is_seen_to_fail() -> None:

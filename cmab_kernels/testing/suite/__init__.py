@@ -14,7 +14,7 @@ import torch
 from ...runtime.backends import IMPLEMENTATIONS, OPERATORS
 from ..interpreter import INTERPRETING
 from ..memory import poisoned_memory
-from .declaration import DTYPES, Declaration, Measured
+from .declaration import DTYPES, Declaration, Measured, label
 from .errors import Errors
 from .gpu import OnGpu
 from .gradients import Gradients
@@ -101,17 +101,14 @@ class OperatorSuite(OnGpu, Gradients, Errors):
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Give each check its parameters; pytest calls this."""
         values = self.parameters()
-        for name in _parameters(metafunc.function):
+        for name in inspect.signature(metafunc.function).parameters:
             if name in values:
-                metafunc.parametrize(name, values[name], ids=_label)
+                metafunc.parametrize(name, values[name], ids=label)
 
 
 def _parameters(check: Callable[..., None]) -> list[str]:
-    return [name for name in inspect.signature(check).parameters if name != "self"]
-
-
-def _label(value: Any) -> str:
-    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.") or "none"
+    """Return the names of a check's parameters, with those whose values one test runs together."""
+    return [name for name in inspect.signature(inspect.unwrap(check)).parameters if name != "self"]
 
 
 def _cases(suite: OperatorSuite, only: tuple[str, ...]) -> Iterator[tuple[str, Callable[..., None], dict[str, Any]]]:
@@ -121,7 +118,7 @@ def _cases(suite: OperatorSuite, only: tuple[str, ...]) -> Iterator[tuple[str, C
             continue
         names = _parameters(check)
         for chosen in itertools.product(*(values[parameter] for parameter in names)):
-            yield "-".join([name, *map(_label, chosen)]), check, dict(zip(names, chosen, strict=True))
+            yield "-".join([name, *map(label, chosen)]), check, dict(zip(names, chosen, strict=True))
 
 
 def failures(suite: type[OperatorSuite], *checks: str) -> dict[str, Exception]:
@@ -131,12 +128,12 @@ def failures(suite: type[OperatorSuite], *checks: str) -> dict[str, Exception]:
     Checks that the class itself defines run as well. Their parameters must be among those of `Declaration.parameters`.
     """
     tests, found = suite(), {}
-    for label, check, chosen in _cases(tests, checks):
+    for case, check, chosen in _cases(tests, checks):
         tests.setup_method()
         try:
             check(**chosen)
         except Exception as error:
-            found[label] = error
+            found[case] = error
         finally:
             tests.teardown_method()
     return found

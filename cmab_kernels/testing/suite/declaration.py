@@ -3,6 +3,9 @@ it."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,6 +39,46 @@ class Measured(NamedTuple):
     """The inputs in float64."""
     cotangents: Results
     """The incoming gradients of the results."""
+
+
+def label(value: Any) -> str:
+    """Return the text of a parameter's value in the name of a test."""
+    return "-".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.") or "none"
+
+
+def together(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let one test run a check for all values of these parameters; its error lists each case that fails.
+
+    A test costs some milliseconds beside its check, so cases of a millisecond share one. A call that gives every
+    parameter runs one case, as `failures` does.
+    """
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(check)
+
+        @functools.wraps(check)
+        def run(self: Any, *given: Any, **chosen: Any) -> None:
+            if len(given) + len(chosen) == len(signature.parameters) - 1:
+                check(self, *given, **chosen)
+                return
+            found: dict[str, Exception] = {}
+            values = self.parameters()
+            for case in itertools.product(*(values[name] for name in names)):
+                self.teardown_method()
+                self.setup_method()
+                try:
+                    check(self, *given, **chosen, **dict(zip(names, case, strict=True)))
+                except Exception as error:
+                    found["-".join(map(label, case))] = error
+            if found:
+                told = "\n".join(f"[{case}] {type(error).__name__}: {error}" for case, error in found.items())
+                raise AssertionError(f"{len(found)} cases fail:\n{told}") from next(iter(found.values()))
+
+        kept = [parameter for name, parameter in signature.parameters.items() if name not in names]
+        run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def _along_the_first_column(sizes: Tensor, like: Tensor) -> Tensor:

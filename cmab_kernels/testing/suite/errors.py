@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .declaration import Declaration, Inputs
+from .declaration import Declaration, Inputs, together
 
 KINDS = (
     "that is a list",
@@ -58,6 +58,7 @@ class Errors(Declaration):
         ]
         return [name for name in named if name not in self.accepted]
 
+    @together("bad")
     def test_bad_arguments(self, impl: str, bad: str) -> None:
         """The error is a TypeError or a ValueError that names an argument, what it got and what is expected. The call
         changes nothing."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from .declaration import Declaration, Results
+from .declaration import Declaration, Results, together
 
 TORCHS_OWN = ("aten", "prim", "prims", "profiler", "inductor", "quantized", "higher_order")
 
@@ -52,17 +52,21 @@ class Gradients(Declaration):
         assert torch.autograd.gradcheck(function, tensors, check_batched_grad=self.batched_gradcheck)
 
     def test_gradgradcheck(self, impl: str) -> None:
+        """Second derivatives in random directions are right; `test_any_order` compares each of them."""
         function, tensors = self._graded_call(impl)
-        assert torch.autograd.gradgradcheck(function, tensors)
+        assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
 
+    @together("subset")
     def test_only_the_gradients_that_are_asked_for(self, impl: str, subset: tuple[str, ...]) -> None:
         """If only some arguments require gradients, these gradients are right, to second order."""
         function, tensors = self.function_of(impl, self.small_inputs())
         some = tuple(
             t.detach().requires_grad_() if name in subset else t for name, t in zip(self.graded, tensors, strict=True)
         )
-        assert torch.autograd.gradcheck(function, some) and torch.autograd.gradgradcheck(function, some, fast_mode=True)
+        checks = torch.autograd.gradcheck, torch.autograd.gradgradcheck
+        assert all(check(function, some, fast_mode=True) for check in checks)
 
+    @together("order")
     def test_any_order(self, optimised: str, order: int) -> None:
         """Derivatives up to the third order equal those of the definition."""
         inputs = self.small_inputs()
@@ -90,6 +94,7 @@ class Gradients(Declaration):
         for a, b in zip(ours, right, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
+    @together("outer")
     def test_derivatives_of_forward_mode(self, optimised: str, outer: str) -> None:
         """A forward-mode derivative in all arguments, differentiated again in either mode, equals two derivatives in
         reverse mode."""

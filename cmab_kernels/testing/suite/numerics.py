@@ -8,7 +8,7 @@ import torch
 
 from ..bounds import bound
 from ..layouts import LAYOUTS, lazily_negated
-from .declaration import Declaration, Inputs, Measured, Results
+from .declaration import Declaration, Inputs, Measured, Results, together
 
 
 def same_bits(a: Results, b: Results) -> bool:
@@ -24,6 +24,7 @@ class Numerics(Declaration):
 
     # ---- P1: finite or masked inputs never give a NaN
 
+    @together("emptied")
     def test_empty_extents(self, impl: str, emptied: str) -> None:
         """With empty dimensions, results equal the oracle's, and gradients have the inputs' shapes and no NaN."""
         inputs = self.inputs(extents={**self.small, **dict.fromkeys(emptied, 0)})
@@ -34,6 +35,7 @@ class Numerics(Declaration):
         for name, grad in grads.items():
             assert grad.shape == inputs[name].shape and not grad.isnan().any(), name
 
+    @together("hidden")
     def test_masks(self, impl: str, hidden: tuple[int, int]) -> None:
         """Various ranges of keys, or all keys, are masked. NaN and infinity under the mask reach no result and no
         gradient."""
@@ -72,6 +74,7 @@ class Numerics(Declaration):
                 size = max(float(wanted[name].abs().max()), 1.0)
                 assert (grad - wanted[name]).abs().max() <= 1e3 * tolerance * size, f"the gradient of {name} is wrong"
 
+    @together("argument", "poison")
     def test_a_bad_batch_element_stays_alone(self, impl: str, argument: str, poison: float) -> None:
         """A NaN or an infinity in one batch element of an argument changes no bit of the results of the other
         elements."""
@@ -111,6 +114,7 @@ class Numerics(Declaration):
                 scaled = ratio * (other.double() - correct) + correct
                 self.check_rows(Measured(name, is_gradient, mine, correct, scaled, dtype, score, wide, cotangents))
 
+    @together("order_of_logits")
     def test_huge_logits(self, impl: str, dtype: torch.dtype, order_of_logits: str) -> None:
         """Logits from 2^20 to 2^60 in any order: results, and gradients of weighted values, are the oracle's; all
         gradients are finite.
@@ -204,6 +208,7 @@ class Numerics(Declaration):
         for a, b in zip(ours, right, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * size, equal_nan=True)
 
+    @together("layout")
     def test_layouts(self, impl: str, dtype: torch.dtype, layout: str) -> None:
         """Results and gradients do not depend on the strides and offsets of the arguments and of the incoming
         gradients."""
@@ -214,6 +219,7 @@ class Numerics(Declaration):
         odd = tuple(LAYOUTS[layout](c) if c.dim() else c for c in along)
         self._close(self.run(impl, moved, odd), self.run(impl, inputs, along), dtype)
 
+    @together("expanded")
     def test_expanded_arguments(self, impl: str, expanded: str) -> None:
         """Expanded arguments (stride 0) and incoming gradients whose strides are all 0 give the same as contiguous
         copies."""
@@ -231,6 +237,7 @@ class Numerics(Declaration):
         kept = tuple(torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(self.graded, grads, strict=True))
         self._close((*(r.detach() for r in results), *kept), self.run(impl, copied), torch.float64)
 
+    @together("argument")
     def test_a_lazy_negation_is_seen(self, impl: str, argument: str) -> None:
         """An argument whose memory holds its negative, such as `x.conj().imag`, gives the same as its contiguous
         copy."""

@@ -135,6 +135,7 @@ class Variant(TestPrefixStates):
     laws = ("normal",)
     bits = ()
     many = None
+    compilers = ("eager", "aot_eager")
 
     def bad_arguments(self) -> list[str]:
         return []

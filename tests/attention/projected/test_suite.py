@@ -157,7 +157,7 @@ class Variant(TestProjectedAttention):
     bits = ()
     repeats = 100
     many = None
-    compilers = ("aot_eager",)
+    compilers = ("eager", "aot_eager")
 
     def bad_arguments(self) -> list[str]:
         return []
@@ -183,7 +183,7 @@ class TestStackedBlocks(TestProjectedAttention):
     bits = TestProjectedAttention.bits[:1]
     repeats = 100
     many = None
-    compilers = ("aot_eager",)
+    compilers = ("eager", "aot_eager")
     accepted = ()
     stacked = 1
 

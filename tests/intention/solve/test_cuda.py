@@ -24,6 +24,7 @@ if emulated_cuda.COMPILER is None:
 cuda = pytest.importorskip("cmab_kernels.intention.solve.cuda", exc_type=ImportError)
 
 Emulated = emulated_cuda.EmulatedCuda
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module")

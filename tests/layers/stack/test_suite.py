@@ -60,6 +60,7 @@ class TestBlockStack(LayerSuite):
     mask = "key_padding_mask"
     bits = ({"B": 3, "L": 65, "N": 300, "C": 16, "M": 9}, {"B": 5, "L": 7, "N": 50})
     accepted = ("vectors of a dimension too few", "squares of a dimension too few")  # there are no parameters then
+    compilers = ("eager", "aot_eager")
     residual, all_blocks = "input", False
 
     def make(self, name: str, shape: tuple[int, ...], law: str) -> Tensor:

@@ -51,6 +51,7 @@ if emulated_cuda.COMPILER is None:
 cuda_step = pytest.importorskip("cmab_kernels.nystrom.continual.cuda", exc_type=ImportError)
 
 Emulated = emulated_cuda.EmulatedCuda
+pytestmark = pytest.mark.thorough
 BUILT = cuda_step.CUDA
 
 
