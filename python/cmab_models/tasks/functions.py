@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from cmab_kernels.runtime.checks import mismatch
 
-from ..neural_processes.base import Batch, NeuralProcess, joint_log_prob
+from ..neural_processes.base import Batch, NeuralProcess
+from ..neural_processes.likelihood import joint_log_prob
 from .base import Task
 
 WIDTH: dict[str, Any] = {"dim": 32, "num_heads": 2, "depth": 2, "embedding_depth": 2}
