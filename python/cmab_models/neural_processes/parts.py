@@ -52,8 +52,8 @@ class DecoderLayer(nn.Module):
         self.cross_attention = CrossAttention(dim, num_heads, residual)
         self.cross_feed_forward = FeedForward(dim, ff_dim, residual)
 
-    def forward(self, targets: Tensor, latents: Tensor) -> Tensor:
-        result: Tensor = self.cross_feed_forward(self.cross_attention(targets, latents))
+    def forward(self, targets: Tensor, latents: Tensor, mask: Tensor | None = None) -> Tensor:
+        result: Tensor = self.cross_feed_forward(self.cross_attention(targets, latents, mask))
         return result
 
 
@@ -68,11 +68,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(dim, num_heads, ff_dim, residual) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, target_x: Tensor, latents: Tensor) -> Tensor:
-        """Return features (B, M, dim) of the targets (B, M, dim_x)."""
+    def forward(self, target_x: Tensor, latents: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return features (B, M, dim) of the targets (B, M, dim_x). Latents where `mask` (B, L) is True are ignored."""
         features = self.embedding(target_x)
         for layer, each in zip(self.layers, latents, strict=True):
-            features = layer(features, each)
+            features = layer(features, each, mask)
         result: Tensor = self.norm(features)
         return result
 

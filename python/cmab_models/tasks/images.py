@@ -55,7 +55,8 @@ class _Completion(FunctionTask):
     def sizes(self, system: str) -> dict[str, Any]:
         """Return the sizes of all tasks of functions, with the paper's four layers in embeddings, because points in a
         plane need more than two layers."""
-        return super().sizes(system) | ({} if system == "cnp" else {"embedding_depth": 4})
+        sizes = super().sizes(system)
+        return sizes | ({"embedding_depth": 4} if "embedding_depth" in sizes else {})
 
     @abstractmethod
     def images(self) -> Images:
