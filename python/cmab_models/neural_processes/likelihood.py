@@ -101,8 +101,8 @@ def _marginal(predicted: MultivariateNormal, values: Tensor, there: Tensor) -> T
     elif partial.any():
         kept = factor.masked_fill(missing.unsqueeze(-1), 0.0)
         stacked = torch.cat([kept, torch.diag_embed(missing.to(kept.dtype))], -1)
-        upper = torch.linalg.qr(stacked.mT, mode="r").R
+        upper = torch.linalg.qr(stacked.mT).R
         signs = upper.diagonal(dim1=-2, dim2=-1).sign()
         factor = (upper * signs.unsqueeze(-1)).mT
     found = MultivariateNormal(loc, scale_tril=factor, validate_args=False).log_prob(values)
-    return found + 0.5 * math.log(2 * math.pi) * missing.sum(1)
+    return found + 0.5 * math.log(2 * math.pi) * missing.sum(1).to(found.dtype)
