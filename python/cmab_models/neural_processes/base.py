@@ -67,8 +67,10 @@ class PaddedBatch(NamedTuple):
         """Return all functions of some batches as one batch, padded with zeros to the largest sets."""
         if not batches:
             raise ValueError(mismatch("batches", "none", "at least one"))
-        parts = [_padded([batch[i] for batch in batches]) for i in range(4)]
-        return cls(*(values for values, _ in parts), parts[0][1], parts[2][1])
+        (x, mask), (y, _), (target_x, target_mask), (target_y, _) = (
+            _padded([batch[i] for batch in batches]) for i in range(len(Batch._fields))
+        )
+        return cls(x, y, target_x, target_y, mask, target_mask)
 
 
 def _padded(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

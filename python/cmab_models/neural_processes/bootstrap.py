@@ -35,7 +35,8 @@ class Bootstrap(FromPair, KeepsPoints):
     def _both(self, state: Points, target_x: Tensor, samples: int, fresh: bool) -> tuple[Normal, Mixture]:
         """Return the predictions from the context alone, and from bootstrapped contexts."""
         order = state.ignored.to(torch.uint8).argsort(stable=True, dim=1)  # points that are ignored come last
-        points = Points(*(part.take_along_dim(order.unsqueeze(-1), 1) for part in state[:2]), state.ignored.sort(1)[0])
+        x, y = (part.take_along_dim(order.unsqueeze(-1), 1) for part in (state.x, state.y))
+        points = Points(x, y, state.ignored.take_along_dim(order, 1))
         features = encoded_pair(self.encoders, points, target_x)
         bootstrapped = _repeated(points, samples)
         with torch.no_grad():
@@ -57,7 +58,8 @@ class Bootstrap(FromPair, KeepsPoints):
         known = (~points.ignored).sum(1)
         which = (uniform.permute(3, 1, 2, 0) * known.unsqueeze(-1)).long().minimum((known - 1).clamp(min=0)[:, None])
         first, second = which.flatten(1, 2).unsqueeze(-1)
-        drawn = Points(*(part.take_along_dim(first, 1) for part in repeated[:2]), repeated.ignored)
+        x, y = (part.take_along_dim(first, 1) for part in (repeated.x, repeated.y))
+        drawn = Points(x, y, repeated.ignored)
         fitted = self.decoder(encoded_pair(self.encoders, drawn, repeated.x), repeated.x)
         residual = ((repeated.y - fitted.mean) / fitted.scale).take_along_dim(second, 1)
         ignored = repeated.ignored.unsqueeze(-1)
