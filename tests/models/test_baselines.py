@@ -122,7 +122,7 @@ def test_predictions_are_those_of_the_published_code(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_likelihoods_are_those_of_the_published_code(name: str) -> None:
-    """Of a mixture, the published code takes the mean of the densities of each target over the functions."""
+    """The published code takes the mean over the functions of a mixture of the density of each target."""
     model, case = loaded(name)
     close(model.log_prob(*(case[part] for part in ("xc", "yc", "xt", "yt"))).mean(), case["log_prob"])
 
