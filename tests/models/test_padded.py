@@ -10,7 +10,7 @@ import torch
 from cmab_models.neural_processes import Batch, NeuralProcess, PaddedBatch
 from cmab_models.systems import SYSTEMS
 from torch import Tensor
-from torch.distributions import MultivariateNormal
+from torch.distributions import MultivariateNormal, kl_divergence
 
 from .cases import made
 
@@ -126,6 +126,24 @@ def test_an_output_that_is_missing_is_integrated_out(system: str) -> None:
     torch.testing.assert_close(found, (expected / 5).view(1), rtol=tolerance, atol=tolerance)
     for loss in (found.sum(), model.loss(batch._replace(target_y=given))):
         assert all(part.isfinite().all() for part in with_gradients(model, loss))
+
+
+@pytest.mark.parametrize("system", ["np", "anp"])
+def test_a_latent_variable_is_read_from_targets_with_all_outputs(system: str) -> None:
+    """The ELBO by its definition: the posterior knows the context and the other targets."""
+    model, (batch, *_) = small(system, num_train_samples=1), functions()
+    x, y, target_x, target_y = batch
+    given = target_y.clone()
+    given[0, 1, 0] = torch.nan
+    state, kept = model.condition(x, y), [0, 2, 3, 4]
+    prior = model._latent(state)
+    posterior = model._latent(model.condition(target_x[:, kept], target_y[:, kept], state))
+    draws = torch.randn(1, 1, prior.loc.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    predicted = model._functions(state, torch.cat([x, target_x], 1), posterior.loc + posterior.scale * draws)
+    each = predicted.log_prob(torch.cat([y, target_y], 1))[0, 0]
+    each[6 + 1, 0] = 0.0
+    bound = each.sum() - kl_divergence(posterior, prior).sum()
+    close(model.loss(batch._replace(target_y=given)), -bound / 11)
 
 
 @pytest.mark.parametrize("system", PROCESSES)
