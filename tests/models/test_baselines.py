@@ -190,6 +190,7 @@ def test_a_bootstrap_of_equal_points_is_the_context() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.thorough
 def test_bounds_of_the_likelihood_become_tighter() -> None:
     """More values of the latent variable give a better bound of the density of all points, estimated from the prior."""
     (model, case), means = loaded("np"), []
