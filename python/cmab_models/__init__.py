@@ -17,7 +17,23 @@ if _missing := [
     raise ImportError(f'cmab_models: it needs {", ".join(_missing)}; pip install "cmab-kernels[models]"', name=__name__)
 
 from .data.frames import FrameEvents, events_from_frame
-from .neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP, NeuralProcess
+from .neural_processes import (
+    ANP,
+    BANP,
+    BNP,
+    CANP,
+    CMANP,
+    CMANPAND,
+    CNP,
+    EQTNP,
+    LBANP,
+    LBANPND,
+    NP,
+    TNPD,
+    TNPND,
+    IncTNP,
+    NeuralProcess,
+)
 from .neural_processes.cnp import Total
 from .neural_processes.inctnp import Cache
 from .neural_processes.points import Points
@@ -38,12 +54,19 @@ from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer
 torch.serialization.add_safe_globals([Cache, CMHPState, Points, StreamState, THPState, Total])
 
 __all__ = [
+    "ANP",
+    "BANP",
+    "BNP",
+    "CANP",
     "CMANP",
     "CMANPAND",
     "CMHP",
     "CNP",
+    "EQTNP",
     "LBANP",
+    "LBANPND",
     "MLP",
+    "NP",
     "THP",
     "TNPD",
     "TNPND",

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from .neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP
+from .neural_processes import (
+    ANP,
+    BANP,
+    BNP,
+    CANP,
+    CMANP,
+    CMANPAND,
+    CNP,
+    EQTNP,
+    LBANP,
+    LBANPND,
+    NP,
+    TNPD,
+    TNPND,
+    IncTNP,
+)
 from .point_processes import CMHP, THP
 from .pretrained import Pretrained
 from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
@@ -12,7 +27,14 @@ SYSTEMS: dict[str, type[Pretrained]] = {
     "cmanp": CMANP,
     "cmanp-and": CMANPAND,
     "lbanp": LBANP,
+    "lbanp-nd": LBANPND,
     "cnp": CNP,
+    "canp": CANP,
+    "np": NP,
+    "anp": ANP,
+    "bnp": BNP,
+    "banp": BANP,
+    "eqtnp": EQTNP,
     "tnp-d": TNPD,
     "tnp-nd": TNPND,
     "inctnp": IncTNP,

@@ -128,6 +128,9 @@ def test_a_value_that_is_missing_is_named(system: str, bad: float) -> None:
             continue
         broken = part.clone()
         broken[1, -1] = bad
+        if name == "target_y" and bad != bad:  # an output of a target may be missing
+            assert answer(model, given | {name: broken}).isfinite().all()
+            continue
         with pytest.raises(ValueError, match=rf"^{name}: got .*NaN"):
             answer(model, given | {name: broken})
     assert answer(model, given).isfinite().all()

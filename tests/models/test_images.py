@@ -194,6 +194,13 @@ def test_celeba(tmp_path: Path) -> None:
     images = task.images()
     assert {name: part.shape for name, part in images.items()} == {"train": (2, 32, 32, 3), "unseen": (1, 32, 32, 3)}
     assert (images["unseen"].float() - torch.tensor([120.0, 0, 255])).abs().max() < 4  # the accuracy of JPEG
+    for size, most in ((32, 200), (64, 800), (128, 1600)):  # the paper's sizes of sets
+        drawn = [made("celeba", folder=str(tmp_path), size=size, functions=1).batch(seeded(i)) for i in range(4)]
+        sizes = [each.context_x.shape[1] + each.target_x.shape[1] for each in drawn]
+        assert most // 4 < max(sizes) < most and all(each.target_y.shape[2] == 3 for each in drawn)
+    with pytest.raises(ValueError, match=r"^most_points: got 0, expected a number, because the paper has none for 48"):
+        made("celeba", folder=str(tmp_path), size=48).batch(seeded(0))
+    assert made("celeba", folder=str(tmp_path), size=48, most_points=50).batch(seeded(0)).context_x.shape[1] < 47
     (tmp_path / "list_eval_partition.txt").write_text("000000.jpg 7\n")
     published.celeba.cache_clear()
     with pytest.raises(ValueError, match=r"'000000\.jpg 7'"):

@@ -9,8 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cmab_models.neural_processes import CMANP, CMANPAND, CNP, LBANP, TNPD, TNPND, IncTNP, NeuralProcess
-from cmab_models.neural_processes.base import Batch
+from cmab_models.neural_processes import (
+    ANP,
+    BANP,
+    BNP,
+    CANP,
+    CMANP,
+    CMANPAND,
+    CNP,
+    EQTNP,
+    LBANP,
+    LBANPND,
+    NP,
+    TNPD,
+    TNPND,
+    Batch,
+    IncTNP,
+    NeuralProcess,
+)
 from cmab_models.neural_processes.parts import point_embedding
 from cmab_models.pictures import context
 from torch import Tensor
@@ -21,10 +37,17 @@ from cmab_kernels import merge_states
 SMALL: dict[str, Any] = {"dim": 12, "num_latents": 5, "num_heads": 3, "depth": 2, "embedding_depth": 2}
 TRANSFORMER = {name: size for name, size in SMALL.items() if name != "num_latents"}
 MODELS: dict[type[NeuralProcess], dict[str, Any]] = {
-    **dict.fromkeys((CMANP, CMANPAND, LBANP), SMALL),
-    **dict.fromkeys((TNPD, TNPND, IncTNP), TRANSFORMER),
+    **dict.fromkeys((CMANP, CMANPAND, LBANP, LBANPND), SMALL),
+    **dict.fromkeys((EQTNP, TNPD, TNPND, IncTNP), TRANSFORMER),
     CNP: {"dim": 12},
+    CANP: {"dim": 12, "num_heads": 3},
+    NP: {"dim": 12, "dim_latent": 5},
+    ANP: {"dim": 12, "dim_latent": 5, "num_heads": 3},
+    BNP: {"dim": 12},
+    BANP: {"dim": 12, "num_heads": 3},
 }
+FAMILY = (CANP, NP, ANP, BNP, BANP)
+"""Models that are trained to predict their context too, and whose standard deviations are at least 0.1."""
 
 
 def made(kind: type[NeuralProcess], **changes: Any) -> NeuralProcess:
@@ -105,7 +128,7 @@ def test_of_nothing_there_is_nothing(kind: type[NeuralProcess]) -> None:
     assert model.prefix_log_prob(x[:0], y[:0]).shape == (0, x.shape[1] - 1)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind is not IncTNP])
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in (IncTNP, BNP, BANP)])  # in these, order counts
 def test_one_of_two_equal_points_is_forgotten(kind: type[NeuralProcess]) -> None:
     model, (x, y, target_x, _) = made(kind), batch()
     with torch.no_grad():
@@ -127,7 +150,8 @@ def test_a_likelihood_of_blocks_is_a_chain_of_predictions(kind: type[NeuralProce
             x, y = torch.cat([x, target_x[:, block]], 1), torch.cat([y, target_y[:, block]], 1)
         found = model.log_prob(*given, block_size=3)
         close(found, total / 7)
-        close(model.loss(given), -model.log_prob(*given, block_size=7).mean())
+        if kind not in FAMILY:
+            close(model.loss(given), -model.log_prob(*given, block_size=7).mean())
         assert found.shape == (2,)
 
 
@@ -166,7 +190,7 @@ def test_samples(kind: type[NeuralProcess]) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_saved_comes_back(kind: type[NeuralProcess], tmp_path: Path) -> None:
-    model, (x, y, target_x, _) = made(kind, bound_std=True), batch()
+    model, (x, y, target_x, _) = made(kind, **({} if kind in FAMILY else {"bound_std": True})), batch()
     model.save_pretrained(tmp_path)
     again = kind.from_pretrained(tmp_path).double().eval()
     assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "config.json"}

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributions import Distribution, MultivariateNormal
+from torch.distributions import Distribution
 
 from cmab_kernels.nn.inputs import check_features
 from cmab_kernels.runtime.checks import check_count, check_dense, kind_of, mismatch, refuse_not_finite
 
 from ..precision import in_single, weight_of
 from ..pretrained import Pretrained
+from .likelihood import joint_log_prob, observed
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class Batch(NamedTuple):
@@ -30,6 +35,52 @@ class Batch(NamedTuple):
     """(B, M, dim_y)"""
 
 
+class PaddedBatch(NamedTuple):
+    """Functions with sets of different sizes: a `Batch` with masks.
+
+    >>> sizes = ((9, 4), (5, 7))
+    >>> some = [Batch(*(torch.randn(1, n, 1) for n in (points, points, asked, asked))) for points, asked in sizes]
+    >>> padded = PaddedBatch.pad(some)
+    >>> padded.context_x.shape, padded.target_mask.sum(1)
+    (torch.Size([2, 9, 1]), tensor([3, 0]))
+    >>> model = cmab_models.CNP(1, 1)
+    >>> alone = torch.stack([model.loss(batch) for batch in some])
+    >>> torch.allclose(model.loss(padded), alone.mean(), atol=1e-5)
+    True
+    """
+
+    context_x: Tensor
+    """(B, N, dim_x)"""
+    context_y: Tensor
+    """(B, N, dim_y)"""
+    target_x: Tensor
+    """(B, M, dim_x)"""
+    target_y: Tensor
+    """(B, M, dim_y)"""
+    context_mask: Tensor
+    """(B, N) bool, True where there is no point"""
+    target_mask: Tensor
+    """(B, M) bool, True where there is no target"""
+
+    @classmethod
+    def pad(cls, batches: Sequence[Batch]) -> Self:
+        """Return all functions of some batches as one batch, padded with zeros to the largest sets."""
+        if not batches:
+            raise ValueError(mismatch("batches", "none", "at least one"))
+        (x, mask), (y, _), (target_x, target_mask), (target_y, _) = (
+            _padded([batch[i] for batch in batches]) for i in range(len(Batch._fields))
+        )
+        return cls(x, y, target_x, target_y, mask, target_mask)
+
+
+def _padded(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return sets (B_i, N_i, C) as one tensor (sum of B_i, largest N_i, C), and a mask of its padding."""
+    most = max(part.shape[1] for part in parts)
+    values = torch.cat([F.pad(part, (0, 0, 0, most - part.shape[1])) for part in parts])
+    sizes = torch.cat([torch.full((len(part), 1), part.shape[1], device=part.device) for part in parts])
+    return values, torch.arange(most, device=values.device) >= sizes
+
+
 class NeuralProcess(Pretrained):
     """Base class of models that predict the values of a function at targets from points of the function.
 
@@ -39,10 +90,12 @@ class NeuralProcess(Pretrained):
 
     Shapes: x (B, N, dim_x), y (B, N, dim_y), target_x (B, M, dim_x), all in the model's dtype. A wrong shape raises a
     `ValueError`. A wrong dtype, or an argument that is not a tensor, raises a `TypeError`. On a CPU, a NaN or an
-    infinity raises a `ValueError` too, except in masked points. This also holds for target values: a target without a
-    value has no likelihood. On a GPU values are not checked, because the program would have to wait. There, a NaN makes
-    the predictions or likelihoods of its function NaN. A model in bfloat16 or float16 returns predictions and
-    likelihoods in float32.
+    infinity raises a `ValueError` too, except in masked points. On a GPU values are not checked, because the program
+    would have to wait. There, a NaN makes the predictions or likelihoods of its function NaN. A model in bfloat16 or
+    float16 returns predictions and likelihoods in float32.
+
+    A NaN in target_y is not an error: this output of the target is missing. The likelihood is that of the other
+    outputs.
 
     >>> model = cmab_models.CMANP(dim_x=1, dim_y=2, dim=16, num_latents=8, num_heads=2, depth=2)
     >>> x, y = torch.randn(3, 50, 1), torch.randn(3, 50, 2)
@@ -55,6 +108,8 @@ class NeuralProcess(Pretrained):
     dim_y: int
     state_type: ClassVar[type[tuple[Any, ...]]]
     """The type of the state that `condition` returns."""
+    joint: ClassVar[bool] = False
+    """Whether `predict` returns one joint distribution of all targets."""
     block_size: int | None = None
     """The number of targets that are predicted jointly in autoregressive likelihoods and samples; None: all targets at
     once."""
@@ -76,7 +131,7 @@ class NeuralProcess(Pretrained):
         """Return the distribution of the values at the targets.
 
         The distribution is a `Normal` of batch shape (B, M, dim_y), or a `MultivariateNormal` over all M dim_y values,
-        ordered by target.
+        ordered by target, or a `Mixture` of normal distributions.
         """
 
     def forward(self, context_x: Tensor, context_y: Tensor, target_x: Tensor) -> Distribution:
@@ -84,28 +139,46 @@ class NeuralProcess(Pretrained):
         return self.predict(self.condition(context_x, context_y), target_x)
 
     def log_prob(
-        self, context_x: Tensor, context_y: Tensor, target_x: Tensor, target_y: Tensor, *, block_size: int | None = None
+        self,
+        context_x: Tensor,
+        context_y: Tensor,
+        target_x: Tensor,
+        target_y: Tensor,
+        context_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+        *,
+        block_size: int | None = None,
     ) -> Tensor:
         """Return the log-likelihood (B,) of the targets given the context: summed over output dimensions, mean over
         targets.
 
-        With a `block_size`, or the model's own block size, this number of targets is predicted at a time, and each
-        block becomes context of the next block. The mean over no targets is 0. This 0, and the likelihoods of an empty
-        batch, have a backward pass: all gradients are 0.
+        Points are ignored where `context_mask` (B, N) bool is True, and targets where `target_mask` (B, M) is True or
+        all outputs are NaN; the other values of these may be anything. Each function then has the likelihood that it
+        has alone (`PaddedBatch`). Of a target with some outputs NaN, the other outputs count.
+
+        With a `block_size`, or the model's own block size, this number of targets is predicted at a time, masked ones
+        included, and each block becomes context of the next block, except the targets of which an output is missing.
+        The mean over no targets is 0. This 0, and the likelihoods of an empty batch, have a backward pass: all
+        gradients are 0.
         """
-        self._check(context_x, context_y, of="context_")
-        self._check(target_x, target_y, batch=len(context_x), of="target_")
+        context_x, context_y, target_x, target_y, there = self._given(
+            context_x, context_y, target_x, target_y, context_mask, target_mask
+        )
         targets = target_x.shape[1]
+        counted = max(targets, 1) if there is None else there.any(-1).sum(1).clamp(min=1)
         size = self._block_size(block_size, targets)
-        if size >= targets:
-            return joint_log_prob(self(context_x, context_y, target_x), target_y) / max(targets, 1)
-        state, total = self.condition(context_x, context_y), in_single(target_y.new_zeros(target_y.shape[0]))
-        for first in range(0, targets, size):
-            x, y = target_x[:, first : first + size], target_y[:, first : first + size]
-            total = total + joint_log_prob(self.predict(state, x), y)
+        if size >= targets and context_mask is None and (there is None or not self.joint):
+            return joint_log_prob(self(context_x, context_y, target_x), target_y, there) / counted
+        state = self.condition(context_x, context_y, mask=context_mask)
+        total = in_single(target_y.new_zeros(target_y.shape[0]))
+        for first in range(0, max(targets, 1), size):
+            block = slice(first, first + size)
+            x, y, some = target_x[:, block], target_y[:, block], None if there is None else there[:, block]
+            predicted = self._predicted(state, x, None if some is None else ~some.any(-1))
+            total = total + joint_log_prob(predicted, y, some)
             if first + size < targets:
-                state = self.condition(x, y, state)
-        return total / targets
+                state = self.condition(x, y, state, None if some is None else ~some.all(-1))
+        return total / counted
 
     def prefix_log_prob(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the log-likelihood (B, N - 1) of every point but the first, each given the points before it.
@@ -139,14 +212,38 @@ class NeuralProcess(Pretrained):
             state = self.condition(x, drawn[-1], state)
         return torch.cat(drawn, 1)
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch | PaddedBatch) -> Tensor:
         """Return the mean negative log-likelihood of a batch, with all targets at once.
 
-        It is 0, with gradients of 0, if the batch has no functions or no targets."""
-        batch = Batch(*batch)
-        self._check(batch.target_x, of="target_")
-        found = self.log_prob(*batch, block_size=max(batch.target_x.shape[1], 1))
+        It is 0, with gradients of 0, if the batch has no functions or no targets. A function without targets counts
+        with a likelihood of 0."""
+        parts = PaddedBatch(*batch) if len(batch) == len(PaddedBatch._fields) else Batch(*batch)
+        self._check(parts.target_x, of="target_", values=False)
+        found = self.log_prob(*parts, block_size=max(parts.target_x.shape[1], 1))
         return -(found.mean() if len(found) else found.sum())
+
+    def _predicted(self, state: Any, target_x: Tensor, mask: Tensor | None) -> Distribution:
+        """Return the distribution of the targets that `mask` does not ignore. A mask matters only if the distribution
+        is `joint`."""
+        return self.predict(state, target_x)
+
+    def _given(
+        self,
+        context_x: Tensor,
+        context_y: Tensor,
+        target_x: Tensor,
+        target_y: Tensor,
+        context_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the points and targets with zeros in place of values that do not count, and which values of the
+        targets (B, M, dim_y) count; None if all of them do. Raise as the methods do."""
+        self._check(context_x, context_y, mask=context_mask, of="context_", values=False)
+        self._check(target_x, target_y, mask=target_mask, batch=len(context_x), of="target_", values=False)
+        context_x, context_y = without_masked(context_x, context_y, context_mask, of="context_")
+        values, there = observed(target_y, target_mask)
+        target_x, values = without_masked(target_x, values, target_mask, of="target_")
+        return context_x, context_y, target_x, values, there
 
     def _block_size(self, asked: int | None, targets: int) -> int:
         return check_count("block_size", self.block_size or max(targets, 1) if asked is None else asked)
@@ -184,7 +281,7 @@ class NeuralProcess(Pretrained):
                 allowed = f"{(*x.shape[:2], self.dim_y)}, as {of}x has shape {tuple(x.shape)}"
                 raise ValueError(mismatch(f"{of}y", f"shape {tuple(y.shape)}", allowed))
         if mask is not None:
-            _check_mask(mask, x)
+            _check_mask(mask, x, of)
         if batch not in (None, len(x)):
             raise ValueError(
                 mismatch(f"{of}x", f"shape {tuple(x.shape)}", f"batch {batch}, that of the points it goes with")
@@ -193,16 +290,18 @@ class NeuralProcess(Pretrained):
             refuse_not_finite(**given)
 
 
-def _check_mask(mask: Tensor, x: Tensor) -> None:
+def _check_mask(mask: Tensor, x: Tensor, of: str) -> None:
+    name = f"{of}mask"
     if not isinstance(mask, Tensor):
-        raise TypeError(mismatch("mask", kind_of(mask), "a torch.Tensor of bool with True = ignore"))
-    check_dense("mask", mask)
+        raise TypeError(mismatch(name, kind_of(mask), "a torch.Tensor of bool with True = ignore"))
+    check_dense(name, mask)
     if mask.dtype != torch.bool or mask.shape != x.shape[:2] or mask.device != x.device:
         given = f"{mask.dtype} of shape {tuple(mask.shape)} on {mask.device}"
-        raise ValueError(mismatch("mask", given, f"torch.bool of shape {tuple(x.shape[:2])} on {x.device}, as x has"))
+        allowed = f"torch.bool of shape {tuple(x.shape[:2])} on {x.device}, as {of}x has"
+        raise ValueError(mismatch(name, given, allowed))
 
 
-def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def without_masked(x: Tensor, y: Tensor, mask: Tensor | None, of: str = "") -> tuple[Tensor, Tensor]:
     """Return the points with zeros in place of ignored points, because a NaN times a weight or gradient of 0 would be a
     NaN.
 
@@ -211,15 +310,5 @@ def without_masked(x: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, T
     if mask is not None:
         ignored = mask.unsqueeze(-1)
         x, y = x.masked_fill(ignored, 0.0), y.masked_fill(ignored, 0.0)
-    refuse_not_finite(x=x, y=y)
+    refuse_not_finite(**{f"{of}x": x, f"{of}y": y})
     return x, y
-
-
-def joint_log_prob(predicted: Distribution, y: Tensor) -> Tensor:
-    """Return the log-density (B,) of all values y (B, M, dim_y); 0 if there are no values."""
-    if not isinstance(predicted, MultivariateNormal):
-        return predicted.log_prob(y).flatten(1).sum(1)
-    values = y.flatten(1)
-    if not y.numel():  # torch's log_prob raises an error without values; sums over no values keep the graph
-        return (values - predicted.loc).sum(1) + predicted.scale_tril.sum((1, 2))
-    return predicted.log_prob(values)

@@ -15,8 +15,9 @@ from cmab_kernels.nn import CMABStack
 
 from ..prefixes import prefix_states
 from . import official
-from .base import NeuralProcess, joint_log_prob, without_masked
-from .parts import Decoder, JointHead, NormalHead, point_embedding
+from .base import NeuralProcess, without_masked
+from .likelihood import joint_log_prob
+from .parts import Decoder, Joint, JointHead, NormalHead, point_embedding
 
 if TYPE_CHECKING:
     from typing import Self
@@ -136,31 +137,35 @@ class CMANP(NeuralProcess):
         return left.state
 
     def predict(self, state: AttentionState, target_x: Tensor) -> Distribution:
-        self._check(target_x, batch=self._known(state).lse.shape[1], of="target_")
-        return self._decoded(target_x, self.blocks.retrieve(self.latents, state, all_blocks=True))
+        result: Distribution = self.head(self._features(state, target_x))
+        return result
 
     def forward(self, context_x: Tensor, context_y: Tensor, target_x: Tensor) -> Distribution:
         self._check(context_x, context_y, of="context_")
         self._check(target_x, batch=len(context_x), of="target_")
-        return self._decoded(target_x, self.blocks(self._embedded(context_x, context_y), self.latents, all_blocks=True))
+        latents = self.blocks(self._embedded(context_x, context_y), self.latents, all_blocks=True)
+        result: Distribution = self.head(self.decoder(target_x, latents))
+        return result
 
     def prefix_log_prob(self, x: Tensor, y: Tensor) -> Tensor:
         self._check(x, y)
         states = prefix_states(self.blocks, self._embedded(x[:, :-1], y[:, :-1]))
         target_x, target_y = (points[:, 1:].flatten(0, 1).unsqueeze(1) for points in (x, y))
-        predicted = self._decoded(target_x, self.blocks.retrieve(self.latents, states, all_blocks=True))
+        predicted = self.head(self.decoder(target_x, self.blocks.retrieve(self.latents, states, all_blocks=True)))
         return joint_log_prob(predicted, target_y).view(x[:, 1:].shape[:2])
 
     def _embedded(self, x: Tensor, y: Tensor) -> Tensor:
         result: Tensor = self.embedding(torch.cat([x, y], -1))
         return result
 
-    def _decoded(self, target_x: Tensor, latents: Tensor) -> Distribution:
-        result: Distribution = self.head(self.decoder(target_x, latents))
+    def _features(self, state: AttentionState, target_x: Tensor) -> Tensor:
+        """Return the features (B, M, dim) of the targets."""
+        self._check(target_x, batch=self._known(state).lse.shape[1], of="target_")
+        result: Tensor = self.decoder(target_x, self.blocks.retrieve(self.latents, state, all_blocks=True))
         return result
 
 
-class CMANPAND(CMANP):
+class CMANPAND(Joint, CMANP):
     """A CMANP with a joint distribution over blocks of targets, each block given the blocks before it.
 
     AND means "autoregressive not diagonal". Memory is constant in the context and linear in the targets. In training,

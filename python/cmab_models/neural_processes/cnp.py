@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,36 @@ class Total(NamedTuple):
     """(B, 1), at least float32, because a half type cannot count beyond 2,048"""
 
 
-class CNP(NeuralProcess):
+class KeepsTotal(NeuralProcess):
+    """Base class of models whose state is a sum over the points."""
+
+    state_type = Total
+
+    @abstractmethod
+    def _embedded(self, points: Tensor) -> Tensor:
+        """Return the features (B, N, width) of points (B, N, dim_x + dim_y)."""
+
+    def condition(self, x: Tensor, y: Tensor, state: Total | None = None, mask: Tensor | None = None) -> Total:
+        new = self._total(x, y, mask, state)
+        return new if state is None else Total(state.features + new.features, state.points + new.points)
+
+    def forget(self, state: Total, x: Tensor, y: Tensor) -> Total:
+        self._known(state)
+        old = self._total(x, y, None, state)
+        return Total(state.features - old.features, state.points - old.points)
+
+    def _total(self, x: Tensor, y: Tensor, mask: Tensor | None, state: Total | None) -> Total:
+        """Return the total of the points x, y, which can be added to `state` or subtracted from it."""
+        self._check(x, y, mask=mask, batch=None if state is None else len(self._known(state).points), values=False)
+        features = in_single(self._embedded(torch.cat(without_masked(x, y, mask), -1)))
+        if mask is None:
+            return Total(features.sum(1), features.new_full((x.shape[0], 1), x.shape[1]))
+        return Total(
+            features.masked_fill(mask.unsqueeze(-1), 0.0).sum(1), (~mask).sum(1, keepdim=True).to(features.dtype)
+        )
+
+
+class CNP(KeepsTotal):
     """The simplest neural process: a multilayer perceptron at each point, a mean over the context, and a multilayer
     perceptron at each target.
 
@@ -41,23 +71,12 @@ class CNP(NeuralProcess):
     True
     """
 
-    state_type = Total
-
     def __init__(self, dim_x: int, dim_y: int, dim: int = 128, depth: int = 4, bound_std: bool = False) -> None:
         super().__init__()
         self.dim_x, self.dim_y = dim_x, dim_y
         self.embedding = point_embedding(dim_x + dim_y, dim, depth, "depth")
         self.decoder = point_embedding(dim_x + dim, dim, depth, "depth")
         self.head = NormalHead(dim, dim, dim_y, bound_std)
-
-    def condition(self, x: Tensor, y: Tensor, state: Total | None = None, mask: Tensor | None = None) -> Total:
-        new = self._total(x, y, mask, state)
-        return new if state is None else Total(state.features + new.features, state.points + new.points)
-
-    def forget(self, state: Total, x: Tensor, y: Tensor) -> Total:
-        self._known(state)
-        old = self._total(x, y, None, state)
-        return Total(state.features - old.features, state.points - old.points)
 
     def predict(self, state: Total, target_x: Tensor) -> Normal:
         self._check(target_x, batch=len(self._known(state).points), of="target_")
@@ -66,12 +85,6 @@ class CNP(NeuralProcess):
         result: Normal = self.head(self.decoder(torch.cat([target_x, context], -1)).relu())
         return result
 
-    def _total(self, x: Tensor, y: Tensor, mask: Tensor | None, state: Total | None) -> Total:
-        """Return the total of the points x, y, which can be added to `state` or subtracted from it."""
-        self._check(x, y, mask=mask, batch=None if state is None else len(self._known(state).points), values=False)
-        features = in_single(self.embedding(torch.cat(without_masked(x, y, mask), -1)))
-        if mask is None:
-            return Total(features.sum(1), features.new_full((x.shape[0], 1), x.shape[1]))
-        return Total(
-            features.masked_fill(mask.unsqueeze(-1), 0.0).sum(1), (~mask).sum(1, keepdim=True).to(features.dtype)
-        )
+    def _embedded(self, points: Tensor) -> Tensor:
+        result: Tensor = self.embedding(points)
+        return result

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,8 +52,8 @@ class DecoderLayer(nn.Module):
         self.cross_attention = CrossAttention(dim, num_heads, residual)
         self.cross_feed_forward = FeedForward(dim, ff_dim, residual)
 
-    def forward(self, targets: Tensor, latents: Tensor) -> Tensor:
-        result: Tensor = self.cross_feed_forward(self.cross_attention(targets, latents))
+    def forward(self, targets: Tensor, latents: Tensor, mask: Tensor | None = None) -> Tensor:
+        result: Tensor = self.cross_feed_forward(self.cross_attention(targets, latents, mask))
         return result
 
 
@@ -65,11 +68,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(dim, num_heads, ff_dim, residual) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, target_x: Tensor, latents: Tensor) -> Tensor:
-        """Return features (B, M, dim) of the targets (B, M, dim_x)."""
+    def forward(self, target_x: Tensor, latents: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return features (B, M, dim) of the targets (B, M, dim_x). Latents where `mask` (B, L) is True are ignored."""
         features = self.embedding(target_x)
         for layer, each in zip(self.layers, latents, strict=True):
-            features = layer(features, each)
+            features = layer(features, each, mask)
         result: Tensor = self.norm(features)
         return result
 
@@ -102,6 +105,18 @@ class NormalHead(nn.Module):
         return Normal(mean, 0.05 + 0.95 * F.softplus(raw) if self.bound_std else raw.exp(), validate_args=False)
 
 
+class Joint:
+    """Mixin of models whose head is a `JointHead`: targets that are ignored do not change the others."""
+
+    joint = True
+    head: nn.Module
+    _features: Callable[[Any, Tensor], Tensor]
+
+    def _predicted(self, state: Any, target_x: Tensor, mask: Tensor | None) -> MultivariateNormal:
+        result: MultivariateNormal = self.head(self._features(state, target_x), mask)
+        return result
+
+
 class JointHead(nn.Module):
     """The joint distribution of all values of a set of targets, from features (B, M, dim).
 
@@ -118,12 +133,23 @@ class JointHead(nn.Module):
         self.projection = perceptron(dim, hidden, rank * dim_y, depth, "projection_depth")
         self.rank, self.bound_std = rank, bound_std
 
-    def forward(self, features: Tensor) -> MultivariateNormal:
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> MultivariateNormal:
+        """Return the distribution. Targets where `mask` (B, M) is True are not read, and get deviation 1 and no
+        covariance."""
         mean = in_single(self.mean(features)).flatten(1)
-        rows = in_single(self.projection(encoded(self.encoder, features))).view(*mean.shape, self.rank)
+        # torch's attention over no keys is NaN, so a set without targets is read as it is.
+        hidden = None if mask is None else mask & ~mask.all(1, keepdim=True)
+        rows = in_single(self.projection(encoded(self.encoder, features, hidden))).view(*mean.shape, self.rank)
+        ignored = None if mask is None else mask.repeat_interleave(mean.shape[1] // max(mask.shape[1], 1), 1)
+        if ignored is not None:
+            rows = rows.masked_fill(ignored.unsqueeze(-1), 0.0)
         with as_they_are(rows.device):  # torch has no triangular solve in half types
             factor = (rows @ rows.mT).tril()
+        diagonal = before = factor.diagonal(dim1=-2, dim2=-1)
         if self.bound_std:
-            diagonal = factor.diagonal(dim1=-2, dim2=-1)
-            factor = factor - torch.diag_embed(diagonal) + torch.diag_embed(0.05 + 0.95 * diagonal.tanh())
+            diagonal = 0.05 + 0.95 * diagonal.tanh()
+        if ignored is not None:
+            diagonal = diagonal.masked_fill(ignored, 1.0)
+        if diagonal is not before:
+            factor = factor - torch.diag_embed(before) + torch.diag_embed(diagonal)
         return MultivariateNormal(mean, scale_tril=factor, validate_args=False)

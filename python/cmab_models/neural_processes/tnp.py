@@ -10,7 +10,7 @@ from cmab_kernels.runtime.checks import mismatch
 from cmab_kernels.runtime.tracing import has_values
 
 from ..encoder import EncoderLayer
-from .parts import JointHead, NormalHead, encoded, point_embedding
+from .parts import Joint, JointHead, NormalHead, encoded, point_embedding
 from .points import KeepsPoints, Points
 
 
@@ -49,6 +49,11 @@ class TNPD(KeepsPoints):
         self.head: nn.Module = NormalHead(dim, hidden, dim_y, bound_std)
 
     def predict(self, state: Points, target_x: Tensor) -> Distribution:
+        result: Distribution = self.head(self._features(state, target_x))
+        return result
+
+    def _features(self, state: Points, target_x: Tensor) -> Tensor:
+        """Return the features (B, M, dim) of the targets."""
         self._check(target_x, batch=len(self._known(state).ignored), of="target_")
         points, targets = state.x.shape[1], target_x.shape[1]
         if has_values(state.ignored) and state.ignored.all(1).any():
@@ -56,12 +61,10 @@ class TNPD(KeepsPoints):
         asked = torch.cat([target_x, target_x.new_zeros(*target_x.shape[:2], self.dim_y)], -1)
         tokens = self.embedding(torch.cat([torch.cat([state.x, state.y], -1), asked], 1))
         hidden = torch.cat([state.ignored, state.ignored.new_ones(len(asked), targets)], 1)
-        features = encoded(self.encoder, tokens, hidden)
-        result: Distribution = self.head(features[:, points:])
-        return result
+        return encoded(self.encoder, tokens, hidden)[:, points:]
 
 
-class TNPND(TNPD):
+class TNPND(Joint, TNPD):
     """A `TNPD` with a joint distribution over all targets (ND: not diagonal), from the head of `CMANPAND`.
 
     Args:

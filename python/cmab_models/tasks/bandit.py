@@ -16,6 +16,7 @@ from ..choices import largest
 from ..data import wheel
 from ..neural_processes.base import Batch, NeuralProcess
 from .base import BySystem, Task, seeded
+from .functions import BOUNDED
 
 DELTAS = (0.7, 0.9, 0.95, 0.99, 0.995)
 
@@ -35,7 +36,10 @@ class WheelBandit(Task):
     """
 
     name: ClassVar[str] = "wheel"
-    systems: ClassVar[tuple[str, ...]] = ("cmanp", "lbanp", "cnp", "tnp-d", "inctnp")
+    systems: ClassVar[tuple[str, ...]] = (
+        *("cmanp", "lbanp", "cnp", "tnp-d", "inctnp"),
+        *("canp", "np", "anp", "bnp", "banp", "eqtnp"),
+    )
 
     of_system: ClassVar[BySystem] = {"cnp": {"steps": 1800}}
     steps: int = 4000
@@ -53,7 +57,7 @@ class WheelBandit(Task):
     def sizes(self, system: str) -> dict[str, Any]:
         if system == "inctnp" and self.memory:
             raise ValueError(mismatch("memory", self.memory, "0, which remembers all, as an inctnp cannot forget"))
-        if system == "cnp":
+        if system in ("cnp", *BOUNDED):
             return {"dim_x": 2, "dim_y": wheel.ARMS}
         sizes = {"dim_x": 2, "dim_y": wheel.ARMS, "dim": 16, "num_heads": 1, "depth": 4}
         return sizes | ({"num_latents": 8} if system in ("cmanp", "lbanp") else {})

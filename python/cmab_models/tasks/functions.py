@@ -7,28 +7,39 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from cmab_kernels.runtime.checks import mismatch
 
-from ..neural_processes.base import Batch, NeuralProcess, joint_log_prob
+from ..neural_processes.base import Batch, NeuralProcess, PaddedBatch
+from ..neural_processes.likelihood import joint_log_prob
 from .base import Task
 
+AnyBatch = TypeVar("AnyBatch", Batch, PaddedBatch)
 WIDTH: dict[str, Any] = {"dim": 32, "num_heads": 2, "depth": 2, "embedding_depth": 2}
 SIZES: dict[str, dict[str, Any]] = {
     "cmanp": WIDTH | {"num_latents": 16},
     "cmanp-and": WIDTH | {"num_latents": 16},
     "lbanp": WIDTH | {"num_latents": 16},
+    "lbanp-nd": WIDTH | {"num_latents": 16},
+    "eqtnp": WIDTH,
     "tnp-d": WIDTH,
     "tnp-nd": WIDTH,
     "inctnp": WIDTH,
     "cnp": {"dim": 128, "depth": 4},
+    "canp": {"dim": 64, "num_heads": 4},
+    "np": {"dim": 64, "dim_latent": 64},
+    "anp": {"dim": 64, "dim_latent": 64, "num_heads": 4},
+    "bnp": {"dim": 64},
+    "banp": {"dim": 64, "num_heads": 4},
 }
 """System -> sizes that can be trained in a few minutes on one core. The papers' sizes are the defaults of the
 models."""
+BOUNDED = ("canp", "np", "anp", "bnp", "banp")
+"""Systems whose standard deviations are at least 0.1 for all data, as in the published code."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,8 @@ class FunctionTask(Task):
     autoregressive: bool = False
 
     def sizes(self, system: str) -> dict[str, Any]:
-        return {"dim_x": self.dim_x, "dim_y": self.dim_y, "bound_std": self.bound_std} | SIZES[system]
+        bound = {} if system in BOUNDED else {"bound_std": self.bound_std}
+        return {"dim_x": self.dim_x, "dim_y": self.dim_y} | bound | SIZES[system]
 
     @abstractmethod
     def batch(self, generator: torch.Generator) -> Batch: ...
@@ -83,10 +95,10 @@ def sizes_of_sets(most: int, generator: torch.Generator) -> tuple[int, int]:
     return context, int(torch.randint(3, most - context, (), generator=generator))
 
 
-def on_device_of(model: nn.Module, batch: Batch) -> Batch:
+def on_device_of(model: nn.Module, batch: AnyBatch) -> AnyBatch:
     """Return the batch on the device of the model."""
     device = next(model.parameters()).device
-    return Batch(*(part.to(device) for part in batch))
+    return type(batch)(*(part.to(device) for part in batch))
 
 
 @torch.no_grad()

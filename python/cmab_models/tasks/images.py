@@ -24,6 +24,8 @@ Pictures: TypeAlias = "Tensor | list[Tensor]"
 """Images of one size (N, H, W, C), or of several sizes, each (H, W, C), uint8."""
 Images: TypeAlias = "Mapping[str, Pictures]"
 """Images by set: "train", and held-out sets."""
+PUBLISHED_POINTS = {32: 200, 64: 800, 128: 1600}
+"""Size of an image -> the paper's `most_points`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class _Completion(FunctionTask):
     known pixels."""
     size: int = 28
     most_points: int = 200
-    """The paper uses 200 at 32 pixels, 800 at 64 and 1,600 at 128."""
     evaluation_batches: int = 50
     chunk: int = 16
     """The number of pixels that arrive at a time in `stream`."""
@@ -55,7 +56,8 @@ class _Completion(FunctionTask):
     def sizes(self, system: str) -> dict[str, Any]:
         """Return the sizes of all tasks of functions, with the paper's four layers in embeddings, because points in a
         plane need more than two layers."""
-        return super().sizes(system) | ({} if system == "cnp" else {"embedding_depth": 4})
+        sizes = super().sizes(system)
+        return sizes | ({"embedding_depth": 4} if "embedding_depth" in sizes else {})
 
     @abstractmethod
     def images(self) -> Images:
@@ -93,6 +95,9 @@ class _Completion(FunctionTask):
         asked, known = order[: min(500, len(x) // 4)], order[min(500, len(x) // 4) :]
         yield from streamed(model, Batch(x[known][None], y[known][None], x[asked][None], y[asked][None]), self.chunk)
 
+    def _most(self) -> int:
+        return self.most_points
+
     def _held_out(self) -> list[str]:
         return [name for name in self.images() if name != "train"]
 
@@ -101,7 +106,7 @@ class _Completion(FunctionTask):
         return (self._drawn(self.images()[name], generator) for _ in range(self.evaluation_batches))
 
     def _drawn(self, images: Pictures, generator: torch.Generator) -> Batch:
-        context, targets = sizes_of_sets(self.most_points, generator)
+        context, targets = sizes_of_sets(self._most(), generator)
         squares = data.crops(images, self.size, self.functions, generator)
         places = data.some_pixels(squares, context + targets, generator)
         x = data.coordinates(self.size, self.size)[places]
@@ -177,14 +182,24 @@ class EMNIST(_Completion):
 @dataclass(frozen=True)
 class CelebA(_Completion):
     """CelebA's faces, with those of its test part held out, `unseen`; deviations have no bound, as in the published
-    code."""
+    code.
+
+    With `most_points` 0, the default, sets have the paper's sizes at 32, 64 and 128 pixels.
+    """
 
     name: ClassVar[str] = "celeba"
     dim_y: ClassVar[int] = 3
     bound_std: ClassVar[bool] = False
     size: int = 32
+    most_points: int = 0
     folder: str = ""
     """The folder of the published files (`data.published_images`)."""
+
+    def _most(self) -> int:
+        if not self.most_points and self.size not in PUBLISHED_POINTS:
+            allowed = f"a number, because the paper has none for {self.size} pixels"
+            raise ValueError(mismatch("most_points", self.most_points, allowed))
+        return self.most_points or PUBLISHED_POINTS[self.size]
 
     def images(self) -> Images:
         return {"train": celeba(self.folder, 0, self.size), "unseen": celeba(self.folder, 2, self.size)}
