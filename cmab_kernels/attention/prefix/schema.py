@@ -17,9 +17,7 @@ from .reference import prefix_attention_backward_reference, prefix_attention_ref
 
 def _definition(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
     query, key, value, mask, state_out, state_lse, key_bias, log_decay, every, scale, _ = inputs
-    return prefix_attention_reference(
-        query, key, value, mask, state_out, state_lse, every, scale, key_bias, log_decay
-    )
+    return prefix_attention_reference(query, key, value, mask, state_out, state_lse, every, scale, key_bias, log_decay)
 
 
 def _check_needs(inputs: PrefixAttentionBackward) -> None:
@@ -93,7 +91,9 @@ def _backward(call: Call[PrefixAttention], dout: Tensor, dlse: Tensor) -> Gradie
 
 def _backward_formula(inputs: PrefixAttentionBackward) -> tuple[Tensor, ...]:
     """The gradients by the reference, which stores T L N scores. `out` and `lse` count as inputs."""
-    dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, key_bias, log_decay, every, scale, _, _ = inputs
+    dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, key_bias, log_decay, every, scale, _, _ = (
+        inputs
+    )
     return prefix_attention_backward_reference(
         dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, key_bias, log_decay
     )
