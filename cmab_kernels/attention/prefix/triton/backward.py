@@ -58,8 +58,8 @@ def _sent_by_later(
     own = tl.load(lse + later.to(tl.int64) * length * L, mask=there, other=float("inf"))
     following = tl.load(lse + (run + 1).to(tl.int64) * length * L, mask=run + 1 < runs, other=float("-inf"))
     if until is not None:
-        own -= tl.load(until + later * length, mask=there, other=0.0)
-        following -= tl.load(until + (run + 1) * length, mask=run + 1 < runs, other=0.0)
+        own -= tl.load(until + later.to(tl.int64) * length, mask=there, other=0.0)
+        following -= tl.load(until + (run + 1).to(tl.int64) * length, mask=run + 1 < runs, other=0.0)
     share = tl.where(there, _share(following, own, tl.float64), 0.0)
     sent = tl.load(rows_at(run_a, row, E, E_PAD), mask=there[:, None] & (tl.arange(0, E_PAD) < E)[None, :], other=0.0)
     a = tl.sum(share.to(sent.dtype)[:, None] * sent, 0, keep_dims=True)
@@ -75,7 +75,7 @@ def _of_decay(out, lse, until, row, prefix, here, a, c, relative, L, E: tl.const
     held = held & (before != float("-inf"))
     inside = held[:, None] & (tl.arange(0, E_PAD) < E)[None, :]
     outs = tl.load(rows_at(out, row - L, E, E_PAD), mask=inside, other=0.0)
-    before -= tl.load(until + (prefix - 1), mask=held, other=0.0)
+    before -= tl.load(until + (prefix - 1).to(tl.int64), mask=held, other=0.0)
     slope = c + tl.sum(a.to(tl.float64) * outs.to(tl.float64), 1)
     return tl.where(held, _share(before, relative, tl.float64) * slope, 0.0)
 
@@ -158,8 +158,8 @@ def _send_back(
         later = (steps[None, :] >= steps[:, None]) & seen[:, None]
         relative = logarithm
         if until is not None:
-            relative -= tl.load(until + prefix, mask=here, other=0.0)
-            following -= tl.load(until + end, mask=end < T, other=0.0)
+            relative -= tl.load(until + t, mask=here, other=0.0)
+            following -= tl.load(until + end.to(tl.int64), mask=end < T, other=0.0)
         share = _share(relative[:, None], relative[None, :], DTYPE)
         carried = _share(relative, following, tl.float64)
         slope = weighted(share, later, slope.to(DTYPE)) + carried.to(DTYPE)[:, None] * a
@@ -189,7 +189,7 @@ def _send_back(
         before = tl.load(tile_at(state_lse, lse_strides, batch, head, query, 1, 1, 0)).reshape([1])
         newest = tl.load(lse + one)
         if until is not None:
-            newest -= tl.load(until + one)
+            newest -= tl.load(until + one.to(tl.int64))
         share = tl.where(before < float("inf"), _share(before, newest, tl.float64), float("nan"))
         some = before != float("-inf")
         inside = some[:, None] & (columns < E)[None, :]

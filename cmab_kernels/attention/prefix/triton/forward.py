@@ -170,7 +170,8 @@ def _windows(
     gain_ = tl.full([1], gain, DTYPE)
     if until is not None:
         until += (slot_head.to(tl.int64) * cut[0] + window) * (cut[2] // every)
-        at = tl.load(until + (prefix if GROUP > 1 else (last - 1 - first) // every + tl.zeros([1], tl.int32)))
+        newest = prefix if GROUP > 1 else (last - 1 - first) // every + tl.zeros([1], tl.int32)
+        at = tl.load(until + newest.to(tl.int64))
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
         biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True, biases)
@@ -179,8 +180,9 @@ def _windows(
         if GROUP > 1:
             keep = keep[None, :] & (((start - first + tl.arange(0, BLOCK_N)) // every)[None, :] <= prefix[:, None])
         if until is not None:
-            place = start - first + tl.arange(0, BLOCK_N)
-            faded = _faded(at, tl.load(until + place // every, mask=place < last - first, other=0.0), DTYPE)
+            before = start - first + tl.arange(0, BLOCK_N)
+            of = tl.load(until + (before // every).to(tl.int64), mask=before < last - first, other=0.0)
+            faded = _faded(at, of, DTYPE)
             biases = faded if biases is None else biases[None, :] + faded
         peak, total, acc = absorb(
             peak,
@@ -261,7 +263,8 @@ def _scan(
         outs = tl.load(rows_at(run_out, row, E, E_PAD), mask=there[:, None] & columns, other=0.0)
         seen = steps[None, :] <= steps[:, None]
         if decay is not None:
-            logs = tl.load(decay + (slot_head.to(tl.int64) * windows + window), mask=there, other=0.0)
+            place = slot_head.to(tl.int64) * windows + window.to(tl.int64)
+            logs = tl.load(decay + place, mask=there, other=0.0)
             faded = tl.sum(tl.where(seen, logs[None, :], 0.0), 1)  # since the first window of the tile
             own -= faded
         peak = tl.maximum(tl.max(tl.where(seen, own[None, :], float("-inf")), 1), before)
