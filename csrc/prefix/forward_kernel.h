@@ -74,7 +74,8 @@ class Fading {
 // Turns the scores of some runs of a tile into weights for the vector of queries `at`, writes lse where chunks end, and
 // cuts the runs into stretches; returns their number. A reference follows its scores only if they exceed it by kSlack.
 // Other lanes are multiplied by 1: the bits of a lane do not depend on its neighbours. With decay, references are whole
-// numbers, so that the next change rounds nothing, unless they are too large for this: the sums then take the rest.
+// numbers, so that a change rounds nothing. A reference that is too large for this takes the sums' exponent into the
+// change, and the sums take the rest.
 template <class B, class T>
 inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing<T>& state, int at, const Run* runs,
                  int from, int to) {
@@ -87,16 +88,20 @@ inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing
     const Run* const run = runs + i;
     *stretch = {run->first, run->last, nullptr, nullptr, run->chunk};
     if (fades && state.fade[i] != 0) {
-      const V fade = broadcast<V>(T(state.fade[i])), next = reference + fade, rest = fade - (next - reference);
-      const auto rounded = rest != V{} && reference != -kInfinity;
-      reference = next;
+      const V fade = broadcast<V>(T(state.fade[i])), highest = broadcast<V>(T(126));
+      V next = reference + fade;
+      const auto rounded = next - reference != fade && reference != -kInfinity;
       if (__builtin_expect(any(rounded), 0)) {
-        const V factor = rounded ? exp2(rest) : broadcast<V>(T(1));
+        const V total = before + sum, power = total > V{} ? whole(logarithm(total) * T(kLog2E)) : V{};
+        next = rounded ? reference + (fade + power) : next;
+        const V rest = fade - (next - reference);
+        const V factor = rounded ? exp2(rest < highest ? rest : highest) : broadcast<V>(T(1));
         before *= factor, sum *= factor;
         store(factors, factor);
         stretch->factors = factors;
         factors += lanes<V>();
       }
+      reference = next;
     }
     for (int k = run->first; k < run->last; ++k) {
       T* weight = state.weights + k * B::kRows + at;

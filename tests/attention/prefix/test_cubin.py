@@ -74,8 +74,11 @@ Shares up to 1.5 % are a few values that ptxas spills to fit one more block. In 
 that are hidden from Triton (`as_operand`) stay in registers. Without this, `_prefix_keys` would be wrong.
 """
 
-SPILLING_FADED = {"_prefix_keys": 0.02, "_prefix_queries": 0.01, "_send_back": 0.01}
-"""The same with a bias of each key and decay, for the ordinary cases."""
+SPILLING_FADED = {
+    ("fp32", 16, 90): {"_prefix_keys": 0.02, "_send_back": 0.01},
+    ("bf16", 64, 90): {"_send_back": 0.01},
+}
+"""The same with a bias of each key and decay."""
 
 
 def _launches(
@@ -136,7 +139,7 @@ def _check(name: str, width: int, capability: int, folder: Path, faded: bool = F
             capability,
             folder,
             partial(by_matrix_units, WITH_PRODUCTS),
-            SPILLING_FADED if faded else SPILLING.get((name, width, capability)),
+            (SPILLING_FADED if faded else SPILLING).get((name, width, capability)),
         )
         == []
     )
