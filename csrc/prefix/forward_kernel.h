@@ -47,22 +47,20 @@ struct Passing {
 
 // The sums of a block have the unit 2^(reference + offset). What fades changes this unit, and not the sums. References
 // change by whole numbers, the rest goes to the offset, which is the same for all rows: so small decays do not vanish
-// in the rounding of a large reference, and the sum of all decays is a double.
+// in the rounding of a large reference, and the sum of all decays is a double. Scores do not depend on the offset: the
+// backward pass rounds them alike.
 class Fading {
  public:
   explicit Fading(const Decay& decay) : decay_(decay) {}
 
-  // Writes by how much references change before each run of a tile, and the offset of each; and takes the offset from
-  // the scores, through the biases of the keys.
-  template <class T>
-  void begin_tile(const Run* runs, int count, double* fade, double* offset, T* bias) {
+  // Writes by how much references change before each run of a tile, and the offset of each.
+  void begin_tile(const Run* runs, int count, double* fade, double* offset) {
     for (int i = 0; i < count; ++i) {
       const Run& run = runs[i];
       if (run.begins) offset_ += decay_.before(run.chunk) * kLog2E;
       fade[i] = run.begins ? __builtin_rint(offset_) : 0.0;
       offset_ -= fade[i];
       offset[i] = offset_;
-      for (int k = run.first; k < run.last; ++k) bias[k] = T(bias[k] - offset_);
     }
   }
 
@@ -70,6 +68,10 @@ class Fading {
   Decay decay_;
   double offset_ = 0;
 };
+
+// The sums of a row with decay stay within 2^-kSumsReach .. 2^kSumsReach of 1, even if that loses a decay which is less
+// than the rounding of the row's scores.
+constexpr int kSumsReach = 60;
 
 // Turns the scores of some runs of a tile into weights for the vector of queries `at`, writes lse where chunks end, and
 // cuts the runs into stretches; returns their number. A reference follows its scores only if they exceed it by kSlack.
@@ -87,15 +89,16 @@ inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing
   for (int i = from; i < to; ++i, ++stretch) {
     const Run* const run = runs + i;
     *stretch = {run->first, run->last, nullptr, nullptr, run->chunk};
+    const V offset = broadcast<V>(fades ? T(state.offset[i]) : T(0));
     if (fades && state.fade[i] != 0) {
-      const V fade = broadcast<V>(T(state.fade[i])), highest = broadcast<V>(T(126));
+      const V fade = broadcast<V>(T(state.fade[i])), bound = broadcast<V>(T(kSumsReach));
       V next = reference + fade;
       const auto rounded = next - reference != fade && reference != -kInfinity;
       if (__builtin_expect(any(rounded), 0)) {
         const V total = before + sum, power = total > V{} ? whole(logarithm(total) * T(kLog2E)) : V{};
         next = rounded ? reference + (fade + power) : next;
-        const V rest = fade - (next - reference);
-        const V factor = rounded ? exp2(rest < highest ? rest : highest) : broadcast<V>(T(1));
+        const V rest = fade - (next - reference) + power, kept = rest > -bound ? rest : -bound;
+        const V factor = rounded ? power_of_two((kept < bound ? kept : bound) - power) : broadcast<V>(T(1));
         before *= factor, sum *= factor;
         store(factors, factor);
         stretch->factors = factors;
@@ -119,7 +122,7 @@ inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing
         stretch->factors = factors;
         factors += lanes<V>();
       }
-      const V p = exp2(score - anchor(reference));
+      const V p = exp2(score - anchor(reference) - offset);
       sum += p;
       store(weight, p);
     }
@@ -216,13 +219,9 @@ struct PrefixForwardKernel {
           load_tile(shape.dtype, in.keys.key, start, present, shape.key_width, shape.key_width, INT64_MAX, scratch.key);
       const auto value = copy_tile(shape.dtype, in.keys.value, start, present, shape.value_width, scratch.value);
       const int count = cut_tile(in.keys, present, start, in.every, runs);
-      if (in.keys.bias)
-        load_bias(in.keys, start, present, state.bias);
-      else
-        for (int k = 0; k < kKeyTile; ++k) state.bias[k] = 0;
-      if (in.decay.log) fading.begin_tile(runs, count, state.fade, state.offset, state.bias);
-      score_keys<B>(scratch.queries, shape.key_width, key, present.count,
-                    in.keys.bias || in.decay.log ? state.bias : nullptr, state.weights);
+      if (in.decay.log) fading.begin_tile(runs, count, state.fade, state.offset);
+      const T* bias = in.keys.bias ? load_bias(in.keys, start, present, state.bias) : nullptr;
+      score_keys<B>(scratch.queries, shape.key_width, key, present.count, bias, state.weights);
       for (int run = 0; run < count; run += kRuns)
         for (int at = 0; at < rows; at += kLanes) {
           const int end = int(least(count, run + kRuns));

@@ -42,6 +42,17 @@ CMAB_INLINE V whole(V x) {
   return magnitude(x) < kShift / 3 ? (x + kShift) - kShift : x;
 }
 
+// 2^x for whole x, exactly; x stops at the exponents of normal numbers.
+template <class V>
+CMAB_INLINE V power_of_two(V x) {
+  using T = ElementOf<V>;
+  using Bits = typename BitsOfVector<V>::type;
+  const V most = broadcast<V>(T(sizeof(T) == 4 ? 126 : 1022));
+  x = x < most ? x : most;
+  x = x > -most ? x : -most;
+  return (V)((__builtin_convertvector(x, Bits) + BitsOf<T>(sizeof(T) == 4 ? 127 : 1023)) << (sizeof(T) == 4 ? 23 : 52));
+}
+
 // Writes lse, in base e, of the first `count` lanes: the logarithm of 2^reference times a sum whose logarithm is
 // `rest` + `offset`.
 template <class V>

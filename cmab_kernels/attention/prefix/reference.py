@@ -55,13 +55,20 @@ def _chunk_of_key(key: Tensor, every: int) -> Tensor:
     return torch.arange(key.shape[2], device=key.device) // every
 
 
+def _faded(log_decay: Tensor) -> Tensor:
+    """F_tj (B, H, T, T + 1) for j = -1, the incoming state, to T - 1. Sums from chunk t backwards round what has
+    faded, and not what is new."""
+    prefixes = log_decay.shape[-1]
+    each = log_decay[..., None, :].expand(*log_decay.shape, prefixes).tril()
+    return torch.nn.functional.pad(each.flip(-1).cumsum(-1).flip(-1), (0, 1))
+
+
 def _biases(key: Tensor, key_bias: Tensor | None, log_decay: Tensor | None, every: int) -> Tensor | None:
     """b_i + F_tj for each prefix, (B T, H, N) in `state_dtype`; None if there is neither."""
     prefixes = -(-key.shape[2] // every)
     if log_decay is None:
         return None if key_bias is None else each_prefix(key_bias, prefixes)
-    until = log_decay.cumsum(-1)
-    faded = until[..., None] - until[..., None, :].index_select(-1, _chunk_of_key(key, every))
+    faded = _faded(log_decay)[..., 1:].index_select(-1, _chunk_of_key(key, every))
     bias = faded if key_bias is None else key_bias[:, :, None] + faded
     return bias.transpose(1, 2).flatten(0, 1).to(state_dtype(key.dtype))
 
@@ -69,7 +76,7 @@ def _biases(key: Tensor, key_bias: Tensor | None, log_decay: Tensor | None, ever
 def _held_before(state_out: Tensor, state_lse: Tensor, prefixes: int, log_decay: Tensor | None) -> AttentionState:
     """The incoming state as it has faded in each prefix, with the shapes (B, H, T, L, E) and (B, H, T, L)."""
     out, lse = (part.unsqueeze(2).expand(-1, -1, prefixes, *part.shape[2:]) for part in (state_out, state_lse))
-    return AttentionState(out, lse if log_decay is None else lse + log_decay.cumsum(-1)[..., None])
+    return AttentionState(out, lse if log_decay is None else lse + _faded(log_decay)[..., :1])
 
 
 def prefix_attention_reference(

@@ -162,12 +162,15 @@ class TestBiasAndDecay(Variant):
     autocast = ()
 
     @staticmethod
-    def decay(rate: Tensor) -> Tensor:
-        """Numbers in [0.05, 1], whatever the suite puts into the rates."""
-        return 0.05 + 0.95 * rate.double().nan_to_num().sigmoid()
+    def decay(rate: Tensor, mask: Tensor | None) -> Tensor:
+        """Numbers in [0.05, 1], whatever the suite puts into the rates. Masked keys fade the others, but with a number
+        that does not depend on their rates."""
+        decay = 0.05 + 0.95 * rate.double().nan_to_num().sigmoid()
+        return decay if mask is None else decay.masked_fill(mask[:, None], 0.5)
 
-    def call(self, impl: str, rate: Tensor, **inputs: Any) -> Results:
-        return super().call(impl, decay=self.decay(rate), **inputs)
+    def call(self, impl: str, rate: Tensor, key_padding_mask: Tensor | None = None, **inputs: Any) -> Results:
+        decay = self.decay(rate, key_padding_mask)
+        return super().call(impl, decay=decay, key_padding_mask=key_padding_mask, **inputs)
 
     def oracle(
         self,
@@ -178,9 +181,10 @@ class TestBiasAndDecay(Variant):
         rate: Tensor,
         key_padding_mask: Tensor | None = None,
     ) -> Results:
-        states, until = [], self.decay(rate).log().cumsum(-1)
+        states, logs = [], self.decay(rate, key_padding_mask).log()
         for stop in range(self.every, key.shape[2] + self.every, self.every):
-            bias = key_bias[..., :stop] + (until[..., :stop][..., -1:] - until[..., :stop])
+            since = torch.nn.functional.pad(logs[..., 1:stop].flip(-1).cumsum(-1).flip(-1), (0, 1))
+            bias = key_bias[..., :stop] + since[..., : key.shape[2]]
             part = (
                 key[:, :, :stop],
                 value[:, :, :stop],
