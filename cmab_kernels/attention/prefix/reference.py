@@ -63,14 +63,19 @@ def _faded(log_decay: Tensor) -> Tensor:
     return torch.nn.functional.pad(each.flip(-1).cumsum(-1).flip(-1), (0, 1))
 
 
-def _biases(key: Tensor, key_bias: Tensor | None, log_decay: Tensor | None, every: int) -> Tensor | None:
-    """b_i + F_tj for each prefix, (B T, H, N) in `state_dtype`; None if there is neither."""
+def _biases(
+    key: Tensor, beyond: Tensor, key_bias: Tensor | None, log_decay: Tensor | None, every: int
+) -> tuple[Tensor | None, Tensor | float]:
+    """b_i + F_tj for each prefix, (B T, H, N) in `state_dtype`, or None if there is neither; and what was taken from
+    them, (B T, H, 1) in float64. Relative to the largest of its prefix, a bias is only rounded if its key has faded."""
     prefixes = -(-key.shape[2] // every)
-    if log_decay is None:
-        return None if key_bias is None else each_prefix(key_bias, prefixes)
+    if log_decay is None or not prefixes:
+        return None if key_bias is None else each_prefix(key_bias, prefixes), 0.0
     faded = _faded(log_decay)[..., 1:].index_select(-1, _chunk_of_key(key, every))
-    bias = faded if key_bias is None else key_bias[:, :, None] + faded
-    return bias.transpose(1, 2).flatten(0, 1).to(state_dtype(key.dtype))
+    bias = (faded if key_bias is None else key_bias[:, :, None] + faded).transpose(1, 2).flatten(0, 1)
+    top = bias.detach().masked_fill(beyond[:, None], -torch.inf).amax(-1, keepdim=True)
+    top = top.masked_fill(~top.isfinite(), 0.0)
+    return (bias - top).to(state_dtype(key.dtype)), top
 
 
 def _held_before(state_out: Tensor, state_lse: Tensor, prefixes: int, log_decay: Tensor | None) -> AttentionState:
@@ -94,9 +99,11 @@ def prefix_attention_reference(
     """(out, lse) of every prefix: (B, H, T, L, E) in `state_dtype`, (B, H, T, L) in float64."""
     prefixes = -(-key.shape[2] // every)
     q, k, v = (each_prefix(rows, prefixes) for rows in (query, key, value))
-    beyond, biases = beyond_prefix(key, key_padding_mask, every), _biases(key, key_bias, log_decay, every)
-    found = attention_reference(q, k, v, beyond, None, scale, biases)
-    states = AttentionState(*(part.unflatten(0, (key.shape[0], prefixes)).transpose(1, 2) for part in found))
+    beyond = beyond_prefix(key, key_padding_mask, every)
+    biases, top = _biases(key, beyond, key_bias, log_decay, every)
+    out, lse = attention_reference(q, k, v, beyond, None, scale, biases)
+    parts = (part.unflatten(0, (key.shape[0], prefixes)).transpose(1, 2) for part in (out, lse + top))
+    states = AttentionState(*parts)
     if state_out is not None and state_lse is not None:
         states = merged(_held_before(state_out, state_lse, prefixes, log_decay), states)
     return states.out, states.lse
@@ -127,19 +134,9 @@ def prefix_attention_backward_reference(
     inputs = (query, key, value)
     q, k, v = (each_prefix(rows.to(state_dtype(rows.dtype)), prefixes) for rows in inputs)
     douts, dlses, outs, lses = (part.transpose(1, 2).flatten(0, 1) for part in (dout, dlse, out, lse))
-    each = attention_backward_reference(
-        douts,
-        dlses,
-        q,
-        k,
-        v,
-        beyond_prefix(key, key_padding_mask, every),
-        None,
-        outs,
-        lses,
-        scale,
-        _biases(key, key_bias, log_decay, every),
-    )
+    beyond = beyond_prefix(key, key_padding_mask, every)
+    biases, top = _biases(key, beyond, key_bias, log_decay, every)
+    each = attention_backward_reference(douts, dlses, q, k, v, beyond, None, outs, lses - top, scale, biases)
     grads = tuple(
         grad.unflatten(0, (query.shape[0], prefixes)).sum(1).to(like.dtype)
         for grad, like in zip(each[:3], inputs, strict=True)
