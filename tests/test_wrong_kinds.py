@@ -48,7 +48,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "remove_from_state": (ck.remove_from_state, {"state": STATE, **ROWS, **BIASED}),
     "prefix_attention_states": (
         ck.prefix_attention_states,
-        {**ROWS, "state": STATE, "decay": torch.full((B, H, N), 0.5), **BIASED},
+        {**ROWS, "state": STATE, "decay": torch.tensor(0.5), **BIASED},
     ),
     "merge_states": (ck.merge_states, {"first": STATE}),
     "merge_ridge": (ck.merge_ridge, {"first": SUMS}),

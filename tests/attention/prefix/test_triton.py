@@ -119,9 +119,17 @@ def _faded(keys: int, every: int, dtype: torch.dtype = torch.float32, strong: fl
     return {"bias": between_margins(bias.to(torch.promote_types(dtype, torch.float32))), "log_decay": log_decay}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("strong", [0.5, 60.0])
-@pytest.mark.parametrize("keys, every", [(37, 1), (37, 3), (40, 20), (70, 50)])
+@pytest.mark.parametrize(
+    "keys, every, strong, dtype",
+    [
+        (21, 1, 0.5, torch.float64),
+        (21, 1, 60.0, torch.float32),
+        (53, 3, 60.0, torch.float64),
+        (53, 3, 0.5, torch.float16),
+        (40, 20, 0.5, torch.float32),
+        (50, 40, 60.0, torch.float32),
+    ],
+)
 def test_a_bias_and_decay(
     keys: int, every: int, strong: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
