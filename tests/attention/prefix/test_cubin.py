@@ -115,7 +115,7 @@ def _launches(
                 decay,
                 every,
                 1.0,
-                (True,) * 7,  # type: ignore[arg-type]
+                (True,) * 7,
             )
         )
 

@@ -405,8 +405,8 @@ def _fill(inputs: PrefixAttentionBackward, grads: list[Tensor | None], ddecay: T
     (B, H, L, D), (N, E), T = query.shape, value.shape[-2:], lse.shape[2]
     mask, every = mask_bytes(key_padding_mask), chunk_of(every, N)
     dquery, dkey, dvalue, *dstate, dbias = grads
-    if ddecay is not None and dstate[0] is None and state[0] is not None:
-        dstate = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in state]
+    if ddecay is not None and dstate[0] is None:
+        dstate = [t if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in state]
     products = backward_products(query.dtype, max(D, E), query.device)
     sent = _sent_back(
         dout,
