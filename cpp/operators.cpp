@@ -316,7 +316,7 @@ TORCH_LIBRARY_FRAGMENT(cmab, library) {
   define<prefix_attention>(
       library,
       "prefix_attention(Tensor query, Tensor key, Tensor value, Tensor? key_padding_mask, Tensor? state_out, Tensor? "
-      "state_lse, int every, float scale, str impl) -> (Tensor out, Tensor lse)");
+      "state_lse, Tensor? key_bias, Tensor? log_decay, int every, float scale, str impl) -> (Tensor out, Tensor lse)");
   define<continual_nystrom_step>(
       library,
       "continual_nystrom_step(Tensor queries, Tensor keys, Tensor values, Tensor sums, Tensor "

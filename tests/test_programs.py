@@ -155,8 +155,12 @@ def _prefix(dtype: torch.dtype, every: tuple[int, int], given: str = "") -> None
     mask = _some(B, N, dtype=torch.bool) if given == "mask" else None
     state = (_some(B, H, L, 16), _some(B, H, L, dtype=torch.float64)) if given == "state" else (None, None)
     chunk = random.randint(*every)
-    out, lse = prefix.prefix_forward(PrefixAttention(q, k, v, mask, *state, chunk, 0.25))
-    prefix.prefix_backward(PrefixAttentionBackward(out, lse, q, k, v, mask, *state, out, lse, chunk, 0.25, (True,) * 5))
+    bias, decay = (
+        (_some(B, H, N), _some(B, H, -(-N // chunk), dtype=torch.float64)) if given == "decay" else (None,) * 2
+    )
+    out, lse = prefix.prefix_forward(PrefixAttention(q, k, v, mask, *state, bias, decay, chunk, 0.25))
+    arguments = (out, lse, q, k, v, mask, *state, out, lse, bias, decay, chunk, 0.25, (True,) * 7)
+    prefix.prefix_backward(PrefixAttentionBackward(*arguments))
 
 
 def _ridge_prefixes(every: tuple[int, int], given: str) -> None:
@@ -279,7 +283,7 @@ def _calls() -> dict[str, tuple[int, Callable[[], None]]]:
                     30,
                     partial(_nystrom_step, dtype, landmarks, fixed, retroactive),
                 )
-        for given, every in itertools.product(("", "mask", "state"), ((1, 2), (3, 15), (16, 10**6))):
+        for given, every in itertools.product(("", "mask", "state", "decay"), ((1, 2), (3, 15), (16, 10**6))):
             calls[f"prefixes {name} {given} {every}"] = 200, partial(_prefix, dtype, every, given)
     for given in ("", "weights", "mask"):
         calls[f"intention {given}"] = 500, partial(_intention, given)

@@ -46,7 +46,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "latent_attention packed": (ck.latent_attention, {**PACKED, "cu_seqlens": OFFSETS}),
     "attention_state": (ck.attention_state, {**ROWS, "state": STATE, "decay": torch.tensor(0.5), **BIASED}),
     "remove_from_state": (ck.remove_from_state, {"state": STATE, **ROWS, **BIASED}),
-    "prefix_attention_states": (ck.prefix_attention_states, {**ROWS, "state": STATE, **PADDED}),
+    "prefix_attention_states": (
+        ck.prefix_attention_states,
+        {**ROWS, "state": STATE, "decay": torch.tensor(0.5), **BIASED},
+    ),
     "merge_states": (ck.merge_states, {"first": STATE}),
     "merge_ridge": (ck.merge_ridge, {"first": SUMS}),
     "merge_moments": (variants.merge_moments, {"first": MOMENTS}),

@@ -118,8 +118,9 @@ def _prefixes() -> None:
     q, k = torch.empty(16, 4, 16, 16), torch.empty(16, 4, 1000, 16)
     out, lse = torch.empty(16, 4, 1000, 16, 16), torch.empty(16, 4, 1000, 16, dtype=F64)
     prefix.prefix_forward(PrefixAttention(q, k, k, every=1, scale=1.0))
-    needs = (True, True, True, False, False)
-    prefix.prefix_backward(PrefixAttentionBackward(out, lse, q, k, k, None, None, None, out, lse, 1, 1.0, needs))
+    needs = (True, True, True, False, False, False, False)
+    given = (out, lse, q, k, k, None, None, None, out, lse, None, None, 1, 1.0)
+    prefix.prefix_backward(PrefixAttentionBackward(*given, needs))
 
 
 def _projected(dtype: torch.dtype) -> Call:

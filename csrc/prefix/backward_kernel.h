@@ -84,7 +84,7 @@ struct PrefixBackwardKernel {
   static constexpr int kRows = kBlockVectors * kLanes;
 
   struct Scratch {
-    T *key, *value, *weights, *dscores, *dkey, *dvalue, *dout, *columns_of_a;
+    T *key, *value, *bias, *weights, *dscores, *dkey, *dvalue, *dbias, *dout, *columns_of_a;
     Sent<T> sent;
     Arena rest;
 
@@ -92,6 +92,7 @@ struct PrefixBackwardKernel {
       const int d = whole_vectors<T>(shape.key_width), e = whole_vectors<T>(shape.value_width);
       for (T** each : {&key, &dkey}) *each = arena.take<T>(kKeyTile * d);
       for (T** each : {&value, &dvalue}) *each = arena.take<T>(kKeyTile * e);
+      for (T** each : {&bias, &dbias}) *each = arena.take<T>(kKeyTile);
       for (T** each : {&weights, &dscores}) *each = arena.take<T>(kKeyTile * kRows);
       dout = arena.take<T>(kGroup * kRows * e);
       columns_of_a = arena.take<T>(kRows * e);
@@ -120,25 +121,29 @@ struct PrefixBackwardKernel {
     const int64_t blocks = blocks_of(in.queries);
     for (int64_t block = 0; block < blocks; ++block) begin(in, block_of(in, scratch.rest, block));
     const int d = whole_vectors<T>(shape.key_width), e = whole_vectors<T>(shape.value_width);
+    if (in.dlog_decay) __builtin_memset(in.dlog_decay, 0, sizeof(double) * chunks_of(in));
     Run runs[kKeyTile];
     for (int64_t start = (in.keys.count - 1) / kKeyTile * kKeyTile; start >= 0; start -= kKeyTile) {
-      const Present present = present_keys(in.keys, start);
+      const Present present = keys_present<T>(in.keys, start);
       const auto key = copy_tile(shape.dtype, in.keys.key, start, present, shape.key_width, scratch.key);
       const auto value = copy_tile(shape.dtype, in.keys.value, start, present, shape.value_width, scratch.value);
       __builtin_memset(scratch.dkey, 0, sizeof(T) * kKeyTile * d);
+      const T* bias = in.keys.bias ? load_bias(in.keys, start, present, scratch.bias) : nullptr;
       __builtin_memset(scratch.dvalue, 0, sizeof(T) * kKeyTile * e);
+      __builtin_memset(scratch.dbias, 0, sizeof(T) * kKeyTile);
       const int count = cut_tile(in.keys, present, start, in.every, runs);
       for (int64_t block = 0; block < blocks; ++block) {
         const Returned<T> returned = block_of(in, scratch.rest, block);
         with_block<T>(rows_of(in.queries, block), [&](auto kind) {
-          run_tile<decltype(kind)>(in, returned, rows_of(in.queries, block), key, value, present.count, runs, count,
-                                   scratch);
+          run_tile<decltype(kind)>(in, returned, rows_of(in.queries, block), key, value, bias, present.count, runs,
+                                   count, scratch);
         });
       }
       const int rows = int(least(in.keys.count - start, kKeyTile));
       Backward<T>::write_gradient(in.dkeys.type, in.dkeys.dkey, start, rows, shape.key_width, present, scratch.dkey, d);
       Backward<T>::write_gradient(in.dkeys.type, in.dkeys.dvalue, start, rows, shape.value_width, present,
                                   scratch.dvalue, e);
+      Backward<T>::write_gradient(Backward<T>::kSums, in.dkeys.dbias, start, rows, 1, present, scratch.dbias, 1);
     }
     for (int64_t block = 0; block < blocks; ++block)
       finish(in, block_of(in, scratch.rest, block), rows_of(in.queries, block));
@@ -164,10 +169,10 @@ struct PrefixBackwardKernel {
 
   // One tile of keys against one block of queries, in groups of runs in reverse.
   template <class B>
-  static void run_tile(const PrefixBackward& in, const Returned<T>& to, int rows, Tile<T> key, Tile<T> value, int keys,
-                       const Run* runs, int count, Scratch& scratch) {
+  static void run_tile(const PrefixBackward& in, const Returned<T>& to, int rows, Tile<T> key, Tile<T> value,
+                       const T* bias, int keys, const Run* runs, int count, Scratch& scratch) {
     const int d = whole_vectors<T>(in.shape.key_width), e = whole_vectors<T>(in.shape.value_width);
-    score_keys<B>(to.query_columns, in.shape.key_width, key, keys, scratch.weights);
+    score_keys<B>(to.query_columns, in.shape.key_width, key, keys, bias, scratch.weights);
     for (int last = count; last > 0; last -= kGroup) {
       const int first = last > kGroup ? last - kGroup : 0;
       send_back(in, to, rows, runs + first, last - first, scratch);
@@ -182,6 +187,7 @@ struct PrefixBackwardKernel {
           add_products(scratch.dvalue, e, run.first, run.last, scratch.weights, B::kRows, 1, a, e, rows);
       }
     }
+    if (in.dkeys.dbias) add_bias_gradient<B>(scratch.dbias, keys, scratch.dscores, rows);
     if (in.dkeys.dkey) add_products(scratch.dkey, d, 0, keys, scratch.dscores, B::kRows, 1, to.query_rows, d, rows);
     if (in.dquery) add_products(to.dquery, d, 0, B::kRows, scratch.dscores, 1, B::kRows, key.rows, key.stride, keys);
   }
@@ -206,6 +212,37 @@ struct PrefixBackwardKernel {
     });
     for (int i = count - 1; i >= 0; --i)
       for (int at = 0; at < rows; at += kLanes) add_dots(in, to, rows, runs[i], i, at, sent);
+    for (int i = count - 1; in.dlog_decay && i >= 0; --i)
+      if (runs[i].begins) send_to_decay(in, to, rows, runs[i].chunk, i, scratch);
+  }
+
+  static int64_t chunks_of(const PrefixBackward& in) { return (in.keys.count + in.every - 1) / in.every; }
+
+  // The share in prefix `chunk` of what was held before it, with the logarithm `lse`.
+  CMAB_INLINE static Wide share_in(const PrefixBackward& in, int64_t chunk, Wide lse, Wide of) {
+    return exp2(log_share(lse + in.decay.before(chunk), of) * kLog2E);
+  }
+
+  // Adds the rows of a block to the gradient of the decay before a chunk that begins with run i: what was held before
+  // the chunk acts like a key that has this decay as its bias.
+  static void send_to_decay(const PrefixBackward& in, const Returned<T>& to, int rows, int64_t chunk, int i,
+                            Scratch& scratch) {
+    const int width = in.shape.value_width, padded = whole_vectors<T>(width);
+    if (chunk == 0 && !in.state.lse) return;
+    for (int row = 0; row < rows; ++row) {
+      const int64_t at = to.first + row, before = (chunk - 1) * in.queries + at;
+      const double lse = chunk ? in.states.lse[before] : in.state.lse[at * in.state.lse_stride];
+      if (lse == -kInfinity) continue;
+      const T* out = chunk ? static_cast<const T*>(in.states.out) + before * width
+                           : contiguous_row(static_cast<const T*>(in.state.out.data) + at * in.state.out.row_stride,
+                                            in.state.out.col_stride, width, scratch.columns_of_a);
+      const T* a = scratch.sent.a + (i * to.rows + row) * padded;
+      V products{};
+      for (int e = 0; e < width; e += kLanes) products += load<V>(a + e) * load_first<V>(out + e, least(width - e, kLanes));
+      const double slope = double(sum_lanes(products)) + double(scratch.sent.c[i * to.rows + row]);
+      const double of = in.states.lse[chunk * in.queries + at];
+      in.dlog_decay[chunk] += share_in(in, chunk, broadcast<Wide>(lse), broadcast<Wide>(of))[0] * slope;
+    }
   }
 
   static const T* dout_of(const PrefixBackward& in, const Returned<T>& to, const Run& run) {
@@ -217,6 +254,7 @@ struct PrefixBackwardKernel {
   // do not exist are treated as empty.
   static void share_latest(const PrefixBackward& in, const Returned<T>& to, int rows, const Run& run, int i,
                            Sent<T>& sent) {
+    const int64_t later = least(run.chunk + 1, chunks_of(in) - 1);  // the last prefix has a share in none
     typedef T Part __attribute__((vector_size(lanes<Wide>() * sizeof(T))));
     const double* lse = in.states.lse + run.chunk * in.queries + to.first;
     const Wide none = broadcast<Wide>(-double(kInfinity));
@@ -230,7 +268,7 @@ struct PrefixBackwardKernel {
         now = count > 0 ? load_first<Wide>(lse + row, count) : none;
         now = exists ? now : none;
         sent.empty[i] |= any(now == none && exists);
-        share = exp2(log_share(now, latest) * kLog2E);
+        share = share_in(in, later, now, latest);
         now = now == none ? -none : now;
         store(to.latest + row, now);
       }
@@ -387,7 +425,7 @@ struct PrefixBackwardKernel {
       const double lse = in.state.lse[at * in.state.lse_stride];
       const bool apart = lse == -kInfinity || from.latest[row] == kInfinity;  // a state without keys, or no prefix
       const double share =
-          apart ? 0.0 : exp2(log_share(broadcast<Wide>(lse), broadcast<Wide>(from.latest[row])) * kLog2E)[0];
+          apart ? 0.0 : share_in(in, 0, broadcast<Wide>(lse), broadcast<Wide>(from.latest[row]))[0];
       const T* out = static_cast<const T*>(in.state.out.data) + at * in.state.out.row_stride;
       double slope = from.c[row];
       for (int i = 0; i < e; ++i) {

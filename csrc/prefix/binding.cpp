@@ -22,12 +22,16 @@ PrefixInputs read_inputs(Arguments& in) {
   in.require(key.shape[3] >= 1 && key.shape[3] <= kMaxWidth, "key", "has a width that kernels do not have");
   in.require(value.shape[3] >= 1 && value.shape[3] <= kMaxWidth, "value", "has a width that kernels do not have");
   in.require(!call.state_out.data == !call.state_lse.data, "state_lse", "and state_out are not both given");
-  inputs.shape = {query.dtype, int(key.shape[3]), int(value.shape[3]), in.number("scale")};
+  const TensorView bias = in.optional("key_bias", "BHN", sums);
+  const TensorView decay = in.optional("log_decay", "BHT", DType::kFloat64);
+  inputs.shape = {query.dtype, int(key.shape[3]), int(value.shape[3]), in.number("scale"), bias.data != nullptr};
   inputs.batch = query.shape[0], inputs.heads = query.shape[1], inputs.queries = query.shape[2];
   inputs.keys = key.shape[2];
   inputs.query = operand(query), inputs.key = operand(key), inputs.value = operand(value);
   inputs.ignored = static_cast<const uint8_t*>(ignored.data);
   inputs.ignored_stride[0] = ignored.stride[0], inputs.ignored_stride[1] = ignored.stride[1];
+  inputs.key_bias = operand(bias), call.log_decay = operand(decay);
+  in.require(!decay.data || decay.shape[2] == call.prefixes(), "log_decay", "has not an element for each prefix");
   inputs.threads = torch_threads();
   return call;
 }
@@ -56,7 +60,11 @@ void backward(Arguments& in) {
   const PrefixGradients gradients{
       in.optional_contiguous("dquery", "BHLD", dtype).data, in.optional_contiguous("dkey", "BHND", dtype).data,
       in.optional_contiguous("dvalue", "BHNE", dtype).data, in.optional_contiguous("dstate_out", "BHLE", sums).data,
-      static_cast<double*>(in.optional_contiguous("dstate_lse", "BHL", DType::kFloat64).data)};
+      static_cast<double*>(in.optional_contiguous("dstate_lse", "BHL", DType::kFloat64).data),
+      in.optional_contiguous("dkey_bias", "BHN", sums).data,
+      static_cast<double*>(in.optional_contiguous("dlog_decay", "BHT", DType::kFloat64).data)};
+  in.require(!gradients.key_bias || call.inputs.key_bias.data, "dkey_bias", "needs a bias that it is the gradient of");
+  in.require(!gradients.log_decay || call.log_decay.data, "dlog_decay", "needs a decay that it is the gradient of");
   in.run([&] { prefix_backward(call, dout, dlse, out, lse, gradients); });
 }
 

@@ -11,6 +11,7 @@ struct PrefixInputs {
   Inputs inputs;
   int64_t every;
   Operand state_out, state_lse;  // without data: no incoming state
+  Operand log_decay;             // (B, H, T), float64; without data: nothing fades
 
   int64_t prefixes() const { return (inputs.keys + every - 1) / every; }
 };
@@ -22,6 +23,8 @@ void prefix_forward(const PrefixInputs&, void* out, double* lse);
 struct PrefixGradients {
   void *query, *key, *value, *state_out;
   double* state_lse;
+  void* key_bias;  // in the type of sums
+  double* log_decay;
 };
 void prefix_backward(const PrefixInputs&, const Operand& dout, const Operand& dlse, void* out, double* lse,
                      const PrefixGradients&);

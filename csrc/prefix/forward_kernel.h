@@ -31,37 +31,90 @@ struct Passing {
   T* weights;            // [key of the tile][rows]: scores, then weights
   T *factors, *inverse;  // [stretch][lane]
   Stretch<T>* stretches;
+  T* bias;               // [key of the tile]
+  double *fade, *offset;  // [run of the tile]: see Fading
 
   Passing(Arena& arena, int rows, int width) : rows(rows), width(width) {
     for (T** each : {&reference, &sum, &tile_sum}) *each = arena.take<T>(rows);
     for (T** each : {&sums, &tile_sums}) *each = arena.take<T>(rows * width);
     weights = arena.take<T>(kKeyTile * rows);
-    for (T** each : {&factors, &inverse}) *each = arena.take<T>(kKeyTile * kVectorLanes<T>);
+    for (T** each : {&factors, &inverse}) *each = arena.take<T>(2 * kKeyTile * kVectorLanes<T>);
     stretches = arena.take<Stretch<T>>(2 * kKeyTile);
+    bias = arena.take<T>(kKeyTile);
+    for (double** each : {&fade, &offset}) *each = arena.take<double>(kKeyTile);
   }
 };
 
+// The sums of a block have the unit 2^(reference + offset). What fades changes this unit, and not the sums. References
+// change by whole numbers, the rest goes to the offset, which is the same for all rows: so small decays do not vanish
+// in the rounding of a large reference, and the sum of all decays is a double. Scores do not depend on the offset: the
+// backward pass rounds them alike.
+class Fading {
+ public:
+  explicit Fading(const Decay& decay) : decay_(decay) {}
+
+  // Writes by how much references change before each run of a tile, and the offset of each.
+  void begin_tile(const Run* runs, int count, double* fade, double* offset) {
+    for (int i = 0; i < count; ++i) {
+      const Run& run = runs[i];
+      if (run.begins) offset_ += decay_.before(run.chunk) * kLog2E;
+      fade[i] = run.begins ? __builtin_rint(offset_) : 0.0;
+      offset_ -= fade[i];
+      offset[i] = offset_;
+    }
+  }
+
+ private:
+  Decay decay_;
+  double offset_ = 0;
+};
+
+// The sums of a row with decay stay within 2^-kSumsReach .. 2^kSumsReach of 1, even if that loses a decay which is less
+// than the rounding of the row's scores.
+constexpr int kSumsReach = 60;
+
 // Turns the scores of some runs of a tile into weights for the vector of queries `at`, writes lse where chunks end, and
 // cuts the runs into stretches; returns their number. A reference follows its scores only if they exceed it by kSlack.
-// Other lanes are multiplied by 1: the bits of a lane do not depend on its neighbours.
+// Other lanes are multiplied by 1: the bits of a lane do not depend on its neighbours. With decay, references are whole
+// numbers, so that a change rounds nothing. A reference that is too large for this takes the sums' exponent into the
+// change, and the sums take the rest.
 template <class B, class T>
 inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing<T>& state, int at, const Run* runs,
-                 const Run* end) {
+                 int from, int to) {
   using V = typename B::V;
   V reference = load<V>(state.reference + at), before = load<V>(state.sum + at), sum = load<V>(state.tile_sum + at);
   T *factors = state.factors, *inverse = state.inverse;
   Stretch<T>* stretch = state.stretches;
-  for (const Run* run = runs; run < end; ++run, ++stretch) {
+  const bool fades = in.decay.log != nullptr;
+  for (int i = from; i < to; ++i, ++stretch) {
+    const Run* const run = runs + i;
     *stretch = {run->first, run->last, nullptr, nullptr, run->chunk};
+    const V offset = broadcast<V>(fades ? T(state.offset[i]) : T(0));
+    if (fades && state.fade[i] != 0) {
+      const V fade = broadcast<V>(T(state.fade[i])), bound = broadcast<V>(T(kSumsReach));
+      V next = reference + fade;
+      const auto rounded = next - reference != fade && reference != -kInfinity;
+      if (__builtin_expect(any(rounded), 0)) {
+        const V total = before + sum, power = total > V{} ? whole(logarithm(total) * T(kLog2E)) : V{};
+        next = rounded ? reference + (fade + power) : next;
+        const V rest = fade - (next - reference) + power, kept = rest > -bound ? rest : -bound;
+        const V factor = rounded ? power_of_two((kept < bound ? kept : bound) - power) : broadcast<V>(T(1));
+        before *= factor, sum *= factor;
+        store(factors, factor);
+        stretch->factors = factors;
+        factors += lanes<V>();
+      }
+      reference = next;
+    }
     for (int k = run->first; k < run->last; ++k) {
       T* weight = state.weights + k * B::kRows + at;
       const V score = load<V>(weight);
       const auto moved = score > reference + T(kSlack);
       if (__builtin_expect(any(moved), 0)) {
-        const V next = moved ? score : reference;
+        const V next = moved ? (fades ? whole(score) : score) : reference;
         const V factor = moved ? exp2(reference - next) : broadcast<V>(T(1));
         reference = next, before *= factor, sum *= factor;
-        if (k > stretch->first) {
+        if (k > stretch->first || stretch->factors) {
           stretch->last = k;
           *++stretch = {k, run->last, nullptr, nullptr, run->chunk};
         }
@@ -69,7 +122,7 @@ inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing
         stretch->factors = factors;
         factors += lanes<V>();
       }
-      const V p = exp2(score - anchor(reference));
+      const V p = exp2(score - anchor(reference) - offset);
       sum += p;
       store(weight, p);
     }
@@ -79,7 +132,7 @@ inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing
     stretch->inverse = inverse;
     inverse += lanes<V>();
     store_lse(in.to.lse + run->chunk * in.queries + first + at, reference, logarithm(total),
-              least(rows - at, lanes<V>()));
+              fades ? state.offset[i] * kLn2 : 0.0, least(rows - at, lanes<V>()));
   }
   store(state.reference + at, reference), store(state.sum + at, before), store(state.tile_sum + at, sum);
   return int(stretch - state.stretches);
@@ -158,18 +211,21 @@ struct PrefixForwardKernel {
     query.data = static_cast<const char*>(query.data) + first * query.row_stride * element_bytes(shape.dtype);
     pack_columns(shape.dtype, query, rows, shape.key_width, shape.scale * kLog2E, scratch.queries);
     begin(in, first, rows, state);
+    Fading fading(in.decay);
     Run runs[kKeyTile];
     for (int64_t start = 0; start < in.keys.count; start += kKeyTile) {
-      const Present present = present_keys(in.keys, start);
+      const Present present = keys_present<T>(in.keys, start);
       const auto key =
           load_tile(shape.dtype, in.keys.key, start, present, shape.key_width, shape.key_width, INT64_MAX, scratch.key);
       const auto value = copy_tile(shape.dtype, in.keys.value, start, present, shape.value_width, scratch.value);
-      score_keys<B>(scratch.queries, shape.key_width, key, present.count, state.weights);
       const int count = cut_tile(in.keys, present, start, in.every, runs);
+      if (in.decay.log) fading.begin_tile(runs, count, state.fade, state.offset);
+      const T* bias = in.keys.bias ? load_bias(in.keys, start, present, state.bias) : nullptr;
+      score_keys<B>(scratch.queries, shape.key_width, key, present.count, bias, state.weights);
       for (int run = 0; run < count; run += kRuns)
         for (int at = 0; at < rows; at += kLanes) {
-          const Run* const end = runs + least(count, run + kRuns);
-          add_stretches(in, first, rows, state, at, weigh<B>(in, first, rows, state, at, runs + run, end), value);
+          const int end = int(least(count, run + kRuns));
+          add_stretches(in, first, rows, state, at, weigh<B>(in, first, rows, state, at, runs, run, end), value);
         }
       for (int i = 0; i < B::kRows; ++i) state.sum[i] += state.tile_sum[i], state.tile_sum[i] = 0;
       for (int i = 0; i < B::kRows * state.width; ++i) state.sums[i] += state.tile_sums[i], state.tile_sums[i] = 0;
@@ -198,7 +254,7 @@ struct PrefixForwardKernel {
       if (!in.state.lse || row >= rows) continue;
       const double lse = in.state.lse[(first + row) * in.state.lse_stride] * kLog2E;
       if (lse == -kInfinity) continue;
-      state.reference[row] = T(lse);
+      state.reference[row] = T(in.decay.log ? __builtin_rint(lse) : lse);
       state.sum[row] = T(__builtin_exp2(lse - double(state.reference[row])));
       const T* out = static_cast<const T*>(in.state.out.data) + (first + row) * in.state.out.row_stride;
       for (int e = 0; e < in.shape.value_width; ++e)

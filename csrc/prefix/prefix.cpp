@@ -41,6 +41,10 @@ Incoming incoming(const PrefixInputs& in, int64_t b, int64_t h) {
   return {{out, stride[2], stride[3]}, in.state_lse.at<double>(b, h, 0), in.state_lse.stride[2]};
 }
 
+Decay decay_of(const PrefixInputs& in, int64_t b, int64_t h) {
+  return {in.log_decay.data ? in.log_decay.at<double>(b, h, 0) : nullptr, in.log_decay.stride[2]};
+}
+
 States states_of(const PrefixInputs& in, int64_t head, void* out, double* lse) {
   const int64_t rows = in.prefixes() * in.inputs.queries, width = in.inputs.shape.value_width;
   const int64_t bytes = element_bytes(state_type(in.inputs.shape.dtype));
@@ -67,6 +71,7 @@ void prefix_forward(const PrefixInputs& in, void* out, double* lse) {
                                        rows_of(inputs, inputs.query, b, h, 0),
                                        keys_of_head(inputs, b, h),
                                        incoming(in, b, h),
+                                       decay_of(in, b, h),
                                        states_of(in, head, out, lse)};
               kernels.forward(call, first, int(std::min<int64_t>(kernels.block, inputs.queries - first)), scratch);
             });
@@ -91,15 +96,18 @@ void prefix_backward(const PrefixInputs& in, const Operand& dout, const Operand&
                                   rows_of(inputs, inputs.query, b, h, 0),
                                   keys_of_head(inputs, b, h),
                                   incoming(in, b, h),
+                                  decay_of(in, b, h),
                                   states_of(in, head, out, lse),
                                   {slopes, dout.stride[2], dout.stride[3]},
                                   dlse.at<double>(b, h, 0),
                                   dlse.stride[2],
                                   at(gradients.query, head * queries * d * bytes),
                                   {at(gradients.key, head * inputs.keys * d * bytes),
-                                   at(gradients.value, head * inputs.keys * e * bytes), inputs.shape.dtype},
+                                   at(gradients.value, head * inputs.keys * e * bytes), inputs.shape.dtype,
+                                   at(gradients.key_bias, head * inputs.keys * sums)},
                                   at(gradients.state_out, head * queries * e * sums),
-                                  gradients.state_lse ? gradients.state_lse + head * queries : nullptr};
+                                  gradients.state_lse ? gradients.state_lse + head * queries : nullptr,
+                                  gradients.log_decay ? gradients.log_decay + head * in.prefixes() : nullptr};
         kernels.backward(call, scratch);
       });
 }

@@ -24,12 +24,21 @@ struct Incoming {
   int64_t lse_stride;
 };
 
+// What is added to the lse of what was held before each chunk. Without data, nothing.
+struct Decay {
+  const double* log;
+  int64_t stride;
+
+  double before(int64_t chunk) const { return log ? log[chunk * stride] : 0.0; }
+};
+
 struct PrefixForward {
   Shape shape;
   int64_t queries, every;
   Matrix query;  // (L, D)
   Keys keys;
   Incoming state;
+  Decay decay;
   States to;
 };
 
@@ -39,6 +48,7 @@ struct PrefixBackward {
   Matrix query;
   Keys keys;
   Incoming state;
+  Decay decay;
   States states;  // as written by forward
   Matrix dout;    // (T * L, E), in the type of sums
   const double* dlse;
@@ -47,6 +57,7 @@ struct PrefixBackward {
   KeyGradient dkeys;
   void* dstate_out;  // (L, E), contiguous, in the type of sums, and (L,); null: not needed
   double* dstate_lse;
+  double* dlog_decay;  // (T,); null: not needed
 };
 
 struct PrefixKernels {

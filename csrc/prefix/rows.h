@@ -34,10 +34,29 @@ CMAB_INLINE V logarithm(V x) {
   return x == V{} ? broadcast<V>(T(-kInfinity)) : found;
 }
 
-// Writes lse, in base e, of the first `count` lanes: the logarithm of 2^reference times a sum whose logarithm is
-// `rest`.
+// The nearest whole number; numbers that have no place for a fraction stay.
 template <class V>
-CMAB_INLINE void store_lse(double* to, V reference, V rest, int64_t count) {
+CMAB_INLINE V whole(V x) {
+  using T = ElementOf<V>;
+  constexpr T kShift = sizeof(T) == 4 ? T(0x1.8p23) : T(0x1.8p52);
+  return magnitude(x) < kShift / 3 ? (x + kShift) - kShift : x;
+}
+
+// 2^x for whole x, exactly; x stops at the exponents of normal numbers.
+template <class V>
+CMAB_INLINE V power_of_two(V x) {
+  using T = ElementOf<V>;
+  using Bits = typename BitsOfVector<V>::type;
+  const V most = broadcast<V>(T(sizeof(T) == 4 ? 126 : 1022));
+  x = x < most ? x : most;
+  x = x > -most ? x : -most;
+  return (V)((__builtin_convertvector(x, Bits) + BitsOf<T>(sizeof(T) == 4 ? 127 : 1023)) << (sizeof(T) == 4 ? 23 : 52));
+}
+
+// Writes lse, in base e, of the first `count` lanes: the logarithm of 2^reference times a sum whose logarithm is
+// `rest` + `offset`.
+template <class V>
+CMAB_INLINE void store_lse(double* to, V reference, V rest, double offset, int64_t count) {
   using Wide = Vector<double>;
   constexpr int kParts = lanes<V>() / lanes<Wide>();
   typedef ElementOf<V> Part __attribute__((vector_size(sizeof(V) / kParts)));
@@ -45,7 +64,8 @@ CMAB_INLINE void store_lse(double* to, V reference, V rest, int64_t count) {
   __builtin_memcpy(references, &reference, sizeof(V));
   __builtin_memcpy(rests, &rest, sizeof(V));
   for (int i = 0; i < kParts && count > 0; ++i, to += lanes<Wide>(), count -= lanes<Wide>())
-    store_first(to, __builtin_convertvector(references[i], Wide) * kLn2 + __builtin_convertvector(rests[i], Wide),
+    store_first(to,
+                __builtin_convertvector(references[i], Wide) * kLn2 + __builtin_convertvector(rests[i], Wide) + offset,
                 least(count, lanes<Wide>()));
 }
 
@@ -93,14 +113,18 @@ CMAB_INLINE void in_pieces(int first, int last, Function function) {
   if constexpr (kMost > 1) in_pieces<kMost / 2>(first, last, function);
 }
 
-// scores[k][row] = queries' k for the keys of a tile; queries are [D][row].
+// scores[k][row] = queries' k + bias[k] for the keys of a tile; queries are [D][row], and `bias` is null if there is
+// none.
 template <class B, class T>
-inline void score_keys(const T* queries, int depth, Tile<T> keys, int count, T* scores) {
+inline void score_keys(const T* queries, int depth, Tile<T> keys, int count, const T* bias, T* scores) {
   using V = typename B::V;
   for (int at = 0; at < B::kRows; at += B::kColumns * lanes<V>())
     in_steps<B::kKeys>(0, count, [&](auto many, int k) {
       V s[many][B::kColumns] = {};
       multiply_add<V, many, B::kColumns>(s, keys.rows + k * keys.stride, keys.stride, 1, queries + at, B::kRows, depth);
+      if (bias)
+        for (int r = 0; r < many; ++r)
+          for (int c = 0; c < B::kColumns; ++c) s[r][c] += broadcast<V>(bias[k + r]);
       for (int r = 0; r < many; ++r)
         for (int c = 0; c < B::kColumns; ++c) store(scores + (k + r) * B::kRows + at + c * lanes<V>(), s[r][c]);
     });
@@ -126,7 +150,7 @@ inline void add_products(T* out, int width, int first, int last, const T* a, ptr
 struct Run {
   int first, last;
   int64_t chunk;
-  bool ends;  // the chunk ends with this run
+  bool begins, ends;  // the chunk does so with this run
 };
 
 // Cuts a tile that starts at key `start` into runs, in ascending order; returns their number.
@@ -135,13 +159,22 @@ inline int cut_tile(const Keys& keys, const Present& present, int64_t start, int
   int count = 0, seen = 0;
   int64_t chunk = start / every, end = chunk * every;
   for (int64_t key = start; key < stop; ++count, ++chunk) {
+    const bool begins = key == end;
     end = least(end + every, keys.count);
     key = least(end, stop);
     const int first = seen;
     while (seen < present.count && start + present.row[seen] < key) ++seen;
-    runs[count] = {first, seen, chunk, key == end};
+    runs[count] = {first, seen, chunk, begins, key == end};
   }
   return count;
+}
+
+// The keys of a tile that are present and not excluded by their bias.
+template <class T>
+inline Present keys_present(const Keys& keys, int64_t start) {
+  Present present = present_keys(keys, start);
+  if (keys.bias) leave_out_excluded<T>(keys, start, present);
+  return present;
 }
 
 }  // namespace

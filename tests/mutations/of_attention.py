@@ -12,6 +12,7 @@ STATE = "tests/attention/test_state.py"
 KERNELS = "tests/attention/test_triton.py"
 PREFIX = "tests/attention/prefix/test_suite.py"
 PREFIX_KERNELS = "tests/attention/prefix/test_triton.py"
+DECAY = "tests/attention/prefix/test_decay.py"
 PROJECTED = "tests/attention/projected/test_suite.py"
 PROJECTED_KERNELS = "tests/attention/projected/test_triton.py"
 NARROW = "tests/test_instruction_sets.py::test_accuracy"
@@ -272,6 +273,39 @@ IN_CPP = {
         "for (; k < last; ++k) function(std::integral_constant<int, 1>{}, k);",
         "for (; k + 1 < last; ++k) function(std::integral_constant<int, 1>{}, k);",
         f"{PREFIX} -k 'native and accuracy'",
+    ),
+    "a decay that a reference rounds off": Fault(
+        "csrc/prefix/forward_kernel.h", "offset_ -= fade[i];", "offset_ = 0;", f"{DECAY} -k long_streams"
+    ),
+    "sums that do not take what a large reference cannot": Fault(
+        "csrc/prefix/forward_kernel.h",
+        "next - reference != fade && reference != -kInfinity",
+        "next != next",
+        f"{DECAY} -k fades_exactly",
+    ),
+    "a share that has not faded": Fault(
+        "csrc/prefix/backward_kernel.h",
+        "log_share(lse + in.decay.before(chunk), of)",
+        "log_share(lse, of)",
+        f"{DECAY} -k 'repeated and native'",
+    ),
+    "a bias that fades a key too often": Fault(
+        "cmab_kernels/attention/prefix/api.py",
+        "pad(since[..., 1:], (0, 1))",
+        "since",
+        f"{DECAY} -k repeated",
+    ),
+    "windows of prefixes that do not fade, in Triton": Fault(
+        "cmab_kernels/attention/prefix/triton/forward.py",
+        "            own -= faded\n",
+        "",
+        f"{PREFIX_KERNELS} -k bias_and_decay",
+    ),
+    "prefixes of a window that do not fade, in Triton": Fault(
+        "cmab_kernels/attention/prefix/triton/forward.py",
+        "below if until is None else below + at",
+        "below",
+        f"{PREFIX_KERNELS} -k bias_and_decay",
     ),
     "lse of prefixes in another's rows": Fault(
         "csrc/prefix/prefix.cpp", "lse + head * rows};", "lse};", f"{PREFIX} -k 'native and accuracy'"

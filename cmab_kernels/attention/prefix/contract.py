@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-Needs = tuple[bool, bool, bool, bool, bool]
-"""Whether the gradients of query, key, value, state_out and state_lse are needed. The last two must be equal."""
+Needs = tuple[bool, bool, bool, bool, bool, bool, bool]
+"""Whether the gradients of query, key, value, state_out, state_lse, key_bias and log_decay are needed. Those of
+state_out and state_lse must be equal."""
 
 
 class PrefixAttention(NamedTuple):
@@ -19,14 +20,18 @@ class PrefixAttention(NamedTuple):
     key_padding_mask: Tensor | None = None
     state_out: Tensor | None = None
     state_lse: Tensor | None = None
+    key_bias: Tensor | None = None
+    """(B, H, N), in the dtype of `state_out`: added to every score of its key. -inf excludes a key as a mask does."""
+    log_decay: Tensor | None = None
+    """(B, H, T), float64: added to the lse of what was held before each chunk. None stands for zeros."""
     every: int = 1
     scale: float = 1.0
     impl: str = "auto"
 
 
 class PrefixAttentionBackward(NamedTuple):
-    """The arguments of `cmab::prefix_attention_backward`, whose results are the gradients of query, key, value and
-    state."""
+    """The arguments of `cmab::prefix_attention_backward`, whose results are the gradients of query, key, value,
+    state, key_bias and log_decay."""
 
     dout: Tensor
     dlse: Tensor
@@ -38,6 +43,8 @@ class PrefixAttentionBackward(NamedTuple):
     state_lse: Tensor | None
     out: Tensor
     lse: Tensor
+    key_bias: Tensor | None
+    log_decay: Tensor | None
     every: int
     scale: float
     needs: Needs

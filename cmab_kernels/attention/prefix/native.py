@@ -15,7 +15,7 @@ _C = load()
 
 def prefix_forward(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of every prefix."""
-    query, key, value, mask, state_out, state_lse, every, scale, _ = inputs
+    query, key, value, mask, state_out, state_lse, key_bias, log_decay, every, scale, _ = inputs
     batch, heads, latents, _ = query.shape
     shape = (batch, heads, -(-key.shape[2] // every), latents)
     out = query.new_empty((*shape, value.shape[3]), dtype=state_dtype(query.dtype))
@@ -27,6 +27,8 @@ def prefix_forward(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
         key_padding_mask=mask,
         state_out=state_out,
         state_lse=state_lse,
+        key_bias=key_bias,
+        log_decay=log_decay,
         every=every,
         scale=scale,
         out=out.flatten(2, 3),
@@ -36,17 +38,19 @@ def prefix_forward(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
 
 
 def prefix_backward(inputs: PrefixAttentionBackward) -> tuple[Tensor, ...]:
-    """Return (dquery, dkey, dvalue, dstate_out, dstate_lse), contiguous; tensors that are not in `needs` are empty.
+    """Return (dquery, dkey, dvalue, dstate_out, dstate_lse, dkey_bias, dlog_decay), contiguous; tensors that are not in
+    `needs` are empty.
 
     `dout` and `dlse` are copied if their prefixes and queries are not evenly spaced in memory.
     """
-    dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, needs, _ = inputs
-    like = (query, key, value, state_out, state_lse)
+    dout, dlse, query, key, value, mask, *state, out, lse, key_bias, log_decay, every, scale, needs, _ = inputs
+    state_out, state_lse = state
+    like = (query, key, value, state_out, state_lse, key_bias, log_decay)
     grads = tuple(
         query.new_empty(0) if t is None or not need else t.new_empty(t.shape)
         for t, need in zip(like, needs, strict=True)
     )
-    names = ("dquery", "dkey", "dvalue", "dstate_out", "dstate_lse")
+    names = ("dquery", "dkey", "dvalue", "dstate_out", "dstate_lse", "dkey_bias", "dlog_decay")
     _C.prefix_backward(
         query=query,
         key=key,
@@ -54,6 +58,8 @@ def prefix_backward(inputs: PrefixAttentionBackward) -> tuple[Tensor, ...]:
         key_padding_mask=mask,
         state_out=state_out,
         state_lse=state_lse,
+        key_bias=key_bias,
+        log_decay=log_decay,
         every=every,
         scale=scale,
         dout=dout.flatten(2, 3),

@@ -16,15 +16,15 @@ from .reference import prefix_attention_backward_reference, prefix_attention_ref
 
 
 def _definition(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
-    query, key, value, mask, state_out, state_lse, every, scale, _ = inputs
-    return prefix_attention_reference(query, key, value, mask, state_out, state_lse, every, scale)
+    query, key, value, mask, state_out, state_lse, key_bias, log_decay, every, scale, _ = inputs
+    return prefix_attention_reference(query, key, value, mask, state_out, state_lse, every, scale, key_bias, log_decay)
 
 
 def _check_needs(inputs: PrefixAttentionBackward) -> None:
     """Raise if the gradient of one part of the state is needed without the other: kernels compute them together."""
-    *_, needs_out, needs_lse = inputs.needs
+    _, _, _, needs_out, needs_lse, _, _ = inputs.needs
     if needs_out != needs_lse:
-        raise ValueError(mismatch("needs", tuple(inputs.needs), "the last two equal, those of the state"))
+        raise ValueError(mismatch("needs", tuple(inputs.needs), "the fourth and fifth equal, those of the state"))
 
 
 def _shapes(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
@@ -46,34 +46,56 @@ def _operations(inputs: Any) -> int:
 def _backward_operations(inputs: Any) -> int:
     """FLOPs of the scan, and of those of the products S, A V', P' A, dQ and dK that the required gradients use.
 
-    The scan takes two multiply-adds per element.
+    The scan takes two multiply-adds per element, and a third for the gradient of log_decay.
     """
     batch, heads, latents, width = inputs.query
     keys, value_width = inputs.key[2], inputs.value[-1]
-    needs_query, needs_key, needs_value, *_ = inputs.needs
-    widths = width * (1 + needs_query + needs_key) + value_width * ((needs_query or needs_key) + needs_value)
-    return 2 * batch * heads * latents * (keys * widths + -(-keys // inputs.every) * 2 * value_width)
+    needs_query, needs_key, needs_value, _, _, needs_bias, needs_decay = inputs.needs
+    needs_scores = needs_query or needs_key or needs_bias
+    widths = width * (1 + needs_query + needs_key) + value_width * (needs_scores + needs_value)
+    scan = -(-keys // inputs.every) * (2 + needs_decay) * value_width
+    return 2 * batch * heads * latents * (keys * widths + scan)
 
 
 # ---- gradients
 
 
+_DIFFERENTIATED = ("query", "key", "value", "state_out", "state_lse", "key_bias", "log_decay")
+
+
 def _backward(call: Call[PrefixAttention], dout: Tensor, dlse: Tensor) -> Gradients:
-    query, key, value, mask, state_out, state_lse, every, scale, impl = call.inputs
+    query, key, value, mask, state_out, state_lse, key_bias, log_decay, every, scale, impl = call.inputs
     out, lse = call.kept
     needs_state = any(call.needs("state_out", "state_lse"))
-    needs = (*call.needs("query", "key", "value"), needs_state, needs_state)
+    needs = (*call.needs("query", "key", "value"), needs_state, needs_state, *call.needs("key_bias", "log_decay"))
     inputs = PrefixAttentionBackward(
-        dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, needs, impl
+        dout,
+        dlse,
+        query,
+        key,
+        value,
+        mask,
+        state_out,
+        state_lse,
+        out,
+        lse,
+        key_bias,
+        log_decay,
+        every,
+        scale,
+        needs,
+        impl,
     )
-    return dict(zip(("query", "key", "value", "state_out", "state_lse"), _backward_op(inputs), strict=True))
+    return dict(zip(_DIFFERENTIATED, _backward_op(inputs), strict=True))
 
 
 def _backward_formula(inputs: PrefixAttentionBackward) -> tuple[Tensor, ...]:
     """The gradients by the reference, which stores T L N scores. `out` and `lse` count as inputs."""
-    dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, _, _ = inputs
+    dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, key_bias, log_decay, every, scale, _, _ = (
+        inputs
+    )
     return prefix_attention_backward_reference(
-        dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale
+        dout, dlse, query, key, value, mask, state_out, state_lse, out, lse, every, scale, key_bias, log_decay
     )
 
 
@@ -93,12 +115,10 @@ _backward_op = Operator(
     "attention.prefix",
     "prefix_attention_backward",
     PrefixAttentionBackward,
-    ("dquery", "dkey", "dvalue", "dstate_out", "dstate_lse"),
-    shapes=gradient_shapes("query", "key", "value", "state_out", "state_lse"),
+    tuple(f"d{argument}" for argument in _DIFFERENTIATED),
+    shapes=gradient_shapes(*_DIFFERENTIATED),
     operations=_backward_operations,
-    backward=derivatives_of(
-        _backward_formula, "dout", "dlse", "query", "key", "value", "state_out", "state_lse", "out", "lse"
-    ),
+    backward=derivatives_of(_backward_formula, "dout", "dlse", *_DIFFERENTIATED, "out", "lse"),
     check=_check_needs,
     function="prefix_backward",
 )

@@ -67,11 +67,11 @@ def absorb(
     is rounded, but the multiply-add does not round its own product. The sum of weights cancels this difference, unless
     scores are LARGE. Such scores are so far apart that a power of two, `coarse`, can serve as the scale, and it rounds
     nothing. Weights are multiplied by LIFT in the product with the values, but not in their sum. With `biases` of the
-    keys, scores are first multiplied by `gain`, and `scale` is that of base 2 alone.
+    keys, or of keys for each query, scores are first multiplied by `gain`, and `scale` is that of base 2 alone.
     """
     scores = product_of_wide(queries, tl.trans(keys), OPERAND, PRECISION, HIDDEN)
     if biases is not None:
-        scores = tl.fma(scores, gain, biases[None, :])
+        scores = tl.fma(scores, gain, biases if len(biases.shape) == 2 else biases[None, :])
     if keep is not None:
         scores = tl.where(keep if len(keep.shape) == 2 else keep[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))

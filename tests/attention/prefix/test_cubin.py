@@ -74,9 +74,18 @@ Shares up to 1.5 % are a few values that ptxas spills to fit one more block. In 
 that are hidden from Triton (`as_operand`) stay in registers. Without this, `_prefix_keys` would be wrong.
 """
 
+SPILLING_FADED = {
+    ("fp32", 16, 90): {"_prefix_keys": 0.02, "_send_back": 0.01},
+    ("bf16", 64, 90): {"_send_back": 0.01},
+}
+"""The same with a bias of each key and decay."""
 
-def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mask: bool = False) -> list[Launch]:
-    """Record the launches of a forward and a backward pass over several runs, with an incoming state."""
+
+def _launches(
+    dtype: torch.dtype, width: int, every: int, latents: int = 16, mask: bool = False, faded: bool = False
+) -> list[Launch]:
+    """Record the launches of a forward and a backward pass over several runs, with an incoming state, and if `faded`
+    with a bias of each key and decay."""
     q, k, v = (torch.empty(2, 4, n, width, dtype=dtype, device="meta") for n in (latents, 3000, 3000))
     sums = torch.promote_types(dtype, torch.float32)
     state = tuple(
@@ -84,20 +93,39 @@ def _launches(dtype: torch.dtype, width: int, every: int, latents: int = 16, mas
         for last, kind in (((width,), sums), ((), torch.float64))
     )
     ignore = torch.zeros(2, 3000, dtype=torch.bool, device="meta") if mask else None
+    bias, decay = None, None
+    if faded:
+        bias = torch.empty(2, 4, 3000, dtype=sums, device="meta")
+        decay = torch.empty(2, 4, -(-3000 // every), dtype=torch.float64, device="meta")
 
     def call() -> tuple[Tensor, ...]:
-        out, lse = kernels.prefix_forward(PrefixAttention(q, k, v, ignore, *state, every, 1.0))
+        out, lse = kernels.prefix_forward(PrefixAttention(q, k, v, ignore, *state, bias, decay, every, 1.0))
         return kernels.prefix_backward(
-            PrefixAttentionBackward(out, lse, q, k, v, ignore, *state, out, lse, every, 1.0, (True,) * 5)
+            PrefixAttentionBackward(
+                out,
+                lse,
+                q,
+                k,
+                v,
+                ignore,
+                *state,
+                out,
+                lse,
+                bias,
+                decay,
+                every,
+                1.0,
+                (True,) * 7,
+            )
         )
 
     return record(call)
 
 
-def _check(name: str, width: int, capability: int, folder: Path) -> None:
+def _check(name: str, width: int, capability: int, folder: Path, faded: bool = False) -> None:
     """Check the launches for a state after every key, after every few keys, and after every hundred."""
     with as_if_on(capability):
-        found = [launch for every in (1, 5, 100) for launch in _launches(DTYPES[name], width, every)]
+        found = [launch for every in (1, 5, 100) for launch in _launches(DTYPES[name], width, every, faded=faded)]
     names = {launch.kernel.__name__ for launch in found}
     assert names == {"_windows", "_scan", "_send_back", "_prefix_keys", "_prefix_queries", "_sum_runs"}
     once = {
@@ -111,7 +139,7 @@ def _check(name: str, width: int, capability: int, folder: Path) -> None:
             capability,
             folder,
             partial(by_matrix_units, WITH_PRODUCTS),
-            SPILLING.get((name, width, capability)),
+            (SPILLING_FADED if faded else SPILLING).get((name, width, capability)),
         )
         == []
     )
@@ -120,6 +148,11 @@ def _check(name: str, width: int, capability: int, folder: Path) -> None:
 @pytest.mark.parametrize("name, width, capability", ORDINARY)
 def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> None:
     _check(name, width, capability, tmp_path)
+
+
+@pytest.mark.parametrize("name, width, capability", ORDINARY)
+def test_compiled_with_a_bias_and_decay(name: str, width: int, capability: int, tmp_path: Path) -> None:
+    _check(name, width, capability, tmp_path, faded=True)
 
 
 @pytest.mark.nightly

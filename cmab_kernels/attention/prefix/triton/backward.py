@@ -13,8 +13,8 @@ from torch import Tensor
 from ....runtime.tiles import has_little_shared_memory
 from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device, triton_dtype
 from ....runtime.triton_products import product
-from ....runtime.triton_rows import GRAIN, kept_keys, load_tile, rows_at, tile_at
-from ...triton.backward import product_over_queries, store_keys, weigh
+from ....runtime.triton_rows import GRAIN, biases_of, kept_keys, load_tile, rows_at, tile_at
+from ...triton.backward import product_over_queries, store_biases, store_keys, weigh
 from ...triton.forward import LOG2_E, state_strides
 from ...triton.launch import WIDEST_BLOCK, backward_products, backward_tiles
 from ...triton.rows import RESOLUTION, base_two, sum_runs
@@ -37,7 +37,19 @@ def _share(lse, of, DTYPE: tl.constexpr):
 
 @triton.jit
 def _sent_by_later(
-    run_a, run_c, lse, slot_head, run, query, runs, length, L, E: tl.constexpr, E_PAD: tl.constexpr, MOST: tl.constexpr
+    run_a,
+    run_c,
+    lse,
+    until,
+    slot_head,
+    run,
+    query,
+    runs,
+    length,
+    L,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """A and c that the later runs send back, relative to the first prefix of the next run."""
     later = run + 1 + tl.arange(0, MOST)
@@ -45,10 +57,27 @@ def _sent_by_later(
     row = (slot_head.to(tl.int64) * runs + later) * L + query
     own = tl.load(lse + later.to(tl.int64) * length * L, mask=there, other=float("inf"))
     following = tl.load(lse + (run + 1).to(tl.int64) * length * L, mask=run + 1 < runs, other=float("-inf"))
+    if until is not None:
+        own -= tl.load(until + later.to(tl.int64) * length, mask=there, other=0.0)
+        following -= tl.load(until + (run + 1).to(tl.int64) * length, mask=run + 1 < runs, other=0.0)
     share = tl.where(there, _share(following, own, tl.float64), 0.0)
     sent = tl.load(rows_at(run_a, row, E, E_PAD), mask=there[:, None] & (tl.arange(0, E_PAD) < E)[None, :], other=0.0)
     a = tl.sum(share.to(sent.dtype)[:, None] * sent, 0, keep_dims=True)
     return a, tl.sum(share * tl.load(run_c + row, mask=there, other=0.0), 0, keep_dims=True)
+
+
+@triton.jit
+def _of_decay(out, lse, until, row, prefix, here, a, c, relative, L, E: tl.constexpr, E_PAD: tl.constexpr):
+    """The gradient of the decay before each prefix but the first, for one query: what was held before acts like a key
+    whose bias it is. `relative` is the lse of the prefixes less `until`."""
+    held = here & (prefix > 0)
+    before = tl.load(lse + (prefix - 1).to(tl.int64) * L, mask=held, other=float("-inf"))
+    held = held & (before != float("-inf"))
+    inside = held[:, None] & (tl.arange(0, E_PAD) < E)[None, :]
+    outs = tl.load(rows_at(out, row - L, E, E_PAD), mask=inside, other=0.0)
+    before -= tl.load(until + (prefix - 1).to(tl.int64), mask=held, other=0.0)
+    slope = c + tl.sum(a.to(tl.float64) * outs.to(tl.float64), 1)
+    return tl.where(held, _share(before, relative, tl.float64) * slope, 0.0)
 
 
 @kernel("dout", "dlse", "out", "lse", "state_out", "state_lse")
@@ -57,6 +86,7 @@ def _send_back(
     dlse,
     out,
     lse,
+    until,
     state_out,
     state_lse,
     run_a,
@@ -67,6 +97,7 @@ def _send_back(
     delta,
     dstate_out,
     dstate_lse,
+    ddecay,
     strides: tl.int64,
     sizes: tl.int32,
     cut: tl.int32,
@@ -80,7 +111,8 @@ def _send_back(
 
     A is stored as `slopes`, -c as `delta`, and lse as a score `high` and a remainder `low`. Without `slopes`, only the
     values that the run sends to the prefixes before it are stored. With `slopes`, the values that later runs send are
-    taken in, if there are any.
+    taken in, if there are any. `until` has the sums of the decays of all chunks up to each one: the difference of lse
+    and `until` falls from no prefix to the next.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     E_PAD: tl.constexpr = triton.next_power_of_2(E)
@@ -96,10 +128,12 @@ def _send_back(
     first = run * length
     last = first + tl.minimum(length, T - first)
     lse += slot_head.to(tl.int64) * T * L + query  # of the first prefix
+    if until is not None:
+        until += slot_head.to(tl.int64) * T
     a = tl.zeros([1, E_PAD], DTYPE)
     c = tl.zeros([1], tl.float64)
     if slopes is not None and run_a is not None:
-        a, c = _sent_by_later(run_a, run_c, lse, slot_head, run, query, runs, length, L, E, E_PAD, MOST)
+        a, c = _sent_by_later(run_a, run_c, lse, until, slot_head, run, query, runs, length, L, E, E_PAD, MOST)
     dout += batch * dout_strides[0] + head * dout_strides[1] + query.to(tl.int64) * dout_strides[3]
     dlse += batch * dlse_strides[0] + head * dlse_strides[1] + query.to(tl.int64) * dlse_strides[3]
     for back in range(0, last - first, TILE):
@@ -122,8 +156,12 @@ def _send_back(
             slope.to(tl.float64) * outs.to(tl.float64), 1
         )
         later = (steps[None, :] >= steps[:, None]) & seen[:, None]
-        share = _share(logarithm[:, None], logarithm[None, :], DTYPE)
-        carried = _share(logarithm, following, tl.float64)
+        relative = logarithm
+        if until is not None:
+            relative -= tl.load(until + t, mask=here, other=0.0)
+            following -= tl.load(until + end.to(tl.int64), mask=end < T, other=0.0)
+        share = _share(relative[:, None], relative[None, :], DTYPE)
+        carried = _share(relative, following, tl.float64)
         slope = weighted(share, later, slope.to(DTYPE)) + carried.to(DTYPE)[:, None] * a
         added = tl.sum(tl.where(later, share.to(tl.float64) * added[None, :], 0.0), 1) + carried * c
         oldest = prefix == tl.maximum(end - TILE, first)
@@ -139,6 +177,9 @@ def _send_back(
             tl.store(high + row, score, mask=here)
             tl.store(low + row, rest, mask=here)
             tl.store(delta + row, (-added).to(DTYPE), mask=here)
+            if ddecay is not None:
+                of_decay = _of_decay(out, lse, until, row, prefix, here, slope, added, relative, L, E, E_PAD)
+                tl.store(ddecay + row, of_decay, mask=here)
     one = tl.arange(0, 1)
     if slopes is None:
         row = (slot_head.to(tl.int64) * runs + run) * L + query + one
@@ -146,7 +187,10 @@ def _send_back(
         tl.store(run_c + row, c)
     elif dstate_out is not None and run == 0:
         before = tl.load(tile_at(state_lse, lse_strides, batch, head, query, 1, 1, 0)).reshape([1])
-        share = tl.where(before < float("inf"), _share(before, tl.load(lse + one), tl.float64), float("nan"))
+        newest = tl.load(lse + one)
+        if until is not None:
+            newest -= tl.load(until + one.to(tl.int64))
+        share = tl.where(before < float("inf"), _share(before, newest, tl.float64), float("nan"))
         some = before != float("-inf")
         inside = some[:, None] & (columns < E)[None, :]
         outs = tl.load(tile_at(state_out, out_strides, batch, head, query, 1, E_PAD, 0), mask=inside, other=0.0)
@@ -191,18 +235,20 @@ def _own(weights, keep):
     return tl.where(keep, weights, 0.0).to(weights.dtype)
 
 
-@kernel("query", "key", "value", "mask")
+@kernel("query", "key", "value", "mask", "bias")
 def _prefix_keys(
     query,
     key,
     value,
     mask,
+    bias,
     slopes,
     high,
     low,
     delta,
     dkey,
     dvalue,
+    dbias,
     strides: tl.int64,
     sizes: tl.int32,
     every: tl.int32,
@@ -216,7 +262,7 @@ def _prefix_keys(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of one tile of keys.
+    """dK, dV and the gradient of the bias of one tile of keys.
 
     The tile stays in registers while the chunks that its keys belong to, and their queries, are read in turn.
     """
@@ -224,19 +270,23 @@ def _prefix_keys(
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
     H, L, N, _ = sizes
-    query_strides, key_strides, value_strides, mask_strides = strides
+    query_strides, key_strides, value_strides, mask_strides, bias_strides = strides
     tiles = tl.cdiv(N, BLOCK_N)
     start = tl.program_id(0) % tiles * BLOCK_N
     head = tl.program_id(0) // tiles % H
     batch = tl.program_id(0) // tiles // H
     last = start + tl.minimum(BLOCK_N, N - start)
-    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
-    kept = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
+    log2_scale = (tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(DTYPE)
+    gain = tl.full([1], scale, DTYPE)
+    biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+    kept = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True, biases)
     keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), kept, D)
     values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), kept, E).to(OPERAND)
     chunk = (start + tl.arange(0, BLOCK_N)) // every
     dk = tl.zeros([BLOCK_N, D_PAD], DTYPE)
     dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
+    db = tl.zeros([BLOCK_N], DTYPE)
+    SLOPES: tl.constexpr = dkey is not None or dbias is not None
     for group in range(start // every, (last - 1) // every + 1, GROUP):
         for block in tl.range(0, tl.cdiv(L, BLOCK_L // GROUP), num_stages=1):
             queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP)
@@ -245,25 +295,30 @@ def _prefix_keys(
             )
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
-            weights, score_slopes, _exact = weigh(
-                keys, values, terms, None, log2_scale, False, dkey is not None, OPERAND, PRECISION
+            weights, score_slopes, exact = weigh(
+                keys, values, terms, None, log2_scale, False, SLOPES, OPERAND, PRECISION, biases=biases, gain=gain
             )
+            if dbias is not None:
+                db += tl.sum(_own(exact, keep), 0)
             if dvalue is not None:
                 dv += product_over_queries(_own(weights, keep), a, False, OPERAND, PRECISION)
             if dkey is not None:
                 dk += product_over_queries(_own(score_slopes, keep), queries, False, OPERAND, PRECISION)
     if dvalue is not None:
         store_keys(dvalue, dv, kept, (0, H, L, N), batch, head, start, last, E)
+    if dbias is not None:
+        store_biases(dbias, db, kept, (0, H, L, N), batch, head, start, last)
     if dkey is not None:
-        store_keys(dkey, dk * tl.full([1], scale, DTYPE), kept, (0, H, L, N), batch, head, start, last, D)
+        store_keys(dkey, dk * gain, kept, (0, H, L, N), batch, head, start, last, D)
 
 
-@kernel("query", "key", "value", "mask")
+@kernel("query", "key", "value", "mask", "bias")
 def _prefix_queries(
     query,
     key,
     value,
     mask,
+    bias,
     slopes,
     high,
     low,
@@ -289,7 +344,7 @@ def _prefix_queries(
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
     QUERIES: tl.constexpr = BLOCK_L // GROUP
     H, L, N, _ = sizes
-    query_strides, key_strides, value_strides, mask_strides = strides
+    query_strides, key_strides, value_strides, mask_strides, bias_strides = strides
     runs, length = cut
     blocks = tl.cdiv(L, QUERIES)
     block = tl.program_id(0) % blocks
@@ -298,11 +353,13 @@ def _prefix_queries(
     batch, first = slot // runs, slot % runs * length
     last = first + tl.minimum(length, N - first)
     queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP)
-    log2_scale = (tl.full([1], scale, tl.float64) * LOG2_E).to(DTYPE)
+    log2_scale = (tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(DTYPE)
+    gain = tl.full([1], scale, DTYPE)
     dq = tl.zeros([BLOCK_L, D_PAD], DTYPE)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
         end = start + tl.minimum(BLOCK_N, last - start)
-        kept = kept_keys(mask, mask_strides, batch, start, end, BLOCK_N, True)
+        biases = biases_of(bias, bias_strides, batch, head, start, end, BLOCK_N)
+        kept = kept_keys(mask, mask_strides, batch, start, end, BLOCK_N, True, biases)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), kept, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), kept, E).to(
             OPERAND
@@ -314,7 +371,9 @@ def _prefix_queries(
             )
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
-            both = weigh(keys, values, terms, None, log2_scale, False, True, OPERAND, PRECISION)
+            both = weigh(
+                keys, values, terms, None, log2_scale, False, True, OPERAND, PRECISION, biases=biases, gain=gain
+            )
             dq += product(_own(both[1], keep), keys, OPERAND, PRECISION)
     dq = tl.sum(dq.reshape([GROUP, QUERIES, D_PAD]), 0)
     rows = block * QUERIES + tl.arange(0, QUERIES)
@@ -323,30 +382,51 @@ def _prefix_queries(
 
 
 def prefix_backward(inputs: PrefixAttentionBackward) -> tuple[Tensor, ...]:
-    """Return (dquery, dkey, dvalue, dstate_out, dstate_lse); each that `needs` does not ask for is an empty tensor."""
+    """Return (dquery, dkey, dvalue, dstate_out, dstate_lse, dkey_bias, dlog_decay); each that `needs` does not ask for
+    is an empty tensor."""
     fresh = torch.empty_like if inputs.lse.numel() else torch.zeros_like  # without queries or keys no kernel runs
-    like = zip((inputs.query, inputs.key, inputs.value, inputs.state_out, inputs.state_lse), inputs.needs, strict=True)
-    grads = [None if t is None or not need else fresh(t, memory_format=torch.contiguous_format) for t, need in like]
+    state = (inputs.state_out, inputs.state_lse)
+    like = (inputs.query, inputs.key, inputs.value, *state, inputs.key_bias, inputs.log_decay)
+    *grads, dlog_decay = (
+        None if t is None or not need else fresh(t, memory_format=torch.contiguous_format)
+        for t, need in zip(like, inputs.needs, strict=True)
+    )
     if inputs.lse.numel():
         with on_device(inputs.query):
-            _fill(inputs, grads)
+            dlog_decay = _fill(inputs, grads, None if dlog_decay is None else torch.empty_like(inputs.lse))
+    grads.append(dlog_decay)
     return tuple(inputs.query.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _fill(inputs: PrefixAttentionBackward, grads: list[Tensor | None]) -> None:
-    """Fill those of (dquery, dkey, dvalue, dstate_out, dstate_lse) that are not None."""
-    dout, dlse, query, key, value, key_padding_mask, state_out, state_lse, out, lse, every, scale, _, _ = inputs
+def _fill(inputs: PrefixAttentionBackward, grads: list[Tensor | None], ddecay: Tensor | None) -> Tensor | None:
+    """Fill those of (dquery, dkey, dvalue, dstate_out, dstate_lse, dkey_bias) that are not None; return dlog_decay,
+    with memory for its rows in `ddecay`, or None."""
+    dout, dlse, query, key, value, key_padding_mask, *state, out, lse, bias, log_decay, every, scale, _, _ = inputs
     (B, H, L, D), (N, E), T = query.shape, value.shape[-2:], lse.shape[2]
     mask, every = mask_bytes(key_padding_mask), chunk_of(every, N)
-    dquery, dkey, dvalue, *dstate = grads
+    dquery, dkey, dvalue, *dstate, dbias = grads
+    if ddecay is not None and dstate[0] is None:
+        dstate = [t if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in state]
     products = backward_products(query.dtype, max(D, E), query.device)
     sent = _sent_back(
-        dout, dlse, (state_out, state_lse), out.contiguous(), lse.contiguous(), dstate, scale, products.operand
+        dout,
+        dlse,
+        out.contiguous(),
+        lse.contiguous(),
+        None if log_decay is None else log_decay.cumsum(-1),
+        state,
+        [*dstate, ddecay],
+        scale if bias is None else 1.0,
+        products.operand,
     )
-    if dquery is None and dkey is None and dvalue is None:
-        return
-    read = (query, key, value, mask, *sent)
-    strides = (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride())
+    dlog_decay = None if ddecay is None else ddecay.sum(-1)
+    if dlog_decay is not None and dstate[1] is not None:
+        dlog_decay[..., 0] = dstate[1].sum(-1)  # the incoming state is what was held before the first chunk
+    if dquery is None and dkey is None and dvalue is None and dbias is None:
+        return dlog_decay
+    read = (query, key, value, mask, bias, *sent)
+    rows = (query.stride(), key.stride(), value.stride())
+    strides = (*rows, (0, 0) if mask is None else mask.stride(), (0, 0, 0) if bias is None else bias.stride())
     group = group_of(every)
     options = {
         "D": D,
@@ -357,34 +437,39 @@ def _fill(inputs: PrefixAttentionBackward, grads: list[Tensor | None]) -> None:
         "PRECISION": products.input_precision,
     }
     tiles = backward_tiles(products, query.device, max(D, E), min(group * L, WIDEST_BLOCK))
-    if dkey is not None or dvalue is not None:
+    if dkey is not None or dvalue is not None or dbias is not None:
         wide = query.dtype == torch.float32 and products.kind == "tf32" and max(D, E) > 128
         crowded = wide and has_little_shared_memory(query.device)
-        rows = 16 if crowded else 64  # more would not fit, or spill
-        few = tiles._replace(BLOCK_L=min(tiles.BLOCK_L, rows), BLOCK_N=tile_of_keys(tiles.BLOCK_N, True))
-        programs = B * H * triton.cdiv(N, few.BLOCK_N)
-        _prefix_keys(programs, *read, dkey, dvalue, strides, (H, L, N, T), every, scale, **options, **few._asdict())
+        most = 16 if crowded else 64  # more would not fit, or spill
+        few = tiles._replace(BLOCK_L=min(tiles.BLOCK_L, most), BLOCK_N=tile_of_keys(tiles.BLOCK_N, True))
+        programs, numbers = B * H * triton.cdiv(N, few.BLOCK_N), (strides, (H, L, N, T), every, scale)
+        _prefix_keys(programs, *read, dkey, dvalue, dbias, *numbers, **options, **few._asdict())
     if dquery is not None:
         tiles = tiles._replace(BLOCK_N=tile_of_keys(tiles.BLOCK_N, group > 1))
         runs, length = cut_runs(N, KEYS)
         shares = out.new_empty(B * runs, H, L, D)
         programs = B * runs * H * triton.cdiv(L, tiles.BLOCK_L // group)
-        numbers = ((H, L, N, T), (runs, length), every, scale)
-        _prefix_queries(programs, *read, shares, strides, *numbers, **options, **tiles._asdict())
+        of_runs = ((H, L, N, T), (runs, length), every, scale)
+        _prefix_queries(programs, *read, shares, strides, *of_runs, **options, **tiles._asdict())
         sum_runs(shares, None, dquery, (B, H, L, runs * GRAIN.value), (runs, MOST_SHARES), scale)
+    return dlog_decay
 
 
 def _sent_back(
     dout: Tensor,
     dlse: Tensor,
-    state: tuple[Tensor | None, Tensor | None],
     out: Tensor,
     lse: Tensor,
-    dstate: list[Tensor | None],
+    until: Tensor | None,
+    state: list[Tensor | None],
+    gradients: list[Tensor | None],
     scale: float,
     operand: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """The results of `_send_back`: `slopes` (B, H, T, L, E) of `operand`; `high`, `low` and `delta` (B, H, T, L)."""
+    """The results of `_send_back`: `slopes` (B, H, T, L, E) of `operand`; `high`, `low` and `delta` (B, H, T, L).
+
+    Those of `gradients`, for the state and for each row of the decay, that are not None are filled.
+    """
     B, H, T, L, E = out.shape
     runs, length = cut_runs(T, PREFIXES)
     slopes = out.new_empty(out.shape, dtype=operand)
@@ -393,10 +478,8 @@ def _sent_back(
     strides = (dout.stride(), dlse.stride(), *state_strides(*state))
     numbers = ((H, L, T), (runs, length), scale, 1 / scale if scale else 0.0)
     options = {"E": E, "MOST": MOST_RUNS, "enable_fp_fusion": False, **scan_constants(E)}
-    nothing = 6 * (None,)
+    read, programs, nothing = (dout, dlse, out, lse, until, *state, *carried), B * H * runs * L, 7 * (None,)
     if runs > 1:
-        _send_back(B * H * runs * L, dout, dlse, out, lse, *state, *carried, *nothing, strides, *numbers, **options)
-    _send_back(
-        B * H * runs * L, dout, dlse, out, lse, *state, *carried, slopes, *terms, *dstate, strides, *numbers, **options
-    )
+        _send_back(programs, *read, *nothing, strides, *numbers, **options)
+    _send_back(programs, *read, slopes, *terms, *gradients, strides, *numbers, **options)
     return slopes, *terms

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
 
 PART = 256
 """The most keys of a window in which no chunk ends."""
@@ -60,6 +62,19 @@ def cut_windows(keys: int, every: int) -> Windows:
     parts, chunks = -(-every // part), -(-keys // every)
     count = (chunks - 1) * parts + -(-(keys - (chunks - 1) * every) // part)
     return Windows(group, count, parts, every, part)
+
+
+def decay_of_windows(log_decay: Tensor | None, cut: Windows) -> tuple[Tensor | None, Tensor | None]:
+    """The sums of the decays in each group of chunks, up to each of its chunks, (B, H, windows, group); and what is
+    added to the lse of what was held before each window, (B, H, windows). None for windows within a chunk, or without
+    decay."""
+    if log_decay is None:
+        return None, None
+    if cut.group > 1:
+        chunks = pad(log_decay, (0, cut.windows * cut.group - log_decay.shape[2]))
+        until = chunks.unflatten(-1, (cut.windows, cut.group)).cumsum(-1)
+        return until, until[..., -1].contiguous()
+    return None, pad(log_decay.unsqueeze(-1), (0, cut.parts - 1)).flatten(-2)[..., : cut.windows].contiguous()
 
 
 def cut_runs(rows: int, grain: int) -> tuple[int, int]:

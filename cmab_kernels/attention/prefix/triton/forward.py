@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ....runtime.dtypes import state_dtype
 from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device
-from ....runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
+from ....runtime.triton_rows import biases_of, kept_keys, load_tile, rows_at, tile_at
 from ...triton.forward import LOG2_E, _factor, _offset, absorb, share_of_weight, state_strides, units, unless_empty
 from ...triton.launch import WIDEST_BLOCK, forward_constants
 from ..contract import PrefixAttention
-from .cut import Windows, chunk_of, cut_windows, scan_constants, tile_of_keys, window_of
+from .cut import Windows, chunk_of, cut_windows, decay_of_windows, scan_constants, tile_of_keys, window_of
 
 
 @triton.jit
@@ -93,12 +93,29 @@ def _on_top(outs, logarithm, base_out, base_lse):
     return outs * (weight * share)[:, None] + base_out * (base_weight * share)[:, None], plus_log(peak, total)
 
 
-@kernel("query", "key", "value", "mask")
+@triton.jit
+def _faded(until, of, DTYPE: tl.constexpr):
+    """What is added to the scores of keys (columns) in prefixes (rows): the differences of two sums of decays.
+
+    Whole numbers are subtracted apart from the rest, because a float32 difference of large sums would be rounded.
+    """
+    if DTYPE == tl.float64:  # noqa: SIM300  not a comparison
+        faded = until[:, None] - of[None, :]
+    else:
+        whole, whole_of = tl.floor(until), tl.floor(of)
+        rest = (until - whole).to(DTYPE)[:, None] - (of - whole_of).to(DTYPE)[None, :]
+        faded = (whole.to(DTYPE)[:, None] - whole_of.to(DTYPE)[None, :]) + rest
+    return faded
+
+
+@kernel("query", "key", "value", "mask", "bias")
 def _windows(
     query,
     key,
     value,
     mask,
+    bias,
+    until,
     base_out,
     base_lse,
     out,
@@ -110,6 +127,7 @@ def _windows(
     scale: tl.float64,
     coarse: tl.float64,
     sign: tl.float32,
+    gain: tl.float64,
     D: tl.constexpr,
     E: tl.constexpr,
     GROUP: tl.constexpr,
@@ -123,14 +141,15 @@ def _windows(
     """The states of GROUP prefixes of one window, for one block of queries, merged with the window's base if any.
 
     Prefix g of a window has its first (g + 1) `every` keys. The rows of all GROUP prefixes share a tile; each has its
-    own maximum.
+    own maximum. `until` has the sums of the decays of the window's chunks, up to each chunk. With a `bias` or decays,
+    `gain` is the scale, and the other three are those of the scale 1.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
     LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28 if LIFT == 1.0 else 2.0**25  # noqa: SIM300  not a comparison
     H, L, N, slots = sizes
-    query_strides, key_strides, value_strides, mask_strides = strides
+    query_strides, key_strides, value_strides, mask_strides, bias_strides = strides
     blocks = tl.cdiv(L, BLOCK_L // GROUP)
     block = tl.program_id(0) % blocks
     window = tl.program_id(0) // blocks % cut[0]
@@ -148,14 +167,39 @@ def _windows(
     peak = tl.full([BLOCK_L], float("-inf"), DTYPE)
     total = tl.zeros([BLOCK_L], DTYPE)
     acc = tl.zeros([BLOCK_L, E_PAD], DTYPE)
+    gain_ = tl.full([1], gain, DTYPE)
+    if until is not None:
+        until += (slot_head.to(tl.int64) * cut[0] + window) * (cut[2] // every)
+        newest = prefix if GROUP > 1 else (last - 1 - first) // every + tl.zeros([1], tl.int32)
+        at = tl.load(until + newest.to(tl.int64))
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
-        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
+        biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True, biases)
         keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
         values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
         if GROUP > 1:
             keep = keep[None, :] & (((start - first + tl.arange(0, BLOCK_N)) // every)[None, :] <= prefix[:, None])
+        if until is not None:
+            before = start - first + tl.arange(0, BLOCK_N)
+            of = tl.load(until + (before // every).to(tl.int64), mask=before < last - first, other=0.0)
+            faded = _faded(at, of, DTYPE)
+            biases = faded if biases is None else biases[None, :] + faded
         peak, total, acc = absorb(
-            peak, total, acc, queries, keys, values, keep, log2_scale, coarse_, LARGE, LIFT, OPERAND, PRECISION
+            peak,
+            total,
+            acc,
+            queries,
+            keys,
+            values,
+            keep,
+            log2_scale,
+            coarse_,
+            LARGE,
+            LIFT,
+            OPERAND,
+            PRECISION,
+            biases=biases,
+            gain=gain_,
         )
 
     outs, logarithm = _state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT, OPERAND)
@@ -165,7 +209,8 @@ def _windows(
         base = tl.load(
             rows_at(base_out, row, E, E_PAD), mask=(query_row < L)[:, None] & (columns < E)[None, :], other=0.0
         )
-        outs, logarithm = _on_top(outs, logarithm, base, tl.load(base_lse + row, mask=query_row < L, other=0.0))
+        below = tl.load(base_lse + row, mask=query_row < L, other=0.0)
+        outs, logarithm = _on_top(outs, logarithm, base, below if until is None else below + at)
     slot = window * GROUP + prefix
     inside = (query_row < L) & (slot < slots)
     row = (slot_head.to(tl.int64) * slots + slot) * L + query_row
@@ -173,10 +218,11 @@ def _windows(
     tl.store(lse + row, logarithm, mask=inside)
 
 
-@kernel("state_out", "state_lse")
+@kernel("decay", "state_out", "state_lse")
 def _scan(
     run_out,
     run_lse,
+    decay,
     state_out,
     state_lse,
     out,
@@ -191,6 +237,7 @@ def _scan(
     """The states of all windows up to each one, for one query of a head, merged with the incoming state.
 
     If `lag` is 1, the state before each window is stored, else the state after the last of each `parts` windows.
+    `decay` has a number for each window, which is added to the lse of what was held before it.
     """
     DTYPE: tl.constexpr = out.dtype.element_ty
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
@@ -215,6 +262,11 @@ def _scan(
         own = tl.load(run_lse + row, mask=there, other=float("-inf"))
         outs = tl.load(rows_at(run_out, row, E, E_PAD), mask=there[:, None] & columns, other=0.0)
         seen = steps[None, :] <= steps[:, None]
+        if decay is not None:
+            place = slot_head.to(tl.int64) * windows + window.to(tl.int64)
+            logs = tl.load(decay + place, mask=there, other=0.0)
+            faded = tl.sum(tl.where(seen, logs[None, :], 0.0), 1)  # since the first window of the tile
+            own -= faded
         peak = tl.maximum(tl.max(tl.where(seen, own[None, :], float("-inf")), 1), before)
         peak = tl.where(peak == float("-inf"), 0.0, peak)
         weights = tl.where(seen, tl.exp((own[None, :] - peak[:, None]).to(DTYPE)), 0.0)
@@ -228,6 +280,8 @@ def _scan(
         row = slot_head.to(tl.int64) * slots * L + slot.to(tl.int64) * L + query
         tl.store(rows_at(out, row, E, E_PAD), accs, mask=inside[:, None] & columns)
         logarithm = plus_log(peak, total)
+        if decay is not None:
+            logarithm += faded
         tl.store(lse + row, logarithm, mask=inside)
         before = tl.sum(tl.where(newest, logarithm, 0.0), 0, keep_dims=True)  # a maximum would lose a NaN
         acc = tl.sum(tl.where(newest[:, None], accs, 0.0), 0, keep_dims=True)
@@ -235,7 +289,7 @@ def _scan(
 
 def prefix_forward(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of every prefix."""
-    query, key, value, key_padding_mask, state_out, state_lse, every, scale, _ = inputs
+    query, key, value, key_padding_mask, state_out, state_lse, bias, log_decay, every, scale, _ = inputs
     (B, H, L, _), (N, E) = query.shape, value.shape[-2:]
     every = chunk_of(every, N)
     prefixes = -(-N // every)
@@ -248,11 +302,14 @@ def prefix_forward(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
     with on_device(query):
         run_out, run_lse = out.new_empty(B, H, cut.windows, L, E), lse.new_empty(B, H, cut.windows, L)
         bases = (out, lse) if cut.group == 1 else (torch.empty_like(run_out), torch.empty_like(run_lse))
-        _launch(query, key, value, mask, None, None, run_out, run_lse, every, cut, scale, 1)
+        until, decay = decay_of_windows(log_decay, cut)
+        given = (query, key, value, mask, bias, until)
+        _launch(*given, None, None, run_out, run_lse, every, cut, scale, 1)
         _scan(
             B * H * L,
             run_out,
             run_lse,
+            decay,
             state_out,
             state_lse,
             *bases,
@@ -264,7 +321,7 @@ def prefix_forward(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
             **scan_constants(E),
         )
         if cut.group > 1:
-            _launch(query, key, value, mask, *bases, out, lse, every, cut, scale, cut.group)
+            _launch(*given, *bases, out, lse, every, cut, scale, cut.group)
     return out, lse
 
 
@@ -273,6 +330,8 @@ def _launch(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    bias: Tensor | None,
+    until: Tensor | None,
     base_out: Tensor | None,
     base_lse: Tensor | None,
     out: Tensor,
@@ -286,21 +345,25 @@ def _launch(
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     chosen = forward_constants(query.dtype, query.device, D, E, min(group * L, WIDEST_BLOCK))
     chosen["BLOCK_N"] = tile_of_keys(chosen["BLOCK_N"], cut.group > 1)
+    rows = (query.stride(), key.stride(), value.stride())
     _windows(
         B * H * cut.windows * triton.cdiv(L, chosen["BLOCK_L"] // group),
         query,
         key,
         value,
         mask,
+        bias,
+        until,
         base_out,
         base_lse,
         out,
         lse,
-        (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
+        (*rows, (0, 0) if mask is None else mask.stride(), (0, 0, 0) if bias is None else bias.stride()),
         (H, L, N, lse.shape[2]),
         every,
         cut.numbers,
-        *units(scale),
+        *units(scale if bias is None and until is None else 1.0),
+        scale,
         GROUP=group,
         ALIGN=alignment(query, key, value),
         **chosen,
