@@ -67,7 +67,9 @@ def load(path: Path) -> Checkpoint:
         if type(entries[name]) not in (int, float) or not 0 <= entries[name] < math.inf:
             raise BadCheckpoint(mismatch(f"{path}, {name}", repr(entries[name]), "a finite number >= 0"))
     if len(optimizers) != 1 or not isinstance(optimizers[0], dict):
-        raise BadCheckpoint(mismatch(f"{path}, optimizer_states", f"{len(optimizers)} of them", "a dict of one"))
+        raise BadCheckpoint(
+            mismatch(f"{path}, optimizer_states", f"a list of {len(optimizers)}", "a list of one dict, Adam's state")
+        )
     model = {str(name).removeprefix("model."): entry for name, entry in entries["state_dict"].items()}
     return Checkpoint(entries["run"], step, model, optimizers[0])
 

@@ -56,11 +56,15 @@ class Training(LightningModule):
         return Batches(self)
 
     def drawn(self, number: int) -> Any:
-        """Return the batch with this number, drawn on the device if the task can, and seed torch's global generator in
-        the same way."""
+        """Return the batch with this number, drawn on the device if the task can, and seed torch's global generators
+        in the same way."""
         task, generator = self.run.task, seeded(self.run.seed, number)
-        torch.manual_seed(generator.initial_seed())
-        if self.device.type == "cpu" or not task.drawn_anywhere:
+        # torch.manual_seed would also format a stack for each device that is not in use, and keep it.
+        torch.default_generator.manual_seed(generator.initial_seed())
+        if self.device.type == "cpu":
+            return task.batch(generator)
+        torch.cuda.manual_seed(generator.initial_seed())
+        if not task.drawn_anywhere:
             return task.batch(generator)
         with self.device:
             return task.batch(torch.Generator(self.device).manual_seed(generator.initial_seed()))
