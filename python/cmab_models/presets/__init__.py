@@ -36,10 +36,14 @@ def settings(preset: str, task: str, system: str) -> dict[str, Any]:
     if preset not in PRESETS:
         raise ValueError(mismatch("preset", repr(preset), f"one of {', '.join(PRESETS)}"))
     table = _tables(task)[preset]
-    known = inspect.signature(SYSTEMS[system].__init__).parameters
     general = {name: value for name, value in table.items() if name not in SYSTEMS}
-    general["model"] = {name: value for name, value in general.get("model", {}).items() if name in known}
+    general["model"] = {name: value for name, value in general.get("model", {}).items() if name in known(system)}
     return _flat(general) | _flat(table.get(system, {}))
+
+
+def known(system: str) -> list[str]:
+    """Return the names of the arguments of a system's constructor."""
+    return list(inspect.signature(SYSTEMS[system].__init__).parameters)[1:]
 
 
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:

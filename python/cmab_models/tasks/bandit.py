@@ -35,6 +35,7 @@ class WheelBandit(Task):
     """
 
     name: ClassVar[str] = "wheel"
+    drawn_anywhere: ClassVar[bool] = True
     systems: ClassVar[tuple[str, ...]] = ("cmanp", "lbanp", "cnp", "tnp-d", "inctnp")
 
     of_system: ClassVar[BySystem] = {"cnp": {"steps": 1800}}

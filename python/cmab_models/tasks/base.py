@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BySystem: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """System -> the settings of a task that differ for it."""
+OPTIMIZERS = ("adam", "adamw")
 SCHEDULES = ("cosine", "constant")
 TASKS: dict[str, type[Task]] = {}
 """The tasks that the command line knows, by name."""
@@ -49,12 +50,16 @@ class Task(ABC):
     clip: float = 1.0
     """The largest norm of a gradient."""
     weight_decay: float = 0.0
-    """The share of a weight, per step and learning rate, by which it decays."""
+    """With "adam", the multiple of each weight that is added to its gradient; with "adamw", the share of a weight by
+    which it decays, times the learning rate."""
+    optimizer: str = OPTIMIZERS[0]
+    """One of "adam" and "adamw"."""
     schedule: str = SCHEDULES[0]
     """The course of the learning rate: "cosine", down to 0 after the last step, or "constant"."""
 
     def __post_init__(self) -> None:
         """Raise an error for an unknown word."""
+        self._check_word("optimizer", OPTIMIZERS)
         self._check_word("schedule", SCHEDULES)
 
     def _check_word(self, name: str, words: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ class Training(LightningModule):
 
     def configure_optimizers(self) -> Any:
         task = self.run.task
-        optimizer = torch.optim.AdamW(
+        optimizer = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[task.optimizer](
             self.model.parameters(),
             lr=task.learning_rate,
             weight_decay=task.weight_decay,
