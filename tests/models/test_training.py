@@ -213,7 +213,11 @@ def test_a_model_setting_is_neither_lost_nor_changed_by_a_resumption(toy: type[T
         (("wall_seconds",), float("nan"), "wall_seconds: got nan, expected a finite number >= 0"),
         (("state_dict",), [], "state_dict: got a list, expected a dict"),
         (("state_dict", 5), torch.zeros(3), r"got weights of another version \(.*Unexpected key"),
-        (("state_dict", "model.embedding.0.weight"), 3, r"state_dict, embedding\.0\.weight: got an int, expected a torch\.Tensor"),
+        (
+            ("state_dict", "model.embedding.0.weight"),
+            3,
+            r"state_dict, embedding\.0\.weight: got an int, expected a torch\.Tensor",
+        ),
         (
             ("state_dict", "model.embedding.0.weight"),
             torch.zeros(8, 2, dtype=torch.complex64),
@@ -225,7 +229,11 @@ def test_a_model_setting_is_neither_lost_nor_changed_by_a_resumption(toy: type[T
         (("optimizer_states", 0, "state"), [], "optimizer, state: got a list, expected a dict"),
         (("optimizer_states", 0, "state", 99), {}, "optimizer, state, 99: got a state, expected none"),
         (("optimizer_states", 0, "state", 0), 3, "optimizer, state, 0: got an int, expected a dict"),
-        (("optimizer_states", 0, "state", 0, "step"), 3, r"optimizer, state, 0, step: got an int, expected a torch\.Tensor"),
+        (
+            ("optimizer_states", 0, "state", 0, "step"),
+            3,
+            r"optimizer, state, 0, step: got an int, expected a torch\.Tensor",
+        ),
         (
             ("optimizer_states", 0, "state", 0, "exp_avg"),
             torch.zeros(1),
