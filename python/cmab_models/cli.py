@@ -254,7 +254,6 @@ def _value(text: str) -> Any:
 
 def _train(run: Run, asked: argparse.Namespace) -> None:
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-    from lightning.pytorch.utilities import rank_zero_only
 
     from .training.callbacks import Bar
 
@@ -275,12 +274,12 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
             )
         except Diverged as error:
             raise Diverged(f"{error}; the losses before it are in {tensorboard.log_dir}") from error
-        if rank_zero_only.rank:
-            return  # the first process evaluates and keeps the model
+        if not _first():
+            return
         cast("Pretrained", model).save_pretrained(run.folder / "model")
         scores = run.task.evaluate(model)
         for logger in (tensorboard, table):
-            logger.log_metrics(scores, run.task.steps)
+            logger.log_metrics(dict(scores), run.task.steps)
             logger.finalize("success")
     print(
         f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of "
@@ -288,6 +287,11 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
     )
     _show(run, scores, {**run.recorded(), **seconds})
     print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/, csv/")
+
+
+def _first() -> bool:
+    """Return whether this is the first process of those that share a training: it evaluates and keeps the model."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _back_from_queue() -> bool:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from cmab_models import cli, presets
 from cmab_models.data.images import EMOJI_FONT
-from cmab_models.reproduce.openings import FEW
 from cmab_models.tasks import TASKS
 from cmab_models.training import Run, first_losses
 
@@ -115,14 +114,11 @@ def test_a_smoke_preset_trains(task: str, folders: dict[str, str], tmp_path: Pat
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("task", "system"), PAIRS)
-def test_the_papers_size_trains_ten_steps(task: str, system: str, folders: dict[str, str], tmp_path: Path) -> None:
-    run = made("paper", task, system, folders, tmp_path)
-    model, losses = first_losses(run, 10)
-    few = {name: value for name, value in FEW.items() if hasattr(run.task, name)}
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_the_papers_size_trains_ten_steps(task: str, folders: dict[str, str], tmp_path: Path) -> None:
+    run = made("paper", task, FIRST[task], folders, tmp_path)
+    _, losses = first_losses(run, 10)
     assert len(losses) == 10 and run.task.steps > 1000
-    if few:
-        assert run.task.changed(few).evaluate(model.eval())
 
 
 def test_the_command_line_trains_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

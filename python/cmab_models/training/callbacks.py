@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from .errors import Interrupted
 
