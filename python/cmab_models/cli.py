@@ -138,7 +138,7 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--save-every",
-        type=float,
+        type=_minutes,
         default=SAVE_EVERY,
         metavar="MINUTES",
         help=f"how often the checkpoint is written (default: {SAVE_EVERY:g})",
@@ -231,6 +231,13 @@ def _number(text: str) -> int:
         if (number := int(text)) >= 1:
             return number
     raise argparse.ArgumentTypeError(f"got {text!r}, expected an int >= 1")
+
+
+def _minutes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (minutes := float(text)) >= 0:
+            return minutes
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a number >= 0")
 
 
 def _device(text: str) -> str:

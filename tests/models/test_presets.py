@@ -136,6 +136,7 @@ def test_the_command_line_trains_a_preset(tmp_path: Path, monkeypatch: pytest.Mo
         (("--precision", "16-mixed"), "precision: got '16-mixed' on a CPU, expected 'bf16-mixed' or '32-true' there"),
         (("--devices", "0"), "argument --devices: got '0', expected an int >= 1"),
         (("--accumulate", "some"), "argument --accumulate: got 'some', expected an int >= 1"),
+        (("--save-every", "nan"), "argument --save-every: got 'nan', expected a number >= 0"),
         (("--set", "schedule=linear"), "schedule: got 'linear', expected one of cosine, constant"),
         (("--set", "optimizer=sgd"), "optimizer: got 'sgd', expected one of adam, adamw"),
         (("--set", "weight_decay=-1"), "weight_decay: got -1, expected a finite number >= 0"),
