@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from textwrap import shorten
@@ -19,17 +19,21 @@ from torch import nn
 
 from cmab_kernels.runtime.checks import mismatch
 
+from .presets import PRESETS
+from .presets import settings as preset_settings
 from .pretrained import Pretrained
 from .systems import SYSTEMS
 from .tasks import TASKS, seeded
 from .training import Diverged, Interrupted, Run, append, provenance, train
 from .training.checkpoint import check_same, load
+from .training.loop import HOW, PRECISIONS, SAVE_EVERY
 
 EXAMPLES = """\
 examples:
   python -m cmab_models train cmanp --task gp-rbf                     train, evaluate, keep it in runs/gp-rbf/cmanp-0
   python -m cmab_models train cmanp --task gp-rbf --resume            go on after Ctrl-C
   python -m cmab_models train lbanp --task gp-rbf --set steps=3000 --set model.num_latents=8 --seed 1
+  python -m cmab_models train cmanp --task gp-rbf --preset paper --device cuda --precision bf16-mixed
   python -m cmab_models evaluate cmanp --task gp-rbf                  scores of the kept model, ceiling and trivial
   python -m cmab_models stream cmanp --task wheel                     what the model knows after each new point
   python -m cmab_models plot cmanp --task gp-rbf --output bands.png   draw it
@@ -78,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         _add_run(command)
         if name == "train":
-            command.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+            _add_training(command)
         if name == "plot":
             command.add_argument(
                 "--output", type=Path, help="the picture to write: .png, .pdf or .svg (default: FOLDER/TASK.png)"
@@ -111,6 +115,36 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
 
 
+def _add_training(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of a training. The other commands take them from the training of the saved model."""
+    command.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    command.add_argument(
+        "--preset",
+        metavar="PRESET",
+        help=f"settings from a file of the task, with their sources: one of {', '.join(PRESETS)}; --config and --set "
+        "override them",
+    )
+    command.add_argument(
+        "--precision", metavar="TYPE", help=f"one of {', '.join(PRECISIONS)}, as in Lightning (default: 32-true)"
+    )
+    command.add_argument(
+        "--devices",
+        type=_number,
+        metavar="N",
+        help="processes that share the training, with a device each (default: 1)",
+    )
+    command.add_argument(
+        "--accumulate", type=_number, metavar="N", help="batches of a process in each step (default: 1)"
+    )
+    command.add_argument(
+        "--save-every",
+        type=_minutes,
+        default=SAVE_EVERY,
+        metavar="MINUTES",
+        help=f"how often the checkpoint is written (default: {SAVE_EVERY:g})",
+    )
+
+
 def _run(asked: argparse.Namespace) -> Run:
     """Return the requested run; a `ValueError` names a setting that does not exist.
 
@@ -118,14 +152,18 @@ def _run(asked: argparse.Namespace) -> Run:
     the training of the saved model.
     """
     given = _settings(asked.config, asked.set)
-    run = _made(asked, given)
+    if preset := getattr(asked, "preset", None):
+        given = preset_settings(preset, asked.task, asked.system) | given
+    how = {name: value for name in HOW if (value := getattr(asked, name, None)) is not None}
+    run = _made(asked, given, how)
     if asked.command == "train" and not asked.resume:
         return run
     settings = {name: value for name, value in _trained(run).items() if name not in ("system", "task", "seed", "code")}
-    return _made(asked, settings | given)
+    how = {name: settings.pop(name) for name in HOW if name in settings} | how
+    return _made(asked, settings | given, how)
 
 
-def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
+def _made(asked: argparse.Namespace, settings: Mapping[str, Any], how: Mapping[str, Any]) -> Run:
     model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
     for name, value in model.items():
         _check_json(f"model.{name}", value)
@@ -134,7 +172,7 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any]) -> Run:
     if asked.system not in task.systems:
         raise ValueError(mismatch("system", asked.system, f"one of {', '.join(task.systems)} for {asked.task}"))
     folder = asked.folder or Path("runs") / asked.task / f"{asked.system}-{asked.seed}"
-    return Run(asked.system, task, folder, asked.seed, _device(asked.device), model)
+    return Run(asked.system, task, folder, asked.seed, _device(asked.device), model, **how)
 
 
 def _trained(run: Run) -> dict[str, Any]:
@@ -188,6 +226,20 @@ def _seed(text: str) -> int:
     raise argparse.ArgumentTypeError(mismatch("seed", repr(text), "an int from 0 to 2**63 - 1"))
 
 
+def _number(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if (number := int(text)) >= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected an int >= 1")
+
+
+def _minutes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (minutes := float(text)) >= 0:
+            return minutes
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a number >= 0")
+
+
 def _device(text: str) -> str:
     kind, _, number = text.partition(":")
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
@@ -208,43 +260,50 @@ def _value(text: str) -> Any:
 
 
 def _train(run: Run, asked: argparse.Namespace) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-    from tqdm import tqdm
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-    if run.checkpoint.exists() and not asked.resume:
+    from .training.callbacks import Bar
+
+    resume = asked.resume or (_back_from_queue() and run.checkpoint.exists())
+    if run.checkpoint.exists() and not resume:
         raise ValueError(
             mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to go on from it")
         )
-    run.model(), run.task.batch(seeded(run.seed))  # if these calls raise an error, no folder is made
-    losses = run.folder / "tensorboard"
-    with _made_folder(run.folder), contextlib.ExitStack() as at_end, tqdm(total=run.task.steps, unit="step") as bar:
-
-        @cache
-        def writer() -> SummaryWriter:  # made at the first value, so a run without values leaves no file
-            return at_end.enter_context(SummaryWriter(str(losses)))
-
-        def report(done: int, loss: float) -> None:
-            bar.update(done - bar.n)
-            if done % 10 == 0 or done == run.task.steps:
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                writer().add_scalar("loss", loss, done)
-
+    run.task.loss(run.model(), run.task.batch(seeded(run.seed)))  # if this raises an error, no folder is made
+    tensorboard, table = (
+        TensorBoardLogger(run.folder, "", "tensorboard"),
+        CSVLogger(run.folder, "csv", flush_logs_every_n_steps=1),
+    )
+    with _made_folder(run.folder):
         try:
-            model, seconds = train(run, resume=asked.resume, report=report)
+            model, seconds = train(
+                run, resume=resume, callbacks=[Bar()], loggers=(tensorboard, table), save_every=asked.save_every
+            )
         except Diverged as error:
-            raise Diverged(
-                f"{error}; the losses before it are in {losses}" if losses.exists() else str(error)
-            ) from error
+            raise Diverged(f"{error}; the losses before it are in {tensorboard.log_dir}") from error
+        if not _first():
+            return
         cast("Pretrained", model).save_pretrained(run.folder / "model")
         scores = run.task.evaluate(model)
-        for name, value in scores.items():
-            writer().add_scalar(name, value, run.task.steps)
+        for logger in (tensorboard, table):
+            logger.log_metrics(dict(scores), run.task.steps)
+            logger.finalize("success")
     print(
         f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of "
         "wall time"
     )
     _show(run, scores, {**run.recorded(), **seconds})
-    print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/")
+    print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/, csv/")
+
+
+def _first() -> bool:
+    """Return whether this is the first process of those that share a training: it evaluates and keeps the model."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _back_from_queue() -> bool:
+    """Return whether SLURM runs this command again: it cannot add --resume."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cmab_models.pictures.context import Cost
 from cmab_models.reproduce import judging, openings, report, runner
 from cmab_models.reproduce.__main__ import PAGE, main
@@ -299,7 +300,9 @@ def test_a_run_of_other_code_is_not_finished(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("subprocess.Popen", lambda command, **rest: started.append(command))
     (run,) = experiment().runs(tmp_path)
     record(run, {"log_likelihood": 0.0})
-    checkpoint.save(run.checkpoint, checkpoint.Checkpoint(run.recorded(), 1, 0.0, 0.0, {}, {}))
+    entries: dict[str, Any] = {"format": checkpoint.FORMAT, "run": run.recorded(), "global_step": 1}
+    entries |= {"cpu_seconds": 0.0, "wall_seconds": 0.0, "optimizer_states": [{}], "lr_schedulers": []}
+    torch.save(entries | {name: {} for name in ("state_dict", "loops", "callbacks")}, run.checkpoint)
     assert finished(run) is not None
     runner._started(run)
     monkeypatch.setattr(loop, "digest", lambda *modules: "another")

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..training import BadCheckpoint, Run, records
 from ..training.checkpoint import check_same, differences, load
+from ..training.loop import HOW
 
 
 def finished(run: Run) -> dict[str, Any] | None:
@@ -27,7 +28,8 @@ def command(run: Run) -> list[str]:
     """Return the command that trains and evaluates this run."""
     told = [sys.executable, "-m", "cmab_models", "train", run.system, "--task", run.task.name, "--seed", str(run.seed)]
     told += ["--folder", str(run.folder)]
-    known = {"system", "task", "seed"}
+    told += [text for name in HOW for text in (f"--{name}", str(getattr(run, name)))]
+    known = {"system", "task", "seed", *HOW}
     for name, value in run.described().items():
         if name not in known:
             told += ["--set", f"{name}={json.dumps(value)}"]

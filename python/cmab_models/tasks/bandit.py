@@ -36,6 +36,7 @@ class WheelBandit(Task):
     """
 
     name: ClassVar[str] = "wheel"
+    drawn_anywhere: ClassVar[bool] = True
     systems: ClassVar[tuple[str, ...]] = (
         *("cmanp", "lbanp", "cnp", "tnp-d", "inctnp"),
         *("canp", "np", "anp", "bnp", "banp", "eqtnp"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 BySystem: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """System -> the settings of a task that differ for it."""
+OPTIMIZERS = ("adam", "adamw")
+SCHEDULES = ("cosine", "constant")
 TASKS: dict[str, type[Task]] = {}
 """The tasks that the command line knows, by name."""
 
@@ -38,12 +40,31 @@ class Task(ABC):
     """The names, in `systems.SYSTEMS`, of the models that can learn the task."""
     of_system: ClassVar[BySystem] = {}
     """System -> settings that differ from the defaults, such as more `steps` if the same time allows for more."""
+    drawn_anywhere: ClassVar[bool] = False
+    """Whether `batch` draws all its numbers on torch's default device, if the generator is there too. A training on a
+    GPU then draws its batches there. Else they are made on the CPU, and moved."""
 
     steps: int = 1000
     """Steps of the optimiser."""
     learning_rate: float = 3e-3
     clip: float = 1.0
     """The largest norm of a gradient."""
+    weight_decay: float = 0.0
+    """With "adam", the multiple of each weight that is added to its gradient; with "adamw", the share of a weight by
+    which it decays, times the learning rate."""
+    optimizer: str = OPTIMIZERS[0]
+    """One of "adam" and "adamw"."""
+    schedule: str = SCHEDULES[0]
+    """The course of the learning rate: "cosine", down to 0 after the last step, or "constant"."""
+
+    def __post_init__(self) -> None:
+        """Raise an error for an unknown word."""
+        self._check_word("optimizer", OPTIMIZERS)
+        self._check_word("schedule", SCHEDULES)
+
+    def _check_word(self, name: str, words: Sequence[str]) -> None:
+        if getattr(self, name) not in words:
+            raise ValueError(mismatch(name, repr(getattr(self, name)), f"one of {', '.join(words)}"))
 
     @classmethod
     def for_system(cls, system: str) -> Self:

@@ -11,8 +11,6 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.runtime.checks import mismatch
-
 from ..data.departures import DAY, departures
 from ..data.hawkes import Hawkes
 from ..point_processes import Events, PointProcess
@@ -41,8 +39,8 @@ class EventTask(Task):
 
     def __post_init__(self) -> None:
         """Raise an error for an unknown word here, because thp never reads it."""
-        if self.queries not in QUERIES:
-            raise ValueError(mismatch("queries", repr(self.queries), f"one of {', '.join(QUERIES)}"))
+        super().__post_init__()
+        self._check_word("queries", QUERIES)
 
     @property
     @abstractmethod

@@ -91,8 +91,10 @@ def sizes_of_sets(most: int, generator: torch.Generator) -> tuple[int, int]:
     """Return N ~ U[3, most - 3) and M ~ U[3, most - N), the numbers of points and targets of a batch."""
     if most < 7:
         raise ValueError(mismatch("most_points", most, "at least 7, as 3 of them are targets"))
-    context = int(torch.randint(3, most - 3, (), generator=generator))
-    return context, int(torch.randint(3, most - context, (), generator=generator))
+    if generator.device.type != "cpu":  # to read a number from a GPU would wait until the GPU has nothing to do
+        generator = torch.Generator("cpu").manual_seed(generator.initial_seed())
+    context = int(torch.randint(3, most - 3, (), generator=generator, device="cpu"))
+    return context, int(torch.randint(3, most - context, (), generator=generator, device="cpu"))
 
 
 def on_device_of(model: nn.Module, batch: AnyBatch) -> AnyBatch:

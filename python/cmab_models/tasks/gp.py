@@ -26,6 +26,7 @@ class _GP(FunctionTask):
     distribution before the first point.
     """
 
+    drawn_anywhere: ClassVar[bool] = True
     kernel: ClassVar[str]
     dim_x: ClassVar[int] = 1
     dim_y: ClassVar[int] = 1

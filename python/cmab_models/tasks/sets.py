@@ -35,6 +35,7 @@ class SetTask(Task):
     """Base class of tasks with new random questions in every batch. The loss and the score are the mean squared
     error."""
 
+    drawn_anywhere: ClassVar[bool] = True
     systems: ClassVar[tuple[str, ...]] = ("intention", "informer", "sigma-informer", "attention", "transformer", "mlp")
 
     steps: int = 1500

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cmab_kernels.intention.variants import lda
-from cmab_kernels.runtime.checks import mismatch
 
 from ..choices import largest
 from ..streams import ContinualNystromformer, Nystromformer, StreamClassifier
@@ -58,8 +57,8 @@ class StreamTask(Task):
 
     def __post_init__(self) -> None:
         """Raise an error for an unknown word here, because other systems never read it."""
-        if self.landmarks not in LANDMARKS:
-            raise ValueError(mismatch("landmarks", repr(self.landmarks), f"one of {', '.join(LANDMARKS)}"))
+        super().__post_init__()
+        self._check_word("landmarks", LANDMARKS)
 
     @abstractmethod
     def data(self) -> Streams:

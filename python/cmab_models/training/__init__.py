@@ -1,7 +1,8 @@
-"""Training: the loop, checkpoints from which it can be resumed, and records of the results."""
+"""Training with Lightning, checkpoints from which it can be resumed, and records of the results."""
 
 from .checkpoint import BadCheckpoint
-from .loop import Diverged, Interrupted, Run, first_losses, train
+from .errors import Diverged, Interrupted
+from .loop import Run, first_losses, train
 from .records import append, provenance, records
 
 __all__ = [

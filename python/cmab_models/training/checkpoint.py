@@ -1,9 +1,8 @@
-"""Checkpoints: one file that is written completely or not at all, and is read without executing anything."""
+"""Checkpoints of Lightning, read without executing anything, and checked before a training continues from one."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import shorten
@@ -15,8 +14,22 @@ from torch import Tensor, nn
 
 from cmab_kernels.runtime.checks import is_dense, kind_of, mismatch
 
-FORMAT = "cmab_models checkpoint, version 1"
+FORMAT = "cmab_models checkpoint, version 2"
 NEEDED = "the checkpoint.pt of a training; without it, train again in another --folder"
+
+
+ENTRIES: dict[str, type] = {
+    "run": dict,
+    "global_step": object,
+    "cpu_seconds": object,
+    "wall_seconds": object,
+    "state_dict": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "loops": dict,
+    "callbacks": dict,
+}
+"""The entries of a checkpoint, and their types. Lightning writes them, but for the run and its seconds."""
 
 
 class BadCheckpoint(ValueError):
@@ -24,25 +37,14 @@ class BadCheckpoint(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """Everything on which the rest of a training run depends."""
+    """What is checked of the file of a training."""
 
     run: dict[str, Any]
     """The system, the task and their settings, as numbers and strings only."""
     step: int
     """The number of finished steps."""
-    cpu_seconds: float
-    wall_seconds: float
     model: dict[str, Any]
     optimizer: dict[str, Any]
-
-
-def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Write the file through a second file next to it, so that an interruption leaves the previous checkpoint
-    unchanged."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    torch.save({"format": FORMAT, **checkpoint._asdict()}, beside)
-    os.replace(beside, path)
 
 
 def load(path: Path) -> Checkpoint:
@@ -53,21 +55,23 @@ def load(path: Path) -> Checkpoint:
         entries = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # if bytes are not a pickle, the unpickler can raise anything, also without a message
         raise BadCheckpoint(mismatch(str(path), _unreadable(path), NEEDED)) from error
-    if (
-        not isinstance(entries, dict)
-        or entries.pop("format", None) != FORMAT
-        or entries.keys() != set(Checkpoint._fields)
-    ):
+    if not isinstance(entries, dict) or entries.get("format") != FORMAT or not entries.keys() >= ENTRIES.keys():
         raise BadCheckpoint(mismatch(str(path), f"a file that is no {FORMAT}", NEEDED))
-    checkpoint = Checkpoint(**entries)
-    for name in ("run", "model", "optimizer"):
-        _check_dict(f"{path}, {name}", entries[name])
-    if type(checkpoint.step) is not int or checkpoint.step < 0:
-        raise BadCheckpoint(mismatch(f"{path}, step", repr(checkpoint.step), "an int >= 0"))
+    for name, kind in ENTRIES.items():
+        if not isinstance(entries[name], kind):
+            raise BadCheckpoint(mismatch(f"{path}, {name}", kind_of(entries[name]), f"a {kind.__name__}"))
+    step, optimizers = entries["global_step"], entries["optimizer_states"]
+    if type(step) is not int or step < 0:
+        raise BadCheckpoint(mismatch(f"{path}, global_step", repr(step), "an int >= 0"))
     for name in ("cpu_seconds", "wall_seconds"):
         if type(entries[name]) not in (int, float) or not 0 <= entries[name] < math.inf:
             raise BadCheckpoint(mismatch(f"{path}, {name}", repr(entries[name]), "a finite number >= 0"))
-    return checkpoint
+    if len(optimizers) != 1 or not isinstance(optimizers[0], dict):
+        raise BadCheckpoint(
+            mismatch(f"{path}, optimizer_states", f"a list of {len(optimizers)}", "a list of one dict, Adam's state")
+        )
+    model = {str(name).removeprefix("model."): entry for name, entry in entries["state_dict"].items()}
+    return Checkpoint(entries["run"], step, model, optimizers[0])
 
 
 def differences(
@@ -117,33 +121,29 @@ def _unreadable(path: Path) -> str:
     return "a file that holds something else" if is_zipfile(path) else "a file that is cut short or damaged"
 
 
-def resumed(
-    path: Path, run: Mapping[str, Any], defaults: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Checkpoint:
-    """Load the checkpoint of this run into its model and optimiser, and return it; raise `BadCheckpoint` also if it
-    does not fit them."""
+def check(path: Path, run: Mapping[str, Any], defaults: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise `BadCheckpoint` unless this run can continue from the file."""
     checkpoint, own = load(path), model.state_dict()
-    check_same(path, checkpoint, run, defaults)
+    check_same(path, checkpoint, {**defaults, **run}, defaults)
     if checkpoint.step > run["steps"]:
-        raise BadCheckpoint(mismatch(f"{path}, step", checkpoint.step, f"an int from 0 to steps = {run['steps']}"))
+        raise BadCheckpoint(
+            mismatch(f"{path}, global_step", checkpoint.step, f"an int from 0 to steps = {run['steps']}")
+        )
     for name in checkpoint.model.keys() & own.keys():
-        _check_tensor(f"{path}, model, {name}", checkpoint.model[name], own[name])
-    state = checkpoint.optimizer.get("state")
-    _check_state(f"{path}, optimizer, state", state, optimizer)
+        _check_tensor(f"{path}, state_dict, {name}", checkpoint.model[name], own[name])
+    _check_state(f"{path}, optimizer, state", checkpoint.optimizer.get("state"), model)
     try:
-        model.load_state_dict({str(name): entry for name, entry in checkpoint.model.items()})
+        model.load_state_dict(checkpoint.model)
     except RuntimeError as error:
         raise BadCheckpoint(
             mismatch(str(path), f"weights of another version ({shorten(str(error), 300)})", f"those of {run['system']}")
         ) from error
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})  # its settings are determined by the run
-    return checkpoint
 
 
-def _check_state(name: str, state: Any, optimizer: torch.optim.Optimizer) -> None:
+def _check_state(name: str, state: Any, model: nn.Module) -> None:
     """Raise unless `state` is a state of Adam. A parameter that has had no gradient yet has no state."""
     _check_dict(name, state)
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    parameters = dict(enumerate(model.parameters()))
     for number, moments in state.items():
         if number not in parameters:
             raise BadCheckpoint(

@@ -1,37 +1,37 @@
-"""The training loop: Adam with a cosine schedule, the same for all systems."""
+"""Training with Lightning: Adam with a schedule, the same for all systems.
+
+Lightning takes seconds to import, so it is imported when a training begins.
+"""
 
 from __future__ import annotations
 
-import math
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from cmab_kernels.runtime.checks import mismatch
 
 from ..systems import SYSTEMS
-from ..tasks import Task, seeded
+from ..tasks import Task
 from . import checkpoint
 from .code import digest
+from .errors import Interrupted
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.loggers import Logger
 
-class Interrupted(Exception):
-    """The user stopped the training; the message names the checkpoint from which to continue."""
-
-
-class Diverged(ArithmeticError):
-    """A loss is not finite, or the loss or the weights after the last step are not finite; the message names the
-    step."""
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+"""Lightning's names of the types in which models are trained. The weights are float32 in all of them."""
+SAVE_EVERY = 10.0
+"""The minutes between two checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,22 @@ class Run:
     device: str = "cpu"
     model_settings: dict[str, Any] = field(default_factory=dict)
     """Arguments of the system's constructor that differ from the task's."""
+    precision: str = PRECISIONS[0]
+    devices: int = 1
+    """The number of processes, each with a device and batches of its own, that train one model."""
+    accumulate: int = 1
+    """The number of batches of each process in a step of the optimiser."""
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ValueError(mismatch("precision", repr(self.precision), f"one of {', '.join(PRECISIONS)}"))
+        if self.precision == "16-mixed" and self.device == "cpu":
+            raise ValueError(mismatch("precision", "'16-mixed' on a CPU", "'bf16-mixed' or '32-true' there"))
+        for name, count in (("devices", self.devices), ("accumulate", self.accumulate)):
+            if type(count) is not int or count < 1:
+                raise ValueError(mismatch(name, repr(count), "an int >= 1"))
+        if self.devices > 1 and ":" in self.device:
+            raise ValueError(mismatch("devices", f"{self.devices} with {self.device}", "1, or the device cpu or cuda"))
 
     @property
     def checkpoint(self) -> Path:
@@ -53,7 +69,8 @@ class Run:
     def described(self) -> dict[str, Any]:
         """Return everything that the result depends on, except the device and the code, as numbers and strings."""
         model = {f"model.{name}": value for name, value in self.model_settings.items()}
-        return {"system": self.system, "task": self.task.name, "seed": self.seed, **asdict(self.task), **model}
+        how = {name: getattr(self, name) for name in HOW}
+        return {"system": self.system, "task": self.task.name, "seed": self.seed, **how, **asdict(self.task), **model}
 
     def defaults(self) -> dict[str, Any]:
         """Return the values of all `model.` entries that `described` leaves out."""
@@ -72,138 +89,88 @@ class Run:
         return self.task.model(self.system, **self.model_settings).to(self.device)
 
 
+HOW = ("precision", "devices", "accumulate")
+"""The settings of a run that belong neither to its task nor to its model."""
+
+
 def train(
-    run: Run, *, resume: bool = False, report: Callable[[int, float], None] | None = None
+    run: Run,
+    *,
+    resume: bool = False,
+    callbacks: Iterable[Callback] = (),
+    loggers: Iterable[Logger] = (),
+    save_every: float = SAVE_EVERY,
 ) -> tuple[nn.Module, dict[str, float]]:
     """Train; return the model and the seconds of the training, `cpu_seconds` and `wall_seconds`, including those before
     a resumption.
 
-    `report(steps_done, loss)` is called after each step. The checkpoint in `run.folder` is written at the end and on an
-    interruption. An interruption waits until the step, or the checkpoint, is finished, and then raises `Interrupted`.
-    With `resume`, training continues from the checkpoint. On the same machine and with the same number of threads, it
-    gives the same numbers as a run that was not interrupted.
+    The checkpoint in `run.folder` is written every `save_every` minutes, at the end, and on Ctrl-C, SIGTERM and the
+    signal by which SLURM takes a job back. A signal waits until the step of the optimiser, or the checkpoint, is
+    finished; Ctrl-C and SIGTERM then raise `Interrupted`. With `resume`, training continues from the checkpoint. On the
+    same machine and with the same number of threads, it gives the same numbers as a run that was not interrupted.
     """
-    model, task = run.model(), run.task
-    optimizer = torch.optim.Adam(model.parameters(), lr=task.learning_rate, fused=True)
-    done, cpu, wall = 0, time.process_time(), time.perf_counter()
+    from .callbacks import Checkpoints
+    from .module import Training
+
+    training = Training(run)
     if resume:
         defaults = run.defaults()
-        last = checkpoint.resumed(run.checkpoint, defaults | run.described(), defaults, model, optimizer)
-        done, cpu, wall = last.step, cpu - last.cpu_seconds, wall - last.wall_seconds
-
-    def seconds() -> dict[str, float]:
-        return {"cpu_seconds": time.process_time() - cpu, "wall_seconds": time.perf_counter() - wall}
-
-    def save() -> None:
-        spent = seconds()
-        state = (
-            run.recorded(),
-            done,
-            spent["cpu_seconds"],
-            spent["wall_seconds"],
-            model.state_dict(),
-            optimizer.state_dict(),
-        )
-        checkpoint.save(run.checkpoint, checkpoint.Checkpoint(*state))
-
-    model.train()
-    try:
-        while done < task.steps:
-            with _uninterrupted():
-                loss = _step(model, optimizer, run, done)
-                done += 1
-                if done == task.steps:
-                    _check_last(model, run)
-                    save()
-            if report is not None:
-                report(done, loss)
-    except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt), _uninterrupted():
-            save()
-        raise Interrupted(
-            f"training: it stopped after {done} of {task.steps} steps; go on with --resume from {run.checkpoint}"
-        ) from None
-    model.eval()
-    return model, seconds()
+        checkpoint.check(run.checkpoint, run.described(), defaults, training.model)
+    with _quiet():
+        trainer = _trainer(run, run.task.steps, [Checkpoints(run, save_every), *callbacks], loggers)
+        try:
+            trainer.fit(training, ckpt_path=run.checkpoint if resume else None, weights_only=True)
+        except Interrupted as stop:
+            raise stop from None  # not from within Lightning
+    return training.model.to(run.device).eval(), training.seconds()
 
 
 def first_losses(run: Run, steps: int) -> tuple[nn.Module, list[float]]:
     """Return the model after the first steps of a run, and their losses."""
-    model = run.model().train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=run.task.learning_rate, fused=True)
-    return model, [_step(model, optimizer, run, done) for done in range(steps)]
+    from .callbacks import Losses
+    from .module import Training
+
+    training, losses = Training(run), Losses()
+    with _quiet():
+        _trainer(run, steps, [losses], ()).fit(training)
+    return training.model.to(run.device), losses.seen
+
+
+def _trainer(run: Run, steps: int, callbacks: list[Callback], loggers: Iterable[Logger]) -> Trainer:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ProgressBar
+
+    from .callbacks import WholeFiles
+
+    kind, _, number = run.device.partition(":")
+    return Trainer(
+        accelerator=kind,
+        devices=[int(number)] if number else run.devices,
+        # Some systems have parameters that no loss of theirs depends on.
+        strategy="ddp_find_unused_parameters_true" if run.devices > 1 else "auto",
+        precision=run.precision,  # type: ignore[arg-type]
+        max_steps=steps,
+        accumulate_grad_batches=run.accumulate,
+        callbacks=callbacks,
+        plugins=[WholeFiles()],
+        logger=list(loggers),
+        default_root_dir=run.folder,
+        enable_checkpointing=False,  # `Checkpoints` writes them, between steps of the optimiser
+        enable_progress_bar=any(isinstance(each, ProgressBar) for each in callbacks),
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block: an optimiser that is stopped half-way would have updated only some of
-    the weights."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # only the main thread gets interrupts, and only it may change how they are handled
-        return
-    waiting: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *interruption: waiting.append(interruption))
+def _quiet() -> Iterator[None]:
+    """Silence what Lightning says about devices, tips and data loaders in general."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-    for interruption in waiting:
-        handler(*interruption)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, done: int) -> float:
-    """Take one step. All its random numbers follow from the seed and the number of the step, so training can be
-    resumed."""
-    task, generator = run.task, _generator(run, done)
-    task.before_step(model, done)
-    (group,) = optimizer.param_groups
-    group["lr"] = task.learning_rate * 0.5 * (1 + math.cos(math.pi * done / task.steps))
-    optimizer.zero_grad(set_to_none=True)
-    loss = _loss(model, run, generator)
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(group["params"], task.clip)
-    value = float(loss.detach())
-    if not math.isfinite(value) or not math.isfinite(float(norm)):
-        hint = (
-            "try a smaller learning_rate" if done else "the model has not learned yet: check its options and the data"
-        )
-        given = f"{value} in step {done + 1}, with a gradient of norm {float(norm)}"
-        raise Diverged(mismatch("loss", given, f"finite numbers; {hint}"))
-    optimizer.step()
-    return value
-
-
-@torch.no_grad()
-def _check_last(model: nn.Module, run: Run) -> None:
-    """Raise `Diverged` if the last step diverged. A loss shows only the effect of earlier steps, so the last step needs
-    a check of its own.
-
-    Weights of 1e30 are finite, but results computed from them are not. A ReLU can hide infinite weights. So both the
-    loss and the weights are checked.
-    """
-    loss = float(_loss(model, run, _generator(run, run.task.steps)))
-    largest = float(nn.utils.parameters_to_vector(model.parameters()).abs().max())
-    if not math.isfinite(loss) or not math.isfinite(largest):
-        raise Diverged(
-            mismatch(
-                "loss",
-                f"{loss} after the last step, with a largest weight of {largest}",
-                "finite numbers; try a smaller learning_rate",
-            )
-        )
-
-
-def _generator(run: Run, done: int) -> torch.Generator:
-    """Return the generator of the step after `done` steps, and seed torch's global generator in the same way."""
-    generator = seeded(run.seed, done)
-    torch.manual_seed(generator.initial_seed())
-    return generator
-
-
-def _loss(model: nn.Module, run: Run, generator: torch.Generator) -> torch.Tensor:
-    """Return the loss of a batch drawn from the generator."""
-    batch = tree_map(
-        lambda entry: entry.to(run.device) if isinstance(entry, torch.Tensor) else entry, run.task.batch(generator)
-    )
-    return run.task.loss(model, batch)
+        logger.setLevel(level)

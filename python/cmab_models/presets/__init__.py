@@ -1,0 +1,60 @@
+"""Presets: settings of tasks and models in files, one for each task, with the source of each number beside it.
+
+A file has the tables `paper`, `small` and `smoke`. A table holds settings of the task; in `model`, arguments of the
+constructors of models; and, in tables with the names of systems, what differs for them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cmab_kernels.runtime.checks import mismatch
+
+from ..systems import SYSTEMS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PRESETS = ("paper", "small", "smoke")
+
+
+def settings(preset: str, task: str, system: str) -> dict[str, Any]:
+    """Return the settings of a preset, with names as for `--set`.
+
+    An argument of models that the system does not have is left out. Raises a `ValueError` for an unknown preset.
+
+    >>> settings("paper", "gp-rbf", "cnp")["learning_rate"]
+    0.0005
+    """
+    if preset not in PRESETS:
+        raise ValueError(mismatch("preset", repr(preset), f"one of {', '.join(PRESETS)}"))
+    table = _tables(task)[preset]
+    general = {name: value for name, value in table.items() if name not in SYSTEMS}
+    general["model"] = {name: value for name, value in general.get("model", {}).items() if name in known(system)}
+    return _flat(general) | _flat(table.get(system, {}))
+
+
+def known(system: str) -> list[str]:
+    """Return the names of the arguments of a system's constructor."""
+    return list(inspect.signature(SYSTEMS[system].__init__).parameters)[1:]
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    of_task = {name: value for name, value in table.items() if name != "model"}
+    return of_task | {f"model.{name}": value for name, value in table.get("model", {}).items()}
+
+
+@cache
+def _tables(task: str) -> dict[str, Any]:
+    path = Path(__file__).parent / f"{task}.toml"
+    if not path.exists():
+        raise ValueError(mismatch("preset", f"one for the task {task}", "none, as the task has no file of presets"))
+    tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    return tables
