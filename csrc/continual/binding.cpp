@@ -251,9 +251,9 @@ PyObject* nystrom_step(PyObject* const* given, PyObject* mask, bool recorded) {
   step.choose_memory(next, stream, m, m, spare);
   step.choose_landmarks(next, stream);
   if (!recorded) return step.result(next, stream);
-  const py::object history = new_tensor(
-      state_type(shape.dtype), {shape.batch, shape.heads, shape.tokens * m, shape.value_width + kRecorded},
-      stream.history);
+  const py::object history =
+      new_tensor(state_type(shape.dtype), {shape.batch, shape.heads, shape.tokens * m, shape.value_width + kRecorded},
+                 stream.history);
   const py::object result = owned(step.result(next, stream));
   return with_record(stream, recomputes(stream), result, history);
 }
@@ -318,12 +318,10 @@ py::object new_gradient(const StepGradient& step, int64_t rows, int64_t columns,
 std::array<py::object, 6> token_gradients(StepGradient& step) {
   const int64_t t = step.tokens, C = step.capacity, D = step.key_width, E = step.value_width;
   const bool reads_ring = step.dnew_queries || step.retroactive;
-  return {new_gradient(step, t, D, step.dquery),
-          new_gradient(step, t, D, step.dkey),
-          new_gradient(step, t, E, step.dvalue),
-          reads_ring ? new_gradient(step, C, D, step.dqueries) : borrowed(Py_None),
-          new_gradient(step, C, D, step.dkeys),
-          new_gradient(step, C, E, step.dvalues)};
+  return {
+      new_gradient(step, t, D, step.dquery), new_gradient(step, t, D, step.dkey),
+      new_gradient(step, t, E, step.dvalue), reads_ring ? new_gradient(step, C, D, step.dqueries) : borrowed(Py_None),
+      new_gradient(step, C, D, step.dkeys),  new_gradient(step, C, E, step.dvalues)};
 }
 
 // Returns the token gradients and those of the sums, both landmarks and the inverse.
@@ -356,8 +354,8 @@ PyObject* attention_step_backward(Arguments& in) {
   read_gradient(in, step);
   in.require(step.rows == step.window + step.tokens && !step.retroactive, "keys", "has another length");
   const std::array<py::object, 6> tokens = token_gradients(step);
-  const double work = double(step.batch) * step.heads * step.tokens * step.window * 3 *
-                      (step.key_width + step.value_width);
+  const double work =
+      double(step.batch) * step.heads * step.tokens * step.window * 3 * (step.key_width + step.value_width);
   const int threads = useful_threads(work, torch_threads());
   in.run([&] { continual_attention_backward(step, threads); });
   return PyTuple_Pack(6, tokens[0].ptr(), tokens[1].ptr(), tokens[2].ptr(), tokens[3].ptr(), tokens[4].ptr(),

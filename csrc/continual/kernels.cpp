@@ -7,15 +7,10 @@ namespace cmab::cpu {
 namespace {
 
 template <class T>
-constexpr ContinualKernel kContinualKernel = {finite_tokens,
-                                              NystromHead<T>::bytes,
-                                              NystromHead<T>::run,
-                                              AttentionHead<T>::bytes,
-                                              AttentionHead<T>::run,
-                                              NystromBackward<T>::bytes,
-                                              NystromBackward<T>::run,
-                                              AttentionBackward<T>::bytes,
-                                              AttentionBackward<T>::run};
+constexpr ContinualKernel kContinualKernel = {
+    finite_tokens,           NystromHead<T>::bytes,       NystromHead<T>::run,
+    AttentionHead<T>::bytes, AttentionHead<T>::run,       NystromBackward<T>::bytes,
+    NystromBackward<T>::run, AttentionBackward<T>::bytes, AttentionBackward<T>::run};
 
 }  // namespace
 

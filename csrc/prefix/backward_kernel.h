@@ -238,7 +238,8 @@ struct PrefixBackwardKernel {
                                             in.state.out.col_stride, width, scratch.columns_of_a);
       const T* a = scratch.sent.a + (i * to.rows + row) * padded;
       V products{};
-      for (int e = 0; e < width; e += kLanes) products += load<V>(a + e) * load_first<V>(out + e, least(width - e, kLanes));
+      for (int e = 0; e < width; e += kLanes)
+        products += load<V>(a + e) * load_first<V>(out + e, least(width - e, kLanes));
       const double slope = double(sum_lanes(products)) + double(scratch.sent.c[i * to.rows + row]);
       const double of = in.states.lse[chunk * in.queries + at];
       in.dlog_decay[chunk] += share_in(in, chunk, broadcast<Wide>(lse), broadcast<Wide>(of))[0] * slope;
@@ -424,8 +425,7 @@ struct PrefixBackwardKernel {
       const int64_t at = from.first + row;
       const double lse = in.state.lse[at * in.state.lse_stride];
       const bool apart = lse == -kInfinity || from.latest[row] == kInfinity;  // a state without keys, or no prefix
-      const double share =
-          apart ? 0.0 : share_in(in, 0, broadcast<Wide>(lse), broadcast<Wide>(from.latest[row]))[0];
+      const double share = apart ? 0.0 : share_in(in, 0, broadcast<Wide>(lse), broadcast<Wide>(from.latest[row]))[0];
       const T* out = static_cast<const T*>(in.state.out.data) + at * in.state.out.row_stride;
       double slope = from.c[row];
       for (int i = 0; i < e; ++i) {

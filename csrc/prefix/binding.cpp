@@ -58,8 +58,10 @@ void backward(Arguments& in) {
   auto* lse = static_cast<double*>(in.contiguous("lse", "BHR", DType::kFloat64).data);
   check_rows(in, call, "out");
   const PrefixGradients gradients{
-      in.optional_contiguous("dquery", "BHLD", dtype).data, in.optional_contiguous("dkey", "BHND", dtype).data,
-      in.optional_contiguous("dvalue", "BHNE", dtype).data, in.optional_contiguous("dstate_out", "BHLE", sums).data,
+      in.optional_contiguous("dquery", "BHLD", dtype).data,
+      in.optional_contiguous("dkey", "BHND", dtype).data,
+      in.optional_contiguous("dvalue", "BHNE", dtype).data,
+      in.optional_contiguous("dstate_out", "BHLE", sums).data,
       static_cast<double*>(in.optional_contiguous("dstate_lse", "BHL", DType::kFloat64).data),
       in.optional_contiguous("dkey_bias", "BHN", sums).data,
       static_cast<double*>(in.optional_contiguous("dlog_decay", "BHT", DType::kFloat64).data)};

@@ -31,7 +31,7 @@ struct Passing {
   T* weights;            // [key of the tile][rows]: scores, then weights
   T *factors, *inverse;  // [stretch][lane]
   Stretch<T>* stretches;
-  T* bias;               // [key of the tile]
+  T* bias;                // [key of the tile]
   double *fade, *offset;  // [run of the tile]: see Fading
 
   Passing(Arena& arena, int rows, int width) : rows(rows), width(width) {

@@ -90,24 +90,24 @@ void prefix_backward(const PrefixInputs& in, const Operand& dout, const Operand&
       in, inputs.batch * inputs.heads, kernels.backward_bytes(inputs.shape, queries), [&](int64_t head, void* scratch) {
         const int64_t b = head / inputs.heads, h = head % inputs.heads;
         const char* slopes = static_cast<const char*>(dout.data) + (b * dout.stride[0] + h * dout.stride[1]) * sums;
-        const PrefixBackward call{inputs.shape,
-                                  queries,
-                                  in.every,
-                                  rows_of(inputs, inputs.query, b, h, 0),
-                                  keys_of_head(inputs, b, h),
-                                  incoming(in, b, h),
-                                  decay_of(in, b, h),
-                                  states_of(in, head, out, lse),
-                                  {slopes, dout.stride[2], dout.stride[3]},
-                                  dlse.at<double>(b, h, 0),
-                                  dlse.stride[2],
-                                  at(gradients.query, head * queries * d * bytes),
-                                  {at(gradients.key, head * inputs.keys * d * bytes),
-                                   at(gradients.value, head * inputs.keys * e * bytes), inputs.shape.dtype,
-                                   at(gradients.key_bias, head * inputs.keys * sums)},
-                                  at(gradients.state_out, head * queries * e * sums),
-                                  gradients.state_lse ? gradients.state_lse + head * queries : nullptr,
-                                  gradients.log_decay ? gradients.log_decay + head * in.prefixes() : nullptr};
+        const PrefixBackward call{
+            inputs.shape,
+            queries,
+            in.every,
+            rows_of(inputs, inputs.query, b, h, 0),
+            keys_of_head(inputs, b, h),
+            incoming(in, b, h),
+            decay_of(in, b, h),
+            states_of(in, head, out, lse),
+            {slopes, dout.stride[2], dout.stride[3]},
+            dlse.at<double>(b, h, 0),
+            dlse.stride[2],
+            at(gradients.query, head * queries * d * bytes),
+            {at(gradients.key, head * inputs.keys * d * bytes), at(gradients.value, head * inputs.keys * e * bytes),
+             inputs.shape.dtype, at(gradients.key_bias, head * inputs.keys * sums)},
+            at(gradients.state_out, head * queries * e * sums),
+            gradients.state_lse ? gradients.state_lse + head * queries : nullptr,
+            gradients.log_decay ? gradients.log_decay + head * in.prefixes() : nullptr};
         kernels.backward(call, scratch);
       });
 }
