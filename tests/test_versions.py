@@ -54,7 +54,6 @@ UNPROMISED = {
     "torch.ops.aten._cdist_backward",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
-    "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_map_only",
 }
 """Names of torch that it does not promise to keep. Each of them is also in torch 2.6; check this before you add one."""

@@ -53,15 +53,14 @@ def _named(names: Sequence[str], inputs: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def nothing(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four empty results.
+def nothing(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return four empty results of `dtype`, and two of float64. Results of one call must differ.
 
     They must not be made when this file is imported: a first call under `torch.export` imports it, and they would be
     fake tensors. Autograd may save them, so they are not tensors of inference mode either.
     """
     with torch.inference_mode(False):
-        first, second, third, fourth = (torch.empty(0, dtype=dtype, device="cpu") for _ in range(4))
-        return first, second, third, fourth
+        return tuple(torch.empty(0, dtype=each, device="cpu") for each in (*[dtype] * 4, *[torch.float64] * 2))
 
 
 def like(x: Tensor) -> Tensor:
@@ -135,7 +134,7 @@ def attention_layer(inputs: AttentionLayer) -> tuple[Tensor, ...]:
             **_attention_inputs(inputs), query=query, key=key, value=value, out=out, lse=lse, y=y.flatten(0, 1)
         )
     if not inputs.keep:
-        return y, *nothing(query.dtype), nothing(torch.float64)[0]
+        return y, *nothing(query.dtype)[:5]
     return y, query.view(batch, latents, depth), key.view(batch, keys, depth), value.view(batch, keys, width), out, lse
 
 

@@ -86,7 +86,15 @@ def layers(model: nn.Module) -> list[str]:
 
 
 def test_every_model_is_here() -> None:
-    others = {"NeuralProcess", "PointProcess", "Events", "FrameEvents", "events_from_frame"}
+    others = {
+        "NeuralProcess",
+        "PointProcess",
+        "Events",
+        "FrameEvents",
+        "events_from_frame",
+        "event_scores",
+        "trivial_event_scores",
+    }
     assert {kind.__name__ for kind in SYSTEMS.values()} == set(cmab_models.__all__) - others
 
 

@@ -59,14 +59,14 @@ def block_stack(given: BlockStack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     blocks = len(given.parameters) // _OF_BLOCK
     if given.inputs is None:
         assert given.state_out is not None
-        state = nothing(given.state_out.dtype)[0], nothing(torch.float64)[0]
+        state = nothing(given.state_out.dtype)[0], nothing(given.state_out.dtype)[4]
         filled = {"out": given.state_out.contiguous(), "lse": None, "state_out": None, "state_lse": None}
     else:
         state = _new_state(x, blocks, heads, latents)
         filled = {"out": state[0], "lse": state[1], "state_out": given.state_out, "state_lse": given.state_lse}
     y = x.new_empty(blocks, *x.shape) if given.all_blocks else like(x)
     last, between = (y[-1], y[:-1]) if given.all_blocks else (y, None)
-    kept = x.new_empty(kept_bytes(given, blocks) // 8, dtype=torch.float64) if given.keep else nothing(torch.float64)[0]
+    kept = x.new_empty(kept_bytes(given, blocks) // 8, dtype=torch.float64) if given.keep else nothing(torch.float64)[5]
     _C.block_stack(
         **_stack_inputs(given),
         **filled,
