@@ -158,9 +158,12 @@ def _run(asked: argparse.Namespace) -> Run:
     run = _made(asked, given, how)
     if asked.command == "train" and not asked.resume:
         return run
-    settings = {name: value for name, value in _trained(run).items() if name not in ("system", "task", "seed", "code")}
+    kept = _checked(run, "system", "task", "seed")
+    settings = {name: value for name, value in kept.items() if name not in ("system", "task", "seed", "code")}
     how = {name: settings.pop(name) for name in HOW if name in settings} | how
-    return _made(asked, settings | given, how)
+    run = _made(asked, settings | given, how)
+    _trained(run)
+    return run
 
 
 def _made(asked: argparse.Namespace, settings: Mapping[str, Any], how: Mapping[str, Any]) -> Run:
@@ -178,15 +181,19 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any], how: Mapping[s
 def _trained(run: Run) -> dict[str, Any]:
     """Return the settings with which the saved model was trained; empty without a checkpoint. Raises `BadCheckpoint` if
     the checkpoint belongs to another model."""
+    of_model = [name for name in run.described() if name.startswith("model.")]
+    return _checked(run, "system", "task", "seed", *of_model)
+
+
+def _checked(run: Run, *names: str) -> dict[str, Any]:
+    """Return the settings of the checkpoint, after a check that those of these names are the run's; empty without a
+    checkpoint."""
     if not run.checkpoint.exists():
         return {}
-    checkpoint = load(run.checkpoint)
-    of_model = {
-        name: value
-        for name, value in run.described().items()
-        if name in ("system", "task", "seed") or name.startswith("model.")
-    }
-    check_same(run.checkpoint, checkpoint, of_model, run.defaults())
+    checkpoint, described = load(run.checkpoint), run.described()
+    # Defaults of a model may follow from data, whose folder only the trained settings name.
+    defaults = run.defaults() if any(name.startswith("model.") for name in names) else {}
+    check_same(run.checkpoint, checkpoint, {name: described[name] for name in names}, defaults)
     return checkpoint.run
 
 

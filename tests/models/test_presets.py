@@ -128,6 +128,18 @@ def test_the_command_line_trains_a_preset(tmp_path: Path, monkeypatch: pytest.Mo
     assert (record["steps"], record["batch_size"], record["learning_rate"]) == (3, 4, 0.003)
 
 
+def test_an_evaluation_knows_the_folder_of_the_data(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default sizes of the model follow from these data."""
+    monkeypatch.chdir(tmp_path)
+    here, data = ["cmhp", "--task", "mooc", "--folder", "run"], ["--set", f"folder={folders['mooc']}"]
+    cli.main(["train", *here, *data, "--preset", "smoke", "--set", "steps=1", "--set", "batch_size=2"])
+    cli.main(["evaluate", *here])
+    first, second = (json.loads(line) for line in Path("run/results.jsonl").read_text().splitlines())
+    assert second["scores"] == first["scores"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
