@@ -29,6 +29,7 @@ from cmab_models.neural_processes import (
 )
 from cmab_models.neural_processes.parts import point_embedding
 from cmab_models.pictures import context
+from cmab_models.systems import SYSTEMS
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
@@ -291,3 +292,24 @@ def test_a_wrong_batch_or_mask_is_named(kind: type[NeuralProcess]) -> None:
     for mask in (torch.zeros(2, 10).bool(), torch.zeros(1, 11).bool(), torch.zeros(2, 11)):
         with pytest.raises(ValueError, match=r"^mask: got .*, expected torch\.bool of shape \(2, 11\)"):
             model.condition(x, y, None, mask)
+
+
+THE_OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in ("cmanp", "lbanp", "inctnp", "tnp-d")]
+
+
+@pytest.mark.parametrize("system", ["cnp", *THE_OTHERS])
+@torch.no_grad()
+def test_a_program_takes_batches_of_any_size(system: str) -> None:
+    class Mean(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.process = SYSTEMS[system](dim_x=1, dim_y=1).eval()
+
+        def forward(self, x: Tensor, y: Tensor, target: Tensor) -> Tensor:
+            mean: Tensor = self.process(x, y, target).mean
+            return mean
+
+    module, first, later = Mean(), torch.randn(2, 9, 1), torch.randn(3, 9, 1)
+    sizes = ({0: torch.export.Dim("B")},) * 3
+    program = torch.export.export(module, (first,) * 3, dynamic_shapes=sizes).module()
+    torch.testing.assert_close(program(later, later, later), module(later, later, later))

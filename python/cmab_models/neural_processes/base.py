@@ -205,7 +205,7 @@ class NeuralProcess(Pretrained):
         """Return one draw (B, M, dim_y) of the values at the targets. Each block of targets is drawn given the blocks
         before it."""
         self._check(context_x, context_y, of="context_")
-        self._check(target_x, batch=len(context_x), of="target_")
+        self._check(target_x, batch=context_x.shape[0], of="target_")
         state, targets, drawn = self.condition(context_x, context_y), target_x.shape[1], []
         for x in target_x.split(self._block_size(block_size, targets), 1):
             drawn.append(self.predict(state, x).sample().view(*x.shape[:2], self.dim_y).to(x.dtype))
@@ -239,7 +239,7 @@ class NeuralProcess(Pretrained):
         """Return the points and targets with zeros in place of values that do not count, and which values of the
         targets (B, M, dim_y) count; None if all of them do. Raise as the methods do."""
         self._check(context_x, context_y, mask=context_mask, of="context_", values=False)
-        self._check(target_x, target_y, mask=target_mask, batch=len(context_x), of="target_", values=False)
+        self._check(target_x, target_y, mask=target_mask, batch=context_x.shape[0], of="target_", values=False)
         context_x, context_y = without_masked(context_x, context_y, context_mask, of="context_")
         values, there = observed(target_y, target_mask)
         target_x, values = without_masked(target_x, values, target_mask, of="target_")
@@ -282,7 +282,7 @@ class NeuralProcess(Pretrained):
                 raise ValueError(mismatch(f"{of}y", f"shape {tuple(y.shape)}", allowed))
         if mask is not None:
             _check_mask(mask, x, of)
-        if batch not in (None, len(x)):
+        if batch not in (None, x.shape[0]):
             raise ValueError(
                 mismatch(f"{of}x", f"shape {tuple(x.shape)}", f"batch {batch}, that of the points it goes with")
             )

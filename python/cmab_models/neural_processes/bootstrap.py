@@ -25,7 +25,7 @@ class Bootstrap(FromPair, KeepsPoints):
     num_train_samples: int
 
     def predict(self, state: Points, target_x: Tensor) -> Mixture:
-        self._check(target_x, batch=len(self._known(state).ignored), of="target_")
+        self._check(target_x, batch=self._known(state).ignored.shape[0], of="target_")
         return self._both(state, target_x, self.num_samples, fresh=False)[1]
 
     def _objective(self, state: Points, full: Points, x: Tensor, y: Tensor, there: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class KeepsTotal(NeuralProcess):
 
     def _total(self, x: Tensor, y: Tensor, mask: Tensor | None, state: Total | None) -> Total:
         """Return the total of the points x, y, which can be added to `state` or subtracted from it."""
-        self._check(x, y, mask=mask, batch=None if state is None else len(self._known(state).points), values=False)
+        self._check(x, y, mask=mask, batch=None if state is None else self._known(state).points.shape[0], values=False)
         features = in_single(self._embedded(torch.cat(without_masked(x, y, mask), -1)))
         if mask is None:
             return Total(features.sum(1), features.new_full((x.shape[0], 1), x.shape[1]))
@@ -79,7 +79,7 @@ class CNP(KeepsTotal):
         self.head = NormalHead(dim, dim, dim_y, bound_std)
 
     def predict(self, state: Total, target_x: Tensor) -> Normal:
-        self._check(target_x, batch=len(self._known(state).points), of="target_")
+        self._check(target_x, batch=self._known(state).points.shape[0], of="target_")
         mean = (state.features / state.points.clamp(min=1)).to(target_x.dtype)
         context = mean.unsqueeze(1).expand(-1, target_x.shape[1], -1)
         result: Normal = self.head(self.decoder(torch.cat([target_x, context], -1)).relu())

@@ -56,7 +56,7 @@ class EQTNP(KeepsPoints):
         self.head = NormalHead(dim, ff_dim, dim_y, bound_std)
 
     def predict(self, state: Points, target_x: Tensor) -> Distribution:
-        self._check(target_x, batch=len(self._known(state).ignored), of="target_")
+        self._check(target_x, batch=self._known(state).ignored.shape[0], of="target_")
         mask = None if has_values(state.ignored) and not state.ignored.any() else state.ignored
         features = self.embedding(torch.cat([state.x, state.y], -1))
         every = [features]

@@ -199,7 +199,7 @@ class FromPair(Everywhere):
     decoder: ValueDecoder
 
     def predict(self, state: Points, target_x: Tensor) -> Distribution:
-        self._check(target_x, batch=len(self._known(state).ignored), of="target_")
+        self._check(target_x, batch=self._known(state).ignored.shape[0], of="target_")
         result: Distribution = self.decoder(encoded_pair(self.encoders, state, target_x), target_x)
         return result
 

@@ -92,7 +92,7 @@ class IncTNP(NeuralProcess):
         self.head = NormalHead(dim, hidden, dim_y, bound_std)
 
     def condition(self, x: Tensor, y: Tensor, state: Cache | None = None, mask: Tensor | None = None) -> Cache:
-        self._check(x, y, mask=mask, batch=None if state is None else len(self._known(state).ignored), values=False)
+        self._check(x, y, mask=mask, batch=None if state is None else self._known(state).ignored.shape[0], values=False)
         ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask.clone()
         before = 0 if state is None else state.ignored.shape[1]
         if state is not None:
@@ -120,7 +120,7 @@ class IncTNP(NeuralProcess):
         )
 
     def predict(self, state: Cache, target_x: Tensor) -> Distribution:
-        self._check(target_x, batch=len(self._known(state).ignored), of="target_")
+        self._check(target_x, batch=self._known(state).ignored.shape[0], of="target_")
         if has_values(state.ignored) and state.ignored.all(1).any():
             raise ValueError(mismatch("state", "no points", "at least one"))
         return self._answered(state, target_x, ~state.ignored[:, None, None, :])

@@ -67,7 +67,7 @@ class LBANP(KeepsPoints):
 
     def _features(self, state: Points, target_x: Tensor) -> Tensor:
         """Return the features (B, M, dim) of the targets."""
-        self._check(target_x, batch=len(self._known(state).ignored), of="target_")
+        self._check(target_x, batch=self._known(state).ignored.shape[0], of="target_")
         embedded = self.embedding(torch.cat([state.x, state.y], -1))
         mask = None if has_values(state.ignored) and not state.ignored.any() else state.ignored
         latents, every = self.latents.expand(embedded.shape[0], -1, -1), []

@@ -29,7 +29,7 @@ class KeepsPoints(NeuralProcess):
     state_type = Points
 
     def condition(self, x: Tensor, y: Tensor, state: Points | None = None, mask: Tensor | None = None) -> Points:
-        self._check(x, y, mask=mask, batch=None if state is None else len(self._known(state).ignored), values=False)
+        self._check(x, y, mask=mask, batch=None if state is None else self._known(state).ignored.shape[0], values=False)
         ignored = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         new = Points(*without_masked(x, y, mask), ignored)
         if state is None:
@@ -38,7 +38,7 @@ class KeepsPoints(NeuralProcess):
 
     def forget(self, state: Points, x: Tensor, y: Tensor) -> Points:
         """Return the state without the points x, y; `ValueError` for a point that is not part of it."""
-        self._check(x, y, batch=len(self._known(state).ignored))
+        self._check(x, y, batch=self._known(state).ignored.shape[0])
         ignored = state.ignored.clone()
         for i in range(x.shape[1]):
             same = (state.x == x[:, i : i + 1]).all(-1) & (state.y == y[:, i : i + 1]).all(-1) & ~ignored
