@@ -190,6 +190,13 @@ class StateWindow(Held[State]):
         self.size = check_count("size", size)
         self._queue = _Queue([], 0, [], 0, None)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle, also one of an earlier version, which has `_front`, `_back` and `_total`."""
+        if "_queue" not in state:
+            front, back = state["_front"], state["_back"]
+            state = {"size": state["size"], "_queue": _Queue(front, len(front), back, len(back), state["_total"])}
+        self.__dict__.update(state)
+
     def __len__(self) -> int:
         return self._queue.older + self._queue.newer
 
@@ -299,6 +306,9 @@ class StateTree(Held[State]):
     (7, False, True)
     """
 
+    _change: _Change | None = None
+    """The change that is being written. If the writing is interrupted, the next call writes it again."""
+
     def __init__(self) -> None:
         self._keys: list[Hashable] = []
         """The keys of the leaves."""
@@ -307,8 +317,6 @@ class StateTree(Held[State]):
         self._levels: list[list[State]] = [[]]
         """The leaves, then the merges of pairs of neighbours, and so on up to the root. A last node without a neighbour
         moves up unchanged."""
-        self._change: _Change | None = None
-        """The change that is being written. If the writing is interrupted, the next call writes it again."""
 
     def __len__(self) -> int:
         self._settle()

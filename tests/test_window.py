@@ -492,3 +492,20 @@ def test_compiled() -> None:
     compiled, ours, theirs = torch.compile(step, backend="aot_eager"), StateWindow(3), StateWindow(3)
     for chunk in points.split(5, 2):
         torch.testing.assert_close(compiled(ours, chunk), step(theirs, chunk))
+
+
+def test_pickles_of_earlier_versions() -> None:
+    """A window had three attributes before its queue was one object; a tree had no change that is being written."""
+    window, tree, states = StateWindow(3), StateTree(), [attention() for _ in range(5)]
+    for key, state in enumerate(states):
+        window.push(state)
+        tree.put(key, state)
+    front, older, back, newer, total = window._queue
+    earlier: StateWindow = StateWindow.__new__(StateWindow)
+    earlier.__setstate__({"size": 3, "_front": front[:older], "_back": back[:newer], "_total": total})
+    assert len(earlier) == 3 and torch.equal(earlier.state.out, window.state.out)
+    earlier.push(states[0])
+    assert len(earlier) == 3
+    tree.__dict__.pop("_change", None)
+    tree.discard(2)
+    assert len(pickle.loads(pickle.dumps(tree))) == 4 and len(pickle.loads(pickle.dumps(window))) == 3

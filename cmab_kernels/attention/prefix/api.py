@@ -127,6 +127,9 @@ def _fading(decay: float | Tensor, key: Tensor, every: int) -> tuple[Tensor, Ten
     batch, heads, length, _ = key.shape
     log = decay.log() if isinstance(decay, Tensor) else key.new_full((), math.log(decay), dtype=torch.float64)
     log = log.expand(*log.shape[:-1], length)
-    chunks = pad(log, (0, -length % every)).unflatten(-1, (-(-length // every), every))
+    count = -(-length // every)
+    chunks = pad(log, (0, count * every - length)).unflatten(-1, (count, every))
     since = chunks.flip(-1).cumsum(-1).flip(-1)
-    return pad(since[..., 1:], (0, 1)).flatten(-2)[..., :length], since[..., 0].expand(batch, heads, -1)
+    # A program of `torch.export` takes any number of keys: a slice would hold it to the remainder of the recorded one.
+    keys = torch.arange(length, device=log.device)
+    return pad(since[..., 1:], (0, 1)).flatten(-2).index_select(-1, keys), since[..., 0].expand(batch, heads, -1)

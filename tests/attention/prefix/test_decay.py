@@ -238,3 +238,19 @@ def test_errors() -> None:
         ck.prefix_attention_states(q, k, v, key_bias=torch.ones(2, N))
     with pytest.raises(TypeError, match=r"^key_bias: got a float"):
         ck.prefix_attention_states(q, k, v, key_bias=0.5)
+
+
+@pytest.mark.parametrize("recorded", [15, 16])
+def test_a_program_takes_any_number_of_keys(recorded: int) -> None:
+    class Faded(torch.nn.Module):
+        def forward(self, key: Tensor, decay: Tensor) -> Tensor:
+            return ck.prefix_attention_states(key.new_ones(2, 3, 4), key, key, every=3, decay=decay).out
+
+    def inputs(length: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(1, 2, length, 4), torch.rand(1, 2, length) / 2 + 0.5
+
+    sizes = ({2: torch.export.Dim.DYNAMIC},) * 2
+    program = torch.export.export(Faded(), inputs(recorded), dynamic_shapes=sizes).module()
+    for length in range(8, 20):
+        given = inputs(length)
+        torch.testing.assert_close(program(*given), Faded()(*given))
