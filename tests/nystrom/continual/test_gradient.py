@@ -322,3 +322,17 @@ def test_what_runs_the_definition(kind: str, fused: list[int]) -> None:
         else:
             assert run(token[0]).requires_grad
     assert not fused
+
+
+@pytest.mark.parametrize("size", [1.0, 10.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_landmark_whose_logits_rise_far(dtype: torch.dtype, size: float) -> None:
+    """The sums of the landmark that it replaces underflow. Windows of up to 4 tokens are always recomputed."""
+    window, values = torch.zeros(1, 1, 5, 1, dtype=dtype), torch.tensor([0.0, 0, 0, 0, 5], dtype=dtype).requires_grad_()
+    state = ck.continual_nystrom_init(window, window, window, num_landmarks=1, scale=1.0)
+    for value in values:
+        token = torch.full((1, 1, 1, 1), size, dtype=dtype)
+        out, state = ck.continual_nystrom_step(state, token, token, value.view(1, 1, 1, 1))
+    (gradient,) = torch.autograd.grad(out.sum(), values)
+    torch.testing.assert_close(gradient, torch.full_like(gradient, 0.2))
+    torch.testing.assert_close(out, torch.ones_like(out))

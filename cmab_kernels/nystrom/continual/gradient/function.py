@@ -25,7 +25,7 @@ from ....runtime.backends import imported
 from ....runtime.dtypes import state_dtype
 from ....runtime.tracing import may_bypass_dispatcher
 from ...reference import logits
-from ..state import ContinualAttentionState, ContinualNystromState, ring_of, window_of
+from ..state import EXTRA_SUMS, UNSURE, ContinualAttentionState, ContinualNystromState, ring_of, window_of
 
 
 def nystrom_step(
@@ -95,7 +95,7 @@ def attached_sums(state: ContinualNystromState) -> Tensor:
     sums = sums.detach()
     if keys.requires_grad or values.requires_grad or near.requires_grad:
         sums = sums.clone()
-        sums[..., -1] = torch.finfo(sums.dtype).max
+        sums[..., 1 - EXTRA_SUMS] = UNSURE
     return sums
 
 

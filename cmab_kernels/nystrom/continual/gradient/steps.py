@@ -17,7 +17,9 @@ from ...reference import segment_ends
 from ..reference import replaced, segment_ending
 from ..schema import TYPES
 from ..state import (
+    EXTRA_SUMS,
     KINDS,
+    UNSURE,
     ContinualAttentionState,
     ContinualNystromState,
     ContinualState,
@@ -128,5 +130,5 @@ def _with_new_landmark(
     state = replaced(state, segment, newest[0], newest[1], iterative_pinv)
     ends = (segment > 0)[..., None, None]
     last = sums[:, :, -1:].detach().clone()
-    last[..., -1] = torch.finfo(sums.dtype).max
+    last[..., 1 - EXTRA_SUMS] = UNSURE
     return state, torch.cat([sums[:, :, 1:], last], 2).where(ends, sums)
