@@ -15,6 +15,7 @@ from cmab_models.data.departures import DAY, departures
 from cmab_models.point_processes import CMHP, THP, Events, LogNormalMixture, PointProcess
 from cmab_models.tasks import TASKS
 from cmab_models.tasks.base import seeded
+from scipy.integrate import quad
 from scipy.stats import kstest
 from torch import Tensor
 
@@ -89,6 +90,11 @@ def test_a_limited_mean_is_an_integral_of_the_survival() -> None:
     torch.testing.assert_close(distribution.limited_mean(limit), integral, rtol=1e-6, atol=0)
     heavy = LogNormalMixture(torch.tensor([[9.0, -9.0]]), torch.zeros(1, 2), torch.tensor([[0.5, 30.0]]))
     assert heavy.mean.isinf() and heavy.limited_mean(torch.tensor(50.0)).item() == pytest.approx(1.13315, rel=1e-3)
+    wide = LogNormalMixture(torch.zeros(1).double(), torch.zeros(1).double(), torch.tensor([20.0]).double())
+    limit = torch.tensor(12 * 20.0, dtype=torch.float64).exp()  # far out, where ndtr is 0
+    found = quad(lambda z: math.exp(20 * z - z * z / 2) / math.sqrt(2 * math.pi), -10, 12, limit=500)[0]
+    found += float((limit.log() + torch.special.log_ndtr(torch.tensor(-12.0).double())).exp())
+    assert wide.limited_mean(limit).item() == pytest.approx(found, rel=1e-6)
     plain = LogNormalMixture(torch.zeros(1), torch.zeros(1), torch.ones(1))
     torch.testing.assert_close(plain.limited_mean(torch.tensor(1e9)), plain.mean)
     for wrong in (0.0, -1.0, math.inf, math.nan):

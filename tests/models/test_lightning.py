@@ -22,6 +22,7 @@ from cmab_models.tasks.sets import Question, Sine
 from cmab_models.training import Diverged, Interrupted, Run, first_losses, train
 from cmab_models.training.module import Training
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
@@ -63,6 +64,31 @@ def test_a_killed_training_goes_on_from_its_last_checkpoint(every: float, tmp_pa
         assert torch.load(parts.checkpoint)["global_step"] == 4
         resumed, _ = train(parts, resume=True)
         assert torch.equal(weights(whole), weights(resumed))
+
+
+class Stop(Callback):
+    """Ends a training after a number of batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.total_batch_idx + 1 == self.batches
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_training_that_a_callback_stops_goes_on(accumulate: int, tmp_path: Path) -> None:
+    whole, _ = train(run(tmp_path / "whole", accumulate=accumulate))
+    parts = run(tmp_path / "parts", accumulate=accumulate)
+    with pytest.raises(Interrupted, match=r"^training: it stopped after \d of 6 steps; go on with --resume"):
+        train(parts, callbacks=[Stop(3)])
+    resumed, _ = train(parts, resume=True)
+    assert torch.equal(weights(whole), weights(resumed))
+
+
+def test_another_accumulation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^callbacks: got a GradientAccumulationScheduler, expected `accumulate`"):
+        train(run(tmp_path), callbacks=[GradientAccumulationScheduler({0: 2})])
 
 
 @pytest.mark.parametrize("batch", [4, 5, 12])

@@ -171,6 +171,8 @@ def test_sets_that_are_padded() -> None:
     assert torch.equal(found.target_y[1], alone[1].target_y[0]) and not found.context_x[1, 3:].any()
     with pytest.raises(ValueError, match=r"^batches: got none, expected at least one"):
         PaddedBatch.pad([])
+    with pytest.raises(TypeError, match=r"^batches: got a PaddedBatch, expected batches without masks"):
+        PaddedBatch.pad([found])  # type: ignore[list-item]  # its masks would be lost
 
 
 @pytest.mark.parametrize("name", ["context_mask", "target_mask"])

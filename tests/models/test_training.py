@@ -90,7 +90,7 @@ def test_stopped_and_resumed_it_is_the_run_that_was_not_stopped(
     whole, _ = train(Run("cnp", toy(), tmp_path / "whole"))
 
     run = Run("cnp", toy(), tmp_path / "parts")
-    with pytest.raises(Interrupted, match=r"after 4 of 6 steps; go on with --resume from .*checkpoint\.pt"):
+    with pytest.raises(Interrupted, match=r"after 3 of 6 steps; go on with --resume from .*checkpoint\.pt"):
         train(run, callbacks=[At(3, lambda: signal.raise_signal(number))])
     resumed, _ = train(run, resume=True)
     assert torch.equal(weights(whole), weights(resumed))
@@ -139,7 +139,7 @@ def test_the_checkpoint_is_written_whatever_comes(
     try:
         with monkeypatch.context() as patch, pytest.raises((Interrupted, KeyboardInterrupt)) as stopped:
             patch.setattr(torch, "save", interrupted)
-            train(run, callbacks=[At(2, stop)])
+            train(run, callbacks=[At(3, stop)])
         assert f"after {at} of 6 steps" in str(stopped.value)
     finally:
         signal.signal(signal.SIGINT, handler)

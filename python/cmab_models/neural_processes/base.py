@@ -67,6 +67,8 @@ class PaddedBatch(NamedTuple):
         """Return all functions of some batches as one batch, padded with zeros to the largest sets."""
         if not batches:
             raise ValueError(mismatch("batches", "none", "at least one"))
+        if any(isinstance(batch, PaddedBatch) for batch in batches):
+            raise TypeError(mismatch("batches", "a PaddedBatch", "batches without masks"))
         (x, mask), (y, _), (target_x, target_mask), (target_y, _) = (
             _padded([batch[i] for batch in batches]) for i in range(len(Batch._fields))
         )

@@ -122,7 +122,7 @@ class LogNormalMixture(MixtureSameFamily):
         limit = limit.double().unsqueeze(-1)
         place = (limit.log() - loc) / scale
         below = (loc + scale**2 / 2 + torch.special.log_ndtr(place - scale)).exp()
-        mean = below + limit * torch.special.ndtr(-place)
+        mean = below + (limit.log() + torch.special.log_ndtr(-place)).exp()  # ndtr is 0 below -8
         return (self.mixture_distribution.probs.double() * mean).sum(-1).to(components.loc.dtype)
 
     def _standardised(self, log_gap: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class Checkpoints(Callback):
         self.run, self.seconds = run, 60 * minutes
         self._waiting: list[tuple[int, FrameType | None]] = []
         self._handlers: dict[int, Any] = {}
+        self._stops = False  # whether another callback has stopped the training between two batches of a step
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         self._saved = time.monotonic()
@@ -56,7 +57,10 @@ class Checkpoints(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, training: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % self.run.accumulate:
+            self._stops |= trainer.should_stop
+            trainer.should_stop = False
             return
+        trainer.should_stop |= self._stops
         done, now = trainer.global_step, time.monotonic()
         if last := done == self.run.task.steps:
             training.check_last()
@@ -77,13 +81,19 @@ class Checkpoints(Callback):
                 handler(number, frame)  # Lightning's, which puts the job back into the queue
         self._waiting.clear()
         if trainer.strategy.reduce_boolean_decision(stop, False):
-            raise Interrupted(
-                f"training: it stopped after {done} of {self.run.task.steps} steps; go on with --resume from "
-                f"{self.run.checkpoint}"
-            )
+            raise self._interrupted(done)
 
-    def on_train_end(self, *_: Any) -> None:
+    def _interrupted(self, done: int) -> Interrupted:
+        return Interrupted(
+            f"training: it stopped after {done} of {self.run.task.steps} steps; go on with --resume from "
+            f"{self.run.checkpoint}"
+        )
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         self._restore()
+        if trainer.global_step < self.run.task.steps:  # another callback has stopped the training
+            trainer.save_checkpoint(self.run.checkpoint)
+            raise self._interrupted(trainer.global_step)
 
     def on_exception(self, *_: Any) -> None:
         self._restore()

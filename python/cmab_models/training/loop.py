@@ -106,18 +106,24 @@ def train(
 
     The checkpoint in `run.folder` is written every `save_every` minutes, at the end, and on Ctrl-C, SIGTERM and the
     signal by which SLURM takes a job back. A signal waits until the step of the optimiser, or the checkpoint, is
-    finished; Ctrl-C and SIGTERM then raise `Interrupted`. With `resume`, training continues from the checkpoint. On the
-    same machine and with the same number of threads, it gives the same numbers as a run that was not interrupted.
+    finished; Ctrl-C and SIGTERM then raise `Interrupted`, as does a callback that stops the training early. With
+    `resume`, training continues from the checkpoint. On the same machine and with the same number of threads, it gives
+    the same numbers as a run that was not interrupted.
     """
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
     from .callbacks import Checkpoints
     from .module import Training
 
+    callbacks = list(callbacks)
+    if any(isinstance(each, GradientAccumulationScheduler) for each in callbacks):
+        raise ValueError(mismatch("callbacks", "a GradientAccumulationScheduler", "`accumulate` of the run"))
     training = Training(run)
     if resume:
         defaults = run.defaults()
         checkpoint.check(run.checkpoint, run.described(), defaults, training.model)
     with _quiet():
-        trainer = _trainer(run, run.task.steps, [Checkpoints(run, save_every), *callbacks], loggers)
+        trainer = _trainer(run, run.task.steps, [*callbacks, Checkpoints(run, save_every)], loggers)
         try:
             trainer.fit(training, ckpt_path=run.checkpoint if resume else None, weights_only=True)
         except Interrupted as stop:
