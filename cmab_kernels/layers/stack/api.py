@@ -110,9 +110,8 @@ def block_stack(
     if attended is not None:
         _check_attended(attended, x, (blocks * batch, num_heads, sizes["M"], width // num_heads))
     impl = choose("layers.stack", impl, x, x.unflatten(-1, (num_heads, -1)))
-    read: list[Any] = [x, cast[0] if rows else None, key_padding_mask, attended, None]
-    settings: list[Any] = [num_heads, eps, residual, as_flag("all_blocks", all_blocks), False, impl]
-    given: list[Any] = [*read, tuple(cast[len(rows) :]), *settings]
+    read: list[Any] = [x, cast.pop(0) if rows else None, key_padding_mask, attended, None]
+    given: list[Any] = [*read, tuple(cast), num_heads, eps, residual, as_flag("all_blocks", all_blocks), False, impl]
     return stacked(BlockStack(*given))
 
 

@@ -160,6 +160,7 @@ def block_stack(inputs: BlockStack) -> Tensor:
     """The latents of stacked blocks. What the backward pass needs is kept if there is one, or may be one of a recorded
     program."""
     keep = is_differentiated(inputs.x, inputs.inputs, inputs.state_out, *inputs.parameters) or is_recorded()
-    args: Any = (*inputs,)  # the compiler of torch 2.6 knows no `_replace`
-    result: Tensor = block_stack_op(BlockStack(*[*args[:-2], keep, args[-1]]))[0]
+    # The compiler of torch 2.6 knows no `_replace`, and calls the operator from Python. Recorded there, the autograd
+    # Function of two hundred tensors gives wrong numbers.
+    result: Tensor = block_stack_op(inputs._replace(keep=keep))[0]
     return result
