@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import as_they_are
 from .tracing import distinct, under_transform
 
 
@@ -57,8 +58,15 @@ def gradient_of_formula(
     is None.
 
     The products are differentiable. They give the second and higher derivatives of kernels by autograd, correct to any
-    order.
+    order. Autocast does not change the formula, as it does not change the kernel.
     """
+    with as_they_are(directions[0].device):
+        return _products(formula, tensors, directions)
+
+
+def _products(
+    formula: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor | None], directions: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
     if under_transform():
         return _pulled_back(formula, tensors, directions)
     create_graph = torch.is_grad_enabled()

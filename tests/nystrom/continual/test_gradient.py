@@ -336,3 +336,22 @@ def test_a_landmark_whose_logits_rise_far(dtype: torch.dtype, size: float) -> No
     (gradient,) = torch.autograd.grad(out.sum(), values)
     torch.testing.assert_close(gradient, torch.full_like(gradient, 0.2))
     torch.testing.assert_close(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("name", ["continual step", "nystrom_attention"])
+def test_second_derivatives_under_autocast(name: str) -> None:
+    """The formula of the gradient runs in the dtypes of the kernel, whatever autocast does."""
+    window, tokens = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 7, 4, requires_grad=True)
+
+    def out() -> Tensor:
+        if name == "nystrom_attention":
+            return ck.nystrom_attention(tokens, tokens, tokens, 3)
+        state = ck.continual_attention_init(window, window, window)
+        return ck.continual_attention_step(state, tokens, tokens, tokens).out
+
+    with torch.autocast("cpu", torch.bfloat16):
+        (first,) = torch.autograd.grad(out().float().square().sum(), tokens, create_graph=True)
+        (found,) = torch.autograd.grad(first.square().sum(), tokens)
+    (first,) = torch.autograd.grad(out().square().sum(), tokens, create_graph=True)
+    (right,) = torch.autograd.grad(first.square().sum(), tokens)
+    assert (found - right).norm() < 0.1 * right.norm()
