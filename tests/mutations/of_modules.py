@@ -104,7 +104,7 @@ MODULES = {
         "tests/nn/test_multihead_attention.py::test_merged_streams_count_the_extra_keys_once",
     ),
     "a window of one token too many": Fault(
-        "cmab_kernels/nn/continual/attention.py",
+        "cmab_kernels/nn/continual/base.py",
         "head[:, :, : self.sequence_len - before]",
         "head[:, :, : self.sequence_len - before + 1]",
         "tests/nn/test_continual.py::test_steps_equal_forward",

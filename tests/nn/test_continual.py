@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cmab_kernels import state_to_tensors
 from cmab_kernels.nn import ContinualAttention, ContinualNystromAttention, FillingWindow, replace_modules
 from cmab_kernels.nn import MultiheadAttention as Ours
-from cmab_kernels.nn.continual.attention import Continual
+from cmab_kernels.nn.continual.base import Continual
 
 DIM, HEADS, BATCH, WINDOW = 24, 3, 2, 11
 OUTPUTS = ["single", "retroactive"]

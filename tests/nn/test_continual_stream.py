@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cmab_kernels.nn import ContinualAttention, ContinualNystromAttention, FillingWindow
-from cmab_kernels.nn.continual.attention import Continual
+from cmab_kernels.nn.continual.base import Continual
 from cmab_kernels.nystrom.continual.reference import row_means, row_sums, window_of
 
 from .test_continual import KINDS, OUTPUTS, assert_equal, made, same, stream
