@@ -127,5 +127,9 @@ class Bar(TQDMProgressBar):
             self._drawn = now
             super().on_train_batch_end(trainer, training, outputs, batch, batch_idx)
 
+    def on_exception(self, *_: Any) -> None:
+        if self._train_progress_bar is not None:
+            self._train_progress_bar.close()  # so that nothing is drawn after the message of an interruption
+
     def get_metrics(self, trainer: Trainer, training: Any) -> dict[str, Any]:
         return {"loss": f"{training.loss:.3f}"}
