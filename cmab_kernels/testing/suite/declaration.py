@@ -75,7 +75,7 @@ def together(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]
                 raise AssertionError(f"{len(found)} cases fail:\n{told}") from next(iter(found.values()))
 
         kept = [parameter for name, parameter in signature.parameters.items() if name not in names]
-        run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]  # read by pytest
         return run
 
     return decorate

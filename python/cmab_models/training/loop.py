@@ -154,7 +154,7 @@ def _trainer(run: Run, steps: int, callbacks: list[Callback], loggers: Iterable[
         devices=[int(number)] if number else run.devices,
         # Some systems have parameters that no loss of theirs depends on.
         strategy="ddp_find_unused_parameters_true" if run.devices > 1 else "auto",
-        precision=run.precision,  # type: ignore[arg-type]
+        precision=run.precision,  # type: ignore[arg-type]  # a str; Lightning lists its literals
         max_steps=steps,
         accumulate_grad_batches=run.accumulate,
         callbacks=callbacks,
