@@ -158,11 +158,14 @@ def _run(asked: argparse.Namespace) -> Run:
     run = _made(asked, given, how)
     if asked.command == "train" and not asked.resume:
         return run
-    kept = _checked(run, "system", "task", "seed")
-    settings = {name: value for name, value in kept.items() if name not in ("system", "task", "seed", "code")}
+    saved = _checked(run, "system", "task", "seed")
+    if not saved:
+        return run
+    settings = {name: value for name, value in saved.items() if name not in ("system", "task", "seed", "code")}
     how = {name: settings.pop(name) for name in HOW if name in settings} | how
     run = _made(asked, settings | given, how)
-    _trained(run)
+    # Defaults of a model may follow from data, whose folder only the settings of the training name.
+    _checked(run, *(name for name in run.described() if name.startswith("model.")), defaults=run.defaults())
     return run
 
 
@@ -178,22 +181,13 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any], how: Mapping[s
     return Run(asked.system, task, folder, asked.seed, _device(asked.device), model, **how)
 
 
-def _trained(run: Run) -> dict[str, Any]:
-    """Return the settings with which the saved model was trained; empty without a checkpoint. Raises `BadCheckpoint` if
-    the checkpoint belongs to another model."""
-    of_model = [name for name in run.described() if name.startswith("model.")]
-    return _checked(run, "system", "task", "seed", *of_model)
-
-
-def _checked(run: Run, *names: str) -> dict[str, Any]:
-    """Return the settings of the checkpoint, after a check that those of these names are the run's; empty without a
-    checkpoint."""
+def _checked(run: Run, *names: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings with which the saved model was trained; empty without a checkpoint. Raise `BadCheckpoint` if
+    those of these names are not the run's."""
     if not run.checkpoint.exists():
         return {}
     checkpoint, described = load(run.checkpoint), run.described()
-    # Defaults of a model may follow from data, whose folder only the trained settings name.
-    defaults = run.defaults() if any(name.startswith("model.") for name in names) else {}
-    check_same(run.checkpoint, checkpoint, {name: described[name] for name in names}, defaults)
+    check_same(run.checkpoint, checkpoint, {name: described[name] for name in names}, defaults or {})
     return checkpoint.run
 
 
@@ -333,7 +327,7 @@ def _made_folder(folder: Path) -> Iterator[None]:
 
 
 def _evaluate(run: Run, asked: argparse.Namespace) -> None:
-    trained = _trained(run)
+    trained = _checked(run)  # `_run` has compared it with the run
     changed = {name: value for name, value in run.described().items() if name not in trained or trained[name] != value}
     _show(run, run.task.evaluate(kept(run)), {**trained, "evaluated_with": changed})
 
