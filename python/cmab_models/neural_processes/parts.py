@@ -80,7 +80,7 @@ class Decoder(nn.Module):
 def encoded(encoder: nn.TransformerEncoder, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the encoder's output for tokens (B, N, dim), without those where `mask` (B, N) is True.
 
-    torch's attention may raise without tokens. The encoder then reads one token of zeros, so its weights have
+    torch's attention may raise an error without tokens. The encoder then reads one token of zeros, so its weights have
     gradients, of 0.
     """
     if tokens.numel():
