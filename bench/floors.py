@@ -44,8 +44,8 @@ class Rates:
     exponentials: float
     memory: float
     matrix: Mapping[str, float]
-    """On a GPU, "float32" is the rate of exact products, each of which takes several products of the matrix units, and
-    "tf32" is the rate of one rounded product."""
+    """On a GPU, "tf32" is the rate of rounded products. "float32" is the rate of exact products. An exact product takes
+    several products of the matrix units."""
     together: bool = False
     """Whether exponentials and products take turns on the same units, as on a CPU."""
 
@@ -194,7 +194,7 @@ def nystrom_work(
 
 
 def step_work(scheme: str, heads: int, window: int, landmarks: int, width: int, dtype: str) -> Work:
-    """The mean over a stream of one token of a continual step; the state stays in a cache.
+    """The work of a continual step for one token, as a mean over a stream; the state stays in a cache.
 
     `scheme` is one of costs.SCHEMES.
     """

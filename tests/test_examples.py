@@ -110,7 +110,7 @@ def test_stream_regression(printed: Printed) -> None:
 
 def test_slide_a_window(printed: Printed) -> None:
     text = printed("slide_a_window")
-    steps, windows = (numbers(pattern, text) for pattern in (r"a step +(\S+) us", r"anew +(\S+) us"))
+    steps, windows = (numbers(pattern, text) for pattern in (r"a step +(\S+) us", r"recomputed +(\S+) us"))
     assert len(steps) == len(windows) == 3 and min(steps + windows) > 0
     assert text.rstrip().endswith("the same bits: True")
 

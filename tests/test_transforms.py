@@ -55,7 +55,7 @@ FEW = [
     "attention layer",
     "layer",
 ]
-"""One call of each operator set, for what takes long: the other calls consist of the same operators."""
+"""One call of each operator set, for tests that take long: the other calls consist of the same operators."""
 FEW_OR_THOROUGH = [*FEW, *(pytest.param(name, marks=pytest.mark.thorough) for name in CALLS if name not in FEW)]
 
 
@@ -92,7 +92,7 @@ def test_a_map_of_no_masks() -> None:
 
 
 def test_a_map_of_no_offsets() -> None:
-    """They are not read, mapped or not; a gradient that is not mapped is an empty sum."""
+    """Offsets are not read, whether they are mapped or not. A gradient that is not mapped is an empty sum."""
     offsets, nothing = torch.tensor([[0, 2, 5]])[:0], K[None][:0]
 
     def packed(query: Tensor, key: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ from .intention_peers import ALPHA, cholesky_gradients, cholesky_solve, inverse_
 CHUNKED = "torch, in chunks"
 SCALED = F.scaled_dot_product_attention
 BESIDE_ATTENTION = 16_384
-"""The largest number of rows for which attention, which computes something else, is shown together with Intention and
-torch's best form."""
+"""The largest number of rows for which attention is shown together with Intention and torch's best form. Attention
+computes something else."""
 
 
 def _inverse(key: Tensor) -> Tensor:

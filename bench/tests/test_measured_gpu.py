@@ -235,6 +235,4 @@ def test_comments_and_line_breaks_change_no_digest(name: str, code: str, changed
 
 def test_a_dirty_tree_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _facts(monkeypatch, KERNELS)["commit"] == "commit aaaaaaa"
-    assert _facts(monkeypatch, KERNELS, sources="other")["commit"].startswith(
-        "a tree with changes that are in no commit"
-    )
+    assert _facts(monkeypatch, KERNELS, sources="other")["commit"].startswith("a tree with uncommitted changes")

@@ -31,7 +31,7 @@ from .training.loop import HOW, PRECISIONS, SAVE_EVERY
 EXAMPLES = """\
 examples:
   python -m cmab_models train cmanp --task gp-rbf                     train, evaluate, keep it in runs/gp-rbf/cmanp-0
-  python -m cmab_models train cmanp --task gp-rbf --resume            go on after Ctrl-C
+  python -m cmab_models train cmanp --task gp-rbf --resume            continue after Ctrl-C
   python -m cmab_models train lbanp --task gp-rbf --set steps=3000 --set model.num_latents=8 --seed 1
   python -m cmab_models train cmanp --task gp-rbf --preset paper --device cuda --precision bf16-mixed
   python -m cmab_models evaluate cmanp --task gp-rbf                  scores of the saved model and of references
@@ -117,7 +117,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 
 def _add_training(command: argparse.ArgumentParser) -> None:
     """Add the arguments of a training. The other commands take them from the training of the saved model."""
-    command.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    command.add_argument("--resume", action="store_true", help="continue from the folder's checkpoint")
     command.add_argument(
         "--preset",
         metavar="PRESET",
@@ -268,7 +268,7 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
     resume = asked.resume or (_back_from_queue() and run.checkpoint.exists())
     if run.checkpoint.exists() and not resume:
         raise ValueError(
-            mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to go on from it")
+            mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to continue it")
         )
     run.task.loss(run.model(), run.task.batch(seeded(run.seed)))  # if this raises an error, no folder is made
     tensorboard, table = (

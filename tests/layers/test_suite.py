@@ -188,7 +188,7 @@ class TestAttentionLayer(LayerSuite):
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
         """Leave out the gradient of the keys' bias, which vanishes:
-        softmax does not see what is added to all logits."""
+        a number that is added to all logits does not change a softmax."""
         return not (is_gradient and name == "key_bias")
 
     def row_sizes(self, found: Measured) -> Tensor:

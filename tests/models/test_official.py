@@ -1,7 +1,7 @@
 """Weights saved by the authors' code give the outputs of the authors' code.
 
-`public_code_outputs.pt` holds random weights in float64 and what the public code of CMANP and LBANP
-(https://github.com/BorealisAI/constant-memory-anp) made of random inputs with them.
+`public_code_outputs.pt` holds random weights in float64, and outputs for random inputs of the public code of CMANP and
+LBANP (https://github.com/BorealisAI/constant-memory-anp) with these weights.
 """
 
 from __future__ import annotations

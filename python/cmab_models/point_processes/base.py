@@ -110,8 +110,8 @@ class PointProcess(Pretrained):
 
     @abstractmethod
     def _read(self, state: Any, time: Tensor, embedded: Tensor) -> Any:
-        """Return the state after an event, embedded (B, 1, dim). The state has the event's `time` (B,) float64 as an
-        attribute."""
+        """Return the state after one more event, which is given as its embedding (B, 1, dim). The state has the event's
+        `time` (B,) float64 as an attribute."""
 
     @abstractmethod
     def _summary(self, state: Any) -> Tensor:
@@ -119,7 +119,8 @@ class PointProcess(Pretrained):
 
     @abstractmethod
     def _summaries(self, embedded: Tensor, there: Tensor) -> Tensor:
-        """Return features (B, N + 1, features) of the first 0, 1, ..., N events, embedded (B, N, dim).
+        """Return features (B, N + 1, features) of the first 0, 1, ..., N events, which are given as embeddings (B, N,
+        dim).
 
         `there` (B, N) is False at padding, which follows the events of a sequence. Features after padding may have any
         value.

@@ -16,7 +16,7 @@ from .parts import LOG_SCALES, LogGaps
 _ROWS = 32
 """Sequences that are scored at once."""
 _PRIOR = 10.0
-"""The weight of the frequencies, in events, when marks are predicted from the mark before."""
+"""When marks are predicted from the mark before, the overall frequencies of marks count as this number of events."""
 _COMPONENTS, _FITTED = 16, 20_000
 """The number of components in the mixture of `renewal_time`, which is the models' default, and the largest number of
 events to which it is fitted."""

@@ -57,7 +57,7 @@ def main() -> None:
     try:
         failed = _run(runs, asked.workers)
     except KeyboardInterrupt:
-        parser.exit(130, "\nstopped; the same command goes on from here\n")
+        parser.exit(130, "\nstopped; the same command continues from here\n")
     page = asked.output or (PAGE if asked.share == 1.0 and not asked.experiments else asked.folder / "RESULTS.md")
     costs = context.measured(sizes=context.SIZES if asked.share == 1.0 else context.SIZES[:2])
     results = Results(by_experiment, costs)

@@ -134,7 +134,7 @@ def test_second_derivatives(kind: str) -> None:
 
 
 def test_truncated_backpropagation(fused: list[int]) -> None:
-    """A state without its graph is a constant, also for the landmarks that later steps are given anew."""
+    """A state without its graph is a constant, also if later steps get new landmarks."""
     inputs = _inputs(30)
     new = [t.detach().clone().requires_grad_() for t in inputs[3:]]
 
@@ -241,7 +241,7 @@ def test_a_batch_of_gradients() -> None:
 
 
 def test_a_recorded_step_changes_nothing_that_is_kept() -> None:
-    """Neither the state before, nor the token: the same step may be taken twice, and differentiated twice."""
+    """The state before and the token do not change: the same step may be taken twice, and differentiated twice."""
     inputs = _inputs(3)
     token = tuple(t[:, :, N : N + 1] for t in inputs[:3])
     _, state = ck.continual_nystrom_step(_start(inputs), *token)
