@@ -138,7 +138,7 @@ def attention_work(
 def ridge_work(
     keys: int, width: int, value_width: int, dtype: str, backward: bool = False, exact: bool = False
 ) -> Work:
-    """The sums K'K (half of it, because it is symmetric) and K'V over `keys` = B H N keys; in the backward pass their
+    """The sums K'K (half of it, because it is symmetric) and K'V over `keys` = B H N keys; the backward pass has their
     gradients K (dG + dG') + V dM', K dM.
 
     `exact`: products in float64, as for a state.
@@ -150,7 +150,7 @@ def ridge_work(
 
 
 def rows_work(rows: int, width: int, value_width: int, dtype: str, backward: bool = False) -> Work:
-    """`rows` = B H M queries times a solution; in the backward pass both gradients of the product."""
+    """`rows` = B H M queries times a solution; the backward pass has both gradients of the product."""
     passes = 2 if backward else 1
     return Work(
         0.0, passes * 2 * rows * width * value_width, passes * rows * (width + value_width) * BYTES[dtype], dtype

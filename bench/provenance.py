@@ -210,7 +210,7 @@ def _native_instruction_set() -> str | None:
 
 
 def rates(device: str, thread_counts: set[int]) -> dict[str, Any]:
-    """The rates from which floors are computed: of the GPU, or by number of threads."""
+    """The rates from which floors are computed, for the GPU or for each number of threads."""
     if device == "cuda":
         return {device: asdict(rates_of(device))}
     measured = {}

@@ -82,7 +82,7 @@ class Row:
     baseline: str | None = None
     """The implementation to which ratios of this group refer."""
     ratio: Spread | None = None
-    """Time divided by that of the baseline: of the medians, and the quartiles of the ratios within each round."""
+    """The ratio to the time of the baseline: that of the medians, and the quartiles of the ratios in each round."""
     speed_up: Spread | None = None
     """The time of a peer divided by that of our fastest kernel; None for other rows."""
     floor: float | None = None

@@ -121,7 +121,7 @@ def table_of_errors(steps: int, size: int) -> None:
 def table_of_times(chunk: int, rounds: int) -> None:
     """Time of a step: the state of a chunk, a push and a read, compared with attention over all keys of the window.
 
-    The slowest step of a round is the step with n merges; for each time, the minimum of all rounds counts."""
+    The slowest step of a round is the step with n merges. Each time is the minimum of all rounds."""
     print(f"| chunks of {chunk} keys | keys in the window | a step, median | slowest step | recomputed attention |")
     print("|---|---|---|---|---|")
     query = torch.randn(4, 32, 16)

@@ -223,8 +223,8 @@ OF_SYSTEMS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OF_SYSTEMS)
 def test_a_map_of_solves_in_forward_mode(name: str) -> None:
-    """Right-hand sides that are not mapped have as many dimensions as vectors would,
-    and their sizes: here all are 3."""
+    """Right-hand sides that are not mapped have the number of dimensions and the sizes that vectors would have: all
+    sizes here are 3."""
     call, at = OF_SYSTEMS[name]
     right = torch.stack([jvp(call, (each,), (each,))[1] for each in at])
     close(jvp(vmap(call), (at,), (at,))[1], right)

@@ -46,8 +46,8 @@ def _inverse(key: Tensor) -> Tensor:
 
 
 def regression_work(heads: int, length: int, width: int, dtype: str, backward: bool) -> list[Work]:
-    """Sums, solution and rows, with as many queries as keys; in the backward pass the gradients of each, with the same
-    factor."""
+    """The work of sums, solution and rows, with as many queries as keys. The backward pass adds the gradients of each,
+    with the same factor."""
     rows = heads * length
     forward = (
         ridge_work(rows, width, width, dtype)

@@ -258,8 +258,8 @@ def test_spills_are_seen(tmp_path: Path) -> None:
 
 
 def test_declared_spills_are_held_to(tmp_path: Path) -> None:
-    """Kernels that are known to spill may spill as much as declared, and no more; a kernel that spills nothing must not
-    be declared."""
+    """A kernel that is known to spill may spill no more than declared. A kernel that spills nothing must not be
+    declared."""
     sound = _launches(torch.bfloat16, 128)[0]
     with mock.patch.object(launches, "_FORWARD", {"half": {128: Tiles(128, 64, 4, 2)}}):
         spilled = _launches(torch.bfloat16, 128)[0]

@@ -153,7 +153,7 @@ def test_neighbours(dtype: torch.dtype, level: float) -> None:
 
 @pytest.mark.parametrize("level", [100.0, 700.0, 3e3, 7e3, 1.1e4])
 def test_large_scores_in_float16(level: float) -> None:
-    """Weights are multiplied by 2^14; with the amount that the rounding of a large maximum adds, they must stay within
+    """Weights are multiplied by 2^14. The rounding of a large maximum adds to them, and they must still fit in
     float16."""
     values = torch.arange(200.0).half()
     for step in range(0, 40, 9):

@@ -263,7 +263,7 @@ def test_a_mark_without_its_time_is_a_mean_over_times() -> None:
 
 def test_simulated_events_follow_the_intensity() -> None:
     """Integrals of the intensity from event to event are exponential with mean 1,
-    and as many events come as the theory says."""
+    and the number of events agrees with the theory."""
     process, end = Hawkes(), 100.0
     events = process.simulate(400, end, seeded(4))
     rate = sum(process.base) / (1 - 1.2 / process.decay)

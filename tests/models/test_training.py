@@ -122,8 +122,8 @@ def test_an_interruption_in_the_middle_of_a_step_waits_for_its_end(toy: type[Tas
 def test_the_checkpoint_is_written_whatever_comes(
     at: int, toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interruption comes while the file is written: at the end of the training,
-    or as the second one, after step 3."""
+    """The interruption comes while a file is written: the last file of the training, or the second file, after step
+    3."""
     whole, _ = train(Run("cnp", toy(), tmp_path / "whole"))
     write = torch.save
 

@@ -201,7 +201,7 @@ def test_chunks(shape: dict[str, Any]) -> None:
 
 
 def test_chunks_are_bounded() -> None:
-    """Sets take a part of the cache, or for packed sets as much as the states that each chunk reads."""
+    """A chunk takes a part of the cache. For packed sets, it takes as much as the states that it reads."""
     query, weight = torch.empty(6, 1, 4, 128, 16, device="meta"), torch.empty(6, 128, 64, device="meta")
     for rows, packed in ((10**6, False), (10**8, False), (10**6, True)):
         offsets = torch.empty(1001, device="meta", dtype=torch.int32) if packed else None

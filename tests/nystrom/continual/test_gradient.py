@@ -76,7 +76,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("size", [1.0, 30.0])
 @pytest.mark.parametrize("window", [3, 9, 40])
 def test_a_chain_of_steps(chunk: int, size: float, window: int, fused: list[int]) -> None:
-    """50 steps, in which all tokens of the first window leave; with large logits, whose sums are recomputed often."""
+    """In 50 steps, all tokens of the first window leave. Sums of large logits are recomputed often."""
     inputs = _inputs(50, size=size, window=window)
     ours = torch.autograd.grad(_loss(inputs, "auto", chunk, window), inputs)
     assert sum(fused) == 50
