@@ -159,7 +159,7 @@ def test_short_calls_tell_losses_by_the_rule_of_the_report(whole: Run):
 
 
 def test_a_column_of_another_run(tmp_path: Path):
-    """Its ratio is shown beside that of the run of the table, with the place of the measurement."""
+    """The table shows the ratio of another run next to its own, and says where it was measured."""
     run, narrow = saved(tmp_path, "some"), saved(tmp_path, "narrow", quick=True)
     (ours,) = (row for row in narrow.groups[GROUP] if row.ours)
     assert ours.ratio

@@ -123,7 +123,7 @@ def test_a_peer_of_another_formula_is_said_to_be_one() -> None:
 
 
 def test_peers_of_an_earlier_run_are_marked() -> None:
-    """They do not replace a peer that was timed together with our kernel."""
+    """Peers of an earlier run do not replace a peer that was timed together with our kernel."""
     before = [_row("triton", 8e-3), {**NAIVE, "implementation": "naive"}]
     assert _cells(_row("triton", 2e-3), before=before).startswith("naive† | 9 ms, +1.0 MiB | 2 ms")
     assert _cells(_row("triton", 2e-3), _row("naive", 4e-3), before=before).startswith("naive | 4 ms")

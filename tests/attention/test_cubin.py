@@ -137,7 +137,7 @@ def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name, width", list(itertools.product(("bf16", "fp32"), (16, 64))))
 def test_tuned_tiles_are_sound(name: str, width: int, tmp_path: Path) -> None:
-    """They may spill, but they have no other fault."""
+    """Kernels with tuned tiles may spill, but they have no other fault."""
     with as_if_on(90), using(read(FILE)):
         found = [launch for latents in (300, 128) for launch in _launches(DTYPES[name], width, latents)]
     found_wrong = wrong(found, 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS))

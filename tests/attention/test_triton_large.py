@@ -115,8 +115,8 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
 
 
 def test_a_lone_largest_score_has_weight_one() -> None:
-    """The same holds in float64, where two neighbouring values of the logarithm belong to numbers whose ratio is e^4 to
-    e^64."""
+    """A lone largest score has weight 1 in float64 too, where two neighbouring values of the logarithm belong to
+    numbers whose ratio is e^4 to e^64."""
     generator = torch.Generator().manual_seed(0)
     query = (
         2.0 ** torch.randint(15, 21, (1, 64, 1, 1), generator=generator)

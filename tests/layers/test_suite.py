@@ -94,7 +94,7 @@ class TestGeglu(LayerSuite):
 
 
 class TestNormedGeglu(TestGeglu):
-    """The same layer, with norm(x) as the residual."""
+    """A feed-forward layer with all its parts, and with norm(x) as the residual."""
 
     bits, many = TestGeglu.bits[1:], None
     compilers = ("eager", "aot_eager")

@@ -227,7 +227,7 @@ def test_wrong_arguments_are_named(kind: type[PointProcess]) -> None:
 
 @pytest.mark.parametrize("gap", [5.0, 100.0, 1e4, 1e8])
 def test_an_intensity_far_out_has_its_digits(gap: float) -> None:
-    """It is a quotient of two numbers whose logarithms are near -1e6."""
+    """An intensity far out is a quotient of two numbers whose logarithms are near -1e6."""
     parts = torch.zeros(1, 2), torch.tensor([[-1.0, 0.5]]), torch.full((1, 2), math.exp(-5))
     single, wide = (LogNormalMixture(*(part.to(dtype) for part in parts)) for dtype in (torch.float32, torch.float64))
     found, right = single.intensity(torch.tensor([gap])), wide.intensity(torch.tensor([gap], dtype=torch.float64))

@@ -80,7 +80,7 @@ def test_joint_likelihoods() -> None:
 @by_both
 @pytest.mark.parametrize("calls", ["one", "several"])
 def test_a_block(calls: str) -> None:
-    """Its result and its state, before and after an update, in one native call and layer by layer."""
+    """A block has the authors' result and state, before and after an update, in one native call and layer by layer."""
     case = CASES["cmab"]
     block = nn.CMAB.from_official(case["weights"], num_heads=case["num_heads"])
     if calls == "several":

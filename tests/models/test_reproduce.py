@@ -298,7 +298,7 @@ def test_runs_of_several_commits_or_of_none_are_told_in_bold(commits: str, dirty
 
 
 def test_a_run_of_other_code_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checkpoint is not resumed either."""
+    """A run of other code counts as unfinished, and its checkpoint is not resumed."""
     started: list[list[str]] = []
     monkeypatch.setattr("subprocess.Popen", lambda command, **rest: started.append(command))
     (run,) = experiment().runs(tmp_path)

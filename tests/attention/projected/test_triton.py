@@ -247,7 +247,7 @@ def test_ignored_rows_do_not_matter() -> None:
 
 @pytest.mark.parametrize("step", [128, 8])
 def test_bad_offsets_make_everything_nan(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in one chunk, and in three."""
+    """Bad offsets make every result and gradient NaN, in one chunk and in three."""
     case = Case(batch=2, offsets=[0, 5, 21], heads=1, latents=1)
     monkeypatch.setattr(chunks, "STEP", step)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", chunks.CHUNK_BYTES if step == 128 else 1)

@@ -86,7 +86,7 @@ def _updated(
 def _by_layer(
     x: Tensor, inputs: Tensor | None, mask: Tensor | None, attended: Tensor | None, *parameters: Tensor
 ) -> Tensor:
-    """The same latents by one operator after the other."""
+    """Return the latents that one operator after the other computes."""
     given = iter(parameters)
 
     def forward(rows: Tensor) -> Tensor:
