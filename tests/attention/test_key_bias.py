@@ -181,7 +181,8 @@ def test_a_broadcast_bias_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_transforms() -> None:
-    """Second derivatives, compiled, exported and mapped calls, also over the bias alone, and forward mode."""
+    """Second derivatives, forward mode, and compiled, exported and mapped calls work, also if only the bias is
+    mapped."""
     q, k, v, bias = _inputs((3, 133))
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
