@@ -110,7 +110,7 @@ def damaged(raw: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
 BAD = {
     "empty": (lambda raw: "", r"not JSON, or cut short \(line 1"),
     "cut short": (lambda raw: json.dumps(raw)[:-500], "not JSON, or cut short"),
-    "no text": (lambda raw: b"\xff\xfe\x00\x81", "no text"),
+    "no text": (lambda raw: b"\xff\xfe\x00\x81", "not a text file"),
     "nested": (lambda raw: "[" * 100_000, "not JSON, or cut short"),
     "a list": (lambda raw: [1, 2], "not a run of these benchmarks"),
     "pytest-benchmark's": (lambda raw: {"benchmarks": [], "machine_info": {}}, "not a run of these benchmarks"),
