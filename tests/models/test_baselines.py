@@ -1,9 +1,9 @@
 """Baselines of the published tables give the outputs of the published code.
 
-`public_baseline_outputs.pt` holds random weights and what the public code of LBANP
+`public_baseline_outputs.pt` holds random weights, and outputs for random points of the public code of LBANP
 (https://github.com/BorealisAI/latent-bottlenecked-anp, commit 3852db6, in part from
-https://github.com/tung-nd/TNP-pytorch) made of random points with them, in float64. Where that code draws numbers, it
-was given those that a model draws in evaluation: 5 functions in a prediction, and 4 in a loss.
+https://github.com/tung-nd/TNP-pytorch) with these weights, in float64. Where that code draws random numbers, it was
+given the numbers that a model draws in evaluation: 5 functions in a prediction, and 4 in a loss.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class PointEncoder(nn.Module):
-    """Features (B, N, dim) of points: `depth` linear layers; with heads two layers less, and self-attention."""
+    """Features (B, N, dim) of points: `depth` linear layers. With heads, self-attention replaces two of them."""
 
     def __init__(self, inputs: int, dim: int, depth: int, num_heads: int | None = None, *, relu: bool = True) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class AttentiveEncoder(nn.Module):
 class ValueDecoder(nn.Module):
     """Means and standard deviations of at least 0.1 from features (..., M, inputs) and coordinates of targets.
 
-    With `more`, other features of this width are added in the first layer, as those of a bootstrapped context.
+    With `more`, the first layer adds other features of this width, such as those of a bootstrapped context.
     """
 
     def __init__(self, inputs: int, dim: int, dim_x: int, dim_y: int, depth: int, more: int | None = None) -> None:
@@ -134,16 +134,16 @@ def noise(kind: Callable[..., Tensor], *shape: int, like: Tensor, fresh: bool) -
 
 
 class Everywhere(NeuralProcess):
-    """Base class of models that are trained to predict all points of a function, those of its context too, as in the
+    """Base class of models that are trained to predict all points of a function, including its context, as in the
     published code.
 
-    `loss` draws the random numbers of a training step from torch's global generator. All else, and the loss of a model
-    in evaluation mode, uses the same numbers in every call.
+    `loss` draws the random numbers of a training step from torch's global generator. All other methods, and `loss` in
+    evaluation mode, use the same random numbers in every call.
     """
 
     def loss(self, batch: Batch | PaddedBatch) -> Tensor:
-        """Return the mean over functions of the negative objective of the published code: per point of context and
-        targets, given the context.
+        """Return the negative objective of the published code, per point of context and targets, as a mean over
+        functions.
 
         A function without targets counts as 0. Masks and missing outputs are those of `log_prob`.
         """

@@ -20,9 +20,9 @@ from .points import KeepsPoints, Points
 class Latent(Everywhere):
     """Base class of models of a latent variable z that follows from the points.
 
-    A prediction is a `Mixture` of `num_samples` functions, of values of z given the context. The loss is an
-    importance-weighted bound of the likelihood of all points, log mean_k p(y | z_k) p(z_k | context) / q(z_k | all
-    points) for `num_train_samples` values of z; with one sample, the evidence lower bound (ELBO) with an exact
+    A prediction is a `Mixture` of `num_samples` functions, one for each value of z drawn given the context. The loss is
+    an importance-weighted bound of the likelihood of all points: log mean_k p(y | z_k) p(z_k | context) / q(z_k | all
+    points) for `num_train_samples` values of z. With one sample, it is the evidence lower bound (ELBO) with an exact
     divergence.
     """
 

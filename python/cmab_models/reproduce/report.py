@@ -17,11 +17,10 @@ from .results import Results, table
 WORDS = {True: "held", False: "refuted", None: "not judged"}
 
 RULE = (
-    "A claim held, or was refuted, if the difference is away from what the claim asks by more than two of its "
-    "standard errors, over three "
-    "seeds or more; else it is not judged. Nor is it if a baseline that should fail passes, too, or nearly. How much "
-    "worse a system may be "
-    "that is said to be near another is what the paper's own figures differ by."
+    "A claim held if the measured difference satisfies it by more than two standard errors. It was refuted if the "
+    "difference violates it by more than two standard errors. Both need three seeds or more; otherwise the claim is "
+    "not judged. It is also not judged if a baseline that should fail passes or nearly passes. A system counts as "
+    "near another if it is not worse by more than in the paper's own figures."
 )
 
 
@@ -60,22 +59,19 @@ def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float) -> 
     told = [
         "# Results",
         _summed_up(verdicts),
-        "Written by `make reproduce`: every system and its closest baseline on the same data, one thread each, two "
-        "side by side. Small "
-        "models and few steps, for one to two hours of two cores; the papers' sizes are the models' defaults. A score "
-        "with ± is a "
-        "mean over seeds and the standard deviation between them; seconds are those of the training of one seed.",
-        "Code that has changed since a result was trained is confirmed by `python -m cmab_models.reproduce "
-        "--confirm`: the losses of the "
-        "first 10 steps and the scores after them, of one seed, must be as before to 0.001. RESULTS.json has the "
-        "digests of both.",
+        "`make reproduce` wrote this page. It trains every system and its closest baseline on the same data, two "
+        "at a time, with one thread each. The models are small and the steps few, so that everything takes one to "
+        "two hours on two cores. The models' defaults are the papers' sizes. A score with ± is a mean over seeds and "
+        "the standard deviation between them. Seconds are those of the training of one seed.",
+        "If code has changed since a result was trained, `python -m cmab_models.reproduce --confirm` checks one "
+        "seed: the losses of its first 10 steps and its scores after them must equal the old ones to 0.001. "
+        "RESULTS.json has the digests of the old and the new code.",
         f"{versions}, {where['machine']}, {where['time']}. {_spent(results.every())}",
         *_warnings(results.every()),
     ]
     if share != 1.0:
         told.append(
-            f"**Only {100 * share:g}% of all steps were taken: these numbers show that the command works, nothing "
-            "else.**"
+            f"**Only {100 * share:g}% of all steps were taken: these numbers only show that the command works.**"
         )
     return told
 
@@ -86,7 +82,7 @@ def _summed_up(verdicts: Mapping[Claim, Verdict]) -> str:
         [claim for claim, verdict in verdicts.items() if verdict.held is held] for held in (True, False, None)
     )
     missing = [verdicts[claim].missing for claim in unknown]
-    needs = "; ".join(f"{missing.count(need)} for want of {need}" for need in dict.fromkeys(missing))
+    needs = "; ".join(f"{missing.count(need)} for lack of {need}" for need in dict.fromkeys(missing))
     return "\n".join(
         [
             f"- Of {len(verdicts)} published claims {_counted(held)} could be confirmed at this scale{_listed(held)}.",
@@ -109,10 +105,10 @@ def _spent(records: Sequence[Mapping[str, Any]]) -> str:
     """Say how long the training of all runs took."""
     cpu, wall = (sum(record[kind] for record in records) / 60 for kind in ("cpu_seconds", "wall_seconds"))
     took = (
-        f"The training of {len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one "
-        "after the other"
+        f"The training of {len(records)} runs took {cpu:.0f} minutes of CPU time, and {wall:.0f} minutes of "
+        "wall time, added over the runs"
     )
-    return f"{took}; their evaluation and the pictures are not in it."
+    return f"{took}. Evaluation and pictures are not included."
 
 
 def _warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -121,10 +117,8 @@ def _warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
     commits = list(dict.fromkeys(str(record["commit"])[:7] for record in records))
     told = f"Commit{'s' if len(commits) > 1 else ''}: {', '.join(f'`{commit}`' for commit in commits)}"
     wrong = ["runs of several commits are mixed"] if len(commits) > 1 else []
-    wrong += (
-        ["there were changes that are in no commit"] if any(record.get("dirty", True) for record in records) else []
-    )
-    return [f"**{told}: {', and '.join(wrong)}.**" if wrong else f"{told}, with nothing changed."]
+    wrong += ["there were uncommitted changes"] if any(record.get("dirty", True) for record in records) else []
+    return [f"**{told}: {', and '.join(wrong)}.**" if wrong else f"{told}, without uncommitted changes."]
 
 
 def _claims(verdicts: Mapping[Claim, Verdict]) -> str:
