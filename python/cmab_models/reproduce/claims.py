@@ -8,7 +8,7 @@ from .results import LOWER, Results, Side
 
 def _better(text: str, source: str, ours: Side, theirs: Side, published: tuple[float, float] | None = None) -> Claim:
     """Return the claim that one side is better than another. `published` holds the paper's figures of both."""
-    return Claim(text, source, lambda results: compared(results, ours, theirs), _told(published))
+    return Claim(text, source, lambda results: compared(results, ours, theirs), _told(published), (ours, theirs))
 
 
 def _near(
@@ -22,7 +22,9 @@ def _near(
     """Return the claim that one side is not worse than another by more than in the paper."""
     allowed = _behind(ours, published)
     told = _told(published) + (f": at most {allowed:g} worse" if allowed else "")
-    return Claim(text, source, lambda results: compared(results, ours, theirs, allowed, equal_seconds), told)
+    return Claim(
+        text, source, lambda results: compared(results, ours, theirs, allowed, equal_seconds), told, (ours, theirs)
+    )
 
 
 def _behind(side: Side, published: tuple[float, float] | None) -> float | None:

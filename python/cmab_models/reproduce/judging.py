@@ -37,6 +37,8 @@ class Claim(NamedTuple):
     judge: Callable[[Results], Verdict]
     published: str = ""
     """The paper's own figures."""
+    sides: tuple[Side, ...] = ()
+    """The scores that the claim compares."""
 
 
 def judged(claim: Claim, results: Results) -> Verdict:
