@@ -3,7 +3,8 @@
 `public_baseline_outputs.pt` holds random weights, and outputs for random points of the public code of LBANP
 (https://github.com/BorealisAI/latent-bottlenecked-anp, commit 3852db6, in part from
 https://github.com/tung-nd/TNP-pytorch) with these weights, in float64. Where that code draws random numbers, it was
-given the numbers that a model draws in evaluation: 5 functions in a prediction, and 4 in a loss.
+given the numbers of torch's generator with seed 0, as the models are here: 5 functions in a prediction, and 4 in a
+loss.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cmab_models import ANP, BANP, BNP, CANP, EQTNP, LBANPND, NP
-from cmab_models.neural_processes import Batch, Mixture, NeuralProcess
+from cmab_models.neural_processes import Batch, Mixture, NeuralProcess, family
 from torch import Tensor
 from torch.distributions import Normal
 
@@ -32,6 +33,19 @@ MODELS: dict[str, tuple[type[NeuralProcess], dict[str, Any]]] = {
     "bnp": (BNP, DEPTHS | DRAWS),
     "banp": (BANP, ATTENTIVE | DEPTHS | DRAWS),
 }
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the models the random numbers that the public code was given."""
+
+    def drawn(kind: str, shape: tuple[int, ...]) -> Tensor:
+        numbers: Tensor = getattr(torch, kind)(*shape, generator=torch.Generator().manual_seed(0))
+        return numbers
+
+    monkeypatch.setattr(family, "_same_numbers", drawn)
+
+
 MIXTURES = ("np", "anp", "bnp", "banp")
 PLACES = [
     (r"net_(pre|v)\.2\.|self_attn\.", "points.attention."),

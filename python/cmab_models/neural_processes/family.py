@@ -8,9 +8,9 @@ with outputs of that code.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.distributions import Distribution, Normal
 
 from cmab_kernels import latent_attention
 from cmab_kernels.nn.inputs import join_heads, split_heads
+from cmab_kernels.runtime.tracing import traced_as_constant
 
 from ..precision import in_single
 from .base import Batch, NeuralProcess, PaddedBatch
@@ -127,10 +128,25 @@ def as_latent(parameters: Tensor) -> Normal:
     return Normal(mean, 0.1 + 0.9 * raw.sigmoid(), validate_args=False)
 
 
-def noise(kind: Callable[..., Tensor], *shape: int, like: Tensor, fresh: bool) -> Tensor:
-    """Return numbers of `torch.rand` or `torch.randn`: new ones from torch's global generator, or always the same."""
-    generator = None if fresh else torch.Generator(device="cpu").manual_seed(0)
-    return kind(*shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
+def noise(kind: str, *shape: int, like: Tensor, fresh: bool) -> Tensor:
+    """Return random numbers, of `torch.rand` or `torch.randn` by name: new ones from torch's global generator, or
+    always the same."""
+    if fresh:
+        drawn: Tensor = getattr(torch, kind)(*shape, dtype=torch.float32, device="cpu")
+        return drawn.to(like)
+    return _same_numbers(kind, shape).to(like)
+
+
+@traced_as_constant
+def _same_numbers(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the numbers of a fixed seed.
+
+    They are NumPy's, because a program of `torch.export` keeps a call of torch's generator, whose state changes with
+    every call, and keeps an array as a constant.
+    """
+    generator = np.random.Generator(np.random.PCG64(0))
+    draw: Any = generator.random if kind == "rand" else generator.standard_normal
+    return torch.from_numpy(draw(shape, dtype=np.float32))
 
 
 class Everywhere(NeuralProcess):

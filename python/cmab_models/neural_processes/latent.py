@@ -33,14 +33,14 @@ class Latent(Everywhere):
     def predict(self, state: Any, target_x: Tensor) -> Mixture:
         latent = self._latent(self._known(state))
         self._check(target_x, batch=latent.loc.shape[0], of="target_")
-        draws = noise(torch.randn, self.num_samples, 1, latent.loc.shape[1], like=latent.loc, fresh=False)
+        draws = noise("randn", self.num_samples, 1, latent.loc.shape[1], like=latent.loc, fresh=False)
         return Mixture(self._functions(state, target_x, latent.loc + latent.scale * draws))
 
     def _objective(self, state: Any, full: Any, x: Tensor, y: Tensor, there: Tensor) -> Tensor:
         prior, posterior, count = self._latent(state), self._latent(full), self.num_train_samples
         # In evaluation all functions have the same numbers, so the loss of a function does not depend on its batch.
         shape = count, x.shape[0] if self.training else 1, prior.loc.shape[1]
-        z = posterior.loc + posterior.scale * noise(torch.randn, *shape, like=prior.loc, fresh=self.training)
+        z = posterior.loc + posterior.scale * noise("randn", *shape, like=prior.loc, fresh=self.training)
         each = self._functions(state, x, z).log_prob(y).masked_fill(~there, 0.0).sum((2, 3))
         if count == 1:
             return each[0] - kl_divergence(posterior, prior).sum(-1)
