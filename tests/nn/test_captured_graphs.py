@@ -1,5 +1,5 @@
-"""What `torch.compile(mode="reduce-overhead")` needs to capture a training step as CUDA graphs: one graph a direction,
-the package's operators in it, all tensors on the GPU, and no write to an input.
+"""`torch.compile(mode="reduce-overhead")` can capture a training step as CUDA graphs. It needs one graph for each
+direction, with the package's operators, all tensors on the GPU, and no write to an input.
 
 The meta device stands for the GPU, because a CPU build of torch records no gradients of tensors that claim to be on
 one.
