@@ -285,13 +285,18 @@ def check_choice(name: str, given: object, choices: Collection[str]) -> None:
 
 
 def as_flag(name: str, given: object) -> bool:
-    """Return an option as a bool; raise an error for a value that is neither true nor false, such as an array."""
+    """Return an option as a bool; raise an error for a value that is neither true nor false, such as an array.
+
+    Python calls each string or list that is not empty true, "no" among them. So a value needs a truth of its own.
+    """
     if isinstance(given, bool):
         return given
     try:
-        return bool(given)
+        if hasattr(type(given), "__bool__"):
+            return bool(given)
     except (ValueError, RuntimeError, TypeError):
-        raise TypeError(mismatch(name, kind_of(given), "True or False")) from None
+        pass
+    raise TypeError(mismatch(name, kind_of(given), "True or False"))
 
 
 def check_broadcast(name: str, tensor: Tensor, shape: Sequence[int], device: torch.device) -> None:

@@ -280,7 +280,8 @@ def _masked(
     """Do the same as `_step`, if the rows of the batch that are `absent` have no token."""
     retroactive = output == "retroactive"
     is_seen = is_observed() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
-    if output in OUTPUTS and not is_seen and (now().impl if impl == "auto" else impl) in FAST:
+    known = isinstance(output, str) and isinstance(impl, str) and output in OUTPUTS
+    if known and not is_seen and (now().impl if impl == "auto" else impl) in FAST:
         result = _native(step.name.replace("_step", "_masked_step"))(state, query, key, value, retroactive, absent)
         if result is not None:
             return result
