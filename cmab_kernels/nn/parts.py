@@ -72,7 +72,8 @@ def one_like(module: nn.Module, *names: str) -> Tensor:
     parametrized = module._modules.get("parametrizations")
     if parametrized is not None:
         own += [each for each in parametrized.parameters() if each.is_floating_point()]
-    found: list[Tensor] = [each for each in own if each is not None]  # the compiler of torch 2.6 knows no next(a, None)
+    # The compiler of torch 2.6 does not support next(a, None).
+    found: list[Tensor] = [each for each in own if each is not None]
     return found[0] if found else next(each for name in names if (each := getattr(module, name)) is not None)
 
 
@@ -119,7 +120,8 @@ def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.P
 
 
 def is_own(weight: Tensor | None) -> bool:
-    """Return whether a weight is absent, or is not of a subclass of Tensor with its own operations.
+    """Return whether a weight is None or uses torch's own operations, unlike some subclasses of
+    Tensor.
 
     The fake tensors of compilers have no such operations, so they count as plain.
     """

@@ -284,11 +284,11 @@ def test_refusals() -> None:
         ContinualEncoder(layer(output="retroactive"), 1)
     with pytest.raises(ValueError, match=r"^src: got shape"):
         layer(output="retroactive")(tokens(N - 1))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^dropout: it is on in training"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^dropout: it applies in training mode"):
         layer(output="retroactive", dropout=0.1).forward_step(tokens()[:, 0])
     with pytest.raises(ValueError, match=r"^src: got shape"):
         layer()(tokens(N - 1))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^dropout: it is on in training"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^dropout: it applies in training mode"):
         layer(dropout=0.1).forward_step(tokens()[:, 0])
     with pytest.raises(RuntimeError, match="requires a gradient"):
         layer().forward_step(tokens()[:, 0])

@@ -38,8 +38,9 @@ class CMAB(StreamingBlocks):
         device, dtype: of the parameters: float64, float32, bfloat16 or float16.
         residual: "input": each layer adds its result to its input x, as in a pre-norm Transformer. "normed": each layer
             adds its result to norm(x), as in the authors' code. `from_official` makes blocks of this kind.
-        window: None, or an int >= 1 (`ValueError` otherwise): the module's own stream then holds the newest `window`
-            chunks, and `update` lets older ones go (see `cmab_kernels.StateWindow`).
+        window: None, or an int >= 1 (`ValueError` otherwise): the module's own stream then holds
+            the newest `window` chunks, and `update` drops older ones (see
+            `cmab_kernels.StateWindow`).
 
     Inputs are (B, N, dim) for any N, including 0. Latents are (B, L_I, dim), or (L_I, dim) shared over the batch. Both
     have the module's dtype. A `key_padding_mask` (B, N) bool is True at inputs to ignore. The values of ignored inputs
