@@ -67,12 +67,12 @@ _AGREEMENTS: WeakKeyDictionary[ProcessGroup, _Agreement] = WeakKeyDictionary()
 def gathered(
     packed: Tensor, header: tuple[int, ...], group: ProcessGroup, *, alike: bool = False
 ) -> tuple[Tensor, bool]:
-    """Return the packed states (W, bytes) of all ranks, and whether any rank wants a gradient; raise on all ranks if
-    the states do not fit.
+    """Return the packed states (W, bytes) of all ranks, and whether any rank wants a gradient.
+    Raise on all ranks if the states do not fit.
 
     On a GPU the program does not wait for the headers if their shapes were agreed on before. If the headers differ
     then, the result is NaN. A rank that needs no gradient, but could record one, must read whether other ranks need a
-    gradient. `alike`: it is an error if only some ranks want a gradient.
+    gradient. With `alike`, it is an error if only some ranks want a gradient.
     """
     agreement, size = _AGREEMENTS.setdefault(group, _Agreement()), packed.numel()
     fits = size <= agreement.room

@@ -112,8 +112,8 @@ def _warn_once(kind: str, why: str) -> None:
         return
     _warned.add((kind, why))
     text = (
-        f"attn_implementation={NAME!r}: {kind} runs 'sdpa', because {why}; cmab_kernels.explain(model, ...) says "
-        "it of each call"
+        f"attn_implementation={NAME!r}: {kind} runs 'sdpa', because {why}; cmab_kernels.explain(model, ...) shows "
+        "the reason for each call"
     )
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 

@@ -43,7 +43,8 @@ def _is_packed(inputs: Gram | GramBackward | RidgeUpdate) -> bool:
 
 
 def _gram_definition(inputs: Gram | RidgeUpdate, exact: bool) -> tuple[Tensor, Tensor]:
-    """Both sums by the reference: it ignores `parts`. Invalid offsets make them, and all gradients, NaN."""
+    """Both sums by the reference, which ignores `parts`. Invalid offsets make the sums and all
+    gradients NaN."""
     key, offsets = inputs.key, inputs.cu_seqlens
     gram, moment = gram_reference(key, inputs.value, inputs.weights, inputs.key_padding_mask, exact, offsets)
     if offsets is None:
@@ -90,8 +91,8 @@ def _prefix_shapes(inputs: PrefixRidge) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_shapes(inputs: GramBackward | PrefixRidgeBackward) -> tuple[Tensor, ...]:
-    """The gradients of key, value, weights and, for prefixes, of the sums before. The weights may be None, which means
-    1."""
+    """The shapes of the gradients of key, value, weights and, for prefixes, the incoming sums. The
+    weights may be None, which means 1."""
     key, value = inputs.key, inputs.value
     like = [(key.shape, key.dtype), (value.shape, value.dtype), (key.shape[:-1], state_dtype(key.dtype))]
     if isinstance(inputs, PrefixRidgeBackward):
@@ -199,7 +200,7 @@ def _backward_of_apply_rows(call: Call[ApplyRows], dout: Tensor) -> Gradients:
 
 
 ROWS = ("key", "value", "weights", "key_padding_mask", "cu_seqlens")
-"""The arguments of the sums, all that their gradient needs."""
+"""The arguments of the sums. Their gradient needs no others."""
 
 gram_op = Operator(
     "intention",

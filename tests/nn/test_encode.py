@@ -379,6 +379,6 @@ def test_a_source_that_changes_is_refused() -> None:
     state = module.encode(source)
     source.append(inputs)
     with pytest.raises(
-        RuntimeError, match=r"^chunks: got 2 chunks when it was read again, expected the 1 of the first time"
+        RuntimeError, match=r"^chunks: got 2 chunks in the second reading, expected 1, as in the first reading"
     ):
         state.out.sum().backward()

@@ -80,7 +80,7 @@ def continual_nystrom_init(
     if pinv == "shared":
         raise ValueError(
             mismatch(
-                "pinv", repr(pinv), "'iterative' or 'exact', as the streams of a batch do not depend on each other"
+                "pinv", repr(pinv), "'iterative' or 'exact', because the streams of a batch do not depend on each other"
             )
         )
     with as_they_are(key.device):
@@ -314,7 +314,7 @@ def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
         landmarks = (state.landmark_keys,) if isinstance(state, ContinualNystromState) else ()
         return choose("nystrom.continual", impl, *tokens, *landmarks)
     if impl not in ("auto", "reference"):
-        why = 'continual landmarks with pinv="exact" have only "reference"; take pinv="iterative", or fixed landmarks'
+        why = 'only "reference" supports continual landmarks with pinv="exact"; use pinv="iterative" or fixed landmarks'
         raise RuntimeError(f"impl: {impl!r} cannot run here: {why}")
     return "reference"
 

@@ -5,9 +5,10 @@ flows through the sums, as the step computes them: a token gets the gradient of 
 window, less that of the sums after it has left. Only a row that the step recomputed reads the window. A recorded step
 writes to new memory, because autograd keeps what it read. So it also copies the rings, once for all its tokens.
 
-The gradient with respect to the tokens and the landmarks of a whole stream is that of the definition. It is so too if
-the stream starts from any state: sums that do not come from a recorded step of the same rings and landmarks are
-recomputed. Second derivatives are those of `_nystrom_formula` and `_attention_formula`.
+The gradient with respect to the tokens and the landmarks of a whole stream is that of the
+definition. This also holds for a stream that starts from any state: sums that do not come from a
+recorded step of the same rings and landmarks are recomputed. Second derivatives are those of
+`_nystrom_formula` and `_attention_formula`.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class _Step(torch.autograd.Function):
         if others:
             ctx.cmab_landmarks = weakref.ref(others[1])
         read = query if kept[0] is None else kept[0]
-        ctx.position = before.position  # perhaps an inference tensor, which cannot be saved
+        ctx.position = before.position  # this may be an inference tensor, which cannot be saved
         ctx.save_for_backward(read, *kept[1:], *others, history)
         return out, after.queries, after.keys, after.values, after.sums if others else None, *kept
 

@@ -75,7 +75,7 @@ def _in_parts(
 ) -> Result:
     """Take some tokens at a time. For retroactive outputs, the outputs of the last part count."""
     lengths, outs = _lengths(state, query.shape[2]), []
-    if len(lengths) == 1:  # to split costs as much as the step
+    if len(lengths) == 1:  # splitting would cost as much as the step
         return part(state, query, key, value, retroactive)
     for i, tokens in enumerate(zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)):
         result = part(state, *tokens, retroactive and i + 1 == len(lengths))
