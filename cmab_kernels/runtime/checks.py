@@ -57,7 +57,7 @@ def not_a_state(name: str, given: object, kind: Any) -> str:
     its parts or from a list of states."""
     made, hint = kind.__name__, ""
     if isinstance(given, (list, tuple)) and any(isinstance(part, kind) for part in given):
-        hint = "; pass each by itself, a list of them with *"
+        hint = "; pass each state as an argument of its own (* unpacks a list)"
     elif isinstance(given, (list, tuple)) and len(given) == len(kind._fields):
         hint = f"; {made}(*{name}) makes one"
     elif isinstance(given, dict):
@@ -304,7 +304,8 @@ def check_broadcast(name: str, tensor: Tensor, shape: Sequence[int], device: tor
     if tensor.device != device and (tensor.dim() > 0 or tensor.is_meta):
         raise ValueError(mismatch(name, f"device {tensor.device}", f"{device}, the device of the other arguments"))
     above = len(shape) - tensor.dim()
-    # Not `in (1, wanted)`: the compiler of torch 2.6 cannot search a tuple that holds a symbolic size.
+    # `in (1, wanted)` would fail: the compiler of torch 2.6 cannot search a tuple that holds a
+    # symbolic size.
     if above < 0 or any(
         given != 1 and given != wanted for given, wanted in zip(tensor.shape, shape[above:], strict=True)
     ):

@@ -161,7 +161,8 @@ def may_bypass_dispatcher(*tensors: Tensor | None) -> bool:
         if tensor is None:
             continue
         kind = type(tensor)
-        # The wrappers without memory are Tensors, so parameters, of which a stack has hundreds, need not be asked.
+        # Wrappers without memory are plain Tensors, so this check can skip Parameters. A stack has
+        # hundreds of them.
         if (kind is not _Parameter and (kind is not Tensor or not has_memory(tensor))) or tensor.is_neg():
             return False
     return True

@@ -159,7 +159,11 @@ def twice(module: Any, name: str) -> None:
 
 REASONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "an attention mask": ("no attention mask", lambda layer: layer, {"src_mask": CAUSAL, "is_causal": True}),
-    "an additive mask": ("added to logits", lambda layer: layer, {"src_key_padding_mask": -1.0 * PADDING.double()}),
+    "an additive mask": (
+        "is a float mask with values",
+        lambda layer: layer,
+        {"src_key_padding_mask": -1.0 * PADDING.double()},
+    ),
     "an activation": ("neither relu nor gelu", lambda layer: setattr(layer, "activation", torch.tanh), {}),
     "gelu by tanh": ("neither relu nor gelu", lambda layer: setattr(layer, "activation", nn.GELU("tanh")), {}),
     "a hook": (

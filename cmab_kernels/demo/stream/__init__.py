@@ -151,10 +151,10 @@ def _introduce(window: int) -> str:
     impl = next(row.impl for row in rows if row.usable)
     count, size = t.stream().key.shape[2], f"{t.PATCH} x {t.PATCH}"
     print(
-        f"The {count:,} patches ({size} pixels) of a noisy photograph arrive one by one. Each attends to those of the "
-        f"newest {window:,}"
+        f"The {count:,} patches ({size} pixels) of a noisy photograph arrive one by one. Each attends to the similar "
+        f"patches"
     )
-    print("that look like it, and becomes their mean, in which the noise is less (non-local means).")
+    print(f"among the newest {window:,}, and becomes their mean, which has less noise (non-local means).")
     print(f"On {where('cpu', impl)}.")
     if impl == "reference":
         reasons = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)

@@ -49,8 +49,8 @@ def label(value: Any) -> str:
 def together(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let one test run a check for all values of these parameters; its error lists each case that fails.
 
-    A test costs some milliseconds beside its check, so cases of a millisecond share one. A call that gives every
-    parameter runs one case, as `failures` does.
+    Each test takes some milliseconds besides its check, so several cases of a millisecond share one
+    test. A call that gives every parameter runs one case, as `failures` does.
     """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
