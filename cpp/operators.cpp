@@ -52,7 +52,7 @@ Tensors projected_attention(Call& in) {
 
 int64_t index_of(const std::string& name, std::initializer_list<const char*> names) {
   const auto* const found = std::find(names.begin(), names.end(), name);
-  TORCH_CHECK_VALUE(found != names.end(), "no kernel of cmab knows ", name);
+  TORCH_CHECK_VALUE(found != names.end(), "no kernel of cmab supports ", name);
   return found - names.begin();
 }
 
