@@ -272,7 +272,7 @@ class StateWindow(Held[State]):
 
 
 class _Change(NamedTuple):
-    """What `StateTree.put` or `discard` changes."""
+    """The change that `StateTree.put` or `discard` makes."""
 
     nodes: list[dict[int, Any]]
     """For each level, the new nodes by their places."""

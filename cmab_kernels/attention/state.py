@@ -1,4 +1,5 @@
-"""The attention state of a set of keys. Merging and subtracting states costs O(L E), whatever the number of keys."""
+"""The attention state of a set of keys. Merging and subtracting states costs O(L E), for any number
+of keys."""
 
 from __future__ import annotations
 
@@ -123,8 +124,8 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. Where `part` has the fraction f of the mass, errors grow by
     1 / (1 - f): rows with 1 - f < sqrt(eps) are not reliable, and rows with 1 - f = 0 are empty. Logits may have been
     rounded in another way when the keys were added. Rows where this difference could explain much
-    of 1 - f are not reliable either. An exception are rows where the lse of `part` is so small that
-    `part` had no weight.
+    of 1 - f are not reliable either. Rows where the lse of `part` is so small that `part` had no
+    weight are an exception.
     """
     if state.out.shape != part.out.shape:  # unequal shapes would broadcast
         raise ValueError(

@@ -70,9 +70,10 @@ def intention(
         key_padding_mask: (B, N) bool, True = ignore.
         cu_seqlens: (S + 1,) int32 or int64 offsets that rise from 0 to at most N. Key and value then have batch 1 and
             hold S sets of keys, one after the other: set s goes from cu_seqlens[s] to cu_seqlens[s + 1], and keys after
-            the last set belong to none. A query (B, H, M, D), `alpha` and the result have batch S. The primal form
-            solves for every set, whatever its size; "dual" is a `ValueError`. On a GPU the offsets are not read,
-            because reading would make the program wait: wrong offsets make every result and gradient NaN there.
+            the last set belong to none. A query (B, H, M, D), `alpha` and the result have batch S.
+            The primal form solves for sets of any size; "dual" raises a `ValueError`. On a GPU the
+            offsets are not read, because reading would make the program wait: wrong offsets make
+            every result and gradient NaN there.
         impl: "auto", "reference", "native" or "triton": the implementation of the sums and of the products with rows.
             `regularised_solve` chooses its own implementation of the solve, which may be "cuda".
 

@@ -91,7 +91,7 @@ def _weighted_formula(products: Tensor, value: Tensor, weights: Tensor, alpha: T
     """Y of `_kernel` without the square root, which has no derivative at a weight of 0.
 
     Forward mode uses this formula, because torch differentiates it there. Where a weight and alpha are 0, a 1 on the
-    diagonal keeps the matrix regular. A matrix that is singular all the same gives NaN.
+    diagonal keeps the matrix regular. A matrix that is still singular gives NaN.
     """
     alpha = alpha.masked_fill(alpha < 0, torch.nan).unsqueeze(-1)
     diagonal = alpha + ((weights == 0) & (alpha == 0))

@@ -14,9 +14,9 @@ from ..runtime.checks import check_dense, check_extents, device_of, mismatch, no
 class RidgeState(NamedTuple):
     """The sums G = K'WK and C = K'WV over the keys seen so far, which determine every ridge regression on them.
 
-    Both are float64 whatever the dtype of the keys. In float64 the product of two float32 numbers is exact, so that a
-    million updates, or a removal, lose no accuracy of the keys. `_asdict()` returns a plain dict of tensors;
-    `RidgeState(**d)` restores the state.
+    Both are float64 for keys of any dtype. In float64 the product of two float32 numbers is exact,
+    so that a million updates, or a removal, lose no accuracy of the keys. `_asdict()` returns a
+    plain dict of tensors; `RidgeState(**d)` restores the state.
     """
 
     gram: Tensor

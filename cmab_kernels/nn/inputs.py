@@ -32,8 +32,8 @@ def check_features(
 ) -> None:
     """Raise unless `features` fits a module.
 
-    It needs a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`.
-    `allowed` is the layout for the error message.
+    `features` must have a number of dimensions in `dims`, `width` columns, and the dtype and device
+    of the module's `weight`. `allowed` is the layout for the error message.
     """
     if not isinstance(features, Tensor):
         raise TypeError(mismatch(name, kind_of(features), _tensor_for(features)))

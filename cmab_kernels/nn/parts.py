@@ -80,11 +80,12 @@ def one_like(module: nn.Module, *names: str) -> Tensor:
 def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
     """Return the parameters of `module`, or None unless `module` is an unmodified `kind`.
 
-    If the result is None, the caller must call the module. The following modules are not unmodified: a module with
-    hooks, its own or global ones; a module with a parametrization; an adapter in place of a module; a module with an
-    assigned `forward`, as accelerate assigns it; a module whose `weight` or `bias` is not a parameter, as in the
-    replicas of DataParallel and in FullyShardedDataParallel; a norm without weights, which the operators would treat as
-    no norm; and a norm over several dimensions, which the operators do not support.
+    If the result is None, the caller must call the module. A module counts as modified in these
+    cases: it has hooks (its own, or global hooks); it has a parametrization; an adapter replaces
+    it; a `forward` was assigned to it, as by accelerate; or its `weight` or `bias` is not a
+    parameter, as in replicas of DataParallel and in FullyShardedDataParallel. A norm without
+    weights, which the operators would treat as no norm, and a norm over several dimensions, which
+    they do not support, count as modified too.
     """
     state = module.__dict__  # read directly, for speed: a streaming update looks up thirty parameters
     if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:

@@ -323,7 +323,8 @@ class OnlineRidge(Interface):
 
     @property
     def info_(self) -> int:
-        """0 for a sound solution, 1 for no solution, 2 for an ill-conditioned solution or sums with two digits at most.
+        """0 for a sound solution, 1 for no solution, 2 for an ill-conditioned solution or sums with
+        at most two correct digits.
 
         Sums lose digits if examples, held or forgotten, are too far from the first examples, or if no weight is left.
         """
@@ -394,7 +395,7 @@ class OnlineRidge(Interface):
 
     def _check_intercept(self, held: Sums) -> None:
         if held.intercept != self.fit_intercept:
-            allowed = f"{held.intercept}, as for the examples so far; change it before `fit`, which starts anew"
+            allowed = f"{held.intercept}, as for the earlier examples; change it before `fit`, which forgets them"
             raise ValueError(mismatch("fit_intercept", repr(self.fit_intercept), allowed))
 
     def _penalties(self, held: Sums) -> tuple[float, ...]:

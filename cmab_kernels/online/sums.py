@@ -171,7 +171,8 @@ class Sums:
         return self.state if by == 1 else RidgeState(self.state.gram * by, self.state.moment * by, self.state.count)
 
     def added(self, rows: Rows, forgetting: float = 1.0) -> Sums:
-        """Return the sums with these examples too, each of which multiplies earlier weights by `forgetting`."""
+        """Return the sums including these examples. Each of them multiplies earlier weights by
+        `forgetting`."""
         weights, faded = rows.faded(forgetting), forgetting ** len(rows)
         squares = None if self.squares is None else self.squares.changed(rows.squares(self, weights), faded)
         return self._changed(rows.added(self, self._faded(faded), weights), squares, faded)

@@ -259,12 +259,16 @@ def _check_constant(scale: Any) -> None:
         if scale.requires_grad:
             raise TypeError(
                 mismatch(
-                    "scale", "a tensor that requires a gradient", "a number; multiply the query by what is learned"
+                    "scale",
+                    "a tensor that requires a gradient",
+                    "a number; multiply the query by a scale that is learned",
                 )
             )
         if is_transformed(scale):
             given = "a tensor under a transform of torch.func or in forward mode"
-            raise TypeError(mismatch("scale", given, "a number; multiply the query by what is learned or mapped"))
+            raise TypeError(
+                mismatch("scale", given, "a number; multiply the query by a scale that is learned or mapped")
+            )
         single = not (scale.is_nested or scale.is_complex() or scale.is_meta) and scale.numel() == 1
     if not single:
         raise TypeError(mismatch("scale", kind_of(scale), "a number"))

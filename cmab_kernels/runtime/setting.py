@@ -49,7 +49,8 @@ def _without(level: Level, holder: object) -> Level:
 class _Module(ModuleType):
     """A module that computes `impl` at each access. A compiler's guards then see a change and compile again.
 
-    The compiler also traces an assignment, and makes it when the compiled code ends.
+    The compiler also traces an assignment to `impl`, and executes it at the end of the compiled
+    code.
     """
 
     @property

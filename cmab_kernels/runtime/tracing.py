@@ -105,8 +105,8 @@ def exports_to_onnx() -> bool:
 
 
 def records_no_function() -> bool:
-    """Whether a recorder is on that does not keep an autograd Function: `torch.export` drops its gradient, and
-    `torch.jit.trace` cannot save it."""
+    """Whether a recorder that cannot keep an autograd Function is on: `torch.export` drops its
+    gradient, and `torch.jit.trace` cannot save it."""
     return is_exporting() if _is_compiling() else is_traced_by_jit()
 
 

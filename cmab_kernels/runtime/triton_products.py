@@ -61,7 +61,8 @@ def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN
 
 @triton.jit
 def _half_parts(x, OPERAND: tl.constexpr):
-    """Three numbers of a half type that add up to x: x rounded, the remainder rounded, and what then remains."""
+    """Three numbers of a half type that add up to x: x rounded, its remainder rounded, and the
+    second remainder."""
     high = x.to(OPERAND)
     rest = x - high.to(x.dtype)
     middle = rest.to(OPERAND)

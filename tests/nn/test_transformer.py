@@ -193,7 +193,7 @@ REASONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
         {},
     ),
     "a forward": ("feed-forward network was changed", lambda layer: twice(layer.linear1, "forward"), {}),
-    "a block": ("a block of its own", lambda layer: twice(layer, "_ff_block"), {}),
+    "a block": ("a subclass overrides a block", lambda layer: twice(layer, "_ff_block"), {}),
     "a hook of the output": (
         "feed-forward network was changed",
         lambda layer: layer.norm2.register_forward_hook(lambda m, i, o: 2 * o),

@@ -26,8 +26,9 @@ add up in a reverse scan,
     A_t = dout_t + s_{t+1} A_{t+1}                      c_t = dlse_t - dout_t.out_t + s_{t+1} c_{t+1}
 
 and the keys of chunk t have dv_i = P_ti A_t and dS_i = P_ti (A_t.v_i + c_t): the gradient of attention, with A_t in
-place of dout. By the recurrence, no share exceeds 1, whatever the logits. The gradient of f_t is that of a key with the
-score lse_{t-1} + f_t and the value out_{t-1}: df_t is the sum of s_t (A_t.out_{t-1} + c_t) over the queries.
+place of dout. By the recurrence, no share exceeds 1, for any logits. The gradient of f_t is that of
+a key with the score lse_{t-1} + f_t and the value out_{t-1}: df_t is the sum of s_t (A_t.out_{t-1}
++ c_t) over the queries.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of symmetric matrices. On a CPU each matrix is decomposed by itself, because the
-    bits of LAPACK depend on where a matrix lies in memory."""
+    """Eigenvalues and eigenvectors of symmetric matrices. On a CPU each matrix is decomposed in a
+    separate call, because the bits of LAPACK depend on the address of a matrix."""
     if exports_to_onnx():
         got, allowed = "kernel_features in an export to ONNX", "an export with torch.export: ONNX has no eigenvalues"
         raise NotImplementedError(mismatch("model", got, allowed))

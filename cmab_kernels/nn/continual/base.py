@@ -338,7 +338,8 @@ class Continual(MultiheadProjections):
     def _check_token(self, **token: Tensor) -> None:
         """Raise an error for one token, (B, C) or (C), as `_check` does for several tokens.
 
-        This check comes before the token gets an axis that the caller did not give.
+        The module later adds an axis to the token. This check comes earlier, so that messages show
+        the caller's shape.
         """
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (1, 2)

@@ -108,7 +108,7 @@ class MultiheadAttention(MultiheadProjections):
     ) -> str | None:
         """Return why torch's own implementation runs for such a call, or None if the operator runs."""
         if self._asks_for_weights(need_weights):
-            return "need_weights is True, torch's default: the matrix of weights is asked for"
+            return "need_weights is True, torch's default, so the matrix of weights is needed"
         if attn_mask is not None:
             return NO_ATTENTION_MASK
         if self._drops:

@@ -145,7 +145,8 @@ class NystromAttention(MatrixFreeAttention):
         The results equal those of the published modules, up to rounding, for inputs without a mask whose length is a
         multiple of `num_landmarks`. If the length equals `num_landmarks`, transformers attends exactly, and the results
         differ. With masked tokens, the landmarks of transformers also average the masked tokens.
-        For lengths that are no multiple, nystrom-attention puts zeros before the tokens.
+        For lengths that are not a multiple of `num_landmarks`, nystrom-attention puts zeros before
+        the tokens.
 
         Raises a `ValueError` for the names of another module and for weights of another shape. In nystrom-attention,
         `heads * dim_head` must be `dim`.

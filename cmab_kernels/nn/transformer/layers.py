@@ -76,7 +76,7 @@ class _FusedLayer(nn.Module):
         ):
             return "a dropout module was changed, or has hooks"
         if not self._has_their_blocks():
-            return "a subclass has a block of its own"
+            return "a subclass overrides a block"
         if layer_impl(x) is None:
             return "no kernel runs here, or autocast is on, which keeps norms and sums in float32"
         return None

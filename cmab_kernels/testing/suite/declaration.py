@@ -228,7 +228,7 @@ class Declaration:
     def check_result(self, name: str, ours: Tensor, right: Tensor, allowed: float) -> None:
         """Assert that each row's relative error is at most `allowed`. If the right row is 0, the result must be exactly
         0."""
-        assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
+        assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, expected {tuple(right.shape)}"
         infinite = right.isinf() & (ours == right)
         ours, right = (t.masked_fill(infinite, 0.0) for t in (ours.double(), right.double()))
         error = row_error(ours, right) if right.dim() else ((ours - right) / right).abs()

@@ -193,7 +193,7 @@ def _narrowed(grads: Any, dtype: torch.dtype) -> Any:
 def _gradients(
     step: _Setting, tensors: list[Tensor], history: Tensor | None, position: Tensor, *grads: Tensor | None
 ) -> list[Tensor | None]:
-    """Return the same, differentiable to any order."""
+    """Return the same gradients, differentiable to any order."""
     dout, dqueries, dkeys, dvalues, dsums, *more = grads
     directions = [dout, None if dsums is None else dsums[..., : tensors[2].shape[-1] + 1]]
     found: Any = [None] * len(tensors)
@@ -214,7 +214,7 @@ def _gradients(
 
 
 def _attention_formula(step: _Setting, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return the outputs as a function of what the step read."""
+    """Return the outputs as a function of the tensors that the step read."""
     wide = state_dtype(query.dtype)
     scores = logits(query.to(wide), keys.to(wide), step.scale)
     windows = [slice(i + 1, i + 1 + step.window) for i in range(step.tokens)]
