@@ -86,7 +86,7 @@ def attention(
                 mismatch(
                     name,
                     kind_of(kwargs[name]),
-                    f"None, as {NAME!r} has no attention sinks; use attn_implementation='eager'",
+                    f"None, because {NAME!r} has no attention sinks; use attn_implementation='eager'",
                 )
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -132,9 +132,9 @@ def _backward(call: Call[WeightedSolve], dout: Tensor) -> Gradients:
 
         dw = u r, r = V - M Y, u = (dout - M T) / alpha             dalpha = -sum u * y
 
-    The square root has no derivative at a weight of 0, but Y has one. For a row of weight 0, the code computes r, u and
-    y = w r / alpha by these formulas, whose further derivatives are right. For any other row, r and u are y alpha / w
-    and t / w.
+    The square root has no derivative at a weight of 0, but Y has one. For a row of weight 0, the
+    code computes r, u and y = w r / alpha by these formulas. They have the right higher
+    derivatives. For any other row, r and u are y alpha / w and t / w.
     """
     products, value, weights, alpha, impl = call.inputs
     (solution,) = call.kept

@@ -116,7 +116,8 @@ def gram_operations(inputs: Any, parts: tuple[int, int] = (True, True)) -> int:
 
 
 def _gradient_operations(inputs: Any) -> int:
-    """FLOPs of the products. Gradients of keys need K S and V dC', those of values K dC, those of weights all three."""
+    """FLOPs of the products. The gradient of the keys needs K S and V dC', the gradient of the
+    values needs K dC, and the gradient of the weights needs all three."""
     (batch, heads, length, width), value_width = inputs.key, inputs.value[-1]
     needs_key, needs_value, needs_weights, *_ = inputs.needs
     to_key, to_value = needs_key or needs_weights, needs_value or needs_weights

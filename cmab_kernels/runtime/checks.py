@@ -435,7 +435,7 @@ def _check_range(weights: Tensor) -> None:
     largest, single = weights.amax().item(), torch.finfo(torch.float32)
     if single.max < largest < math.inf or 0 < largest < single.tiny:
         allowed = (
-            f"{single.tiny:.1e} to {single.max:.1e}, as float32 keys have float32 weights; scale the weights, "
+            f"{single.tiny:.1e} to {single.max:.1e}, because float32 keys have float32 weights; scale the weights, "
             "or pass float64 keys"
         )
         raise ValueError(mismatch("weights", f"{largest:.1e} as the largest", allowed))

@@ -41,7 +41,7 @@ def back_to(level: Level) -> None:
 
 
 def _without(level: Level, holder: object) -> Level:
-    if level.below is None:  # the block was begun in another thread or task
+    if level.below is None:  # the block began in another thread or task
         return level
     return level.below if level.holder is holder else level._replace(below=_without(level.below, holder))
 

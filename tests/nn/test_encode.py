@@ -355,7 +355,7 @@ def test_a_state_of_another_batch_is_named() -> None:
     module = stack()
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match=r"^chunks\[0\]: got batch 3, expected batch 2, that of the state"),
+        pytest.raises(ValueError, match=r"^chunks\[0\]: got batch 3, expected batch 2, as in the state"),
     ):
         module.encode(torch.randn(3, 5, DIM, dtype=torch.float64), module.init_state(2))
 

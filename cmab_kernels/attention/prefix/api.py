@@ -119,8 +119,8 @@ def prefix_attention_states(
 
 
 def _fading(decay: float | Tensor, key: Tensor, every: int) -> tuple[Tensor, Tensor]:
-    """Return the logarithms of two kinds of decay: of each key until the end of its chunk, which
-    broadcasts to (B, H, N), and of all earlier keys over each chunk, (B, H, T).
+    """Return the logarithms of two decays: the decay of each key until the end of its chunk, which
+    broadcasts to (B, H, N), and the decay of all earlier keys over each chunk, (B, H, T).
 
     Both are sums over a part of one chunk, from its end. A float32 kernel that adds the first to the scores thus
     rounds only keys that have faded, however many chunks there are.

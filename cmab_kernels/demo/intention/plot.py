@@ -97,7 +97,7 @@ def _clouds(panels: Any, comparison: cloud.Comparison) -> None:
     source, target, pairs = cloud.source(), cloud.target(), comparison.pairs[0]
     given, by_intention, by_attention = panels
     _cloud(given, source, source[pairs], INK)
-    given.set_title(f"A cloud before a turn, a shrinkage and a shift; {cloud.PAIRS} results are known")
+    given.set_title(f"A cloud before it is turned, shrunk and shifted; {cloud.PAIRS} results are known")
     for axes, name, colour, said in (
         (by_intention, cloud.INTENTION, OURS, "Intention finds the map"),
         (by_attention, cloud.ATTENTION, ATTENTION, "Attention averages the known results"),

@@ -124,8 +124,8 @@ def check_moments(
     device: torch.device | None = None,
     name: str = "moments",
 ) -> None:
-    """Raise unless `state` is a `ClassMoments` whose mean has `shape` (B, H, C, D) and `scatters` scatters; None
-    accepts any."""
+    """Raise unless `state` is a `ClassMoments` with a mean of `shape` (B, H, C, D) and with
+    `scatters` scatters. None allows any."""
     if not isinstance(state, ClassMoments):
         raise TypeError(not_a_state(name, state, ClassMoments))
     for part, tensor in state._asdict().items():

@@ -56,9 +56,9 @@ def block_stack(
             bias), feed-forward (norm, expand and contract: weight and bias), self-attention (as cross-attention,
             without the context norm) and feed-forward. All blocks have the same M and the same hidden width F.
         num_heads: H, a divisor of C.
-        attended: (K B, H, M, C / H), in float64 for float64 latents, else in float32: the results of the first
-            cross-attentions before their output projections, as the state of a `CMABStack` has them. Only without
-            inputs.
+        attended: (K B, H, M, C / H), in float64 for float64 latents, else in float32: the results
+            of the first cross-attentions before their output projections, as in the state of a
+            `CMABStack`. Allowed only without inputs.
         key_padding_mask: (B, N) bool, True = ignore.
         eps: the eps of all norms, > 0.
         residual: as in `cmab_kernels.attention_layer`, for all layers.

@@ -103,7 +103,11 @@ def _check_array(name: str, array: Any) -> None:
         raise TypeError(mismatch(name, f"an array of {array.dtype}", _NUMBERS))
     elif hasattr(array, "mask") and array.mask.any():
         raise ValueError(
-            mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows")
+            mismatch(
+                name,
+                "an array with masked entries",
+                "an array without masked entries; fill them in, or leave out their rows",
+            )
         )
 
 
@@ -151,7 +155,7 @@ def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
             chunk = torch.tensor(chunk, dtype=weight.dtype)
         elif chunk.is_meta and not weight.is_meta:
             raise ValueError(
-                mismatch(name, "device meta", f"a tensor with values, as the module is on {weight.device}")
+                mismatch(name, "device meta", f"a tensor with values, because the module is on {weight.device}")
             )
     return chunk.to(weight.device, non_blocking=not refilled, copy=refilled) if isinstance(chunk, Tensor) else chunk
 

@@ -351,7 +351,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
                 mismatch("stream", "a state of attention without the window of tokens", "both; clean_state() ends it")
             )
         if held.tokens.shape[0] != batch:
-            wanted = f"batch {held.tokens.shape[0]}, as the stream's window of tokens has; clean_state() ends it"
+            wanted = f"batch {held.tokens.shape[0]}, the batch of the stream's window of tokens; clean_state() ends it"
             raise ValueError(mismatch("src", f"batch {batch}", wanted))
         return torch.cat([held.tokens, tokens], 1)
 

@@ -184,7 +184,9 @@ class ContinualStream(Stream[WindowState]):
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
         for name, entry in entries.items():
             if name not in self._parts(entries):
-                return mismatch(prefix + name, "a tensor", f"no such entry, as a {self.kind.__name__} has none")
+                return mismatch(
+                    prefix + name, "a tensor", f"no such entry, because a {self.kind.__name__} does not have it"
+                )
             if not entry.isfinite().all():
                 return mismatch(prefix + name, "a NaN or an infinity", "finite numbers")
         if "sums" in entries:

@@ -86,7 +86,7 @@ def forward(
             mismatch(
                 "query",
                 "a nested tensor",
-                "a dense tensor, as out_proj is more than a torch.nn.Linear; pad it, and pass a mask",
+                "a dense tensor, because out_proj is not a plain torch.nn.Linear; pad it, and pass a mask",
             )
         )
     swap = attention.batch_first and query.dim() == 3

@@ -187,7 +187,7 @@ def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
 
 def _lost(path: str, what: str, advice: str) -> str:
     """Return the error message for an addition to a module that a replacement would lose."""
-    return mismatch("model", f"{path!r} with {what}, which would be lost", f"a module without; {advice}")
+    return mismatch("model", f"{path!r} with {what}, which would be lost", f"a module without {what}; {advice}")
 
 
 def _class_of(made: Any) -> tuple[Any, dict[str, Any]]:

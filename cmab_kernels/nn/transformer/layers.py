@@ -228,12 +228,20 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
 
     Constructor, parameters, `state_dict`, arguments and result are torch's; see torch's documentation. Norms,
     projections and residual connections are inside the operators (`cmab_kernels.attention_layer`,
-    `cmab_kernels.feed_forward_layer`), which also support training. torch's own code runs in these cases: with a
-    `src_mask` or `is_causal`; with dropout in training mode; with a float `src_key_padding_mask` that holds numbers
-    other than 0 and -inf (such a mask makes every result NaN on a GPU), and with any float mask in a compiled call,
-    which does not read the numbers; for an activation other than relu and gelu by the error function; under autocast;
-    for nested tensors; if there is no kernel (on a GPU); and if a part has hooks, or another type than in torch's
-    layer. `why_torch` says whether torch's code runs, and why.
+    `cmab_kernels.feed_forward_layer`), which also support training. torch's own code runs in these cases:
+
+    - a `src_mask` or `is_causal` is given;
+    - there is dropout in training mode;
+    - a float `src_key_padding_mask` has values other than 0 and -inf (on a GPU such a mask makes
+      every result NaN);
+    - a compiled call gets a float `src_key_padding_mask`, because it does not read the values;
+    - the activation is neither relu nor gelu by the error function;
+    - autocast is on;
+    - `src` is a nested tensor;
+    - no kernel supports the call (on a GPU);
+    - a part has hooks, or another type than in torch's layer.
+
+    `why_torch` says whether torch's code runs, and why.
 
     There is one difference: a row with all keys masked attends to nothing here, while torch returns
     NaN.

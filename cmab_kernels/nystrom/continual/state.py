@@ -186,7 +186,8 @@ COUNTS = ("window", "pinv_iterations", "fixed")
 
 
 def state_to_tensors(state: ContinualState) -> dict[str, Tensor]:
-    """Return a state as a dictionary of tensors, as safetensors files need it. `state_from_tensors` restores the state.
+    """Return a state as a dictionary of tensors, for example for a file of safetensors.
+    `state_from_tensors` restores the state.
 
     The entries are the fields of the state without `spare`, in their own memory. `queries`, `keys` and `values` (B, H,
     n, *) are the window, oldest token first. Ints become int64 tensors ().

@@ -50,7 +50,7 @@ def together(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]
     """Let one test run a check for all values of these parameters; its error lists each case that fails.
 
     Each test takes some milliseconds besides its check, so several cases of a millisecond share one
-    test. A call that gives every parameter runs one case, as `failures` does.
+    test. A call that gives every parameter, such as that of `failures`, runs one case.
     """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
@@ -254,8 +254,8 @@ class Declaration:
         return self.inputs(extents=self.small)
 
     def huge_inputs(self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None) -> Inputs:
-        """Return arguments with logits of 2^20 to 2^60, times D^-0.5, of both signs, as far as `dtype` holds their
-        factors.
+        """Return arguments whose logits are 2^20 to 2^60 times D^-0.5, of both signs, or less if
+        `dtype` cannot hold their factors.
 
         `order` is the order of the logits of successive keys: "rising", "falling" or "mixed". The logits are so far
         apart that a softmax over them has only one weight that is not 0.

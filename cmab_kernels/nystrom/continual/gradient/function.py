@@ -69,7 +69,8 @@ def native() -> Any:
     return imported("nystrom.continual", "native")
 
 
-# A step writes to new memory if anything else refers to the rings, as its callers do.
+# A step writes to new memory if anything else refers to the rings. The callers of these functions
+# do.
 
 
 def _plain(field: Any) -> Any:
@@ -152,8 +153,9 @@ class _Rings(NamedTuple):
     tokens: int
 
     def __call__(self, after: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the ring before the step and of the tokens, (B, H, C, *) and (B, H, t, *), from
-        those of the ring after the step and of its `rows`: the oldest tokens of the window, then the new tokens."""
+        """Return the gradients of the ring before the step, (B, H, C, *), and of the tokens, (B, H,
+        t, *). `after` is the gradient of the ring after the step. `rows` is the gradient of the
+        rows that the step read: the oldest tokens of the window, then the new tokens."""
         n, t = self.window, self.tokens
         before = new = None
         if rows is not None:
@@ -235,8 +237,8 @@ def _nystrom_formula(
     landmark_keys: Tensor,
     inverse: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the new Delta V and phi (B, H, m, E + 1) as functions of what the step read, with the log-
-    scales and the choice of recomputed rows that are in its history."""
+    """Return the outputs and the new Delta V and phi (B, H, m, E + 1) as functions of the tensors that the
+    step read. The log-scales and the choice of recomputed rows come from its history."""
     tokens, window, _, scale, retroactive = step
     wide, width, before = history.dtype, values.shape[-1], keys.shape[2] - step.tokens
     rows = F.pad(values.to(wide), (0, 1), value=1.0)

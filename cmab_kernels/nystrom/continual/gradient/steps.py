@@ -34,9 +34,10 @@ Result = tuple[Tensor, ContinualState] | None
 def recorded_step(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Result:
     """Return (out, state) with their gradients.
 
-    Return None if the path with checks must decide, or the definition must run: for a wrong argument, retroactive
-    outputs of exact attention, continual landmarks with an exact pseudo-inverse, under a compiler, a tracer, a dispatch
-    mode or a transform, in forward mode, under autocast, and for subclasses of Tensor.
+    Return None for a wrong argument, for which the path with checks raises an error. Also return
+    None if the definition must run: for retroactive outputs of exact attention; for continual
+    landmarks with an exact pseudo-inverse; under a compiler, a tracer, a dispatch mode, a
+    transform, forward mode or autocast; and for subclasses of Tensor.
     """
     if not _is_supported(state, query, key, value):
         return None
