@@ -94,7 +94,8 @@ def merged(first: AttentionState, *others: AttentionState) -> AttentionState:
 
 
 def counted(state: AttentionState) -> AttentionState:
-    """The state with `out` set to 0 where no key was seen: `out` may hold NaN there, which a weight of 0 would keep."""
+    """The state with `out` set to 0 where no key was seen: `out` may hold NaN there, and 0 times
+    NaN is NaN."""
     return AttentionState(state.out.masked_fill((state.lse == -math.inf).unsqueeze(-1), 0.0), state.lse)
 
 
