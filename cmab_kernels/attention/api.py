@@ -107,9 +107,10 @@ def attention_state(
 
     Arguments and errors are those of `latent_attention`. `state` summarises other keys for the same queries: out (B, H,
     L, E) in float32 (float64 for float64 inputs) and lse (B, H, L) in float64. `state` is not changed. Gradients flow
-    to query, key, value, key_bias and the state's `out` and `lse`. A row whose lse is -inf is empty, whatever `out`
-    holds. On the CPU, an lse of +inf raises a `ValueError`, and so does an lse of NaN in a row whose
-    `out` holds numbers. On a GPU and in traces such an lse makes its row NaN.
+    to query, key, value, key_bias and the state's `out` and `lse`. A row whose lse is -inf is
+    empty, whatever `out` holds. On the CPU, an lse of +inf raises a `ValueError`, and so does an
+    lse of NaN in a row whose `out` holds numbers. On a GPU and in traces such an lse makes its row
+    NaN.
 
     `decay` lets old keys fade: it multiplies the weight exp(S) of every key in `state`, and so adds log(decay) to its
     logit S and to the state's lse. After t further calls a key has the weight decay^t exp(S). `decay` is a number in

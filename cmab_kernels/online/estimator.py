@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 class OnlineRidge(Interface):
     """Ridge regression that can add, remove and merge examples.
 
-    It minimises sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over the examples that it holds. It keeps sums of products
-    in float64. Their size does not depend on the number of examples read. `partial_fit` adds to the sums, `forget`
-    subtracts from them, and `merge` adds those of another estimator. The result is then as if one `fit` had read the
-    examples held, up to rounding. `info_` says if the products of features have lost their digits. It does not report
-    lost digits in the products with targets. So call `fit` again after you have forgotten examples that were larger by
-    many orders of magnitude.
+    It minimises sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over the examples that it holds. It
+    keeps sums of products in float64. Their size does not depend on the number of examples read.
+    `partial_fit` adds to the sums, `forget` subtracts from them, and `merge` adds those of another
+    estimator. The result is then as if one `fit` had read the examples held, up to rounding.
+    `info_` says if the products of features have lost their digits. It does not report lost digits
+    in the products with targets. So call `fit` again after you have forgotten examples that were
+    larger by many orders of magnitude.
 
     Args:
         alpha: the penalty, a number >= 0, or an array with one penalty for each of the E targets. The intercept b is
@@ -39,9 +40,9 @@ class OnlineRidge(Interface):
             does, by the leave-one-out error. This error needs every row under the final fit, but the sums hold no rows.
             So only `fit`, which has all rows, accepts "loo". The other methods that change examples then raise a
             `ValueError`.
-        fit_intercept: False means b = 0. Then nothing is centred. If the distance of a column of X from 0 is c times
-            its spread, an error of about 2e-16 c^2 remains in `coef_` (1e-8 for c = 1e4), and from c = 1e8 on there is
-            no solution. With an intercept, c may be 1e10.
+        fit_intercept: False means b = 0. Then nothing is centred. If the distance of a column of X
+            from 0 is c times its spread, an error of about 2e-16 c^2 remains in `coef_` (1e-8 for c
+            = 1e4), and from c = 1e8 on there is no solution. With an intercept, c may be 1e10.
         forgetting: a factor from 0 (excluded) to 1. Each example of `partial_fit` multiplies the weights of all earlier
             examples by this factor. The result does not depend on how a stream is divided into calls. With 1 the
             weights do not fade.

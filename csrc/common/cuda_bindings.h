@@ -15,7 +15,8 @@ inline Operand operand(const TensorView& view) {
   return made;
 }
 
-// Reads the argument `stream`, a cudaStream_t as an integer. To be called after the tensors, which set the device.
+// Reads the argument `stream`, a cudaStream_t as an integer. Call this after reading the tensors,
+// which set the device.
 inline Stream read_stream(Arguments& in) { return {in.device_index(), uintptr_t(in.integer("stream"))}; }
 
 // Each function is defined in <family>/cuda_binding.cpp. The same files define the number of bytes

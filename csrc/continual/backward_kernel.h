@@ -1,5 +1,6 @@
-// The gradient of one head's steps of continual attention. For Nyström attention with landmarks that do not change, it
-// runs backwards over the tokens, and carries G, the gradient of the sums, from each token to the token before it:
+// The gradient of one head's steps of continual attention. For Nyström attention with landmarks
+// that do not change, it runs backwards over the tokens, and carries G, the gradient of the sums,
+// from each token to the token before it:
 //   sums' = kept sums + a [v_in, 1] - b [v_out, 1],  a = exp(s_in - c'),  b = exp(s_out - c'),  kept = exp(c - c')
 //   dsums = kept G,  dv_in += a G,  ds_in = a (G . [v_in, 1]),  and likewise, with -b, for the token that left.
 // A row that the step recomputed from the window depends on its tokens and not on the sums before. The log-scales are

@@ -122,8 +122,8 @@ def run(output: str, window: int | None = None, landmarks: int | None = None) ->
     window, landmarks = _checked(WINDOW if window is None else window, LANDMARKS if landmarks is None else landmarks)
     with torch.no_grad():
         impl = _introduce(window)
-        # "auto" instead of the name of the kernel, because a named implementation takes the path with checks, which is
-        # slower.
+        # The steps run with "auto", because a named implementation takes the path with checks,
+        # which is slower.
         with use_impl("reference" if impl == "reference" else "auto"):
             measured = _measure(window, landmarks, impl)
     for line in _lines(measured):

@@ -228,7 +228,8 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
 
     Constructor, parameters, `state_dict`, arguments and result are torch's; see torch's documentation. Norms,
     projections and residual connections are inside the operators (`cmab_kernels.attention_layer`,
-    `cmab_kernels.feed_forward_layer`), which also support training. torch's own code runs in these cases:
+    `cmab_kernels.feed_forward_layer`), which also support training. torch's own code runs in these
+    cases:
 
     - a `src_mask` or `is_causal` is given;
     - there is dropout in training mode;

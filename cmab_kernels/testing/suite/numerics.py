@@ -172,7 +172,7 @@ class Numerics(Declaration):
             batched = [True] * results + [self._is_batched(name) for name in self.graded]
             for one, all_of_them, cut in zip(alone, whole, batched, strict=True):
                 assert not cut or same_bits((one,), (all_of_them[i : i + 1],)), (
-                    f"batch element {i} has other bits by itself"
+                    f"batch element {i} has other bits when it is computed alone"
                 )
 
     def bit_inputs(self, dtype: torch.dtype, shape: int) -> Inputs:

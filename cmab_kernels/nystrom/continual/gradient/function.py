@@ -84,8 +84,8 @@ def _plain_token(token: Tensor) -> Tensor:
 
 
 def attached_sums(state: ContinualNystromState) -> Tensor:
-    """Return the state's sums if they have the gradient of the sums of the window: if a recorded step made them
-    together with the rings, for these landmarks.
+    """Return the state's sums if a recorded step made them together with the rings, for these
+    landmarks. They then have the gradient of the sums over the window.
 
     Else return sums without a gradient. If the window or the landmarks have one, the next step recomputes all rows.
     """
