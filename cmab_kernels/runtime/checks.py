@@ -136,7 +136,8 @@ def check_key_value(key: Tensor, value: Tensor) -> None:
 def over_batch(query: Tensor, key: Tensor, batch: int, groups: int = 1, hint: str = "") -> Tensor:
     """Return `query` (B, H, L, D) unchanged, or (H, L, D) expanded over the batch; raise if it does not fit the key.
 
-    The query has `groups` times the heads of the key. `hint` ends the message for other heads."""
+    The query has `groups` times the heads of the key. `hint` is the end of the message for a wrong
+    number of heads."""
     given, keys = query.shape, key.shape
     heads = groups * keys[1]
     if len(given) == 4 and given[0] == batch and given[1] == heads and given[3] == keys[3]:

@@ -106,8 +106,8 @@ struct Entry {
   }
 };
 
-// Calls function(module, entry) for the modules of the entries until the function returns false; returns whether it
-// never returned false.
+// Calls function(module, entry) for the modules of the entries until the function returns false.
+// Returns true if it returned true for all of them.
 template <class Function>
 bool for_each_module(py::handle modules, PyObject* entries, Function function) {
   if (!PyTuple_Check(entries))
