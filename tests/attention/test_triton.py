@@ -21,7 +21,7 @@ from cmab_kernels.attention.contract import Attention, AttentionBackward
 from cmab_kernels.attention.state import AttentionState, subtract_state
 from cmab_kernels.attention.triton import runs
 from cmab_kernels.attention.triton.launch import backward_keys_tiles
-from cmab_kernels.attention.triton.rows import sum_runs
+from cmab_kernels.attention.triton.row_terms import sum_runs
 from cmab_kernels.runtime import checks
 from cmab_kernels.runtime.triton_launch import Products
 from cmab_kernels.testing import LAWS, between_margins, bound, guarded_results, oracles, row_error

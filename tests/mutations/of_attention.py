@@ -452,19 +452,19 @@ IN_TRITON = {
         f"{KERNELS}::test_ignored_keys_have_no_gradient_of_a_bad_query",
     ),
     "a lost gradient through lse, in Triton": Fault(
-        "cmab_kernels/attention/triton/rows.py",
+        "cmab_kernels/attention/triton/row_terms.py",
         "term -= tl.load(dlse + start, mask=inside, other=0.0)",
         "term -= 0.0",
         f"{KERNELS}::test_shapes",
     ),
     "a residue of lse at 1e38": Fault(
-        "cmab_kernels/attention/triton/rows.py",
+        "cmab_kernels/attention/triton/row_terms.py",
         "rest = tl.where(tl.abs(rest) > tl.abs(logarithm) * RESOLUTION, rest, 0.0) * LOG2_E",
         "rest = rest * LOG2_E",
         "tests/attention/test_triton_large.py",
     ),
     "a weight from a logarithm beyond 2^52": Fault(
-        "cmab_kernels/attention/triton/rows.py",
+        "cmab_kernels/attention/triton/row_terms.py",
         "far = (tl.abs(logarithm) >= BEYOND)",
         "far = (tl.abs(logarithm) < 0)",
         "tests/attention/test_triton_large.py::test_a_lone_largest_score_has_weight_one",
@@ -482,7 +482,7 @@ IN_TRITON = {
         f"{KERNELS}::test_shapes",
     ),
     "shares of runs that replace each other": Fault(
-        "cmab_kernels/attention/triton/rows.py",
+        "cmab_kernels/attention/triton/row_terms.py",
         "total += tl.sum(tl.load(shares",
         "total = tl.sum(tl.load(shares",
         f"{KERNELS}::test_many_runs",

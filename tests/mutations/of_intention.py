@@ -249,7 +249,7 @@ IN_TRITON = {
         f"{PACKED_KERNELS}::test_wrong_offsets",
     ),
     "packed regressions whose slopes lie apart": Fault(
-        "cmab_kernels/intention/triton/rows.py",
+        "cmab_kernels/intention/triton/row_products.py",
         "        place = head\n",
         "        place = slot\n",
         f"{PACKED_KERNELS}::test_each_set_alone",

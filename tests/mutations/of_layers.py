@@ -221,7 +221,7 @@ IN_PYTHON = {
 
 IN_TRITON = {
     "a normed residual that sends its gradient past the norm, in Triton": Fault(
-        "cmab_kernels/layers/triton/rows.py",
+        "cmab_kernels/layers/triton/residuals.py",
         "if dy is not None and not NORMED:",
         "if dy is not None:",
         f"{KERNELS}::test_feed_forward",
@@ -233,19 +233,19 @@ IN_TRITON = {
         f"{KERNELS}::test_attention",
     ),
     "columns past the last in a norm, in Triton": Fault(
-        "cmab_kernels/attention/projected/triton/rows.py",
+        "cmab_kernels/attention/projected/triton/row_pieces.py",
         "piece = tl.where(column + tl.arange(0, PIECE)[None, :] < C, piece - mean[:, None], 0.0)",
         "piece = piece - mean[:, None]",
         f"{KERNELS}::test_feed_forward",
     ),
     "heads that lie one in the other": Fault(
-        "cmab_kernels/attention/projected/triton/rows.py",
+        "cmab_kernels/attention/projected/triton/row_pieces.py",
         "first = ((row // length).to(tl.int64) * HEADS * length + row % length) * WIDTH",
         "first = ((row // length).to(tl.int64) * length + row % length) * WIDTH",
         f"{KERNELS}::test_attention",
     ),
     "a norm's gradient without its direction, in Triton": Fault(
-        "cmab_kernels/layers/triton/rows.py",
+        "cmab_kernels/layers/triton/residuals.py",
         " - plain * along[:, None]) * factor",
         ") * factor",
         f"{KERNELS}::test_feed_forward",

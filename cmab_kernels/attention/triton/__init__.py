@@ -4,7 +4,7 @@ The keys are split into runs that are processed in parallel; the states of the r
 
 - `runs`     the keys that a program processes, and the slot where it stores its result
 - `forward`  the state of each run of keys, and the merge
-- `rows`     the terms of each query that the gradients need
+- `row_terms` the terms of each query that the gradients need, and the sum of dQ
 - `backward` one pass over the keys, without atomics
 - `backward_in_parts` the same for float32, with products in tf32 parts
 - `removal`  a state without some of its keys

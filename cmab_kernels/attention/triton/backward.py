@@ -30,7 +30,7 @@ from .launch import (
     piece_of_columns,
     tile_alignment,
 )
-from .rows import load_rows, row_terms, sum_runs
+from .row_terms import load_rows, row_terms, sum_runs
 from .runs import checked_offsets, cut_keys, locate
 
 IN_PLACE = ("half",)

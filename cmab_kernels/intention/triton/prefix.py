@@ -3,7 +3,7 @@
 
 A key is part of its prefix and of all later ones, so the gradient is a scan in reverse. If chunks between two prefixes
 are short, a tile holds STEPS keys in time by part of a matrix: one pass writes each sum, or reads each cotangent, once.
-If they are long, `sums` and `rows` compute the sums and gradients of chunks, and `scan` adds up the sums.
+If they are long, `sums` and `row_products` compute the sums and gradients of chunks, and `scan` adds up the sums.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from ..contract import GramBackward, PrefixRidge, PrefixRidgeBackward
 from ..state import in_chunks
 from . import scan
 from .launch import Cut, row_strides
-from .rows import gram_backward
+from .row_products import gram_backward
 from .scan import add_up, cut_steps, sums_before, totals_of_runs
 from .sums import sums_of_runs
 

@@ -1,6 +1,6 @@
 """The layers of a transformer in Triton.
 
-- `rows`          a block of rows: its residual, and the gradient of its norm
+- `residuals`     a block of rows: its residual, and the gradient of its norm
 - `activation`    the activation of hidden features, and its gradient
 - `feed_forward`  feed-forward layers
 - `projections`   the projection after the heads of an attention layer, and the way back through those before

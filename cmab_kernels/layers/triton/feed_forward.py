@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...attention.projected.triton.launch import aligned, back, forward
 from ...attention.projected.triton.projections import matrix_gradient, plain_rows
-from ...attention.projected.triton.rows import project_rows, row_norms, vector
+from ...attention.projected.triton.row_pieces import project_rows, row_norms, vector
 from ...attention.projected.triton.shares import gradients, shares_of
 from ...runtime.triton_launch import kernel, on_device
 from ...runtime.triton_products import product
@@ -28,7 +28,7 @@ from ...runtime.triton_rows import load_tile, rows_at, rows_from
 from ..contract import FeedForwardLayer, FeedForwardLayerBackward, needed, needs_part
 from .activation import activated, slopes
 from .projections import is_normed, normed_rows
-from .rows import back_to_columns, residual_rows, store_row_gradients
+from .residuals import back_to_columns, residual_rows, store_row_gradients
 
 
 @kernel()

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ...attention.projected.triton.launch import aligned, back, forward
 from ...attention.projected.triton.projections import Rows, rows_of
-from ...attention.projected.triton.rows import kept_rows, row_norms, rows_of_heads, vector
+from ...attention.projected.triton.row_pieces import kept_rows, row_norms, rows_of_heads, vector
 from ...attention.projected.triton.shares import shares_of
 from ...runtime.triton_launch import kernel
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import load_tile, rows_at, rows_from
-from .rows import back_to_columns, residual_rows, store_row_gradients
+from .residuals import back_to_columns, residual_rows, store_row_gradients
 
 
 @kernel()

@@ -17,7 +17,7 @@ from ....runtime.triton_rows import GRAIN, biases_of, kept_keys, load_tile, rows
 from ...triton.backward import product_over_queries, store_biases, store_keys, weigh
 from ...triton.forward import LOG2_E, state_strides
 from ...triton.launch import WIDEST_BLOCK, backward_products, backward_tiles
-from ...triton.rows import RESOLUTION, base_two, sum_runs
+from ...triton.row_terms import RESOLUTION, base_two, sum_runs
 from ...triton.runs import MOST_RUNS as MOST_SHARES
 from ..contract import PrefixAttentionBackward
 from .cut import KEYS, MOST_RUNS, PREFIXES, chunk_of, cut_runs, group_of, scan_constants, tile_of_keys

@@ -2,7 +2,7 @@
 
 - `chunks`      the cut of the rows, and both passes
 - `projections` rows times matrices after a norm, and the gradients of matrices and rows; the layers use them too
-- `rows`        a block of rows: norm, products, and the layout of heads
+- `row_pieces`  a block of rows in pieces of columns: norm, products, and the layout of heads
 - `shares`      gradients that are sums over rows
 - `launch`      precision of the matrix products, and block sizes
 

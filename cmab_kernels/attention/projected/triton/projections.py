@@ -17,7 +17,7 @@ from ....runtime.triton_launch import kernel
 from ....runtime.triton_products import product
 from ....runtime.triton_rows import load_tile, rows_at, rows_from
 from .launch import FILLING, aligned, of_matrix, of_rows, projecting, shares_of_rows
-from .rows import kept_rows, normed_piece, project_rows, row_norms, rows_of_heads, vector
+from .row_pieces import kept_rows, normed_piece, project_rows, row_norms, rows_of_heads, vector
 from .shares import shares_of
 
 

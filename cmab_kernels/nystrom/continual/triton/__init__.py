@@ -1,7 +1,7 @@
 """The steps of continual attention in Triton: one launch for a step of any number of tokens, one program per head.
 
 - `window`    the rings of tokens, logits, and a query's sums over the window
-- `rows`      guarded rows of sums that slide with the window
+- `sliding_rows` guarded rows of sums that slide with the window
 - `landmarks` landmarks that follow the stream, their pseudo-inverse, and the outputs through them
 - `nystrom`, `attention`  the two kernels
 - `launch`    block sizes and memory

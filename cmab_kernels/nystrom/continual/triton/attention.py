@@ -4,7 +4,7 @@
 import triton.language as tl
 
 from ....runtime.triton_launch import kernel
-from .rows import EXTRA, slide
+from .sliding_rows import EXTRA, slide
 from .window import admit, before_and_after, move_ring, oldest_row, row_of, span, tokens_of, window_sums
 
 RENEWED = before_and_after("queries", "keys", "values", "sums", "position")

@@ -7,7 +7,7 @@ import triton.language as tl
 from ....runtime.triton_products import product
 from ...triton.blocks import iterate_in_blocks
 from ...triton.squares import iterate
-from .rows import EXTRA
+from .sliding_rows import EXTRA
 from .window import COLUMNS, logits, row_of, span
 
 TILE = tl.constexpr(16)

@@ -6,7 +6,7 @@ import triton.language as tl
 from ....runtime.triton_launch import kernel
 from ...triton.blocks import SQUARES
 from .landmarks import copy, invert, put_all, put_newest, replace_oldest, segment_ending
-from .rows import EXTRA, slide
+from .sliding_rows import EXTRA, slide
 from .window import admit, before_and_after, move_ring, oldest_row, row_of, span, tokens_of
 
 RENEWED = before_and_after(

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from ...attention.projected.triton.rows import normed_piece, unweighted, vector
+from ...attention.projected.triton.row_pieces import normed_piece, unweighted, vector
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import load_tile, rows_at, rows_from
 
