@@ -275,56 +275,33 @@ def _backward_in_parts(
                     _tile(douts, first, inside, BLOCK_L, E_PAD, E, ALIGN[2]),
                 )
             dq = tl.zeros([BLOCK_L, D_PAD], tl.float32)
-            for tile in tl.range(start, whole, BLOCK_N, disable_licm=True):
-                dq = _pull(
-                    dq,
-                    held,
-                    (queries, keys, values, douts),
-                    mask,
-                    strides[3],
-                    bias,
-                    bias_strides,
-                    (shares, dkey, dvalue, dbias),
-                    terms,
-                    sizes,
-                    first,
-                    tile,
-                    end,
-                    scale_,
-                    log2_scale,
-                    D,
-                    E,
-                    ALIGN,
-                    BLOCK_L,
-                    BLOCK_N,
-                    PIECE,
-                    False,
-                )
-            for tile in tl.range(whole, end, BLOCK_N, disable_licm=True):
-                dq = _pull(
-                    dq,
-                    held,
-                    (queries, keys, values, douts),
-                    mask,
-                    strides[3],
-                    bias,
-                    bias_strides,
-                    (shares, dkey, dvalue, dbias),
-                    terms,
-                    sizes,
-                    first,
-                    tile,
-                    end,
-                    scale_,
-                    log2_scale,
-                    D,
-                    E,
-                    ALIGN,
-                    BLOCK_L,
-                    BLOCK_N,
-                    PIECE,
-                    True,
-                )
+            for RAGGED in tl.static_range(2):  # whole tiles, then the rest
+                first_tile, end_of_tiles = (whole, end) if RAGGED else (start, whole)
+                for tile in tl.range(first_tile, end_of_tiles, BLOCK_N, disable_licm=True):
+                    dq = _pull(
+                        dq,
+                        held,
+                        (queries, keys, values, douts),
+                        mask,
+                        strides[3],
+                        bias,
+                        bias_strides,
+                        (shares, dkey, dvalue, dbias),
+                        terms,
+                        sizes,
+                        first,
+                        tile,
+                        end,
+                        scale_,
+                        log2_scale,
+                        D,
+                        E,
+                        ALIGN,
+                        BLOCK_L,
+                        BLOCK_N,
+                        PIECE,
+                        RAGGED,
+                    )
             if shares is not None:
                 pointers = rows_from(shares, tl.program_id(0).to(tl.int64) * L + first, BLOCK_L, D, D_PAD)
                 inside = inside[:, None] & (tl.arange(0, D_PAD) < D)[None, :]

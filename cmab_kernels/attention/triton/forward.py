@@ -240,52 +240,35 @@ def _forward(
     HIDDEN: tl.constexpr = max(D_PAD, E_PAD) < IN_SHARED
     gain_ = None if bias is None else tl.full([1], gain, DTYPE)
     whole = first + (last - first) // BLOCK_N * BLOCK_N
-    for start in range(first, whole, BLOCK_N):
-        biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
-        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, False, biases)
-        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
-        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-        peak, total, acc = absorb(
-            peak,
-            total,
-            acc,
-            queries,
-            keys,
-            values,
-            keep,
-            log2_scale,
-            coarse_,
-            LARGE,
-            LIFT,
-            OPERAND,
-            PRECISION,
-            HIDDEN=HIDDEN,
-            biases=biases,
-            gain=gain_,
-        )
-    for start in tl.range(whole, last, BLOCK_N, num_stages=1):
-        biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
-        keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True, biases)
-        keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
-        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-        peak, total, acc = absorb(
-            peak,
-            total,
-            acc,
-            queries,
-            keys,
-            values,
-            keep,
-            log2_scale,
-            coarse_,
-            LARGE,
-            LIFT,
-            OPERAND,
-            PRECISION,
-            HIDDEN=HIDDEN,
-            biases=biases,
-            gain=gain_,
-        )
+    for RAGGED in tl.static_range(2):  # whole tiles, then the rest
+        for start in tl.range(
+            whole if RAGGED else first,
+            last if RAGGED else whole,
+            BLOCK_N,
+            num_stages=1 if RAGGED else None,
+        ):
+            biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+            keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED, biases)
+            keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
+            values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
+            peak, total, acc = absorb(
+                peak,
+                total,
+                acc,
+                queries,
+                keys,
+                values,
+                keep,
+                log2_scale,
+                coarse_,
+                LARGE,
+                LIFT,
+                OPERAND,
+                PRECISION,
+                HIDDEN=HIDDEN,
+                biases=biases,
+                gain=gain_,
+            )
 
     acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT, OPERAND)
     store_state(
