@@ -60,24 +60,24 @@ def weigh(
     values,
     rows,
     keep,
-    log2_scale,
+    biases,
+    units,
     TURNED: tl.constexpr,
     SLOPES: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     HIDDEN: tl.constexpr = True,
-    biases=None,
-    gain=None,
 ):
     """The weights P of a tile and the gradient dS of its scores: (queries, keys), or (keys, queries) if TURNED.
 
-    Both are of the dtype OPERAND, and dS is also returned as it was before it was rounded. With `biases` of the keys,
-    scores are first multiplied by `gain`, and `log2_scale` is that of base 2 alone.
+    Both are of the dtype OPERAND, and dS is also returned as it was before it was rounded. `units` are (log2_scale,
+    gain). With `biases` of the keys, scores are first multiplied by `gain`, and `log2_scale` is that of base 2 alone.
 
     A thread has few rows of a tile. If the queries are the rows, they and their terms take few registers; if they are
     the columns, P' and dS' lie where the products dV = P' dout and dK = dS' Q need them.
     """
     queries, douts, high, low, delta = rows
+    log2_scale, gain = units
     KEYS: tl.constexpr = 0 if TURNED else 1
     high, low, delta = tl.expand_dims(high, KEYS), tl.expand_dims(low, KEYS), tl.expand_dims(delta, KEYS)
     scores = scores_of(keys, queries, TURNED, OPERAND, PRECISION, HIDDEN)
@@ -132,78 +132,6 @@ def store_biases(gradient, sums, keep, sizes, batch, head, start, last):
     tl.store(gradient + ((tl.cast(batch, tl.int64) * H + head) * N + keys), sums, mask=keys < last)
 
 
-@triton.jit
-def _pull(
-    dq,
-    rows,
-    key,
-    value,
-    mask,
-    bias,
-    dkey,
-    dvalue,
-    dbias,
-    strides,
-    bias_strides,
-    sizes,
-    batch,
-    head,
-    start,
-    last,
-    scale,
-    log2_scale,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    D_PAD: tl.constexpr,
-    E_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    QUERY: tl.constexpr,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
-    """Process one tile of keys: store dK, dV and the gradient of the bias, and return dq with the tile's share of dQ
-    added."""
-    SLOPES: tl.constexpr = QUERY or dkey is not None or dbias is not None
-    WIDEST: tl.constexpr = max(D_PAD, E_PAD)
-    # Tiles of 256 columns do not fit where shared memory is little.
-    HIDDEN: tl.constexpr = WIDEST < IN_SHARED or WIDEST > 128
-    _, key_strides, value_strides, mask_strides = strides
-    queries, douts, _, _, _ = rows
-    biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
-    keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED, biases)
-    keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
-    values = keys
-    if SLOPES:
-        values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-    weights, slopes, exact = weigh(
-        keys,
-        values,
-        rows,
-        keep,
-        log2_scale,
-        False,
-        SLOPES,
-        OPERAND,
-        PRECISION,
-        HIDDEN=HIDDEN,
-        biases=biases,
-        gain=scale,
-    )
-    if dbias is not None:
-        store_biases(dbias, tl.sum(exact, 0), keep, sizes, batch, head, start, last)
-    if dvalue is not None:
-        dv = product(tl.trans(weights), douts, OPERAND, PRECISION, HIDDEN)
-        store_keys(dvalue, dv, keep, sizes, batch, head, start, last, E)
-    if dkey is not None:
-        dk = product(tl.trans(slopes), queries, OPERAND, PRECISION, HIDDEN) * scale
-        store_keys(dkey, dk, keep, sizes, batch, head, start, last, D)
-    if QUERY:
-        dq += product(slopes, keys, OPERAND, PRECISION, HIDDEN)
-    return dq
-
-
 @kernel("query", "key", "value", "mask", "bias", "high", "low", "delta")
 def _backward(
     query,
@@ -243,58 +171,49 @@ def _backward(
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
     OWN: tl.constexpr = OPERAND if OPERAND.primitive_bitwidth == 16 else query.dtype.element_ty
     QUERY: tl.constexpr = shares is not None
+    SLOPES: tl.constexpr = QUERY or dkey is not None or dbias is not None
+    WIDEST: tl.constexpr = max(D_PAD, E_PAD)
+    # Tiles of 256 columns do not fit where shared memory is little.
+    HIDDEN: tl.constexpr = WIDEST < IN_SHARED or WIDEST > 128
     B, H, L, N = sizes
+    query_strides, key_strides, value_strides, mask_strides = strides
     blocks = tl.cdiv(L, BLOCK_L)
     block = tl.program_id(0) % blocks
     slot_head = tl.program_id(0) // blocks
     head = slot_head % H
     batch, first, last = locate(slot_head // H, offsets, B, N, cut)
-    rows = load_rows(
-        query, douts, high, low, delta, strides[0], sizes, batch, head, block, D, E, D_PAD, E_PAD, BLOCK_L, ALIGN, OWN
-    )
+    given, place = (query, douts, high, low, delta), (batch, head, block)
+    rows = load_rows(given, query_strides, sizes, place, D, E, BLOCK_L, ALIGN, OWN)
+    queries, dout_rows, _, _, _ = rows
     if offsets is not None:
         batch = 0
-    scale_ = tl.full([1], scale, DTYPE)
-    log2_scale = (tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(DTYPE)
+    gain = tl.full([1], scale, DTYPE)
+    units = ((tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(DTYPE), gain)
     dq = tl.zeros([BLOCK_L, D_PAD], DTYPE)
     whole = first + (last - first) // BLOCK_N * BLOCK_N
     for RAGGED in tl.static_range(2):  # whole tiles, then the rest
         for start in tl.range(
-            whole if RAGGED else first,
-            last if RAGGED else whole,
-            BLOCK_N,
-            num_stages=1 if RAGGED else None,
+            whole if RAGGED else first, last if RAGGED else whole, BLOCK_N, num_stages=1 if RAGGED else None
         ):
-            dq = _pull(
-                dq,
-                rows,
-                key,
-                value,
-                mask,
-                bias,
-                dkey,
-                dvalue,
-                dbias,
-                strides,
-                bias_strides,
-                sizes,
-                batch,
-                head,
-                start,
-                last,
-                scale_,
-                log2_scale,
-                D,
-                E,
-                D_PAD,
-                E_PAD,
-                BLOCK_N,
-                ALIGN,
-                QUERY,
-                OPERAND,
-                PRECISION,
-                RAGGED,
+            biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
+            keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED, biases)
+            keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
+            values = keys
+            if SLOPES:
+                values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
+            weights, slopes, exact = weigh(
+                keys, values, rows, keep, biases, units, False, SLOPES, OPERAND, PRECISION, HIDDEN
             )
+            if dbias is not None:
+                store_biases(dbias, tl.sum(exact, 0), keep, sizes, batch, head, start, last)
+            if dvalue is not None:
+                dv = product(tl.trans(weights), dout_rows, OPERAND, PRECISION, HIDDEN)
+                store_keys(dvalue, dv, keep, sizes, batch, head, start, last, E)
+            if dkey is not None:
+                dk = product(tl.trans(slopes), queries, OPERAND, PRECISION, HIDDEN) * gain
+                store_keys(dkey, dk, keep, sizes, batch, head, start, last, D)
+            if QUERY:
+                dq += product(slopes, keys, OPERAND, PRECISION, HIDDEN)
     if QUERY:
         row = block * BLOCK_L + tl.arange(0, BLOCK_L)
         inside = (row < L)[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
@@ -346,6 +265,9 @@ def _backward_keys(
     store = batch if offsets is None else 0
     log2_scale = (tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(DTYPE)
     gain = tl.full([1], scale, DTYPE)
+    units = (log2_scale, gain)
+    SLOPES: tl.constexpr = dkey is not None or dbias is not None
+    given = (query, douts, high, low, delta)
     for start in tl.range(first, last, BLOCK_N, num_stages=1):
         biases = biases_of(bias, bias_strides, store, head, start, last, BLOCK_N)
         keep = kept_keys(mask, mask_strides, store, start, last, BLOCK_N, True, biases)
@@ -357,38 +279,10 @@ def _backward_keys(
         dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
         db = tl.zeros([BLOCK_N], DTYPE)
         for block in range(0, tl.cdiv(L, BLOCK_L)):
-            rows = load_rows(
-                query,
-                douts,
-                high,
-                low,
-                delta,
-                query_strides,
-                sizes,
-                batch,
-                head,
-                block,
-                D,
-                E,
-                D_PAD,
-                E_PAD,
-                BLOCK_L,
-                ALIGN,
-                OWN,
-            )
+            rows = load_rows(given, query_strides, sizes, (batch, head, block), D, E, BLOCK_L, ALIGN, OWN)
             queries, slopes, _, _, _ = rows
             weights, score_slopes, exact = weigh(
-                keys,
-                values,
-                rows,
-                None,
-                log2_scale,
-                TURNED,
-                dkey is not None or dbias is not None,
-                OPERAND,
-                PRECISION,
-                biases=biases,
-                gain=gain,
+                keys, values, rows, None, biases, units, TURNED, SLOPES, OPERAND, PRECISION
             )
             if dbias is not None:
                 db += tl.sum(exact, 1 if TURNED else 0)

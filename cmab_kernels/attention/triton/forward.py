@@ -24,11 +24,12 @@ IN_SHARED = tl.constexpr(32)
 
 
 @triton.jit
-def _factor(peak, scale, coarse, LARGE: tl.constexpr):
+def _factor(peak, scale, coarse, LIFT: tl.constexpr):
     """The unit of the weights, which depends on their maximum alone.
 
     It is `scale`, or the power of two `coarse` where scores are LARGE.
     """
+    LARGE: tl.constexpr = 2.0**57 if peak.dtype == tl.float64 else 2.0**28 if LIFT == 1.0 else 2.0**25
     return tl.where(tl.abs(peak * scale) < LARGE, scale, coarse)
 
 
@@ -44,38 +45,36 @@ def _offset(peak, factor):
 
 @triton.jit
 def absorb(
-    peak,
-    total,
-    acc,
+    sums,
     queries,
     keys,
     values,
     keep,
-    scale,
-    coarse,
-    LARGE: tl.constexpr,
+    biases,
+    units,
     LIFT: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     HIDDEN: tl.constexpr = True,
-    biases=None,
-    gain=None,
 ):
-    """Update (maximum, sum of weights, weighted values) with one tile.
+    """Update `sums`, which are (maximum, sum of weights, weighted values), with one tile.
 
     Scaling and subtracting the maximum are one multiply-add. The maximum is kept as a score. Its product with the scale
     is rounded, but the multiply-add does not round its own product. The sum of weights cancels this difference, unless
     scores are LARGE. Such scores are so far apart that a power of two, `coarse`, can serve as the scale, and it rounds
     nothing. Weights are multiplied by LIFT in the product with the values, but not in their sum. With `biases` of the
-    keys, or of keys for each query, scores are first multiplied by `gain`, and `scale` is that of base 2 alone.
+    keys, or of keys for each query, scores are first multiplied by `gain`, and `scale` is that of base 2 alone. `units`
+    are (scale, coarse, gain).
     """
+    peak, total, acc = sums
+    scale, coarse, gain = units
     scores = product_of_wide(queries, tl.trans(keys), OPERAND, PRECISION, HIDDEN)
     if biases is not None:
         scores = tl.fma(scores, gain, biases if len(biases.shape) == 2 else biases[None, :])
     if keep is not None:
         scores = tl.where(keep if len(keep.shape) == 2 else keep[None, :], scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
-    factor = _factor(higher, scale, coarse, LARGE)
+    factor = _factor(higher, scale, coarse, LIFT)
     offset = _offset(higher, factor)
     weights = tl.exp2(scores * factor[:, None] - offset[:, None])
     fade = tl.exp2(_offset(peak, factor) - offset)
@@ -104,11 +103,10 @@ def share_of_weight(total, highest, LIFT: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def state_of(
-    peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr
-):
+def state_of(sums, scale, units, LIFT: tl.constexpr, OPERAND: tl.constexpr):
     """(out, lse) of the sums of `absorb`; `scale` is in float64."""
-    factor = _factor(peak, log2_scale, coarse, LARGE)
+    peak, total, acc = sums
+    factor = _factor(peak, units[0], units[1], LIFT)
     offset = _offset(peak, factor)
     peak_score = offset.to(tl.float64) / factor.to(tl.float64) * scale
     share = share_of_weight(total, tl.exp2(tl.fma(peak, factor, -offset)), LIFT, OPERAND)
@@ -116,40 +114,27 @@ def state_of(
 
 
 @triton.jit
-def store_state(
-    out,
-    lse,
-    acc,
-    logarithm,
-    state_out,
-    state_lse,
-    out_strides,
-    lse_strides,
-    slot_head,
-    batch,
-    head,
-    block,
-    L,
-    E: tl.constexpr,
-):
-    """Store the state of one run of keys for one block of queries, merged with the incoming state if there is one."""
+def store_state(to, state, before, strides, slot_head, place, L, E: tl.constexpr):
+    """Store the state of one run of keys for one block of queries, merged with the state `before` if there is one.
+
+    The states are (out, lse), with the `strides` of the one before; `place` is (batch, head, block of queries).
+    """
+    acc, logarithm = state
+    state_out, state_lse = before
+    batch, head, block = place
     BLOCK_L: tl.constexpr = acc.shape[0]
     E_PAD: tl.constexpr = acc.shape[1]
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     inside = (rows < L)[:, None] & (tl.arange(0, E_PAD) < E)[None, :]
     if state_lse is not None:
-        state = tl.load(
-            tile_at(state_lse, lse_strides, batch, head, block * BLOCK_L, BLOCK_L, 1, 0),
-            mask=(rows < L)[:, None],
-            other=0.0,
-        )
-        outs = tl.load(
-            tile_at(state_out, out_strides, batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0), mask=inside, other=0.0
-        )
-        acc, logarithm = _add_state(acc, logarithm, outs, state.reshape([BLOCK_L]))
+        pointers = tile_at(state_lse, strides[1], batch, head, block * BLOCK_L, BLOCK_L, 1, 0)
+        lses = tl.load(pointers, mask=(rows < L)[:, None], other=0.0)
+        pointers = tile_at(state_out, strides[0], batch, head, block * BLOCK_L, BLOCK_L, E_PAD, 0)
+        outs = tl.load(pointers, mask=inside, other=0.0)
+        acc, logarithm = _add_state(acc, logarithm, outs, lses.reshape([BLOCK_L]))
     row = slot_head.to(tl.int64) * L + rows
-    tl.store(rows_at(out, row, E, E_PAD), acc, mask=inside)
-    tl.store(lse + row, logarithm, mask=rows < L)
+    tl.store(rows_at(to[0], row, E, E_PAD), acc, mask=inside)
+    tl.store(to[1] + row, logarithm, mask=rows < L)
 
 
 @triton.jit
@@ -223,57 +208,29 @@ def _forward(
     head = slot_head % H
     batch, first, last = locate(slot_head // H, offsets, B, N, cut)
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
-    queries = load_tile(
-        tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0]), rows < L, D
-    )
-    queries = (queries * sign).to(OPERAND)
+    pointers = tile_at(query, query_strides, batch, head, block * BLOCK_L, BLOCK_L, D_PAD, ALIGN[0])
+    queries = (load_tile(pointers, rows < L, D) * sign).to(OPERAND)
     if offsets is not None:
         batch = 0
 
-    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28 if LIFT == 1.0 else 2.0**25  # noqa: SIM300  not a comparison
     scale_ = tl.full([1], scale, tl.float64)
     log2_scale = (scale_ * LOG2_E).to(DTYPE)
-    coarse_ = tl.full([1], coarse, DTYPE)
-    peak = tl.full([BLOCK_L], float("-inf"), DTYPE)
-    total = tl.zeros([BLOCK_L], DTYPE)
-    acc = tl.zeros([BLOCK_L, E_PAD], DTYPE)
+    units = (log2_scale, tl.full([1], coarse, DTYPE), None if bias is None else tl.full([1], gain, DTYPE))
+    sums = (tl.full([BLOCK_L], float("-inf"), DTYPE), tl.zeros([BLOCK_L], DTYPE), tl.zeros([BLOCK_L, E_PAD], DTYPE))
     HIDDEN: tl.constexpr = max(D_PAD, E_PAD) < IN_SHARED
-    gain_ = None if bias is None else tl.full([1], gain, DTYPE)
     whole = first + (last - first) // BLOCK_N * BLOCK_N
     for RAGGED in tl.static_range(2):  # whole tiles, then the rest
         for start in tl.range(
-            whole if RAGGED else first,
-            last if RAGGED else whole,
-            BLOCK_N,
-            num_stages=1 if RAGGED else None,
+            whole if RAGGED else first, last if RAGGED else whole, BLOCK_N, num_stages=1 if RAGGED else None
         ):
             biases = biases_of(bias, bias_strides, batch, head, start, last, BLOCK_N)
             keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, RAGGED, biases)
             keys = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, D_PAD, ALIGN[1]), keep, D)
             values = load_tile(tile_at(value, value_strides, batch, head, start, BLOCK_N, E_PAD, ALIGN[2]), keep, E)
-            peak, total, acc = absorb(
-                peak,
-                total,
-                acc,
-                queries,
-                keys,
-                values,
-                keep,
-                log2_scale,
-                coarse_,
-                LARGE,
-                LIFT,
-                OPERAND,
-                PRECISION,
-                HIDDEN=HIDDEN,
-                biases=biases,
-                gain=gain_,
-            )
-
-    acc, logarithm = state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT, OPERAND)
-    store_state(
-        out, lse, acc, logarithm, state_out, state_lse, out_strides, lse_strides, slot_head, batch, head, block, L, E
-    )
+            sums = absorb(sums, queries, keys, values, keep, biases, units, LIFT, OPERAND, PRECISION, HIDDEN)
+    state = state_of(sums, scale_, units, LIFT, OPERAND)
+    before, place = (state_out, state_lse), (batch, head, block)
+    store_state((out, lse), state, before, (out_strides, lse_strides), slot_head, place, L, E)
 
 
 @kernel("state_out", "state_lse")

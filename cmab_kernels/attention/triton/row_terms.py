@@ -91,25 +91,24 @@ def _row_terms(
 
 @triton.jit
 def load_rows(
-    query,
-    douts,
-    high,
-    low,
-    delta,
+    given,
     strides,
     sizes,
-    batch,
-    head,
-    block,
+    place,
     D: tl.constexpr,
     E: tl.constexpr,
-    D_PAD: tl.constexpr,
-    E_PAD: tl.constexpr,
     BLOCK_L: tl.constexpr,
     ALIGN: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Load a block of queries and their terms from `_row_terms`; rows beyond the last query get weight 0."""
+    """Load a block of queries and their terms from `_row_terms`; rows beyond the last query get weight 0.
+
+    `given` are the tensors of queries and terms, and `place` is (batch, head, block).
+    """
+    D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
+    E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
+    query, douts, high, low, delta = given
+    batch, head, block = place
     _, H, L, _ = sizes
     rows = block * BLOCK_L + tl.arange(0, BLOCK_L)
     inside = rows < L
@@ -118,13 +117,8 @@ def load_rows(
     row = (tl.cast(batch, tl.int64) * H + head) * L + rows
     slopes = load_tile(rows_at(douts, row, E, E_PAD), inside, E)
     lows = tl.load(low + row, mask=inside, other=float("inf"))
-    return (
-        queries,
-        slopes,
-        tl.load(high + row, mask=inside, other=0.0),
-        lows,
-        tl.load(delta + row, mask=inside, other=0.0),
-    )
+    highs, deltas = tl.load(high + row, mask=inside, other=0.0), tl.load(delta + row, mask=inside, other=0.0)
+    return queries, slopes, highs, lows, deltas
 
 
 @kernel()

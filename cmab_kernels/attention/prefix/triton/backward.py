@@ -296,7 +296,7 @@ def _prefix_keys(
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
             weights, score_slopes, exact = weigh(
-                keys, values, terms, None, log2_scale, False, SLOPES, OPERAND, PRECISION, biases=biases, gain=gain
+                keys, values, terms, None, biases, (log2_scale, gain), False, SLOPES, OPERAND, PRECISION
             )
             if dbias is not None:
                 db += tl.sum(_own(exact, keep), 0)
@@ -371,9 +371,7 @@ def _prefix_queries(
             )
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
-            both = weigh(
-                keys, values, terms, None, log2_scale, False, True, OPERAND, PRECISION, biases=biases, gain=gain
-            )
+            both = weigh(keys, values, terms, None, biases, (log2_scale, gain), False, True, OPERAND, PRECISION)
             dq += product(_own(both[1], keep), keys, OPERAND, PRECISION)
     dq = tl.sum(dq.reshape([GROUP, QUERIES, D_PAD]), 0)
     rows = block * QUERIES + tl.arange(0, QUERIES)

@@ -13,7 +13,16 @@ from torch import Tensor
 from ....runtime.dtypes import state_dtype
 from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device
 from ....runtime.triton_rows import biases_of, kept_keys, load_tile, rows_at, tile_at
-from ...triton.forward import LOG2_E, _factor, _offset, absorb, share_of_weight, state_strides, units, unless_empty
+from ...triton.forward import (
+    LOG2_E,
+    _factor,
+    _offset,
+    absorb,
+    share_of_weight,
+    state_strides,
+    units,
+    unless_empty,
+)
 from ...triton.launch import WIDEST_BLOCK, forward_constants
 from ..contract import PrefixAttention
 from .cut import Windows, chunk_of, cut_windows, decay_of_windows, scan_constants, tile_of_keys, window_of
@@ -65,15 +74,14 @@ def plus_log(peak, total):
 
 
 @triton.jit
-def _state_of(
-    peak, total, acc, scale, log2_scale, coarse, LARGE: tl.constexpr, LIFT: tl.constexpr, OPERAND: tl.constexpr
-):
+def _state_of(sums, scale, units, LIFT: tl.constexpr, OPERAND: tl.constexpr):
     """(out, lse) of the sums of `absorb`.
 
     If no other key counts, lse is exactly the highest score, however its weight was rounded. Prefixes are compared with
     one another by their lse, to the last bit if logits are large.
     """
-    factor = _factor(peak, log2_scale, coarse, LARGE)
+    peak, total, acc = sums
+    factor = _factor(peak, units[0], units[1], LIFT)
     highest = tl.exp2(peak * factor - _offset(peak, factor))
     empty = total == 0
     relative = tl.where(empty, 0, total / tl.where(empty, 1, highest))
@@ -147,7 +155,6 @@ def _windows(
     DTYPE: tl.constexpr = out.dtype.element_ty
     D_PAD: tl.constexpr = max(triton.next_power_of_2(D), 16)
     E_PAD: tl.constexpr = max(triton.next_power_of_2(E), 16)
-    LARGE: tl.constexpr = 2.0**57 if DTYPE == tl.float64 else 2.0**28 if LIFT == 1.0 else 2.0**25  # noqa: SIM300  not a comparison
     H, L, N, slots = sizes
     query_strides, key_strides, value_strides, mask_strides, bias_strides = strides
     blocks = tl.cdiv(L, BLOCK_L // GROUP)
@@ -163,11 +170,8 @@ def _windows(
 
     scale_ = tl.full([1], scale, tl.float64)
     log2_scale = (scale_ * LOG2_E).to(DTYPE)
-    coarse_ = tl.full([1], coarse, DTYPE)
-    peak = tl.full([BLOCK_L], float("-inf"), DTYPE)
-    total = tl.zeros([BLOCK_L], DTYPE)
-    acc = tl.zeros([BLOCK_L, E_PAD], DTYPE)
-    gain_ = tl.full([1], gain, DTYPE)
+    units = (log2_scale, tl.full([1], coarse, DTYPE), tl.full([1], gain, DTYPE))
+    sums = (tl.full([BLOCK_L], float("-inf"), DTYPE), tl.zeros([BLOCK_L], DTYPE), tl.zeros([BLOCK_L, E_PAD], DTYPE))
     if until is not None:
         until += (slot_head.to(tl.int64) * cut[0] + window) * (cut[2] // every)
         newest = prefix if GROUP > 1 else (last - 1 - first) // every + tl.zeros([1], tl.int32)
@@ -184,25 +188,9 @@ def _windows(
             of = tl.load(until + (before // every).to(tl.int64), mask=before < last - first, other=0.0)
             faded = _faded(at, of, DTYPE)
             biases = faded if biases is None else biases[None, :] + faded
-        peak, total, acc = absorb(
-            peak,
-            total,
-            acc,
-            queries,
-            keys,
-            values,
-            keep,
-            log2_scale,
-            coarse_,
-            LARGE,
-            LIFT,
-            OPERAND,
-            PRECISION,
-            biases=biases,
-            gain=gain_,
-        )
+        sums = absorb(sums, queries, keys, values, keep, biases, units, LIFT, OPERAND, PRECISION)
 
-    outs, logarithm = _state_of(peak, total, acc, scale_, log2_scale, coarse_, LARGE, LIFT, OPERAND)
+    outs, logarithm = _state_of(sums, scale_, units, LIFT, OPERAND)
     columns = tl.arange(0, E_PAD)
     if base_lse is not None:
         row = (slot_head.to(tl.int64) * cut[0] + window) * L + query_row
