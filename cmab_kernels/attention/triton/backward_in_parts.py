@@ -38,9 +38,7 @@ def _scores(
     keys,
     start,
     keep,
-    queries,
-    first,
-    inside,
+    block,
     held,
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -48,21 +46,20 @@ def _scores(
     BLOCK_N: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """The products (keys, queries) of two tiles.
+    """The products (keys, queries) of a tile of keys and a block (queries, first row, rows inside).
 
     `held` is the tile of the queries; if it is None, both tiles are loaded in pieces of columns.
     """
+    queries, first, inside = block
     if held is not None:
-        scores = product(
-            _tile(keys, start, keep, BLOCK_N, held.shape[1], WIDTH, ALIGN), tl.trans(held), tl.float32, "tf32x3"
-        )
+        tile = _tile(keys, start, keep, BLOCK_N, held.shape[1], WIDTH, ALIGN)
+        scores = product(tile, tl.trans(held), tl.float32, "tf32x3")
     else:
         scores = tl.zeros([BLOCK_N, BLOCK_L], tl.float32)
         for column in tl.range(0, WIDTH, PIECE, disable_licm=True):
             piece = _tile(queries, first, inside, BLOCK_L, PIECE, WIDTH, ALIGN, column)
-            scores += product(
-                _tile(keys, start, keep, BLOCK_N, PIECE, WIDTH, ALIGN, column), tl.trans(piece), tl.float32, "tf32x3"
-            )
+            tile = _tile(keys, start, keep, BLOCK_N, PIECE, WIDTH, ALIGN, column)
+            scores += product(tile, tl.trans(piece), tl.float32, "tf32x3")
     return scores
 
 
@@ -77,11 +74,12 @@ def _product_over_queries(high, low, tile):
 
 
 @triton.jit
-def _add(gradient, tile, keep, more, start, last, WIDTH: tl.constexpr, column, RAGGED: tl.constexpr):
+def _add(gradient, tile, keep, more, span, WIDTH: tl.constexpr, column, RAGGED: tl.constexpr):
     """Store a tile of dK or dV from `column` on; with `more`, add it to the stored values.
 
-    Ignored keys get exact zeros.
+    `span` are the tile's first key and the end of all keys. Ignored keys get exact zeros.
     """
+    start, last = span
     if keep is not None:
         tile = tl.where(keep[:, None], tile, 0.0)
     inside = (column + tl.arange(0, tile.shape[1]) < WIDTH)[None, :]
@@ -96,103 +94,28 @@ def _add_over_queries(
     gradient,
     weights,
     scale,
-    start,
-    last,
+    span,
     keep,
-    queries,
-    first,
-    inside,
+    block,
     held,
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     PIECE: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """Add to dK or dV, in pieces of columns, the product of weights (keys, queries)
     and a tile of queries or of dout."""
+    queries, first, inside = block
     STEP: tl.constexpr = PIECE if held is None else held.shape[1]
     high, low = parts(weights)
     for column in tl.range(0, WIDTH, STEP, disable_licm=True):
-        piece = held if held is not None else _tile(queries, first, inside, BLOCK_L, PIECE, WIDTH, ALIGN, column)
+        piece = (
+            held if held is not None else _tile(queries, first, inside, inside.shape[0], PIECE, WIDTH, ALIGN, column)
+        )
         total = _product_over_queries(high, low, piece)
         if scale is not None:
             total *= scale
-        _add(gradient, total, keep, first > 0, start, last, WIDTH, column, RAGGED)
-
-
-@triton.jit
-def _pull(
-    dq,
-    held,
-    matrices,
-    mask,
-    mask_strides,
-    bias,
-    bias_strides,
-    gradients,
-    terms,
-    sizes,
-    first,
-    start,
-    last,
-    scale,
-    log2_scale,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PIECE: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
-    """Process a tile of keys with the block of queries from `first` on; return dq plus the tile's share of dQ."""
-    queries, keys, values, douts = matrices
-    dquery, dkey, dvalue, dbias = gradients
-    high, low, delta = terms
-    inside = first + tl.arange(0, BLOCK_L) < sizes[2]
-    row = tl.multiple_of(first, BLOCK_L) + tl.arange(0, BLOCK_L).to(tl.int64)
-    biases = biases_of(bias, bias_strides, 0, 0, start, last, BLOCK_N)
-    keep = kept_keys(mask, mask_strides, 0, start, last, BLOCK_N, RAGGED, biases)
-    scores = _scores(keys, start, keep, queries, first, inside, held[0], D, ALIGN[0], BLOCK_L, BLOCK_N, PIECE)
-    if biases is not None:
-        scores = tl.fma(scores, scale, biases[:, None])
-    weights = tl.exp2(tl.fma(scores - tl.load(high + row)[None, :], log2_scale, -tl.load(low + row)[None, :]))
-    if keep is not None:
-        weights = tl.where(keep[:, None], weights, 0.0)
-    if dvalue is not None:
-        _add_over_queries(
-            dvalue, weights, None, start, last, keep, douts, first, inside, held[1], E, ALIGN[2], BLOCK_L, PIECE, RAGGED
-        )
-    if dquery is not None or dkey is not None or dbias is not None:
-        slopes = _scores(values, start, keep, douts, first, inside, held[1], E, ALIGN[2], BLOCK_L, BLOCK_N, PIECE)
-        slopes = weights * (slopes - tl.load(delta + row)[None, :])
-        if dbias is not None:
-            sums = tl.sum(slopes, 1)[:, None]
-            _add(dbias, sums, keep, first > 0, start, last, 1, 0, RAGGED)
-        if dkey is not None:
-            _add_over_queries(
-                dkey,
-                slopes,
-                scale,
-                start,
-                last,
-                keep,
-                queries,
-                first,
-                inside,
-                held[0],
-                D,
-                ALIGN[0],
-                BLOCK_L,
-                PIECE,
-                RAGGED,
-            )
-        if dquery is not None:
-            high, low = parts(slopes)
-            key_high, key_low = parts(_tile(keys, start, keep, BLOCK_N, dq.shape[1], D, ALIGN[0]))
-            dq += product_of_parts(tl.trans(high), tl.trans(low), key_high, key_low)
-    return dq
+        _add(gradient, total, keep, first > 0, span, WIDTH, column, RAGGED)
 
 
 @triton.jit
@@ -243,7 +166,7 @@ def _backward_in_parts(
     batch, first_key, last = locate(tl.program_id(0) // H, offsets, B, N, cut)
     row = (tl.cast(batch, tl.int64) * H + head) * L
     filled = tl.multiple_of((tl.cast(batch, tl.int64) * H + head) * (tl.cdiv(L, BLOCK_L) * BLOCK_L), 16)
-    terms = (high + filled, low + filled, delta + filled)
+    high, low, delta = high + filled, low + filled, delta + filled
     queries = (_head_of(query, strides[0], batch, head), strides[0])
     douts = (dout + row * E, (0, 0, E, 1))
     if offsets is not None:
@@ -274,34 +197,38 @@ def _backward_in_parts(
                     _tile(queries, first, inside, BLOCK_L, D_PAD, D, ALIGN[0]),
                     _tile(douts, first, inside, BLOCK_L, E_PAD, E, ALIGN[2]),
                 )
+            rows, slopes = (queries, first, inside), (douts, first, inside)
             dq = tl.zeros([BLOCK_L, D_PAD], tl.float32)
             for RAGGED in tl.static_range(2):  # whole tiles, then the rest
-                first_tile, end_of_tiles = (whole, end) if RAGGED else (start, whole)
-                for tile in tl.range(first_tile, end_of_tiles, BLOCK_N, disable_licm=True):
-                    dq = _pull(
-                        dq,
-                        held,
-                        (queries, keys, values, douts),
-                        mask,
-                        strides[3],
-                        bias,
-                        bias_strides,
-                        (shares, dkey, dvalue, dbias),
-                        terms,
-                        sizes,
-                        first,
-                        tile,
-                        end,
-                        scale_,
-                        log2_scale,
-                        D,
-                        E,
-                        ALIGN,
-                        BLOCK_L,
-                        BLOCK_N,
-                        PIECE,
-                        RAGGED,
-                    )
+                for tile in tl.range(whole if RAGGED else start, end if RAGGED else whole, BLOCK_N, disable_licm=True):
+                    at = tl.multiple_of(first, BLOCK_L) + tl.arange(0, BLOCK_L).to(tl.int64)
+                    biases = biases_of(bias, bias_strides, 0, 0, tile, end, BLOCK_N)
+                    keep = kept_keys(mask, strides[3], 0, tile, end, BLOCK_N, RAGGED, biases)
+                    scores = _scores(keys, tile, keep, rows, held[0], D, ALIGN[0], BLOCK_L, BLOCK_N, PIECE)
+                    if biases is not None:
+                        scores = tl.fma(scores, scale_, biases[:, None])
+                    scores -= tl.load(high + at)[None, :]
+                    weights = tl.exp2(tl.fma(scores, log2_scale, -tl.load(low + at)[None, :]))
+                    if keep is not None:
+                        weights = tl.where(keep[:, None], weights, 0.0)
+                    span = (tile, end)
+                    if dvalue is not None:
+                        _add_over_queries(
+                            dvalue, weights, None, span, keep, slopes, held[1], E, ALIGN[2], PIECE, RAGGED
+                        )
+                    if shares is not None or dkey is not None or dbias is not None:
+                        dscores = _scores(values, tile, keep, slopes, held[1], E, ALIGN[2], BLOCK_L, BLOCK_N, PIECE)
+                        dscores = weights * (dscores - tl.load(delta + at)[None, :])
+                        if dbias is not None:
+                            _add(dbias, tl.sum(dscores, 1)[:, None], keep, first > 0, span, 1, 0, RAGGED)
+                        if dkey is not None:
+                            _add_over_queries(
+                                dkey, dscores, scale_, span, keep, rows, held[0], D, ALIGN[0], PIECE, RAGGED
+                            )
+                        if shares is not None:
+                            a_high, a_low = parts(dscores)
+                            b_high, b_low = parts(_tile(keys, tile, keep, BLOCK_N, D_PAD, D, ALIGN[0]))
+                            dq += product_of_parts(tl.trans(a_high), tl.trans(a_low), b_high, b_low)
             if shares is not None:
                 pointers = rows_from(shares, tl.program_id(0).to(tl.int64) * L + first, BLOCK_L, D, D_PAD)
                 inside = inside[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
