@@ -250,8 +250,8 @@ IN_TRITON = {
     ),
     "packed regressions whose slopes lie apart": Fault(
         "cmab_kernels/intention/triton/row_products.py",
-        "        place = head\n",
-        "        place = slot\n",
+        "        group = head\n",
+        "        group = slot\n",
         f"{PACKED_KERNELS}::test_each_set_alone",
     ),
     "a run of keys that has another's": Fault(

@@ -47,30 +47,30 @@ def _at_hand(matrix, slot, SHAPE: tl.constexpr, TILE: tl.constexpr, TURNED: tl.c
 @triton.jit
 def _times(
     rows,
-    strides,
     matrix,
     at_hand,
-    slot,
-    heads,
-    start,
-    keep,
-    column,
+    place,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    TURNED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):
-    """A tile of rows times a tile of columns of their matrix; `at_hand` is the loaded matrix, or None to load it."""
+    """A tile of rows times a tile of columns of their matrix; `at_hand` is the loaded matrix, or None to load it.
+
+    `rows` are (tensor, strides), `matrix` is (matrices, number), and `place` is (batch, head, first row, rows to keep,
+    column).
+    """
+    batch, head, start, keep, column = place
+    BLOCK_N: tl.constexpr = keep.shape[0]
     sums = tl.zeros([BLOCK_N, TILE[1]], tl.float64 if tl.float64 == OPERAND else tl.float32)
     for inner in range(0, SHAPE[0], TILE[0]):
-        pointers = tile_at(rows, strides, slot // heads, slot % heads, start, BLOCK_N, TILE[0], ALIGN, inner)
+        pointers = tile_at(rows[0], rows[1], batch, head, start, BLOCK_N, TILE[0], ALIGN, inner)
         left = load_tile(pointers, keep, SHAPE[0], inner)
         right = at_hand
         if at_hand is None:
-            right = _matrix(matrix, slot, inner, column, SHAPE, TILE, TURNED, OPERAND)
+            right = _matrix(matrix[0], matrix[1], inner, column, SHAPE, TILE, TURNED, OPERAND)
         sums += product(left, right, OPERAND, PRECISION, False)
     return sums
 
@@ -122,92 +122,45 @@ def _gram_backward(
     batch, head = slot // heads, slot % heads
     first = tl.program_id(0) % runs * RUN
     last = tl.minimum(first + RUN, keys)
-    place = slot
+    group = slot
     if offsets is not None:
         first = tl.load(offsets + batch)
         last = tl.load(offsets + batch + 1)
-        place = head
+        group = head
     slope_tile = _at_hand(slope, slot, (D, D), (TILE_D, TILE_D), False, OPERAND)
     dmoment_tile = _at_hand(dmoment, slot, (D, E), (TILE_D, TILE_E), False, OPERAND)
-    turned_tile = _at_hand(dmoment, slot, (E, D), (TILE_E, TILE_D), True, OPERAND)
+    turned = _at_hand(dmoment, slot, (E, D), (TILE_E, TILE_D), True, OPERAND)
+    key_rows, value_rows, of_moment = (key, key_strides), (value, value_strides), (dmoment, slot)
     for start in range(first, last, BLOCK_N):
         inside = start + tl.arange(0, BLOCK_N) < last
         keep = kept_keys(mask, mask_strides, batch, start, last, BLOCK_N, True)
-        row = place.to(tl.int64) * keys + start + tl.arange(0, BLOCK_N)
+        row = group.to(tl.int64) * keys + start + tl.arange(0, BLOCK_N)
         weight = tl.full([BLOCK_N, 1], 1.0, DTYPE)
         if weights is not None:
-            weight = tl.load(
-                tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0), mask=keep[:, None], other=0.0
-            ).to(DTYPE)
+            at = tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0)
+            weight = tl.load(at, mask=keep[:, None], other=0.0).to(DTYPE)
         if dvalue is not None:
             for column in range(0, E, TILE_E):
+                place = (batch, head, start, keep, column)
                 y = _times(
-                    key,
-                    key_strides,
-                    dmoment,
-                    dmoment_tile,
-                    slot,
-                    heads,
-                    start,
-                    keep,
-                    column,
-                    (D, E),
-                    (TILE_D, TILE_E),
-                    False,
-                    BLOCK_N,
-                    ALIGN[0],
-                    OPERAND,
-                    PRECISION,
+                    key_rows, of_moment, dmoment_tile, place, (D, E), (TILE_D, TILE_E), ALIGN[0], OPERAND, PRECISION
                 )
                 _store(dvalue, tl.where(keep[:, None], y * weight, 0.0), row, inside, column, E)
         if dkey is not None or dweights is not None:
             slopes = tl.zeros([BLOCK_N], DTYPE)
             for column in range(0, D, TILE_D):
+                place = (batch, head, start, keep, column)
                 a = _times(
-                    key,
-                    key_strides,
-                    slope,
-                    slope_tile,
-                    slot,
-                    heads,
-                    start,
-                    keep,
-                    column,
-                    (D, D),
-                    (TILE_D, TILE_D),
-                    False,
-                    BLOCK_N,
-                    ALIGN[0],
-                    OPERAND,
-                    PRECISION,
+                    key_rows, (slope, slot), slope_tile, place, (D, D), (TILE_D, TILE_D), ALIGN[0], OPERAND, PRECISION
                 )
                 b = _times(
-                    value,
-                    value_strides,
-                    dmoment,
-                    turned_tile,
-                    slot,
-                    heads,
-                    start,
-                    keep,
-                    column,
-                    (E, D),
-                    (TILE_E, TILE_D),
-                    True,
-                    BLOCK_N,
-                    ALIGN[1],
-                    OPERAND,
-                    PRECISION,
+                    value_rows, of_moment, turned, place, (E, D), (TILE_E, TILE_D), ALIGN[1], OPERAND, PRECISION, True
                 )
                 if dkey is not None:
                     _store(dkey, tl.where(keep[:, None], (a + b) * weight, 0.0), row, inside, column, D)
                 if dweights is not None:
-                    tile = load_tile(
-                        tile_at(key, key_strides, batch, head, start, BLOCK_N, TILE_D, ALIGN[0], column),
-                        keep,
-                        D,
-                        column,
-                    )
+                    pointers = tile_at(key, key_strides, batch, head, start, BLOCK_N, TILE_D, ALIGN[0], column)
+                    tile = load_tile(pointers, keep, D, column)
                     slopes += tl.sum(tile.to(DTYPE) * (a / 2 + b), 1)
             if dweights is not None:
                 tl.store(dweights + row, tl.where(keep, slopes, 0.0), mask=inside)
@@ -239,24 +192,11 @@ def _apply(
     for start in range(first, tl.minimum(first + RUN, queries), BLOCK_N):
         inside = start + tl.arange(0, BLOCK_N) < queries
         row = slot.to(tl.int64) * queries + start + tl.arange(0, BLOCK_N)
+        batch, head = slot // heads, slot % heads
         for column in range(0, E, TILE_E):
+            place = (batch, head, start, inside, column)
             outs = _times(
-                query,
-                strides,
-                weight,
-                tile,
-                slot,
-                heads,
-                start,
-                inside,
-                column,
-                (D, E),
-                (TILE_D, TILE_E),
-                False,
-                BLOCK_N,
-                ALIGN[0],
-                OPERAND,
-                PRECISION,
+                (query, strides), (weight, slot), tile, place, (D, E), (TILE_D, TILE_E), ALIGN[0], OPERAND, PRECISION
             )
             _store(out, outs, row, inside, column, E)
 

@@ -38,10 +38,7 @@ A million additions in float32 would cost four digits.
 @triton.jit
 def _add_keys(
     sums,
-    key,
-    value,
-    weights,
-    mask,
+    given,
     strides,
     place,
     start,
@@ -55,7 +52,8 @@ def _add_keys(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add one tile of keys to the sums."""
+    """Add one tile of keys to the sums; `given` are (key, value, weights, mask)."""
+    key, value, weights, mask = given
     gram, moment = sums
     batch, head, row, column = place
     key_strides, value_strides, weight_strides, mask_strides = strides
@@ -63,23 +61,17 @@ def _add_keys(
     left = load_tile(tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[0], ALIGN[0], row), keep, D, row)
     right = left
     if GRAM and gram.shape[0] < D:
-        right = load_tile(
-            tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[1], ALIGN[0], column), keep, D, column
-        )
+        pointers = tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[1], ALIGN[0], column)
+        right = load_tile(pointers, keep, D, column)
     if weights is not None:
-        weight = tl.load(
-            tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0), mask=keep[:, None], other=0.0
-        )
+        pointers = tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0)
+        weight = tl.load(pointers, mask=keep[:, None], other=0.0)
         left = left.to(OPERAND) * weight.to(OPERAND)
     if GRAM:
         gram += product(tl.trans(left), right, OPERAND, PRECISION)
     if MOMENT:
-        values = load_tile(
-            tile_at(value, value_strides, batch, head, start, BLOCK_N, moment.shape[1], ALIGN[1], column),
-            keep,
-            E,
-            column,
-        )
+        pointers = tile_at(value, value_strides, batch, head, start, BLOCK_N, moment.shape[1], ALIGN[1], column)
+        values = load_tile(pointers, keep, E, column)
         moment += product(tl.trans(left), values, OPERAND, PRECISION)
     return gram, moment
 
@@ -148,6 +140,7 @@ def _gram(
         tl.store(count + slot // runs, seen + keys)
     if GRAM and column > row:  # by symmetry the program of the mirrored tile stores this one
         return
+    given = (key, value, weights, mask)
     place = (slot // runs // heads, slot // runs % heads, row, column)
     first = slot % runs * length
     last = tl.minimum(first + length, keys)
@@ -161,23 +154,7 @@ def _gram(
         sums = (tl.zeros([TILE_D, TILE_D], tl.float32), tl.zeros([TILE_D, TILE_E], tl.float32))
         for start in range(first, last, BLOCK_N):
             sums = _add_keys(
-                sums,
-                key,
-                value,
-                weights,
-                mask,
-                strides,
-                place,
-                start,
-                last,
-                D,
-                E,
-                GRAM,
-                MOMENT,
-                BLOCK_N,
-                ALIGN,
-                OPERAND,
-                PRECISION,
+                sums, given, strides, place, start, last, D, E, GRAM, MOMENT, BLOCK_N, ALIGN, OPERAND, PRECISION
             )
             if (start - first) % IN_FLOAT32 == IN_FLOAT32 - BLOCK_N:
                 totals = (totals[0] + sums[0].to(tl.float64), totals[1] + sums[1].to(tl.float64))
@@ -188,23 +165,7 @@ def _gram(
         exact = tl.where(sound, first, last)
     for start in range(first, exact, EXACT_N):
         totals = _add_keys(
-            totals,
-            key,
-            value,
-            weights,
-            mask,
-            strides,
-            place,
-            start,
-            last,
-            D,
-            E,
-            GRAM,
-            MOMENT,
-            EXACT_N,
-            ALIGN,
-            tl.float64,
-            "ieee",
+            totals, given, strides, place, start, last, D, E, GRAM, MOMENT, EXACT_N, ALIGN, tl.float64, "ieee"
         )
     if offsets is not None:
         bad = tl.load(offsets + tl.num_programs(0) // (heads * DOWN * ACROSS) + 1) != 0
@@ -305,16 +266,13 @@ def _sums(
         if _both_at_once(tiles, shape):
             return _in_one_pass(launch, tiles, inputs, shape, parts, before, count)
         gram_before, moment_before, count_before = before
-        gram = (
-            _in_one_pass(launch, tiles, inputs, shape, (True, False), (gram_before, None, count_before), count)[0]
-            if parts[0]
-            else None
-        )
-        moment = (
-            _in_one_pass(launch, tiles, inputs, shape, (False, True), (None, moment_before, None), None)[1]
-            if parts[1]
-            else None
-        )
+        gram = moment = None
+        if parts[0]:
+            before = (gram_before, None, count_before)
+            gram, _ = _in_one_pass(launch, tiles, inputs, shape, (True, False), before, count)
+        if parts[1]:
+            before = (None, moment_before, None)
+            _, moment = _in_one_pass(launch, tiles, inputs, shape, (False, True), before, None)
     return gram, moment
 
 
