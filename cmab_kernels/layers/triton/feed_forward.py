@@ -61,15 +61,16 @@ def _feed_forward(
     inside = row < rows
     column = tl.arange(0, C_PAD)
     mean, factor = row_norms(x, row, inside, eps, C, PIECE, norm_weight is not None, DTYPE)
-    given = (x, norm_weight, norm_bias, expand_weight, expand_bias, row, inside, mean, factor)
+    given, at = (x, norm_weight, norm_bias), (row, inside, mean, factor)
+    read = (given, at, expand_weight, expand_bias)
     result = tl.zeros([BLOCK_R, C_PAD], DTYPE)
     for start in range(0, F, TILE):
-        gates = project_rows(*given, GATES, start, C, F, TILE, PIECE, OPERAND, PRECISION)
-        features = project_rows(*given, 0, start, C, F, TILE, PIECE, OPERAND, PRECISION) if GATED else gates
+        gates = project_rows(*read, GATES, start, C, F, TILE, PIECE, OPERAND, PRECISION)
+        features = project_rows(*read, 0, start, C, F, TILE, PIECE, OPERAND, PRECISION) if GATED else gates
         tile = load_tile(rows_from(contract_weight, 0, C_PAD, F, TILE, start), column < C, F, start)
         result += product(activated(features, gates, GATED, RELU), tl.trans(tile), OPERAND, PRECISION)
     result += vector(contract_bias, C, C_PAD, DTYPE)[None, :]
-    result += residual_rows(x, norm_weight, norm_bias, row, inside, mean, factor, C, C_PAD, NORMED)
+    result += residual_rows(given, at, C, C_PAD, NORMED)
     tl.store(rows_at(y, row, C, C_PAD), result.to(y.dtype.element_ty), mask=inside[:, None] & (column < C)[None, :])
 
 
@@ -110,12 +111,13 @@ def _feed_forward_back(
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = row < rows
     mean, factor = row_norms(x, row, inside, eps, C, PIECE, norm_weight is not None, DTYPE)
-    given = (x, norm_weight, norm_bias, expand_weight, expand_bias, row, inside, mean, factor)
+    given, at = (x, norm_weight, norm_bias), (row, inside, mean, factor)
+    read = (given, at, expand_weight, expand_bias)
     dnormed = tl.zeros([BLOCK_R, C_PAD], DTYPE)
     for start in range(0, F, TILE):
         keep = start + tl.arange(0, TILE) < F
-        gates = project_rows(*given, GATES, start, C, F, TILE, PIECE, OPERAND, PRECISION)
-        features = project_rows(*given, 0, start, C, F, TILE, PIECE, OPERAND, PRECISION) if GATED else gates
+        gates = project_rows(*read, GATES, start, C, F, TILE, PIECE, OPERAND, PRECISION)
+        features = project_rows(*read, 0, start, C, F, TILE, PIECE, OPERAND, PRECISION) if GATED else gates
         dact = back_to_columns(dy, contract_weight, row, inside, start, C, F, TILE, PIECE, DTYPE, OPERAND, PRECISION)
         dfeatures, dgates = slopes(dact, features, gates, GATED, RELU)
         gate_weight = load_tile(rows_from(expand_weight, GATES + start, TILE, C, C_PAD), keep, C)
@@ -135,24 +137,8 @@ def _feed_forward_back(
                 tl.store(
                     rows_at(dhidden, row, F + GATES, TILE, start), dfeatures.to(dhidden.dtype.element_ty), mask=there
                 )
-    store_row_gradients(
-        dnormed,
-        x,
-        norm_weight,
-        mean,
-        factor,
-        dy,
-        dx,
-        dnorm_weight,
-        dnorm_bias,
-        row,
-        inside,
-        rows,
-        tl.program_id(0),
-        C,
-        NORMED,
-        DTYPE,
-    )
+    to = (dx, dnorm_weight, dnorm_bias)
+    store_row_gradients(dnormed, given, at, dy, to, rows, tl.program_id(0), C, NORMED, DTYPE)
 
 
 def _kind(inputs: FeedForwardLayer | FeedForwardLayerBackward) -> dict[str, bool]:

@@ -58,7 +58,8 @@ def _join(
         tile = load_tile(rows_from(weight, 0, C_PAD, JOINED, TILE, start), column < C, JOINED, start)
         result += product(outs, tl.trans(tile), OPERAND, PRECISION)
     result += vector(bias, C, C_PAD, DTYPE)[None, :]
-    result += residual_rows(x, norm_weight, norm_bias, row, inside, mean, factor, C, C_PAD, NORMED)
+    given, at = (x, norm_weight, norm_bias), (row, inside, mean, factor)
+    result += residual_rows(given, at, C, C_PAD, NORMED)
     tl.store(rows_at(y, row, C, C_PAD), result.to(y.dtype.element_ty), mask=inside[:, None] & (column < C)[None, :])
 
 
@@ -109,9 +110,8 @@ def _back_through(
     """`dnormed` plus the gradient of heads times the matrix (HEADS WIDTH, C) that made them."""
     for start in range(0, HEADS * WIDTH, TILE):
         slopes = load_tile(rows_of_heads(dheads, row, length, HEADS, WIDTH, TILE, start), inside, HEADS * WIDTH, start)
-        tile = load_tile(
-            rows_from(weight, start, TILE, C, dnormed.shape[1]), start + tl.arange(0, TILE) < HEADS * WIDTH, C
-        )
+        pointers = rows_from(weight, start, TILE, C, dnormed.shape[1])
+        tile = load_tile(pointers, start + tl.arange(0, TILE) < HEADS * WIDTH, C)
         dnormed += product(slopes, tile, OPERAND, PRECISION)
     return dnormed
 
@@ -165,24 +165,8 @@ def _project_back(
             dnormed, third, third_weight, row, inside, length, C, HEADS, THIRD, TILE, OPERAND, PRECISION
         )
     mean, factor = row_norms(x, row, inside, eps, C, PIECE, norm_weight is not None, DTYPE)
-    store_row_gradients(
-        dnormed,
-        x,
-        norm_weight,
-        mean,
-        factor,
-        dy,
-        dx,
-        dnorm_weight,
-        dnorm_bias,
-        row,
-        inside,
-        rows,
-        tl.program_id(0),
-        C,
-        NORMED,
-        DTYPE,
-    )
+    given, at, to = (x, norm_weight, norm_bias), (row, inside, mean, factor), (dx, dnorm_weight, dnorm_bias)
+    store_row_gradients(dnormed, given, at, dy, to, rows, tl.program_id(0), C, NORMED, DTYPE)
 
 
 def normed_rows(x: Tensor, mask: Tensor | None, norm: Sequence[Tensor | None], eps: float) -> Rows:

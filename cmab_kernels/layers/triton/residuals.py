@@ -10,51 +10,37 @@ from ...runtime.triton_rows import load_tile, rows_at, rows_from
 
 
 @triton.jit
-def residual_rows(
-    x, norm_weight, norm_bias, row, inside, mean, factor, C: tl.constexpr, C_PAD: tl.constexpr, NORMED: tl.constexpr
-):
+def residual_rows(given, at, C: tl.constexpr, C_PAD: tl.constexpr, NORMED: tl.constexpr):
     """The residual of a layer: whole rows of x, or of norm(x) if NORMED."""
     if NORMED:
-        rows = normed_piece(x, norm_weight, norm_bias, row, inside, 0, mean, factor, C, C_PAD)
+        rows = normed_piece(given, at, 0, C, C_PAD)
     else:
-        rows = load_tile(rows_at(x, row, C, C_PAD), inside, C).to(mean.dtype)
+        rows = load_tile(rows_at(given[0], at[0], C, C_PAD), at[1], C).to(at[2].dtype)
     return rows
 
 
 @triton.jit
 def store_row_gradients(
-    dnormed,
-    x,
-    norm_weight,
-    mean,
-    factor,
-    dy,
-    dx,
-    dnorm_weight,
-    dnorm_bias,
-    row,
-    inside,
-    rows,
-    share,
-    C: tl.constexpr,
-    NORMED: tl.constexpr,
-    DTYPE: tl.constexpr,
+    dnormed, given, at, dy, gradients, rows, share, C: tl.constexpr, NORMED: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Store dx of rows from the gradient of the normed rows, and a share of the gradients of the norm.
+    """Store `gradients`: dx of rows from the gradient of the normed rows, and a share of those of the norm.
 
     `dy` is the gradient of the residual. If NORMED, it is added to the gradient of the normed rows, else to dx unless
     it is None. The norm gives nothing to rows that are not `inside`.
     """
     C_PAD: tl.constexpr = dnormed.shape[1]
+    x, norm_weight, _ = given
+    row, inside, _, factor = at
+    dx, dnorm_weight, dnorm_bias = gradients
     column = tl.arange(0, C_PAD)
     if NORMED:
         dnormed += load_tile(rows_at(dy, row, C, C_PAD), inside, C).to(DTYPE)
-    at = share.to(tl.int64) * C + column
-    plain = unweighted(x, row, inside, 0, mean, factor, C, C_PAD)
+    to = share.to(tl.int64) * C + column
+    plain = unweighted(x, at, 0, C, C_PAD)
     if dnorm_weight is not None:
-        tl.store(dnorm_weight + at, tl.sum(dnormed * plain, 0), mask=column < C)
+        tl.store(dnorm_weight + to, tl.sum(dnormed * plain, 0), mask=column < C)
     if dnorm_bias is not None:
-        tl.store(dnorm_bias + at, tl.sum(dnormed, 0), mask=column < C)
+        tl.store(dnorm_bias + to, tl.sum(dnormed, 0), mask=column < C)
     if dx is not None:
         if norm_weight is not None:
             dnormed = dnormed * vector(norm_weight, C, C_PAD, DTYPE)[None, :]

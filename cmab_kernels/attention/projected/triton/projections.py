@@ -17,23 +17,16 @@ from ....runtime.triton_launch import kernel
 from ....runtime.triton_products import product
 from ....runtime.triton_rows import load_tile, rows_at, rows_from
 from .launch import FILLING, aligned, of_matrix, of_rows, projecting, shares_of_rows
-from .row_pieces import kept_rows, normed_piece, project_rows, row_norms, rows_of_heads, vector
+from .row_pieces import kept_rows, normed_piece, project_rows, row_norms, rows_of_heads, unweighted, vector
 from .shares import shares_of
 
 
 @triton.jit
 def _store_projection(
-    x,
-    norm_weight,
-    norm_bias,
-    weight,
-    bias,
-    result,
-    row,
-    inside,
+    given,
+    at,
+    matrix,
     rows,
-    mean,
-    factor,
     part,
     parts,
     C: tl.constexpr,
@@ -45,11 +38,13 @@ def _store_projection(
 ):
     """Store the normed rows times a matrix (M, C), TILE columns at a time: every `parts`-th tile from `part` on.
 
-    Return the first tile of this program in the next matrix, as if its tiles came after these.
+    `matrix` are (weight, bias, the result). Return the first tile of this program in the next matrix, as if its tiles
+    came after these.
     """
+    weight, bias, result = matrix
+    row, _, _, _ = at
     for start in range(part * TILE, M, parts * TILE):
-        given = (x, norm_weight, norm_bias, weight, bias, row, inside, mean, factor)
-        made = project_rows(*given, 0, start, C, M, TILE, PIECE, OPERAND, PRECISION)
+        made = project_rows(given, at, weight, bias, 0, start, C, M, TILE, PIECE, OPERAND, PRECISION)
         there = (row < rows)[:, None] & (start + tl.arange(0, TILE) < M)[None, :]
         tl.store(rows_at(result, row, M, TILE, start), made.to(result.dtype.element_ty), mask=there)
     return (part + parts - tl.cdiv(M, TILE) % parts) % parts
@@ -96,28 +91,23 @@ def _project(
     inside = kept_rows(mask, row, rows)
     mean, factor = row_norms(x, row, inside, eps, C, PIECE, NORMED, DTYPE)
     given = (x, norm_weight, norm_bias)
-    at = (row, inside, rows, mean, factor)
+    at = (row, inside, mean, factor)
+    matrix = (first_weight, first_bias, first)
     part = _store_projection(
-        *given, first_weight, first_bias, first, *at, part, parts, C, FIRST, TILE, PIECE, FIRST_OPERAND, FIRST_PRECISION
+        given, at, matrix, rows, part, parts, C, FIRST, TILE, PIECE, FIRST_OPERAND, FIRST_PRECISION
     )
     if second is not None:
-        part = _store_projection(
-            *given, second_weight, second_bias, second, *at, part, parts, C, SECOND, TILE, PIECE, OPERAND, PRECISION
-        )
+        matrix = (second_weight, second_bias, second)
+        part = _store_projection(given, at, matrix, rows, part, parts, C, SECOND, TILE, PIECE, OPERAND, PRECISION)
     if third is not None:
-        _store_projection(
-            *given, third_weight, third_bias, third, *at, part, parts, C, THIRD, TILE, PIECE, OPERAND, PRECISION
-        )
+        matrix = (third_weight, third_bias, third)
+        _store_projection(given, at, matrix, rows, part, parts, C, THIRD, TILE, PIECE, OPERAND, PRECISION)
 
 
 @triton.jit
 def _add_back(
     sums,
-    slopes,
-    weight,
-    weight_sums,
-    made,
-    bias,
+    given,
     row,
     inside,
     length,
@@ -130,14 +120,14 @@ def _add_back(
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of a projection added to the `sums` of `_project_rows_back`."""
+    """The gradient of a projection added to the `sums` of `_project_rows_back`, whose arguments `given` are."""
+    slopes, weight, weight_sums, made, bias = given
     dnormed, total, along = sums
     M: tl.constexpr = HEADS * WIDTH
     for start in range(0, M, TILE):
         dmade = load_tile(rows_of_heads(slopes, row, length, HEADS, WIDTH, TILE, start), inside, M, start)
-        tile = load_tile(
-            rows_from(weight, start, TILE, C, dnormed.shape[1], piece), start + tl.arange(0, TILE) < M, C, piece
-        )
+        pointers = rows_from(weight, start, TILE, C, dnormed.shape[1], piece)
+        tile = load_tile(pointers, start + tl.arange(0, TILE) < M, C, piece)
         dnormed += product(dmade, tile, OPERAND, PRECISION)
         if NORMED:
             dmade = dmade.to(dnormed.dtype)
@@ -188,43 +178,14 @@ def _project_rows_back(
     row = tl.program_id(0) // PIECES * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = kept_rows(mask, row, rows)
     sums = (tl.zeros([BLOCK_R, PIECE], DTYPE), tl.zeros([BLOCK_R], DTYPE), tl.zeros([BLOCK_R], DTYPE))
-    at = (row, inside, length, piece)
-    sums = _add_back(
-        sums,
-        first_slopes,
-        first_weight,
-        first_sums,
-        first,
-        first_bias,
-        *at,
-        C,
-        HEADS,
-        FIRST,
-        TILE,
-        NORMED,
-        OPERAND,
-        PRECISION,
-    )
-    sums = _add_back(
-        sums,
-        second_slopes,
-        second_weight,
-        second_sums,
-        second,
-        second_bias,
-        *at,
-        C,
-        HEADS,
-        SECOND,
-        TILE,
-        NORMED,
-        OPERAND,
-        PRECISION,
-    )
+    given = (first_slopes, first_weight, first_sums, first, first_bias)
+    sums = _add_back(sums, given, row, inside, length, piece, C, HEADS, FIRST, TILE, NORMED, OPERAND, PRECISION)
+    given = (second_slopes, second_weight, second_sums, second, second_bias)
+    sums = _add_back(sums, given, row, inside, length, piece, C, HEADS, SECOND, TILE, NORMED, OPERAND, PRECISION)
     dnormed, total, along = sums
     if NORMED:
         mean, factor = row_norms(x, row, inside, eps, C, PIECE, NORMED, DTYPE)
-        normed = normed_piece(x, None, None, row, inside, piece, mean, factor, C, PIECE)
+        normed = unweighted(x, (row, inside, mean, factor), piece, C, PIECE)
         dnormed = (dnormed - (total / C)[:, None] - normed * (along / C)[:, None]) * factor[:, None]
     dnormed = tl.where(inside[:, None], dnormed, 0.0)
     there = (row < rows)[:, None] & (piece + tl.arange(0, PIECE) < C)[None, :]
@@ -276,7 +237,8 @@ def _matrix_gradient(
         slopes = load_tile(rows_of_heads(left, row, left_length, LEFT, M // LEFT, TILE, start), inside, M, start)
         if RIGHT == 1:
             mean, factor = row_norms(right, row, inside, eps, C, PIECE, NORMED, DTYPE)
-            read = normed_piece(right, norm_weight, norm_bias, row, inside, piece, mean, factor, C, PIECE)
+            at = (row, inside, mean, factor)
+            read = normed_piece((right, norm_weight, norm_bias), at, piece, C, PIECE)
         else:
             read = load_tile(rows_of_heads(right, row, right_length, RIGHT, C // RIGHT, PIECE, piece), inside, C, piece)
         total += product(tl.trans(slopes), read, OPERAND, PRECISION)

@@ -1,5 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""A block of rows in pieces of columns: the norm, products with matrices, and the layout of heads."""
+"""A block of rows in pieces of columns: the norm, products with matrices, and the layout of heads.
+
+`given` are (x, norm_weight, norm_bias), each weight and bias a tensor or None. `at` are the numbers of the rows of a
+block, whether each is inside, and the mean and factor of each from `row_norms`.
+"""
 
 import triton
 import triton.language as tl
@@ -71,31 +75,22 @@ def row_norms(x, row, inside, eps, C: tl.constexpr, PIECE: tl.constexpr, NORMED:
 
 
 @triton.jit
-def unweighted(x, row, inside, column, mean, factor, C: tl.constexpr, PIECE: tl.constexpr):
+def unweighted(x, at, column, C: tl.constexpr, PIECE: tl.constexpr):
     """Columns of x^, or of x if rows are not normed; 0 from column C on and in rows that are not `inside`."""
+    row, inside, mean, factor = at
     piece = load_tile(rows_at(x, row, C, PIECE, column), inside, C, column).to(mean.dtype)
     return tl.where(column + tl.arange(0, PIECE)[None, :] < C, (piece - mean[:, None]) * factor[:, None], 0.0)
 
 
 @triton.jit
-def normed_piece(
-    x,
-    norm_weight,
-    norm_bias,
-    row,
-    inside,
-    column,
-    mean,
-    factor,
-    C: tl.constexpr,
-    PIECE: tl.constexpr,
-):
+def normed_piece(given, at, column, C: tl.constexpr, PIECE: tl.constexpr):
     """Columns of the rows after their norm; finite in rows that are not `inside`."""
-    piece = unweighted(x, row, inside, column, mean, factor, C, PIECE)
+    x, norm_weight, norm_bias = given
+    piece = unweighted(x, at, column, C, PIECE)
     if norm_weight is not None:
-        piece *= vector(norm_weight, C, PIECE, mean.dtype, column)[None, :]
+        piece *= vector(norm_weight, C, PIECE, piece.dtype, column)[None, :]
     if norm_bias is not None:
-        piece += vector(norm_bias, C, PIECE, mean.dtype, column)[None, :]
+        piece += vector(norm_bias, C, PIECE, piece.dtype, column)[None, :]
     return piece
 
 
@@ -104,15 +99,10 @@ def normed_piece(
 
 @triton.jit
 def project_rows(
-    x,
-    norm_weight,
-    norm_bias,
+    given,
+    at,
     weight,
     bias,
-    row,
-    inside,
-    mean,
-    factor,
     first,
     start,
     C: tl.constexpr,
@@ -123,12 +113,13 @@ def project_rows(
     PRECISION: tl.constexpr,
 ):
     """The normed rows times TILE rows of a matrix, from `start` on, of the M rows that begin at row `first`."""
-    result = tl.zeros([row.shape[0], TILE], mean.dtype)
+    DTYPE: tl.constexpr = at[2].dtype
+    result = tl.zeros([at[0].shape[0], TILE], DTYPE)
     made = start + tl.arange(0, TILE) < M
     for column in range(0, C, PIECE):
-        normed = normed_piece(x, norm_weight, norm_bias, row, inside, column, mean, factor, C, PIECE)
+        normed = normed_piece(given, at, column, C, PIECE)
         tile = load_tile(rows_from(weight, first + start, TILE, C, PIECE, column), made, C, column)
         result += product(normed, tl.trans(tile), OPERAND, PRECISION)
     if bias is not None:
-        result += vector(bias + first, M, TILE, mean.dtype, start)[None, :]
+        result += vector(bias + first, M, TILE, DTYPE, start)[None, :]
     return result
