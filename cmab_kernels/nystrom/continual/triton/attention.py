@@ -75,31 +75,17 @@ def _attention_step(
         spoilt += admit(value, value_strides, values, newest, gone, E)
         query, key, value = query + query_strides[2], key + key_strides[2], value + value_strides[2]
         tl.debug_barrier()
-        around = (keys, values, oldest, capacity_to, window, D, E)
+        around = (keys, values, oldest, capacity_to, window, D, E, scale)
         if RETROACTIVE:
             for first in range(0, window, ROWS):
                 row = span(first, ROWS)
                 offset = row_of(tl.minimum(first + tl.arange(0, ROWS), window - 1), oldest, capacity_to) * D
                 due = ((window - row) % SCHEDULE == 0) | (spoilt > 0)
-                slide(
-                    queries,
-                    offset,
-                    row,
-                    window,
-                    shift,
-                    due,
-                    sums_before,
-                    sums,
-                    around,
-                    scale,
-                    BLOCK_N,
-                    WIDTH,
-                    LARGEST,
-                    OPERAND,
-                )
+                at_hand = (queries, offset, row)
+                slide(at_hand, window, shift, due, sums_before, sums, around, BLOCK_N, WIDTH, LARGEST, OPERAND)
             sums_before, shift = sums, tl.minimum(shift, 1)
         else:
-            _, phi, _, total = window_sums(queries + newest * D, around, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+            _, phi, _, total = window_sums(queries + newest * D, around, BLOCK_N, WIDTH, LARGEST, OPERAND)
             tl.store(out + columns, (total / phi).to(out.dtype.element_ty), mask=columns < E)
             out += E
     if RETROACTIVE:
@@ -108,9 +94,6 @@ def _attention_step(
             there = (row < window)[:, None] & (columns < E)[None, :]
             total = tl.load(sums + ((row * (E + EXTRA))[:, None] + columns[None, :]), mask=there)
             phi = tl.load(sums + (row * (E + EXTRA) + E), mask=row < window, other=1.0)
-            tl.store(
-                out + ((row * E)[:, None] + columns[None, :]),
-                (total / phi[:, None]).to(out.dtype.element_ty),
-                mask=there,
-            )
+            to = out + ((row * E)[:, None] + columns[None, :])
+            tl.store(to, (total / phi[:, None]).to(out.dtype.element_ty), mask=there)
     tl.store(position_to + head, position)

@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The landmarks of a stream in Triton: when they are replaced, their pseudo-inverse, and the outputs through them."""
+"""The landmarks of a stream in Triton: when they are replaced, their pseudo-inverse, and the outputs through them.
+
+`landmarks` are a tuple (landmark_keys, inverse, sums, m) of one head, and `window` is that of window.py.
+"""
 
 import triton
 import triton.language as tl
@@ -11,7 +14,7 @@ from .sliding_rows import EXTRA
 from .window import COLUMNS, logits, row_of, span
 
 TILE = tl.constexpr(16)
-"""Columns that enter a matrix product at a time."""
+"""Rows, or columns, that enter a matrix product at a time."""
 
 
 @triton.jit
@@ -78,10 +81,8 @@ def _softmax_over(
     for column in range(0, width, TILE):
         columns = span(column, TILE)
         q = tl.load(queries[:, None] + columns[None, :], mask=(columns < width)[None, :], other=0.0).to(OPERAND)
-        k = tl.load(keys[None, :] + columns[:, None], mask=there[None, :] & (columns < width)[:, None], other=0.0).to(
-            OPERAND
-        )
-        score += product(factor * q, k, OPERAND, PRECISION)
+        k = tl.load(keys[None, :] + columns[:, None], mask=there[None, :] & (columns < width)[:, None], other=0.0)
+        score += product(factor * q, k.to(OPERAND), OPERAND, PRECISION)
     largest = tl.full([1, 1], LARGEST, OPERAND)
     score = tl.where(score > largest, largest, tl.where(score < -largest, -largest, score))
     peak = tl.max(tl.where(there[None, :], score, -largest), 1)
@@ -119,8 +120,8 @@ def invert(
     else:
         column = span(0, SIZE)
         keys = landmark_keys + tl.minimum(column, m - 1) * width
-        for first in range(0, m, 16):
-            row = span(first, 16)
+        for first in range(0, m, TILE):
+            row = span(first, TILE)
             queries = landmark_queries + tl.minimum(row, m - 1) * width
             a = _softmax_over(queries, keys, column < m, width, scale, SIZE, LARGEST, OPERAND, PRECISION)
             tl.store(scratch + (row[:, None] * m + column[None, :]), a, mask=(row < m)[:, None] & (column < m)[None, :])
@@ -132,21 +133,16 @@ def invert(
 def put_newest(
     query,
     out,
-    landmark_keys,
-    inverse,
-    sums,
-    m,
-    D,
-    E,
-    scale,
+    landmarks,
+    window,
     SIZE: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
     LARGEST: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Store softmax(scale q k~') inverse (Delta V / phi) for one query,
-    with AT_ONCE columns of the inverse at a time."""
+    """Store softmax(scale q k~') inverse (Delta V / phi) for one query."""
+    landmark_keys, inverse, sums, m = landmarks
+    _, _, _, _, _, D, E, scale = window
     row, columns = span(0, SIZE), span(0, WIDTH)
     keys = landmark_keys + tl.minimum(row, m - 1) * D
     score = logits(query + tl.zeros([1, 1], tl.int64), keys[:, None], D, scale, LARGEST, OPERAND)
@@ -154,8 +150,8 @@ def put_newest(
     weight = tl.where(row < m, tl.exp(score - peak), 0.0)
     weight = weight / tl.sum(weight, 0)
     total = tl.zeros([WIDTH], OPERAND)
-    for first in range(0, m, AT_ONCE):
-        j = span(first, AT_ONCE)
+    for first in range(0, m, TILE):
+        j = span(first, TILE)
         there = (row < m)[:, None] & (j < m)[None, :]
         part = tl.load(inverse + (row[:, None] * m + j[None, :]), mask=there, other=0.0)
         at = sums + j * (E + EXTRA)
@@ -166,21 +162,21 @@ def put_newest(
 
 
 @triton.jit
-def _put_values(inverse, sums, scratch, m, E, BLOCK: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def _put_values(landmarks, scratch, E, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Store W = inverse (Delta V / phi), (m, E), in `scratch`."""
-    for first in range(0, m, BLOCK):
-        row = span(first, BLOCK)
+    _, inverse, sums, m = landmarks
+    for first in range(0, m, TILE):
+        row = span(first, TILE)
         for column in range(0, E, TILE):
             columns = span(column, TILE)
-            total = tl.zeros([BLOCK, TILE], OPERAND)
-            for middle in range(0, m, BLOCK):
-                j = span(middle, BLOCK)
+            total = tl.zeros([TILE, TILE], OPERAND)
+            for middle in range(0, m, TILE):
+                j = span(middle, TILE)
                 both = (row < m)[:, None] & (j < m)[None, :]
                 part = tl.load(inverse + (row[:, None] * m + j[None, :]), mask=both, other=0.0)
                 at = sums + j * (E + EXTRA)
-                values = tl.load(
-                    at[:, None] + columns[None, :], mask=(j < m)[:, None] & (columns < E)[None, :], other=0.0
-                )
+                inside = (j < m)[:, None] & (columns < E)[None, :]
+                values = tl.load(at[:, None] + columns[None, :], mask=inside, other=0.0)
                 values = values / tl.load(at + E.to(tl.int64), mask=j < m, other=1.0)[:, None]
                 total += product(part, values, OPERAND, PRECISION)
             there = (row < m)[:, None] & (columns < E)[None, :]
@@ -191,40 +187,29 @@ def _put_values(inverse, sums, scratch, m, E, BLOCK: tl.constexpr, OPERAND: tl.c
 def put_all(
     queries,
     out,
-    landmark_keys,
-    inverse,
-    sums,
+    landmarks,
     scratch,
-    m,
-    D,
-    E,
-    oldest,
-    capacity,
     window,
-    scale,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
     LARGEST: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Store the outputs of all queries of the window, QUERIES at a time: softmax(scale q k~') W."""
-    _put_values(inverse, sums, scratch, m, E, BLOCK, OPERAND, PRECISION)
+    """Store the outputs of all queries of the window, TILE at a time: softmax(scale q k~') W."""
+    landmark_keys, _, _, m = landmarks
+    _, _, oldest, capacity, tokens, D, E, scale = window
+    _put_values(landmarks, scratch, E, OPERAND, PRECISION)
     tl.debug_barrier()
     j = span(0, SIZE)
     keys = landmark_keys + tl.minimum(j, m - 1) * D
-    for first in range(0, window, QUERIES):
-        i = span(first, QUERIES)
-        rows = queries + row_of(tl.minimum(first + tl.arange(0, QUERIES), window - 1), oldest, capacity) * D
+    for first in range(0, tokens, TILE):
+        i = span(first, TILE)
+        rows = queries + row_of(tl.minimum(first + tl.arange(0, TILE), tokens - 1), oldest, capacity) * D
         weight = _softmax_over(rows, keys, j < m, D, scale, SIZE, LARGEST, OPERAND, PRECISION)
         for column in range(0, E, TILE):
             columns = span(column, TILE)
             there = (j < m)[:, None] & (columns < E)[None, :]
             values = tl.load(scratch + (j[:, None] * E + columns[None, :]), mask=there, other=0.0)
             rounded = product(weight, values, OPERAND, PRECISION).to(out.dtype.element_ty)
-            tl.store(
-                out + ((i * E)[:, None] + columns[None, :]),
-                rounded,
-                mask=(i < window)[:, None] & (columns < E)[None, :],
-            )
+            inside = (i < tokens)[:, None] & (columns < E)[None, :]
+            tl.store(out + ((i * E)[:, None] + columns[None, :]), rounded, mask=inside)

@@ -102,85 +102,24 @@ def _nystrom_step(
             replace_oldest(landmark_queries, m, queries, oldest, capacity_to, window, segment, D, OPERAND)
             replace_oldest(landmark_keys, m, keys, oldest, capacity_to, window, segment, D, OPERAND)
             tl.debug_barrier()
-        around = (keys, values, oldest, capacity_to, window, D, E)
+        around = (keys, values, oldest, capacity_to, window, D, E, scale)
+        landmarks = (landmark_keys, inverse, sums, m)
         for first in range(0, m, ROWS):
             row = span(first, ROWS)
             offset = tl.minimum(row, m - 1) * D
             due = ((position - row) % SCHEDULE == 0) | (spoilt > 0)
             shift = tl.where(segment > 0, 1, 0)
-            slide(
-                landmark_queries,
-                offset,
-                row,
-                m,
-                shift,
-                due,
-                sums_before,
-                sums,
-                around,
-                scale,
-                BLOCK_N,
-                WIDTH,
-                LARGEST,
-                OPERAND,
-            )
+            at_hand = (landmark_queries, offset, row)
+            slide(at_hand, m, shift, due, sums_before, sums, around, BLOCK_N, WIDTH, LARGEST, OPERAND)
         sums_before = sums
         if segment > 0:
-            invert(
-                landmark_queries,
-                landmark_keys,
-                inverse,
-                squares,
-                m,
-                D,
-                scale,
-                ITERATIONS,
-                SIZE,
-                IN_REGISTERS,
-                LARGEST,
-                OPERAND,
-                PRECISION,
-            )
+            given = (landmark_queries, landmark_keys, inverse, squares, m, D, scale)
+            invert(*given, ITERATIONS, SIZE, IN_REGISTERS, LARGEST, OPERAND, PRECISION)
             tl.debug_barrier()
         if RETROACTIVE:
             if t == tokens - 1:
-                put_all(
-                    queries,
-                    out,
-                    landmark_keys,
-                    inverse,
-                    sums,
-                    scratch,
-                    m,
-                    D,
-                    E,
-                    oldest,
-                    capacity_to,
-                    window,
-                    scale,
-                    SIZE,
-                    16,
-                    16,
-                    LARGEST,
-                    OPERAND,
-                    PRECISION,
-                )
+                put_all(queries, out, landmarks, scratch, around, SIZE, LARGEST, OPERAND, PRECISION)
         else:
-            put_newest(
-                queries + newest * D,
-                out,
-                landmark_keys,
-                inverse,
-                sums,
-                m,
-                D,
-                E,
-                scale,
-                SIZE,
-                16,
-                WIDTH,
-                LARGEST,
-                OPERAND,
-            )
+            put_newest(queries + newest * D, out, landmarks, around, SIZE, WIDTH, LARGEST, OPERAND)
             out += E
     tl.store(position_to + head, position)

@@ -40,16 +40,13 @@ def _slid(keep, add, drop, sums, comes, goes):
 
 @triton.jit
 def slide(
-    queries,
-    offset,
-    row,
+    rows_at_hand,
     rows,
     shift,
     due,
     source,
     target,
     window,
-    scale,
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -58,10 +55,11 @@ def slide(
     """Update a tile of rows after a token was added to the window.
 
     Row r of `target` becomes row r + shift of `source`, updated. It is recomputed if there is no such row or it is
-    `due`. `target` may be `source`: tiles go upwards, and each is read before it is written. The queries of the rows
-    `row` (ROWS,) are at `queries + offset`.
+    `due`. `target` may be `source`: tiles go upwards, and each is read before it is written. `rows_at_hand` are
+    (queries, offset, row): the queries of the rows `row` (ROWS,) are at `queries + offset`.
     """
-    _, values, oldest, capacity, tokens, D, E = window
+    queries, offset, row = rows_at_hand
+    _, values, oldest, capacity, tokens, D, E, scale = window
     at_phi = E.to(tl.int64)
     newest, gone = row_of(tokens - 1, oldest, capacity), row_of(-1, oldest, capacity)
     known = row + shift < rows
@@ -102,24 +100,17 @@ def slide(
     next_row = tl.min(tl.where(stale, row, rows), 0)
     while next_row < rows:
         query = queries + tl.sum(tl.where(row == next_row, offset, 0), 0)
-        _recompute(query, target + next_row * (E + EXTRA), window, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+        _recompute(query, target + next_row * (E + EXTRA), window, BLOCK_N, WIDTH, LARGEST, OPERAND)
         next_row = tl.min(tl.where(stale & (row > next_row), row, rows), 0)
     tl.debug_barrier()
 
 
 @triton.jit
 def _recompute(
-    query,
-    target,
-    window,
-    scale,
-    BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    OPERAND: tl.constexpr,
+    query, target, window, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr
 ):
     E = window[6]
-    top, phi, size, sums = window_sums(query, window, scale, BLOCK_N, WIDTH, LARGEST, OPERAND)
+    top, phi, size, sums = window_sums(query, window, BLOCK_N, WIDTH, LARGEST, OPERAND)
     columns = span(0, WIDTH)
     tl.store(target + columns, sums, mask=columns < E)
     tl.store(target + E, phi)

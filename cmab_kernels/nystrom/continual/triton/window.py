@@ -2,9 +2,9 @@
 """The window of a stream in Triton: its rings of tokens, the logits of pairs of vectors, and a query's softmax sums
 over the window.
 
-A window is a tuple (keys, values, oldest, capacity, tokens, D, E): the rings of one head, the row of the oldest token,
-the number of rows, the number n of tokens, and the widths. Token i of the window is i rows after the oldest, wrapping
-around; i = -1 is the token that left last.
+A window is a tuple (keys, values, oldest, capacity, tokens, D, E, scale): the rings of one head, the row of the oldest
+token, the number of rows, the number n of tokens, the widths, and the scale of logits. Token i of the window is i rows
+after the oldest, wrapping around; i = -1 is the token that left last.
 """
 
 import triton
@@ -112,13 +112,13 @@ def logits(queries, keys, width, scale, LARGEST: tl.constexpr, OPERAND: tl.const
 
 @triton.jit
 def window_sums(
-    query, window, scale, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr
+    query, window, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, OPERAND: tl.constexpr
 ):
     """Return the sums over the window for one query.
 
     These are c = max S, and the sums of exp(S - c), of exp(S - c) |v|_1 and of exp(S - c) v (WIDTH >= E columns).
     """
-    keys, values, oldest, capacity, tokens, D, E = window
+    keys, values, oldest, capacity, tokens, D, E, scale = window
     columns = span(0, WIDTH)[None, :]
     least = tl.full([1], -LARGEST, OPERAND)
     top = tl.max(least, 0)
