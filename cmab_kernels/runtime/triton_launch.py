@@ -287,6 +287,11 @@ def _has_aligned_rows(tensor: Tensor) -> bool:
     return column <= 1 and math.gcd(*strides) % elements == 0
 
 
+def strides_of(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
+    """The strides of a tensor, or for None as many zeros."""
+    return (0,) * dims if tensor is None else tensor.stride()
+
+
 def mask_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.view(torch.uint8)
 

@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ...runtime.tiles import chosen_once
-from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, on_device, triton_dtype
+from ...runtime.triton_launch import (
+    Kernel,
+    allows_tf32,
+    is_aligned,
+    kernel,
+    mask_bytes,
+    on_device,
+    strides_of,
+    triton_dtype,
+)
 from ...runtime.triton_products import in_place, product, product_of_wide
 from ...runtime.triton_rows import biases_of, kept_keys, load_tile, rows_at, tile_at
 from ..contract import AttentionBackward
@@ -373,11 +382,11 @@ def attention_backward(inputs: AttentionBackward) -> tuple[Tensor, Tensor, Tenso
         terms = row_terms(dout, dlse, out.contiguous(), lse.contiguous(), unit, passes.operand, sums, passes.filled_to)
         read = (query, key, value, mask, key_bias, offsets, *terms)
         numbers = (
-            (query.stride(), key.stride(), value.stride(), (0, 0) if mask is None else mask.stride()),
+            (query.stride(), key.stride(), value.stride(), strides_of(mask, 2)),
             (B, H, L, N),
             (cut.runs, cut.most_runs),
             scale,
-            (0, 0, 0) if key_bias is None else key_bias.stride(),
+            strides_of(key_bias, 3),
         )
         at_once = cut.runs == 1 and cu_seqlens is None and N > 0
         shares = dquery

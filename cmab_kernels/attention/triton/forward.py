@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import state_dtype
 from ...runtime.tiles import chosen_once
-from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, on_device
+from ...runtime.triton_launch import Kernel, allows_tf32, is_aligned, kernel, mask_bytes, on_device, strides_of
 from ...runtime.triton_products import in_place, product, product_of_wide
 from ...runtime.triton_rows import biases_of, kept_keys, load_tile, rows_at, tile_at
 from ..contract import Attention
@@ -312,69 +312,23 @@ def attention_forward(inputs: Attention) -> tuple[Tensor, Tensor]:
     forward, block = _chosen(
         value.dtype, key.dtype, query.device, D, E, min(L, WIDEST_BLOCK), is_aligned(query, key, value), allows_tf32()
     )
-    out_strides, lse_strides = state_strides(state_out, state_lse)
+    of_state = state_strides(state_out, state_lse)
     with on_device(query):
         offsets = checked_offsets(cu_seqlens, N)
         out = query.new_empty(slots, H, L, E, dtype=state_dtype(query.dtype))
         lse = query.new_empty(slots, H, L, dtype=torch.float64)
-        forward(
-            slots * H * -(-L // block),
-            query,
-            key,
-            value,
-            mask,
-            key_bias,
-            offsets,
-            state_out if at_once else None,
-            state_lse if at_once else None,
-            out,
-            lse,
-            (
-                query.stride(),
-                key.stride(),
-                value.stride(),
-                (0, 0) if mask is None else mask.stride(),
-                out_strides,
-                lse_strides,
-            ),
-            (B, H, L, N),
-            (runs, most_runs),
-            *units(scale if key_bias is None else 1.0),
-            (0, 0, 0) if key_bias is None else key_bias.stride(),
-            scale,
-        )
+        given = (query, key, value, mask, key_bias, offsets)
+        before = (state_out, state_lse) if at_once else (None, None)
+        strides = (query.stride(), key.stride(), value.stride(), strides_of(mask, 2), *of_state)
+        numbers = (*units(scale if key_bias is None else 1.0), strides_of(key_bias, 3), scale)
+        programs, cut = slots * H * -(-L // block), (runs, most_runs)
+        forward(programs, *given, *before, out, lse, strides, (B, H, L, N), cut, *numbers)
         if at_once:
             return out, lse
-        return merge_runs(out, lse, state_out, state_lse, offsets, (B, H, L, N), (runs, most_runs))
-
-
-def merge_runs(
-    run_out: Tensor,
-    run_lse: Tensor,
-    state_out: Tensor | None,
-    state_lse: Tensor | None,
-    offsets: Tensor | None,
-    sizes: tuple[int, int, int, int],
-    cut: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
-    """The state of all runs, whose states are (slots, H, L, E) and (slots, H, L), and of the incoming state."""
-    (B, H, L, _), E = sizes, run_out.shape[-1]
-    out, lse = run_out.new_empty(B, H, L, E), run_lse.new_empty(B, H, L)
-    _merge(
-        B * H * L,
-        run_out,
-        run_lse,
-        state_out,
-        state_lse,
-        offsets,
-        out,
-        lse,
-        state_strides(state_out, state_lse),
-        sizes,
-        cut,
-        **merge_constants(cut[1], E),
-    )
-    return out, lse
+        merged = out.new_empty(B, H, L, E), lse.new_empty(B, H, L)
+        read, constants = (out, lse, state_out, state_lse, offsets), merge_constants(most_runs, E)
+        _merge(B * H * L, *read, *merged, of_state, (B, H, L, N), cut, **constants)
+        return merged
 
 
 def state_strides(state_out: Tensor | None, state_lse: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

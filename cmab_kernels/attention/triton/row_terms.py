@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...runtime.tiles import padded
-from ...runtime.triton_launch import kernel
+from ...runtime.triton_launch import kernel, strides_of
 from ...runtime.triton_rows import load_tile, rows_at, tile_at
 from .forward import LOG2_E
 from .runs import count_runs, first_slot, set_bounds, unless_bad
@@ -179,25 +179,11 @@ def row_terms(
     rows = -(-L // block) * block
     of_program = max(1024 // padded(E), 16)
     high, low, delta = out.new_empty((3, B, H, rows), dtype=sums)
-    _row_terms(
-        -(-B * H * rows // of_program),
-        dout,
-        dlse,
-        out,
-        lse,
-        douts,
-        high,
-        low,
-        delta,
-        (dout.stride(), (0, 0, 0) if dlse is None else dlse.stride()),
-        (B, H, L),
-        rows,
-        scale,
-        1 / scale if scale else 0.0,
-        E=E,
-        ROWS=of_program,
-        enable_fp_fusion=False,  # fused with the first addition across lanes, a product would give lanes different sums
-    )
+    given, to = (dout, dlse, out, lse), (douts, high, low, delta)
+    numbers = ((dout.stride(), strides_of(dlse, 3)), (B, H, L), rows, scale, 1 / scale if scale else 0.0)
+    # Fused with the first addition across lanes, a product would give lanes different sums.
+    options = {"E": E, "ROWS": of_program, "enable_fp_fusion": False}
+    _row_terms(-(-B * H * rows // of_program), *given, *to, *numbers, **options)
     return douts, high, low, delta
 
 

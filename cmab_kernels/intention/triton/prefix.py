@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...runtime.dtypes import state_dtype
-from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device
+from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, strides_of
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, rows_from, tile_at
 from ..contract import GramBackward, PrefixRidge, PrefixRidgeBackward
 from ..state import in_chunks
@@ -306,7 +306,7 @@ def _prefixes(rows: Any, other: Tensor, base: Tensor | None, every: int, cut: Cu
         mask_bytes(mask),
         base,
         sums,
-        (key.stride(), other.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
+        (key.stride(), other.stride(), row_strides(weights), strides_of(mask, 2)),
         (H, N, prefixes),
         every,
         tuple(cut),
@@ -393,7 +393,7 @@ def _back_by_tiles(
             to_key,
             to_other,
             dstate,
-            (key.stride(), other.stride(), (0, 0) if mask is None else mask.stride()),
+            (key.stride(), other.stride(), strides_of(mask, 2)),
             (H, N, prefixes),
             every,
             tuple(cut),
@@ -433,7 +433,7 @@ def _added(
             mask_bytes(mask),
             drows if needs_rows else None,
             dweights if needs_weights else None,
-            (rows.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
+            (rows.stride(), row_strides(weights), strides_of(mask, 2)),
             H,
             N,
             D=D,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, triton_dtype
+from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, strides_of, triton_dtype
 from ...runtime.triton_products import as_operand, product
 from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
 from ..contract import ApplyRows, GramBackward
@@ -231,7 +231,7 @@ def gram_backward(inputs: GramBackward) -> tuple[Tensor, Tensor, Tensor]:
             mask,
             offsets,
             *(grad if need else None for grad, need in zip(grads, needs, strict=True)),
-            (key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
+            (key.stride(), value.stride(), row_strides(weights), strides_of(mask, 2)),
             H,
             N,
             D=D,

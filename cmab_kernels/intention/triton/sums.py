@@ -20,6 +20,7 @@ from ...runtime.triton_launch import (
     mask_bytes,
     natural_alignment,
     on_device,
+    strides_of,
     triton_dtype,
 )
 from ...runtime.triton_products import product
@@ -353,27 +354,14 @@ def _of_runs(
     count: Tensor | None,
 ) -> Sums:
     """The `parts` of the sums of each run: (B, H, runs, D, *), or (B, H, D, *) if there is a single run."""
-    key, value, weights, mask, offsets = inputs
+    key, value, weights, mask, _ = inputs
     B, H, N, D, E = shape
     over = (B, H) if cut.runs == 1 else (B, H, cut.runs)
     gram = key.new_empty(*over, D, D, dtype=torch.float64) if parts[0] else None
     moment = key.new_empty(*over, D, E, dtype=torch.float64) if parts[1] else None
-    launch(
-        B * H * cut.runs * _programs(tiles, shape, parts),
-        key,
-        value,
-        weights,
-        mask,
-        offsets,
-        *before,
-        gram,
-        moment if E else None,
-        count,
-        (key.stride(), value.stride(), row_strides(weights), (0, 0) if mask is None else mask.stride()),
-        H,
-        N,
-        tuple(cut),
-    )
+    strides = (key.stride(), value.stride(), row_strides(weights), strides_of(mask, 2))
+    programs, to = B * H * cut.runs * _programs(tiles, shape, parts), (gram, moment if E else None, count)
+    launch(programs, *inputs, *before, *to, strides, H, N, tuple(cut))
     return gram, moment
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_launch import kernel, on_device, triton_dtype
+from ...runtime.triton_launch import kernel, on_device, strides_of, triton_dtype
 from ...runtime.triton_products import product
 from .launch import products
 from .squares import divisor
@@ -174,21 +174,14 @@ def multiply(
     columns = right.shape[2]
     out = left.new_empty((batch, rows, columns))
     chosen = products(left.dtype, max(left.shape[1:]), left.device)
-    strides: tuple[Any, ...] = left.stride(), right.stride(), (0, 0, 0) if added is None else added.stride()
+    strides: tuple[Any, ...] = left.stride(), right.stride(), strides_of(added, 3)
     with on_device(left):
+        programs = batch * triton.cdiv(rows, BLOCK.value) * triton.cdiv(columns, BLOCK.value)
+        numbers = (factor, diagonal, shift, rows, inner, columns, strides)
         _multiply(
-            batch * triton.cdiv(rows, BLOCK.value) * triton.cdiv(columns, BLOCK.value),
-            left,
-            right,
-            added,
-            out,
-            factor,
-            diagonal,
-            shift,
-            rows,
-            inner,
-            columns,
-            strides,
+            programs,
+            *(left, right, added, out),
+            *numbers,
             OPERAND=triton_dtype(left.dtype),
             PRECISION=chosen.input_precision,
             num_warps=8 if left.dtype == torch.float64 else 4,

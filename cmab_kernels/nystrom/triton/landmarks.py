@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device
+from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, strides_of
 from ...runtime.triton_products import product
 from ...runtime.triton_rows import load_tile, tile_at
 from ..contract import LandmarkValues, LandmarkValuesBackward
@@ -180,7 +180,7 @@ def landmark_values(inputs: LandmarkValues) -> Tensor:
             mask_bytes(absent),
             out,
             scale,
-            (*map(strides, given), (0, 0) if absent is None else absent.stride()),
+            (*map(strides, given), strides_of(absent, 2)),
             values.shape[1],
             ALIGN=alignment(*given),
             **_common(landmark_query, values, iterations, "nystrom.forward"),
@@ -208,7 +208,7 @@ def landmark_values_backward(inputs: LandmarkValuesBackward) -> tuple[Tensor, Te
             dvalues,
             scratch,
             scale,
-            (*map(strides, given), (0, 0) if absent is None else absent.stride(), strides(dout)),
+            (*map(strides, given), strides_of(absent, 2), strides(dout)),
             values.shape[1],
             SCRATCH=scratch.stride(0),
             ALIGN=alignment(*given, dout),

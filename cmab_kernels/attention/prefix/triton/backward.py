@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....runtime.tiles import has_little_shared_memory
-from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device, triton_dtype
+from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device, strides_of, triton_dtype
 from ....runtime.triton_products import product
 from ....runtime.triton_rows import GRAIN, biases_of, kept_keys, load_tile, rows_at, tile_at
 from ...triton.backward import product_over_queries, store_biases, store_keys, weigh
@@ -423,8 +423,7 @@ def _fill(inputs: PrefixAttentionBackward, grads: list[Tensor | None], ddecay: T
     if dquery is None and dkey is None and dvalue is None and dbias is None:
         return dlog_decay
     read = (query, key, value, mask, bias, *sent)
-    rows = (query.stride(), key.stride(), value.stride())
-    strides = (*rows, (0, 0) if mask is None else mask.stride(), (0, 0, 0) if bias is None else bias.stride())
+    strides = (query.stride(), key.stride(), value.stride(), strides_of(mask, 2), strides_of(bias, 3))
     group = group_of(every)
     options = {
         "D": D,

@@ -5,13 +5,15 @@ The state of each window comes first, then a scan over all windows, then the pre
 the state of the windows before it.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ....runtime.dtypes import state_dtype
-from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device
+from ....runtime.triton_launch import alignment, kernel, mask_bytes, on_device, strides_of
 from ....runtime.triton_rows import biases_of, kept_keys, load_tile, rows_at, tile_at
 from ...triton.forward import (
     LOG2_E,
@@ -292,67 +294,31 @@ def prefix_forward(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
         bases = (out, lse) if cut.group == 1 else (torch.empty_like(run_out), torch.empty_like(run_lse))
         until, decay = decay_of_windows(log_decay, cut)
         given = (query, key, value, mask, bias, until)
-        _launch(*given, None, None, run_out, run_lse, every, cut, scale, 1)
-        _scan(
-            B * H * L,
-            run_out,
-            run_lse,
-            decay,
-            state_out,
-            state_lse,
-            *bases,
-            state_strides(state_out, state_lse),
-            (H, L, cut.windows, bases[1].shape[2]),
-            cut.parts,
-            int(cut.group > 1),
-            E=E,
-            **scan_constants(E),
-        )
+        _launch(given, (None, None), (run_out, run_lse), every, cut, scale, 1)
+        read, strides = (run_out, run_lse, decay, state_out, state_lse), state_strides(state_out, state_lse)
+        numbers = ((H, L, cut.windows, bases[1].shape[2]), cut.parts, int(cut.group > 1))
+        _scan(B * H * L, *read, *bases, strides, *numbers, E=E, **scan_constants(E))
         if cut.group > 1:
-            _launch(*given, *bases, out, lse, every, cut, scale, cut.group)
+            _launch(given, bases, (out, lse), every, cut, scale, cut.group)
     return out, lse
 
 
 def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    until: Tensor | None,
-    base_out: Tensor | None,
-    base_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
+    given: tuple[Any, ...],
+    base: tuple[Tensor | None, Tensor | None],
+    to: tuple[Tensor, Tensor],
     every: int,
     cut: Windows,
     scale: float,
     group: int,
 ) -> None:
-    """Fill the states of `group` prefixes of each window."""
+    """Fill the states `to` of `group` prefixes of each window; `base` are the states of the windows before, or None."""
+    query, key, value, mask, bias, until = given
     (B, H, L, D), (N, E) = query.shape, value.shape[-2:]
     chosen = forward_constants(query.dtype, query.device, D, E, min(group * L, WIDEST_BLOCK))
     chosen["BLOCK_N"] = tile_of_keys(chosen["BLOCK_N"], cut.group > 1)
-    rows = (query.stride(), key.stride(), value.stride())
-    _windows(
-        B * H * cut.windows * triton.cdiv(L, chosen["BLOCK_L"] // group),
-        query,
-        key,
-        value,
-        mask,
-        bias,
-        until,
-        base_out,
-        base_lse,
-        out,
-        lse,
-        (*rows, (0, 0) if mask is None else mask.stride(), (0, 0, 0) if bias is None else bias.stride()),
-        (H, L, N, lse.shape[2]),
-        every,
-        cut.numbers,
-        *units(scale if bias is None and until is None else 1.0),
-        scale,
-        GROUP=group,
-        ALIGN=alignment(query, key, value),
-        **chosen,
-    )
+    programs = B * H * cut.windows * triton.cdiv(L, chosen["BLOCK_L"] // group)
+    strides = (query.stride(), key.stride(), value.stride(), strides_of(mask, 2), strides_of(bias, 3))
+    numbers = (every, cut.numbers, *units(scale if bias is None and until is None else 1.0), scale)
+    options = {"GROUP": group, "ALIGN": alignment(query, key, value), **chosen}
+    _windows(programs, *given, *base, *to, strides, (H, L, N, to[1].shape[2]), *numbers, **options)
