@@ -70,6 +70,12 @@ def load_tile(pointers, keep, WIDTH: tl.constexpr, column=0):
 
 
 @triton.jit
+def load_weights(weights, strides, batch, head, start, keep):
+    """The weights (rows, 1) of rows of a (B, H, rows, 1) tensor; 0 where `keep` is False."""
+    return tl.load(tile_at(weights, strides, batch, head, start, keep.shape[0], 1, 0), mask=keep[:, None], other=0.0)
+
+
+@triton.jit
 def kept_keys(mask, strides, batch, start, last, BLOCK: tl.constexpr, RAGGED: tl.constexpr, biases=None):
     """Whether each key of a tile takes part, or None if all do; None avoids masked loads. Only RAGGED tiles reach
     beyond `last`. `biases` are those of `biases_of`: -inf excludes a key.

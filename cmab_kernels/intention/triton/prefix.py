@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import state_dtype
 from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, strides_of
-from ...runtime.triton_rows import kept_keys, load_tile, rows_at, rows_from, tile_at
+from ...runtime.triton_rows import kept_keys, load_tile, load_weights, rows_at, rows_from, tile_at
 from ..contract import GramBackward, PrefixRidge, PrefixRidgeBackward
 from ..state import in_chunks
 from . import scan
@@ -125,9 +125,7 @@ def _prefix_sums(
         right = _rows(other, other_strides, batch, head, at, keep, column, E, TILE_E)
         terms = left[:, :, None] * right[:, None, :]  # unweighted, so that the sum of keys is symmetric to the last bit
         if weights is not None:
-            weight = tl.load(
-                tile_at(weights, weight_strides, batch, head, start, STEPS, 1, 0), mask=keep[:, None], other=0.0
-            )
+            weight = load_weights(weights, weight_strides, batch, head, start, keep)
             terms = terms * weight.to(tl.float64)[:, :, None]
         ends = ((at % every == every - 1) | (at == keys - 1)) & (at < last)
         pointers, inside = _tile_of(sums, slot.to(tl.int64) * prefixes + at // every, row, column, D, E, TILE_D, TILE_E)
@@ -239,10 +237,7 @@ def _add_planes(
         )
     if drows is not None:
         if weights is not None:
-            weight = tl.load(
-                tile_at(weights, weight_strides, batch, head, start, ROWS, 1, 0), mask=keep[:, None], other=0.0
-            )
-            total = total * weight.to(tl.float64)
+            total = total * load_weights(weights, weight_strides, batch, head, start, keep).to(tl.float64)
         total = tl.where(keep[:, None], total, 0.0)
         to = rows_from(drows, at, ROWS, D, D_PAD)
         tl.store(to, total.to(drows.dtype.element_ty), mask=inside[:, None] & (tl.arange(0, D_PAD) < D)[None, :])

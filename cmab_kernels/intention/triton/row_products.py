@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...runtime.triton_launch import alignment, kernel, mask_bytes, on_device, strides_of, triton_dtype
 from ...runtime.triton_products import as_operand, product
-from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
+from ...runtime.triton_rows import kept_keys, load_tile, load_weights, rows_at, tile_at
 from ..contract import ApplyRows, GramBackward
 from .launch import ROWS, apply_tiles, backward_tiles, over_sets, row_products, row_strides
 
@@ -137,8 +137,7 @@ def _gram_backward(
         row = group.to(tl.int64) * keys + start + tl.arange(0, BLOCK_N)
         weight = tl.full([BLOCK_N, 1], 1.0, DTYPE)
         if weights is not None:
-            at = tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0)
-            weight = tl.load(at, mask=keep[:, None], other=0.0).to(DTYPE)
+            weight = load_weights(weights, weight_strides, batch, head, start, keep).to(DTYPE)
         if dvalue is not None:
             for column in range(0, E, TILE_E):
                 place = (batch, head, start, keep, column)

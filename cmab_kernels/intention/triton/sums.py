@@ -24,7 +24,7 @@ from ...runtime.triton_launch import (
     triton_dtype,
 )
 from ...runtime.triton_products import product
-from ...runtime.triton_rows import kept_keys, load_tile, rows_at, tile_at
+from ...runtime.triton_rows import kept_keys, load_tile, load_weights, rows_at, tile_at
 from ..contract import Gram, RidgeUpdate
 from ..state import count_keys
 from .launch import Cut, GramTiles, cut_keys, gram_products, gram_tiles, over_sets, row_strides
@@ -65,8 +65,7 @@ def _add_keys(
         pointers = tile_at(key, key_strides, batch, head, start, BLOCK_N, gram.shape[1], ALIGN[0], column)
         right = load_tile(pointers, keep, D, column)
     if weights is not None:
-        pointers = tile_at(weights, weight_strides, batch, head, start, BLOCK_N, 1, 0)
-        weight = tl.load(pointers, mask=keep[:, None], other=0.0)
+        weight = load_weights(weights, weight_strides, batch, head, start, keep)
         left = left.to(OPERAND) * weight.to(OPERAND)
     if GRAM:
         gram += product(tl.trans(left), right, OPERAND, PRECISION)

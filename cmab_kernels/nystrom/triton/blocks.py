@@ -43,25 +43,16 @@ def identity_block(value, i, j, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def product_block(
-    left,
-    left_strides,
-    right,
-    right_strides,
-    shift,
-    i,
-    j,
-    rows,
-    inner,
-    columns,
-    OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """A block of left (shift I - right), or of left right if `shift` is 0."""
+def product_block(left, right, shift, i, j, sizes, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """A block of left (shift I - right), or of left right if `shift` is 0.
+
+    Both matrices are (matrix, strides), and `sizes` are the numbers of rows of left, of right, and of columns.
+    """
+    rows, inner, columns = sizes
     total = tl.zeros([BLOCK, BLOCK], OPERAND)
     for k in range(0, inner, BLOCK):
-        a = load_block(left, left_strides, i, k, rows, inner)
-        b = load_block(right, right_strides, k, j, inner, columns)
+        a = load_block(left[0], left[1], i, k, rows, inner)
+        b = load_block(right[0], right[1], k, j, inner, columns)
         b = tl.where(shift == 0.0, b, identity_block(shift, k, j, OPERAND) - b)
         total += product(a, b, OPERAND, PRECISION)
     return total
@@ -76,7 +67,7 @@ def _store_product(left, right, to, m, factor, diagonal, shift, OPERAND: tl.cons
     right)."""
     for i in range(0, m, BLOCK):
         for j in range(0, m, BLOCK):
-            total = product_block(left, (m, 1), right, (m, 1), shift, i, j, m, m, m, OPERAND, PRECISION)
+            total = product_block((left, (m, 1)), (right, (m, 1)), shift, i, j, (m, m, m), OPERAND, PRECISION)
             total = tl.full([1, 1], factor, OPERAND) * total + identity_block(diagonal, i, j, OPERAND)
             store_block(to, total, i, j, m, m)
     tl.debug_barrier()
@@ -103,13 +94,8 @@ def iterate_in_blocks(scratch, m, ITERATIONS: tl.constexpr, OPERAND: tl.constexp
     `scratch` has memory for SQUARES m x m elements; the first m x m elements are A.
     """
     square = m.to(tl.int64) * m
-    x, q, r, z, new = (
-        scratch + square,
-        scratch + 2 * square,
-        scratch + 3 * square,
-        scratch + 4 * square,
-        scratch + 5 * square,
-    )
+    x, q, r = scratch + square, scratch + 2 * square, scratch + 3 * square
+    z, new = scratch + 4 * square, scratch + 5 * square
     row = _largest_row_sum(scratch, (m, 1), m, OPERAND)
     column = _largest_row_sum(scratch, (1, m), m, OPERAND)
     for i in range(0, m, BLOCK):
@@ -149,9 +135,8 @@ def _multiply(
     number = (tl.program_id(0) // blocks).to(tl.int64)
     i, j = tl.program_id(0) % blocks // across * BLOCK, tl.program_id(0) % across * BLOCK
     left, right, out = left + number * strides[0][0], right + number * strides[1][0], out + number * rows * columns
-    total = product_block(
-        left, strides[0][1:], right, strides[1][1:], shift, i, j, rows, inner, columns, OPERAND, PRECISION
-    )
+    sides, sizes = ((left, strides[0][1:]), (right, strides[1][1:])), (rows, inner, columns)
+    total = product_block(*sides, shift, i, j, sizes, OPERAND, PRECISION)
     total = tl.full([1, 1], factor, tl.float64).to(OPERAND) * total + identity_block(diagonal, i, j, OPERAND)
     if added is not None:
         total += load_block(added + number * strides[2][0], strides[2][1:], i, j, rows, columns)

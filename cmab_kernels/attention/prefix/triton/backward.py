@@ -36,22 +36,13 @@ def _share(lse, of, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _sent_by_later(
-    run_a,
-    run_c,
-    lse,
-    until,
-    slot_head,
-    run,
-    query,
-    runs,
-    length,
-    L,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    MOST: tl.constexpr,
-):
-    """A and c that the later runs send back, relative to the first prefix of the next run."""
+def _sent_by_later(run_a, run_c, lse, until, place, cut, L, E: tl.constexpr, E_PAD: tl.constexpr, MOST: tl.constexpr):
+    """A and c that the later runs send back, relative to the first prefix of the next run.
+
+    `place` is (head of a batch element, run, query).
+    """
+    slot_head, run, query = place
+    runs, length = cut
     later = run + 1 + tl.arange(0, MOST)
     there = later < runs
     row = (slot_head.to(tl.int64) * runs + later) * L + query
@@ -133,7 +124,7 @@ def _send_back(
     a = tl.zeros([1, E_PAD], DTYPE)
     c = tl.zeros([1], tl.float64)
     if slopes is not None and run_a is not None:
-        a, c = _sent_by_later(run_a, run_c, lse, until, slot_head, run, query, runs, length, L, E, E_PAD, MOST)
+        a, c = _sent_by_later(run_a, run_c, lse, until, (slot_head, run, query), cut, L, E, E_PAD, MOST)
     dout += batch * dout_strides[0] + head * dout_strides[1] + query.to(tl.int64) * dout_strides[3]
     dlse += batch * dlse_strides[0] + head * dlse_strides[1] + query.to(tl.int64) * dlse_strides[3]
     for back in range(0, last - first, TILE):
@@ -202,23 +193,13 @@ def _send_back(
 
 
 @triton.jit
-def _terms(
-    sent,
-    sizes,
-    batch,
-    head,
-    group,
-    block,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def _terms(sent, sizes, place, group, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
     """Load what `_send_back` stored for a block of queries and GROUP prefixes, and return it with each row's prefix.
 
-    The prefixes start at `group`. Rows without a query or a prefix get weight 0.
+    The prefixes start at `group`, and `place` is (batch, head, block). Rows without a query or a prefix get weight 0.
     """
     slopes, high, low, delta = sent
+    batch, head, block = place
     H, L, _, T = sizes
     query = row_of_query(block, BLOCK_L, GROUP)
     prefix = group + chunk_of_row(BLOCK_L, GROUP)
@@ -287,16 +268,16 @@ def _prefix_keys(
     dv = tl.zeros([BLOCK_N, E_PAD], DTYPE)
     db = tl.zeros([BLOCK_N], DTYPE)
     SLOPES: tl.constexpr = dkey is not None or dbias is not None
+    sent, units = (slopes, high, low, delta), (log2_scale, gain)
     for group in range(start // every, (last - 1) // every + 1, GROUP):
         for block in tl.range(0, tl.cdiv(L, BLOCK_L // GROUP), num_stages=1):
-            queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP)
-            a, highs, lows, deltas, prefix = _terms(
-                (slopes, high, low, delta), sizes, batch, head, group, block, E, E_PAD, BLOCK_L, GROUP
-            )
+            place = (batch, head, block)
+            queries = queries_of(query, query_strides, place, L, D, D_PAD, BLOCK_L, GROUP)
+            a, highs, lows, deltas, prefix = _terms(sent, sizes, place, group, E, E_PAD, BLOCK_L, GROUP)
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
             weights, score_slopes, exact = weigh(
-                keys, values, terms, None, biases, (log2_scale, gain), False, SLOPES, OPERAND, PRECISION
+                keys, values, terms, None, biases, units, False, SLOPES, OPERAND, PRECISION
             )
             if dbias is not None:
                 db += tl.sum(_own(exact, keep), 0)
@@ -352,7 +333,8 @@ def _prefix_queries(
     slot = tl.program_id(0) // blocks // H
     batch, first = slot // runs, slot % runs * length
     last = first + tl.minimum(length, N - first)
-    queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP)
+    place, sent = (batch, head, block), (slopes, high, low, delta)
+    queries = queries_of(query, query_strides, place, L, D, D_PAD, BLOCK_L, GROUP)
     log2_scale = (tl.full([1], scale if bias is None else 1.0, tl.float64) * LOG2_E).to(DTYPE)
     gain = tl.full([1], scale, DTYPE)
     dq = tl.zeros([BLOCK_L, D_PAD], DTYPE)
@@ -366,9 +348,7 @@ def _prefix_queries(
         )
         chunk = (start + tl.arange(0, BLOCK_N)) // every
         for group in range(start // every, (end - 1) // every + 1, GROUP):
-            a, highs, lows, deltas, prefix = _terms(
-                (slopes, high, low, delta), sizes, batch, head, group, block, E, E_PAD, BLOCK_L, GROUP
-            )
+            a, highs, lows, deltas, prefix = _terms(sent, sizes, place, group, E, E_PAD, BLOCK_L, GROUP)
             keep = kept[None, :] & (chunk[None, :] == prefix[:, None])
             terms = (queries, a, highs, lows, deltas)
             both = weigh(keys, values, terms, None, biases, (log2_scale, gain), False, True, OPERAND, PRECISION)

@@ -44,18 +44,13 @@ def chunk_of_row(BLOCK_L: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def queries_of(
-    query,
-    strides,
-    batch,
-    head,
-    block,
-    L,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    GROUP: tl.constexpr,
+    query, strides, place, L, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_L: tl.constexpr, GROUP: tl.constexpr
 ):
-    """The BLOCK_L rows of a tile: a block of queries, repeated for each of GROUP chunks in turn."""
+    """The BLOCK_L rows of a tile: a block of queries, repeated for each of GROUP chunks in turn.
+
+    `place` is (batch, head, block).
+    """
+    batch, head, block = place
     rows = row_of_query(block, BLOCK_L, GROUP)
     start = query + (tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1])
     offsets = rows.to(tl.int64)[:, None] * strides[2] + tl.arange(0, D_PAD).to(tl.int64)[None, :] * strides[3]
@@ -167,7 +162,7 @@ def _windows(
     first, last = window_of(window, N, cut)
     query_row = row_of_query(block, BLOCK_L, GROUP)
     prefix = chunk_of_row(BLOCK_L, GROUP)
-    queries = queries_of(query, query_strides, batch, head, block, L, D, D_PAD, BLOCK_L, GROUP)
+    queries = queries_of(query, query_strides, (batch, head, block), L, D, D_PAD, BLOCK_L, GROUP)
     queries = (queries * sign).to(query.dtype.element_ty)
 
     scale_ = tl.full([1], scale, tl.float64)
