@@ -36,7 +36,10 @@ class SetTask(Task):
     error."""
 
     drawn_anywhere: ClassVar[bool] = True
-    systems: ClassVar[tuple[str, ...]] = ("intention", "informer", "sigma-informer", "attention", "transformer", "mlp")
+    systems: ClassVar[tuple[str, ...]] = (
+        *("intention", "intention-module", "informer", "sigma-informer", "attention", "transformer"),
+        *("lin-transformer", "np-former", "np-regressor", "maml", "mlp"),
+    )
 
     steps: int = 1500
     batch_size: int = 128
@@ -53,7 +56,11 @@ class SetTask(Task):
     def sizes(self, system: str) -> dict[str, Any]:
         one = self.drawn(seeded(0), 1)
         widths = {"dim_key": one.key.shape[-1], "dim_value": one.value.shape[-1], "dim_out": one.answer.shape[-1]}
-        return {**widths, "num_points": one.key.shape[1]} if system == "mlp" else {**widths, "dim": self.dim}
+        if system == "maml":
+            return {name: width for name, width in widths.items() if name != "dim_out"}
+        if system == "mlp":
+            return {**widths, "num_points": one.key.shape[1]}
+        return widths if system == "np-regressor" else {**widths, "dim": self.dim}
 
     def batch(self, generator: torch.Generator) -> Question:
         return self.drawn(generator, self.batch_size)
@@ -148,6 +155,9 @@ class Target(SetTask):
     """Find a target in the plane from its squared distances to 5 observers of variance 1/4; the query is always 0."""
 
     name = "target"
+    systems: ClassVar[tuple[str, ...]] = tuple(system for system in SetTask.systems if system != "maml")
+    """All systems of such tasks but MAML, whose answers are values: here a value is a distance, and an answer a
+    place."""
 
     def sizes(self, system: str) -> dict[str, Any]:
         """Return the usual sizes, but with 4 heads for a single layer too. With one query, a head gives only one number
