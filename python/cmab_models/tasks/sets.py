@@ -71,15 +71,24 @@ class SetTask(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
-        return {"mse": self.loss(model, Question(*(part.to(device) for part in self._held_out()))).item()}
+        return {"mse": self.loss(model, Question(*(part.to(device) for part in self.held_out()))).item()}
+
+    @torch.no_grad()
+    def errors(self, model: nn.Module) -> Tensor:
+        """Return the mean squared error of each held-out question (Q,), on the CPU. Their mean is the score."""
+        question = self.held_out()
+        device = next(model.parameters()).device
+        answers = model(*(part.to(device) for part in question[:3])).cpu()
+        return (answers - question.answer).square().mean((1, 2))
 
     def references(self) -> dict[str, float]:
         """Return the error of the exact answers, in float64, and the error of the mean of all answers."""
-        question = Question(*(part.double() for part in self._held_out()))
+        question = Question(*(part.double() for part in self.held_out()))
         exact = F.mse_loss(self.exact(question), question.answer).item()
         return {"exact": exact, "mean": question.answer.var((0, 1), correction=0).mean().item()}
 
-    def _held_out(self) -> Question:
+    def held_out(self) -> Question:
+        """Return the held-out questions, the same in every call."""
         return self.drawn(seeded(23), HELD_OUT)
 
 
