@@ -23,7 +23,7 @@ PICTURES = {
     "wheel": "regret",
     **dict.fromkeys(("hawkes", "departures", "mooc", "reddit"), "intensity"),
     **dict.fromkeys(("patches", "series", "gtzan", "thumos"), "landmarks"),
-    "few-shot": "shots",
+    **dict.fromkeys(("few-shot", "mini-imagenet"), "shots"),
     "least-squares": "width",
     "sine": "curves",
     **dict.fromkeys(("kabsch", "target"), "errors"),

@@ -38,10 +38,10 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
             for (_, answers), style, label in zip(curves, ("-", "--"), (name, "untrained"), strict=True):
                 axes.plot(grid.flatten(), answers[i, :, 0], style, color=colour(name), linewidth=1.2, label=label)
             axes.plot(key[i, :, 0], value[i, :, 0], "k.", markersize=4)
-            axes.set(ylim=(-6, 6))
+            axes.set(ylim=(-8, 6))
         trained, before = (task.evaluate(each)["mse"] for each, _ in curves)
         row[0].set(title=f"{name}: {trained:.2g}, untrained {before:.2g}")
-        row[0].legend(frameon=False, fontsize=7, loc="upper left")
+        row[0].legend(frameon=False, fontsize=7, loc="lower left", ncols=3)
     made.set_layout_engine("constrained")
     return made
 

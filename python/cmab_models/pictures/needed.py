@@ -20,12 +20,14 @@ def figure(needed: Mapping[str, Mapping[int, int | None]], widest: int) -> Figur
     made, axes = plt.subplots(figsize=(3.6, 2.8))
     variables = sorted({each for widths in needed.values() for each in widths})
     for (system, widths), marker in zip(needed.items(), cycle("osvD*"), strict=False):
-        found = sorted((each, width) for each, width in widths.items() if width is not None)
-        axes.plot(*zip(*found or [((), ())], strict=True), marker + "-", color=colour(system), label=system)
+        found = {each: width for each, width in sorted(widths.items()) if width is not None}
+        axes.plot(list(found), list(found.values()), marker + "-", color=colour(system), label=system)
         more = [each for each, width in sorted(widths.items()) if width is None]
         axes.plot(more, [widest] * len(more), "^", color=colour(system), fillstyle="none")
     axes.plot(variables, variables, ":", color=TRUTH, label="as many as variables")
     axes.set(title="width that is needed", xlabel="variables", xscale="log", yscale="log")
+    axes.set_xticks(variables, [str(each) for each in variables])
+    axes.minorticks_off()
     axes.legend(frameon=False, fontsize=7)
     made.set_layout_engine("constrained")
     return made
