@@ -263,7 +263,7 @@ def test_odd_images_are_of_another_class(depth: int, tmp_path: Path) -> None:
 
 
 def test_the_network_learns_classes(tmp_path: Path) -> None:
-    """Of images that differ in brightness, the trained network tells classes of another file apart."""
+    """Images differ in brightness, and the trained network tells classes of another file apart."""
     published.write_mini_imagenet(tmp_path, side=16)
     task: Any = TASKS["mini-imagenet"](folder=str(tmp_path), ways=3, shots=2, evaluation_questions=20)
     torch.manual_seed(0)
