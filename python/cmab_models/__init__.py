@@ -47,7 +47,20 @@ from .point_processes import (
     event_scores,
     trivial_event_scores,
 )
-from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
+from .regressors import (
+    MAML,
+    MLP,
+    Attention,
+    FewShot,
+    Informer,
+    Intention,
+    IntentionModule,
+    LinTransformer,
+    NPFormer,
+    NPRegressor,
+    SigmaInformer,
+    Transformer,
+)
 from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer, StreamState
 
 # Registered like the states in cmab_kernels.
@@ -65,6 +78,7 @@ __all__ = [
     "EQTNP",
     "LBANP",
     "LBANPND",
+    "MAML",
     "MLP",
     "NP",
     "THP",
@@ -79,6 +93,10 @@ __all__ = [
     "IncTNP",
     "Informer",
     "Intention",
+    "IntentionModule",
+    "LinTransformer",
+    "NPFormer",
+    "NPRegressor",
     "NeuralProcess",
     "Nystromformer",
     "PointProcess",

@@ -20,7 +20,20 @@ from .neural_processes import (
 )
 from .point_processes import CMHP, THP
 from .pretrained import Pretrained
-from .regressors import MLP, Attention, FewShot, Informer, Intention, SigmaInformer, Transformer
+from .regressors import (
+    MAML,
+    MLP,
+    Attention,
+    FewShot,
+    Informer,
+    Intention,
+    IntentionModule,
+    LinTransformer,
+    NPFormer,
+    NPRegressor,
+    SigmaInformer,
+    Transformer,
+)
 from .streams import ContinualNystromformer, ContinualTransformer, Nystromformer
 
 SYSTEMS: dict[str, type[Pretrained]] = {
@@ -44,10 +57,15 @@ SYSTEMS: dict[str, type[Pretrained]] = {
     "continual-transformer": ContinualTransformer,
     "nystromformer": Nystromformer,
     "intention": Intention,
+    "intention-module": IntentionModule,
     "informer": Informer,
     "sigma-informer": SigmaInformer,
     "attention": Attention,
     "transformer": Transformer,
+    "lin-transformer": LinTransformer,
+    "np-former": NPFormer,
+    "np-regressor": NPRegressor,
+    "maml": MAML,
     "mlp": MLP,
     "few-shot": FewShot,
 }

@@ -103,7 +103,7 @@ WAYS = ("adapter", "hook", "forward")
 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", [system for system in SYSTEMS if system != "maml"])  # which trains copies of weights
 def test_a_changed_layer_is_called(system: str, training: bool, how: str) -> None:
     """torch's fused encoder layer, used without gradients, reads weights and calls no module;
     its attention never calls `out_proj`.

@@ -16,10 +16,12 @@ from cmab_models.data.images import EMOJI_FONT
 from cmab_models.tasks import TASKS
 from cmab_models.training import Run, first_losses
 
+from .published import write_cifar, write_mini_imagenet
+
 FILES = Path(presets.__file__).parent
 PAIRS = [(task, system) for task in sorted(TASKS) for system in TASKS[task].systems]
 FIRST = {task: TASKS[task].systems[0] for task in TASKS}
-QUICK = ("gp-rbf", "wheel", "hawkes", "mooc", "gtzan", "emnist", "few-shot", "sine", "outlier")
+QUICK = ("gp-rbf", "wheel", "hawkes", "mooc", "gtzan", "emnist", "few-shot", "sine", "outlier", "cifar-outlier")
 """Tasks whose data is available at once."""
 slow = pytest.mark.thorough
 
@@ -63,7 +65,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for name, action in (("one", 1), ("two", 2), ("three", 1)):
             values = numbers.normal(size=(40, width)) if width < 22 else np.eye(22)[[action] * 40]
             np.save(tmp_path / kind / f"{name}.npy", values.astype("float32"))
-    return dict.fromkeys(("emnist", "celeba", "mooc", "reddit", "gtzan", "thumos"), str(tmp_path))
+    write_mini_imagenet(tmp_path)
+    write_cifar(tmp_path)
+    downloaded = ("emnist", "celeba", "mooc", "reddit", "gtzan", "thumos", "mini-imagenet", "cifar-outlier")
+    return dict.fromkeys(downloaded, str(tmp_path))
 
 
 def made(preset: str, task: str, system: str, folders: dict[str, str], folder: Path) -> Run:

@@ -9,7 +9,21 @@ from typing import Any
 import pytest
 import torch
 from cmab_models.data import glyphs
-from cmab_models.regressors import MLP, Attention, FewShot, Informer, Intention, Regressor, SigmaInformer, Transformer
+from cmab_models.regressors import (
+    MAML,
+    MLP,
+    Attention,
+    FewShot,
+    Informer,
+    Intention,
+    IntentionModule,
+    LinTransformer,
+    NPFormer,
+    NPRegressor,
+    Regressor,
+    SigmaInformer,
+    Transformer,
+)
 from cmab_models.tasks import classes, sets
 from cmab_models.tasks.base import seeded
 
@@ -22,6 +36,11 @@ KINDS: dict[type[Regressor], dict[str, Any]] = {
     Informer: {"dim": 16},
     SigmaInformer: {"dim": 16},
     Transformer: {"dim": 16},
+    LinTransformer: {"dim": 16},
+    NPFormer: {"dim": 16},
+    IntentionModule: {"dim": 16},
+    NPRegressor: {},
+    MAML: {"inner_rate": 0.5},
     MLP: {"num_points": 6},
 }
 SETS = [sets.Sine, sets.Kabsch, sets.LeastSquares, sets.Target]
@@ -29,7 +48,8 @@ SETS = [sets.Sine, sets.Kabsch, sets.LeastSquares, sets.Target]
 
 def made(kind: type[Regressor]) -> Regressor:
     torch.manual_seed(0)
-    return kind(2, 3, 4, **KINDS[kind]).double().eval()  # type: ignore[call-arg]
+    widths = {"dim_key": 2, "dim_value": 3} | ({} if kind is MAML else {"dim_out": 4})
+    return kind(**widths, **KINDS[kind]).double().eval()
 
 
 def points() -> list[torch.Tensor]:
@@ -41,7 +61,7 @@ def points() -> list[torch.Tensor]:
 def test_points_have_no_order_and_queries_do_not_see_each_other(kind: type[Regressor]) -> None:
     model, (query, key, value), order = made(kind), points(), torch.randperm(6)
     answers = model(query, key, value)
-    assert answers.shape == (2, 5, 4)
+    assert answers.shape == (2, 5, 3 if kind is MAML else 4)
     permuted = model(query, key[:, order], value[:, order])
     assert torch.allclose(permuted, answers, rtol=1e-9, atol=1e-9) == (kind is not MLP)
     torch.testing.assert_close(model(query[:, 2:3], key, value), answers[:, 2:3], rtol=1e-9, atol=1e-9)

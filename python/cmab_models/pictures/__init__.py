@@ -23,8 +23,10 @@ PICTURES = {
     "wheel": "regret",
     **dict.fromkeys(("hawkes", "departures", "mooc", "reddit"), "intensity"),
     **dict.fromkeys(("patches", "series", "gtzan", "thumos"), "landmarks"),
-    "few-shot": "shots",
+    **dict.fromkeys(("few-shot", "mini-imagenet"), "shots"),
     "least-squares": "width",
+    "sine": "curves",
+    **dict.fromkeys(("kabsch", "target"), "errors"),
 }
 """Task -> the module that draws it; its `figure(task, models)` returns the picture."""
 STYLE: dict[Any, Any] = {
@@ -40,7 +42,10 @@ OURS, OTHER, TRUTH = "#c0392b", "#2c6e9f", "0.25"
 """The colours of the papers' systems, of baselines and of the truth."""
 
 
-PAPERS = ("cmanp", "cmanp-and", "cmhp", "continual-nystromformer", "intention", "informer", "sigma-informer")
+PAPERS = (
+    *("cmanp", "cmanp-and", "cmhp", "continual-nystromformer"),
+    *("intention", "intention-module", "informer", "sigma-informer"),
+)
 
 
 def colour(name: str) -> str:

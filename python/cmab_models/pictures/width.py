@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..regressors import MLP
 from . import TRUTH, colour
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
     return made
 
 
-def _width(model: Any) -> int:
-    """Return the input width of the last linear layer. This is the head. An `MLP` has no head: there it is the last
-    layer."""
-    head: Any = model.layers[-1] if isinstance(model, MLP) else model.head
-    return int(head.in_features)
+def _width(model: nn.Module) -> int:
+    """Return the input width of the last linear layer."""
+    return [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1].in_features

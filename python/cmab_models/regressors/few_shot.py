@@ -11,8 +11,8 @@ from cmab_kernels.intention.variants import kernel_features, lssvm, pooled_class
 from cmab_kernels.runtime.checks import mismatch
 
 from ..choices import classes_of
-from ..neural_processes.parts import perceptron
 from .base import Regressor
+from .images import embedding
 
 
 class FewShot(Regressor):
@@ -29,6 +29,8 @@ class FewShot(Regressor):
             support vector machine with a Gaussian kernel; "attention", a softmax over the examples, as in a matching
             network (Vinyals et al., NeurIPS 2016).
         dim: width of the features.
+        network: what makes features of keys and queries: "perceptron", or "conv4" for images, the convolutional network
+            of `cmab_models.regressors.images.Conv4`.
 
     >>> model = cmab_models.FewShot(dim_key=64, dim_value=3)
     >>> examples, classes = torch.randn(2, 15, 64), torch.eye(3).repeat(5, 1).expand(2, -1, -1)
@@ -36,12 +38,14 @@ class FewShot(Regressor):
     torch.Size([2, 7, 3])
     """
 
-    def __init__(self, dim_key: int, dim_value: int, estimator: str = "lssvm", dim: int = 32) -> None:
+    def __init__(
+        self, dim_key: int, dim_value: int, estimator: str = "lssvm", dim: int = 32, network: str = "perceptron"
+    ) -> None:
         super().__init__()
         if estimator not in ESTIMATORS:
             raise ValueError(mismatch("estimator", repr(estimator), f"one of {', '.join(ESTIMATORS)}"))
         self.dim_key, self.dim_value, self.estimator = dim_key, dim_value, estimator
-        self.embedding = nn.Sequential(perceptron(dim_key, 4 * dim, dim, 3), nn.LayerNorm(dim))
+        self.embedding = nn.Sequential(embedding(network, dim_key, 4 * dim, dim, 3), nn.LayerNorm(dim))
         self.log_alpha = nn.Parameter(torch.zeros(()))
         self.log_scale = nn.Parameter(torch.ones(()))
 

@@ -13,15 +13,24 @@ from cmab_kernels.runtime.checks import mismatch
 from ..encoder import attended
 from ..neural_processes.parts import perceptron
 from .base import Regressor
+from .images import embedding
 
 
 class OneLayer(Regressor):
     """Base class: queries and keys share an embedding, values are projected, and one layer reads them."""
 
-    def __init__(self, dim_key: int, dim_value: int, dim_out: int, dim: int = 64, num_heads: int = 1) -> None:
+    def __init__(
+        self,
+        dim_key: int,
+        dim_value: int,
+        dim_out: int,
+        dim: int = 64,
+        num_heads: int = 1,
+        network: str = "perceptron",
+    ) -> None:
         super().__init__()
         self.dim_key, self.dim_value = dim_key, dim_value
-        self.embedding = perceptron(dim_key, 2 * dim, dim, 3)
+        self.embedding = embedding(network, dim_key, 2 * dim, dim, 3)
         self.value = nn.Linear(dim_value, dim)
         self.layer = self._made(dim, num_heads)
         self.head = nn.Linear(dim, dim_out)
@@ -46,6 +55,8 @@ class Intention(OneLayer):
         dim_value, dim_out: columns of values and of answers.
         dim: width of all features.
         num_heads: a divisor of dim.
+        network: what embeds queries and keys: "perceptron", or "conv4" for images, the convolutional network of
+            `cmab_models.regressors.images.Conv4`.
 
     >>> model = cmab_models.Intention(dim_key=1, dim_value=1, dim_out=1)
     >>> model(torch.randn(3, 5, 1), torch.randn(3, 10, 1), torch.randn(3, 10, 1)).shape

@@ -12,6 +12,7 @@ from cmab_kernels.nn import FeedForward, InformerEncoderLayer, MultiheadIntentio
 from ..encoder import EncoderLayer, attended
 from ..neural_processes.parts import perceptron
 from .base import Regressor
+from .images import Conv4, embedding
 
 
 class Stack(Regressor):
@@ -27,12 +28,14 @@ class Stack(Regressor):
         num_heads: int = 4,
         depth: int = 2,
         ff_dim: int | None = None,
+        network: str = "perceptron",
     ) -> None:
         super().__init__()
         ff_dim = 2 * dim if ff_dim is None else ff_dim
         self.dim_key, self.dim_value = dim_key, dim_value
-        self.key = perceptron(dim_key, 2 * dim, dim, 3)
-        self.point = perceptron(dim_key + dim_value, 2 * dim, dim, 2)
+        self.key = embedding(network, dim_key, 2 * dim, dim, 3)
+        self.of_images = isinstance(self.key, Conv4)
+        self.point = perceptron((dim if self.of_images else dim_key) + dim_value, 2 * dim, dim, 2)
         self.encoder = nn.TransformerEncoder(self._layer(dim, num_heads, ff_dim), depth, enable_nested_tensor=False)
         self.cross = self._cross(dim, num_heads)
         self.feed_forward = FeedForward(dim, ff_dim)
@@ -48,9 +51,10 @@ class Stack(Regressor):
         batch first."""
 
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        points = self.encoder(self.point(torch.cat([key, value], -1)))
-        features = self.key(query)
-        read = attended(self.cross, features, self.key(key), points)
+        at_keys = self.key(key)
+        points = self.encoder(self.point(torch.cat([at_keys if self.of_images else key, value], -1)))
+        features = at_keys if self.of_images and query is key else self.key(query)
+        read = attended(self.cross, features, at_keys, points)
         answer: Tensor = self.head(self.feed_forward(features + read))
         return answer
 
@@ -68,6 +72,8 @@ class Informer(Stack):
         num_heads: a divisor of dim.
         depth: layers over the points.
         ff_dim: hidden width of feed-forward layers; None means 2 dim.
+        network: what embeds queries and keys: "perceptron", or "conv4" for images, the convolutional network of
+            `cmab_models.regressors.images.Conv4`; a point is then its key's features with its value.
 
     >>> model = cmab_models.Informer(dim_key=3, dim_value=3, dim_out=3, dim=16)
     >>> model(torch.randn(2, 4, 3), torch.randn(2, 5, 3), torch.randn(2, 5, 3)).shape

@@ -1,6 +1,18 @@
 """The tasks, with their data and scores."""
 
-from . import bandit, classes, events, gp, images, patches, published_events, published_streams, series, sets
+from . import (
+    bandit,
+    classes,
+    events,
+    gp,
+    images,
+    patches,
+    published_classes,
+    published_events,
+    published_streams,
+    series,
+    sets,
+)
 from .base import TASKS, Task, seeded
 
 __all__ = [
@@ -12,6 +24,7 @@ __all__ = [
     "gp",
     "images",
     "patches",
+    "published_classes",
     "published_events",
     "published_streams",
     "seeded",

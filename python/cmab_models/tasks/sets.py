@@ -36,7 +36,10 @@ class SetTask(Task):
     error."""
 
     drawn_anywhere: ClassVar[bool] = True
-    systems: ClassVar[tuple[str, ...]] = ("intention", "informer", "sigma-informer", "attention", "transformer", "mlp")
+    systems: ClassVar[tuple[str, ...]] = (
+        *("intention", "intention-module", "informer", "sigma-informer", "attention", "transformer"),
+        *("lin-transformer", "np-former", "np-regressor", "maml", "mlp"),
+    )
 
     steps: int = 1500
     batch_size: int = 128
@@ -53,7 +56,11 @@ class SetTask(Task):
     def sizes(self, system: str) -> dict[str, Any]:
         one = self.drawn(seeded(0), 1)
         widths = {"dim_key": one.key.shape[-1], "dim_value": one.value.shape[-1], "dim_out": one.answer.shape[-1]}
-        return {**widths, "num_points": one.key.shape[1]} if system == "mlp" else {**widths, "dim": self.dim}
+        if system == "maml":
+            return {name: width for name, width in widths.items() if name != "dim_out"}
+        if system == "mlp":
+            return {**widths, "num_points": one.key.shape[1]}
+        return widths if system == "np-regressor" else {**widths, "dim": self.dim}
 
     def batch(self, generator: torch.Generator) -> Question:
         return self.drawn(generator, self.batch_size)
@@ -64,15 +71,24 @@ class SetTask(Task):
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         device = next(model.parameters()).device
-        return {"mse": self.loss(model, Question(*(part.to(device) for part in self._held_out()))).item()}
+        return {"mse": self.loss(model, Question(*(part.to(device) for part in self.held_out()))).item()}
+
+    @torch.no_grad()
+    def errors(self, model: nn.Module) -> Tensor:
+        """Return the mean squared error of each held-out question (Q,), on the CPU. Their mean is the score."""
+        question = self.held_out()
+        device = next(model.parameters()).device
+        answers = model(*(part.to(device) for part in question[:3])).cpu()
+        return (answers - question.answer).square().mean((1, 2))
 
     def references(self) -> dict[str, float]:
         """Return the error of the exact answers, in float64, and the error of the mean of all answers."""
-        question = Question(*(part.double() for part in self._held_out()))
+        question = Question(*(part.double() for part in self.held_out()))
         exact = F.mse_loss(self.exact(question), question.answer).item()
         return {"exact": exact, "mean": question.answer.var((0, 1), correction=0).mean().item()}
 
-    def _held_out(self) -> Question:
+    def held_out(self) -> Question:
+        """Return the held-out questions, the same in every call."""
         return self.drawn(seeded(23), HELD_OUT)
 
 
@@ -148,6 +164,9 @@ class Target(SetTask):
     """Find a target in the plane from its squared distances to 5 observers of variance 1/4; the query is always 0."""
 
     name = "target"
+    systems: ClassVar[tuple[str, ...]] = tuple(system for system in SetTask.systems if system != "maml")
+    """All systems of such tasks but MAML, whose answers are values: here a value is a distance, and an answer a
+    place."""
 
     def sizes(self, system: str) -> dict[str, Any]:
         """Return the usual sizes, but with 4 heads for a single layer too. With one query, a head gives only one number
