@@ -161,10 +161,11 @@ class ClassesTask(ImageTask):
             raise ValueError(
                 mismatch("shots", self.shots, f"at most {self.most_shots()}, the examples of a class beside the query")
             )
+        most_ways = min(len(self.images(part)[1].unique()) for part in (False, True))  # an error comes before training
+        if self.ways > most_ways:
+            raise ValueError(mismatch("ways", self.ways, f"at most {most_ways}, the number of classes"))
         images, labels = self.images(held_out)
         classes = labels.unique()
-        if self.ways > len(classes):
-            raise ValueError(mismatch("ways", self.ways, f"at most {len(classes)}, the number of classes"))
         chosen = torch.stack(
             [classes[torch.randperm(len(classes), generator=generator)[: self.ways]] for _ in range(count)]
         )
