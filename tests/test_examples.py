@@ -168,6 +168,15 @@ def test_events_from_table(printed: Printed) -> None:
     assert size < 10_000 and len(re.findall(r"expected [\d.]+ min", text)) > 4
 
 
+def test_wind_from_flights(printed: Printed) -> None:
+    text = printed("wind_from_flights")
+    process, usual, gaussian, nearest, mean = numbers(r"error +([\d.]+) mph", text)
+    assert process < usual and process < 0.8 * min(gaussian, nearest) and nearest < mean
+    (inside,) = numbers(r"(\d+)% of the speeds", text)
+    (size,) = numbers(r"file of ([\d,]+) bytes", text)
+    assert 85 <= inside <= 95 and size < 10_000 and "wrote wind.png" in text
+
+
 def test_forgetful_bandit(printed: Printed) -> None:
     text = printed("forgetful_bandit")
     remembers, forgets = numbers(r"([\d.]+) long after", text)

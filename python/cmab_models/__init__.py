@@ -17,6 +17,7 @@ if _missing := [
     raise ImportError(f'cmab_models: it needs {", ".join(_missing)}; pip install "cmab-kernels[models]"', name=__name__)
 
 from .data.frames import FrameEvents, events_from_frame
+from .fields import Field, fit_field
 from .neural_processes import (
     ANP,
     BANP,
@@ -75,6 +76,7 @@ __all__ = [
     "ContinualTransformer",
     "Events",
     "FewShot",
+    "Field",
     "FrameEvents",
     "IncTNP",
     "Informer",
@@ -86,5 +88,6 @@ __all__ = [
     "Transformer",
     "event_scores",
     "events_from_frame",
+    "fit_field",
     "trivial_event_scores",
 ]

@@ -137,6 +137,13 @@ def _add_training(command: argparse.ArgumentParser) -> None:
         "--accumulate", type=_number, metavar="N", help="batches of a process in each step (default: 1)"
     )
     command.add_argument(
+        "--patience",
+        type=_number,
+        metavar="N",
+        help="stop after N checks without a lower validation loss, and keep the best weights; a check is made every "
+        "`check_every` steps (default: no checks)",
+    )
+    command.add_argument(
         "--save-every",
         type=_minutes,
         default=SAVE_EVERY,
@@ -154,6 +161,8 @@ def _run(asked: argparse.Namespace) -> Run:
     given = _settings(asked.config, asked.set)
     if preset := getattr(asked, "preset", None):
         given = preset_settings(preset, asked.task, asked.system) | given
+    if (patience := getattr(asked, "patience", None)) is not None:
+        given["patience"] = patience
     how = {name: value for name in HOW if (value := getattr(asked, name, None)) is not None}
     run = _made(asked, given, how)
     if asked.command == "train" and not asked.resume:
@@ -289,9 +298,10 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
         for logger in (tensorboard, table):
             logger.log_metrics(dict(scores), run.task.steps)
             logger.finalize("success")
+    best = f"; best after {seconds['best_step']:,} steps" if "best_step" in seconds else ""
     print(
         f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of "
-        "wall time"
+        f"wall time{best}"
     )
     _show(run, scores, {**run.recorded(), **seconds})
     print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/, csv/")

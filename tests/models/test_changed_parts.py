@@ -90,8 +90,10 @@ def test_every_model_is_here() -> None:
         "NeuralProcess",
         "PointProcess",
         "Events",
+        "Field",
         "FrameEvents",
         "events_from_frame",
+        "fit_field",
         "event_scores",
         "trivial_event_scores",
     }
