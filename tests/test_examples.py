@@ -177,6 +177,13 @@ def test_wind_from_flights(printed: Printed) -> None:
     assert 85 <= inside <= 95 and size < 10_000 and "wrote wind.png" in text
 
 
+def test_speaker_from_frames(printed: Printed) -> None:
+    text = printed("speaker_from_frames")
+    reader, regression, frequent = numbers(r"accuracy ([\d.]+)", text)
+    assert reader > regression > 0.9 and frequent < 0.4
+    assert len(re.findall(r"frame +\d+: speaker \d", text)) > 3 and "the same after a restart" in text
+
+
 def test_forgetful_bandit(printed: Printed) -> None:
     text = printed("forgetful_bandit")
     remembers, forgets = numbers(r"([\d.]+) long after", text)

@@ -18,6 +18,7 @@ if _missing := [
 
 from .data.frames import FrameEvents, events_from_frame
 from .fields import Field, fit_field
+from .labelled_streams import StreamReader, fit_streams
 from .neural_processes import (
     ANP,
     BANP,
@@ -85,9 +86,11 @@ __all__ = [
     "Nystromformer",
     "PointProcess",
     "SigmaInformer",
+    "StreamReader",
     "Transformer",
     "event_scores",
     "events_from_frame",
     "fit_field",
+    "fit_streams",
     "trivial_event_scores",
 ]

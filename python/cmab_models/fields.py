@@ -40,6 +40,11 @@ class Field:
     `fit_field` makes one. With `system="cmanp"`, the default, the state has a constant size: `update` takes time in the
     number of new points only.
 
+    >>> field = cmab_models.fit_field([0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 5.0, 6.0, 5.0], steps=1)
+    >>> field.update([5.0, 6.0], [6.0, 5.0])
+    >>> field.predict([0.5, 1.5])[0].shape
+    (2,)
+
     Attributes:
         model: the model, over standardised numbers.
         state: of the points read so far, as `model.condition` returns it; None before the first. It can be saved,
@@ -144,6 +149,7 @@ def fit_field(
         folder: where a checkpoint is kept while the training runs; if it has one, the training goes on from there.
         model: other arguments of the model than the defaults of the tasks, such as {"dim": 64}.
 
+    >>> import numpy as np
     >>> rng = np.random.default_rng(0)
     >>> x = rng.uniform(0, 10, (200, 2))
     >>> y = np.sin(x[:, 0]) + 0.1 * rng.standard_normal(200)
@@ -192,8 +198,8 @@ class Maps(FunctionTask, listed=False):
     check_every: int = 50
     patience: int = 6
     jitter: float = 0.05
-    """The standard deviation by which places move at random, if there are fewer than `FEW` maps. Otherwise a model would
-    learn the values at single places by heart."""
+    """The standard deviation by which places move at random, if there are fewer than `FEW` maps. A model would
+    otherwise learn the values at single places by heart."""
     known: tuple[tuple[Tensor, Tensor], ...] = field(default=(), repr=False)
     """x (N, dim_x) and y (N, dim_y) of the maps for training."""
     checked: tuple[Batch, ...] = field(default=(), repr=False)

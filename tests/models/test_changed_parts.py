@@ -94,6 +94,8 @@ def test_every_model_is_here() -> None:
         "FrameEvents",
         "events_from_frame",
         "fit_field",
+        "fit_streams",
+        "StreamReader",
         "event_scores",
         "trivial_event_scores",
     }
