@@ -168,6 +168,7 @@ def test_events_from_table(printed: Printed) -> None:
     assert size < 10_000 and len(re.findall(r"expected [\d.]+ min", text)) > 4
 
 
+@pytest.mark.thorough
 def test_wind_from_flights(printed: Printed) -> None:
     text = printed("wind_from_flights")
     process, usual, gaussian, nearest, mean = numbers(r"error +([\d.]+) mph", text)
@@ -177,6 +178,7 @@ def test_wind_from_flights(printed: Printed) -> None:
     assert 85 <= inside <= 95 and size < 10_000 and "wrote wind.png" in text
 
 
+@pytest.mark.thorough
 def test_speaker_from_frames(printed: Printed) -> None:
     text = printed("speaker_from_frames")
     reader, regression, frequent = numbers(r"accuracy ([\d.]+)", text)

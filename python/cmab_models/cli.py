@@ -112,7 +112,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         "--seed", type=_seed, default=0, help="seed of all random numbers; results also depend on the number of threads"
     )
     command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
-    command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
+    command.add_argument("--folder", type=_folder, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
 
 
 def _add_training(command: argparse.ArgumentParser) -> None:
@@ -236,6 +236,12 @@ def _seed(text: str) -> int:
     raise argparse.ArgumentTypeError(mismatch("seed", repr(text), "an int from 0 to 2**63 - 1"))
 
 
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected the name of a folder")
+    return Path(text)
+
+
 def _number(text: str) -> int:
     with contextlib.suppress(ValueError):
         if (number := int(text)) >= 1:
@@ -293,7 +299,10 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
             raise Diverged(f"{error}; the losses before it are in {tensorboard.log_dir}") from error
         if not _first():
             return
-        cast("Pretrained", model).save_pretrained(run.folder / "model")
+        try:
+            cast("Pretrained", model).save_pretrained(run.folder / "model")
+        except SafetensorError as error:
+            raise OSError(f"{run.folder / 'model'} cannot be written: {error}; --resume tries again") from error
         scores = run.task.evaluate(model)
         for logger in (tensorboard, table):
             logger.log_metrics(dict(scores), run.task.steps)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from textwrap import shorten
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,12 @@ class WholeFiles(TorchCheckpointIO):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
-        torch.save(checkpoint, beside)
-        os.replace(beside, path)
+        try:
+            torch.save(checkpoint, beside)
+            os.replace(beside, path)
+        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if the disk is full
+            reason = getattr(error, "strerror", None) or shorten(str(error), 100)
+            raise OSError(f"{path} cannot be written; the one before it is as it was: {reason}") from error
 
 
 class EarlyStop(Callback):
