@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -75,6 +77,23 @@ class DetectionTask(WindowTask):
                 truth.append(label[counts])
         model.clean_state()
         return torch.cat(found), torch.cat(truth)
+
+    @torch.no_grad()
+    def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
+        """Yield for each full window of the first test stream: whether the most likely class is one of the newest
+        token, the probability of its classes, and the time of the step."""
+        assert isinstance(model, StreamClassifier)
+        tokens, labels = (part[0].to(model.head.weight) for part in self.streams("test"))
+        model.clean_state()
+        for position, (token, label) in enumerate(zip(tokens, labels, strict=True), start=1):
+            before = time.perf_counter()
+            scores = model.forward_step(token[None])
+            spent = time.perf_counter() - before
+            if scores is not None:
+                shown, likely = label > 0, scores[0].softmax(-1)
+                found, probability = float(shown[largest(likely)]), likely[shown].sum().item()
+                yield {"token": position, "found": found, "probability": probability, "milliseconds": 1000 * spent}
+        model.clean_state()
 
 
 def accuracy(probabilities: Tensor, labels: Tensor) -> float:
