@@ -175,7 +175,7 @@ def test_wind_from_flights(printed: Printed) -> None:
     assert process < usual and process < 0.8 * min(gaussian, nearest) and nearest < mean
     (inside,) = numbers(r"(\d+)% of the speeds", text)
     (size,) = numbers(r"file of ([\d,]+) bytes", text)
-    assert 85 <= inside <= 95 and size < 10_000 and "wrote wind.png" in text
+    assert 85 <= inside <= 95 and size < 10_000 and "drew wind.png" in text
 
 
 @pytest.mark.thorough

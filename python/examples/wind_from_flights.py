@@ -8,6 +8,7 @@ a state, reads more flights as they land, and draws the map.
 """
 
 import importlib.util
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -83,7 +84,7 @@ def compare(field: Field, early: pandas.DataFrame, late: pandas.DataFrame) -> No
     print(f"  {np.concatenate(inside).mean():.0%} of the speeds are inside the band of 90%")
 
 
-def draw(field: Field, day: pandas.DataFrame, path: str) -> None:
+def draw(field: Field, day: pandas.DataFrame, path: Path) -> None:
     """Draw the mean, the width of the band, and the airports."""
     matplotlib.use("agg")
     from matplotlib import pyplot
@@ -117,8 +118,9 @@ def main() -> None:
         server.update(day[PLACE][40:], day["speed"][40:])  # flights land
         size = (Path(folder) / "state.pt").stat().st_size
         print(f"the state of a map is a file of {size:,} bytes, for any number of flights")
-    draw(server, day, "wind.png")
-    print("wrote wind.png")
+        path = Path(sys.argv[1] if len(sys.argv) > 1 else f"{folder}/wind.png")
+        draw(server, day, path)
+        print(f"drew {path.name}, {path.stat().st_size:,} bytes; the program takes a path to keep it")
 
 
 if __name__ == "__main__":

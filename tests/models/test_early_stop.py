@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 from cmab_models import cli
+from cmab_models.point_processes import Events
 from cmab_models.tasks import TASKS, Task, seeded
 from cmab_models.tasks.base import VALIDATED
+from cmab_models.tasks.events import HawkesTask
+from cmab_models.tasks.images import Digits
+from cmab_models.tasks.series import Series
 from cmab_models.tasks.sets import Sine
 from cmab_models.training import BadCheckpoint, Diverged, Interrupted, Run, train
 from torch import Tensor, nn
@@ -156,3 +160,44 @@ def test_patience_on_the_command_line(
 def test_a_run_of_an_unlisted_task_is_described(tmp_path: Path) -> None:
     assert "sine" in TASKS and TASKS["sine"] is Sine
     assert Run("attention", falling(), tmp_path).described()["best"] == 2
+
+
+def parts(task: Task) -> tuple[list[Any], list[Any]]:
+    """Some training batches, and the validation batches."""
+    return [task.batch(seeded(0, number)) for number in range(60)], list(task.validation())
+
+
+@pytest.mark.parametrize("patience", [0, 3])
+def test_series_that_are_checked_are_in_no_batch(patience: int) -> None:
+    train, checked = parts(Series(dataset="JapaneseVowels", patience=patience))
+    ends = [{tuple(row) for pieces, _ in batches for row in pieces[:, :, 0].tolist()} for batches in (train, checked)]
+    assert bool(ends[0] & ends[1]) == (patience == 0)
+    assert len(torch.cat([labels for _, labels in checked]).unique()) == 9
+
+
+class NumberedImages(Digits, listed=False):
+    def images(self) -> Any:
+        """The value of all pixels of an image is its number."""
+        return {"train": torch.arange(30, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 28, 28, 1)}
+
+
+@pytest.mark.parametrize("patience", [0, 3])
+def test_images_that_are_checked_are_in_no_batch(patience: int) -> None:
+    train, checked = (
+        {int(value) for batch in batches for value in (batch.context_y[:, 0, 0] * 255 + 127.6)}
+        for batches in parts(NumberedImages(patience=patience))
+    )
+    assert train == set(range(30)) - ({9, 19, 29} if patience else set())
+    assert checked == {9, 19, 29} or not patience
+
+
+def test_sequences_that_are_checked_are_in_no_batch() -> None:
+    class Numbered(HawkesTask, listed=False):
+        def events(self, part: str) -> Events:
+            return Events.pad([[i + 1.0] for i in range(25)], [[0]] * 25, [30.0] * 25)
+
+    train, checked = parts(Numbered(patience=3))
+    seen = [{int(time) for batch in batches for time in batch.times[:, 0]} for batches in (train, checked)]
+    assert seen[1] == {10, 20} and seen[0] == set(range(1, 26)) - seen[1]
+    few = Numbered()
+    assert sum(len(batch.lengths) for batch in few.validation()) == 25

@@ -18,7 +18,7 @@ from cmab_kernels.intention.variants import lda
 
 from ..choices import largest
 from ..streams import ContinualNystromformer, Nystromformer, StreamClassifier
-from .base import Task, reduction, seeded
+from .base import VALIDATED, Task, reduction, seeded
 
 EVERY = 5
 """Every fifth window of a held-out stream is scored. 5 divides no segment's length, so windows end at all places of
@@ -122,14 +122,31 @@ class StreamTask(WindowTask):
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return pieces (B, T, C) at random places of training streams, with equal chances for all classes, and their
         classes (B,)."""
+        return self._pieces(generator, self._rows(checked=False))
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pieces of training streams that no batch has; of all of them if classes have few."""
+        rows = self._rows(checked=True)
+        return (self._pieces(seeded(19, number), rows) for number in range(VALIDATED))
+
+    def _rows(self, checked: bool) -> Tensor:
+        """Return which training streams batches are drawn from, or those that are checked: every tenth of a class."""
+        labels = self.data().train_labels
+        out = ((labels.unsqueeze(1) == labels).tril().sum(1) % 10) == 0
+        return out == checked if self.patience and out.any() else torch.ones_like(out)
+
+    def _pieces(self, generator: torch.Generator, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a batch of pieces of these training streams."""
 
         def below(bound: int) -> int:
             return int(torch.randint(bound, (), generator=generator))
 
         data, pieces = self.data(), []
         length = self.piece_len(data.train)
-        classes = data.train_labels.unique()
-        of_class = {label: (data.train_labels == label).nonzero().flatten().tolist() for label in classes.tolist()}
+        classes = data.train_labels[rows].unique()
+        of_class = {
+            label: ((data.train_labels == label) & rows).nonzero().flatten().tolist() for label in classes.tolist()
+        }
         labels = classes[torch.randint(len(classes), (self.batch_size,), generator=generator)]
         for label in labels.tolist():
             stream = data.train[of_class[label][below(len(of_class[label]))]]

@@ -90,9 +90,11 @@ class Run:
 
     def recorded(self) -> dict[str, Any]:
         """Return the entries of `described`, and `code`, a digest of the code of the system, the task and the
-        training."""
+        training, as far as this package has it."""
         return self.described() | {
-            "code": digest(SYSTEMS[self.system].__module__, type(self.task).__module__, __name__)
+            "code": digest(
+                SYSTEMS[self.system].__module__, *(kind.__module__ for kind in type(self.task).__mro__), __name__
+            )
         }
 
     def model(self) -> nn.Module:
