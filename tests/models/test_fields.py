@@ -57,7 +57,9 @@ def test_maps_teach_what_a_new_map_needs() -> None:
     errors = []
     for slope in rng.standard_normal(20):
         field.state = None
-        field.update([[-1.0], [0.1], [1.0], [0.3]], _planes([-1.0, 0.1, 1.0, np.nan], slope))
+        values = _planes([-1.0, 0.1, 1.0, 0.3], slope)
+        values[3, 0] = np.nan
+        field.update([[-1.0], [0.1], [1.0], [0.3]], values)
         mean, band = field.predict([[0.5], [-0.5]])
         assert mean.shape == (2, 2) and band.shape == (2, 2, 2)
         errors.append(mean - _planes([0.5, -0.5], slope))
