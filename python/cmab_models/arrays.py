@@ -28,13 +28,15 @@ def numbers(name: str, given: Any, columns: int | None = None, *, missing: bool 
     Raises a `TypeError` or a `ValueError` that names the argument for something else than numbers, for another number
     of columns, for an infinity, and for a NaN unless numbers may be `missing`.
     """
+    allowed = "an array or a table of numbers"
     try:
         found = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
-        if np.iscomplexobj(found) or found.dtype.kind in "mM":
-            raise TypeError(found.dtype)
-        found = found.astype(np.float64)
+        numeric = found.dtype.kind not in "cmM"  # complex numbers and times become float64 without an error
+        found = found.astype(np.float64) if numeric else found
     except (TypeError, ValueError) as error:
-        raise TypeError(mismatch(name, f"{kind_of(given)} ({error})", "an array or a table of numbers")) from error
+        raise TypeError(mismatch(name, f"{kind_of(given)} ({error})", allowed)) from error
+    if not numeric:
+        raise TypeError(mismatch(name, f"{kind_of(given)} ({found.dtype})", allowed))
     found = found[:, None] if found.ndim == 1 else found
     if found.ndim != 2 or columns not in (None, found.shape[1]) or not found.shape[1]:
         allowed = f"(N, {'columns' if columns is None else columns})" + (" or (N,)" if columns in (None, 1) else "")
@@ -91,11 +93,11 @@ def load(folder: str | Path, kind: str) -> tuple[dict[str, Any], Any, Any]:
     folder = Path(folder)
     names = [name for name in ("model/config.json", "fitted.json", "state.pt") if not (folder / name).is_file()]
     if names:
-        raise FileNotFoundError(f"{folder}: it has no {names[0]}; expected a folder that `save` wrote")
+        raise FileNotFoundError(mismatch(str(folder), f"a folder without {names[0]}", "one that `save` wrote"))
     try:
         told = json.loads((folder / "fitted.json").read_text())
         if told["kind"] != kind:
-            raise ValueError(f"a saved {told['kind']}")
+            raise ValueError(mismatch("kind", told["kind"], kind))
         with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints that it reads from a folder
             model = SYSTEMS[told["system"]].from_pretrained(folder / "model").eval()
         return told, model, torch.load(folder / "state.pt", weights_only=True)

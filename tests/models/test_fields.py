@@ -173,7 +173,9 @@ def test_a_field_refuses_what_does_not_belong_to_it(fitted: Field, tmp_path: Pat
             call()
         assert str(caught.value) == message
     assert fitted.state is before
-    with pytest.raises(FileNotFoundError, match=r"it has no model/config.json; expected a folder that `save` wrote$"):
+    with pytest.raises(
+        FileNotFoundError, match=r": got a folder without model/config.json, expected one that `save` wrote$"
+    ):
         Field.load(tmp_path)
     fitted.save(tmp_path)
     for name, text in (("fitted.json", '{"kind": "other"}'), ("fitted.json", "["), ("state.pt", "x")):
