@@ -168,6 +168,24 @@ def test_events_from_table(printed: Printed) -> None:
     assert size < 10_000 and len(re.findall(r"expected [\d.]+ min", text)) > 4
 
 
+@pytest.mark.thorough
+def test_wind_from_flights(printed: Printed) -> None:
+    text = printed("wind_from_flights")
+    process, usual, gaussian, nearest, mean = numbers(r"error +([\d.]+) mph", text)
+    assert process < usual and process < 0.8 * min(gaussian, nearest) and nearest < mean
+    (inside,) = numbers(r"(\d+)% of the speeds", text)
+    (size,) = numbers(r"file of ([\d,]+) bytes", text)
+    assert 85 <= inside <= 95 and size < 10_000 and "drew wind.png" in text
+
+
+@pytest.mark.thorough
+def test_speaker_from_frames(printed: Printed) -> None:
+    text = printed("speaker_from_frames")
+    reader, regression, frequent = numbers(r"accuracy ([\d.]+)", text)
+    assert reader > regression > 0.9 and frequent < 0.4
+    assert len(re.findall(r"frame +\d+: speaker \d", text)) > 3 and "the same after a restart" in text
+
+
 def test_forgetful_bandit(printed: Printed) -> None:
     text = printed("forgetful_bandit")
     remembers, forgets = numbers(r"([\d.]+) long after", text)

@@ -17,6 +17,8 @@ if _missing := [
     raise ImportError(f'cmab_models: it needs {", ".join(_missing)}; pip install "cmab-kernels[models]"', name=__name__)
 
 from .data.frames import FrameEvents, events_from_frame
+from .fields import Field, fit_field
+from .labelled_streams import StreamReader, fit_streams
 from .neural_processes import (
     ANP,
     BANP,
@@ -89,6 +91,7 @@ __all__ = [
     "ContinualTransformer",
     "Events",
     "FewShot",
+    "Field",
     "FrameEvents",
     "IncTNP",
     "Informer",
@@ -101,8 +104,11 @@ __all__ = [
     "Nystromformer",
     "PointProcess",
     "SigmaInformer",
+    "StreamReader",
     "Transformer",
     "event_scores",
     "events_from_frame",
+    "fit_field",
+    "fit_streams",
     "trivial_event_scores",
 ]

@@ -112,7 +112,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         "--seed", type=_seed, default=0, help="seed of all random numbers; results also depend on the number of threads"
     )
     command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
-    command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
+    command.add_argument("--folder", type=_folder, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
 
 
 def _add_training(command: argparse.ArgumentParser) -> None:
@@ -137,6 +137,13 @@ def _add_training(command: argparse.ArgumentParser) -> None:
         "--accumulate", type=_number, metavar="N", help="batches of a process in each step (default: 1)"
     )
     command.add_argument(
+        "--patience",
+        type=_number,
+        metavar="N",
+        help="stop after N checks without a lower validation loss, and keep the best weights; a check is made every "
+        "`check_every` steps (default: no checks)",
+    )
+    command.add_argument(
         "--save-every",
         type=_minutes,
         default=SAVE_EVERY,
@@ -154,6 +161,8 @@ def _run(asked: argparse.Namespace) -> Run:
     given = _settings(asked.config, asked.set)
     if preset := getattr(asked, "preset", None):
         given = preset_settings(preset, asked.task, asked.system) | given
+    if (patience := getattr(asked, "patience", None)) is not None:
+        given["patience"] = patience
     how = {name: value for name in HOW if (value := getattr(asked, name, None)) is not None}
     run = _made(asked, given, how)
     if asked.command == "train" and not asked.resume:
@@ -227,6 +236,12 @@ def _seed(text: str) -> int:
     raise argparse.ArgumentTypeError(mismatch("seed", repr(text), "an int from 0 to 2**63 - 1"))
 
 
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected the name of a folder")
+    return Path(text)
+
+
 def _number(text: str) -> int:
     with contextlib.suppress(ValueError):
         if (number := int(text)) >= 1:
@@ -284,14 +299,18 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
             raise Diverged(f"{error}; the losses before it are in {tensorboard.log_dir}") from error
         if not _first():
             return
-        cast("Pretrained", model).save_pretrained(run.folder / "model")
+        try:
+            cast("Pretrained", model).save_pretrained(run.folder / "model")
+        except SafetensorError as error:
+            raise OSError(f"{run.folder / 'model'} cannot be written: {error}; --resume tries again") from error
         scores = run.task.evaluate(model)
         for logger in (tensorboard, table):
             logger.log_metrics(dict(scores), run.task.steps)
             logger.finalize("success")
+    best = f"; best after {seconds['best_step']:,} steps" if "best_step" in seconds else ""
     print(
         f"{run.system} on {run.task.name}: {seconds['cpu_seconds']:.0f} CPU seconds, {seconds['wall_seconds']:.0f} of "
-        "wall time"
+        f"wall time{best}"
     )
     _show(run, scores, {**run.recorded(), **seconds})
     print(f"kept in {run.folder}: model/ (from_pretrained), checkpoint.pt, results.jsonl, tensorboard/, csv/")

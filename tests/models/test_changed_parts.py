@@ -90,8 +90,12 @@ def test_every_model_is_here() -> None:
         "NeuralProcess",
         "PointProcess",
         "Events",
+        "Field",
         "FrameEvents",
         "events_from_frame",
+        "fit_field",
+        "fit_streams",
+        "StreamReader",
         "event_scores",
         "trivial_event_scores",
     }

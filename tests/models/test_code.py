@@ -58,3 +58,9 @@ def test_a_digest_follows_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
 def test_comments_docstrings_and_layout_do_not_count(other: str, same: bool) -> None:
     source = '"""One."""\n\ndef f(x):\n    return x + 1\n'
     assert (code._written(ast.parse(other)) == code._written(ast.parse(source))) == same
+
+
+def test_modules_of_a_caller_are_left_out() -> None:
+    """They may have no file: `__main__` of a notebook."""
+    ours = "cmab_models.tasks.base"
+    assert code.reached((ours, "__main__", "builtins", "nowhere.at_all")) == code.reached((ours,))

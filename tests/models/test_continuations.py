@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,31 @@ TABLE = pandas.DataFrame(
 )
 
 
+ZONED = TABLE.assign(when=(TABLE.when + pandas.Timedelta(100, "D")).dt.tz_localize("Europe/Berlin"))
+"""Between the two nights in which the clocks change."""
+
+
+@pytest.mark.parametrize(
+    ("times", "kind", "start"),
+    [
+        ([1_700_000_000_000_000_001, 1_700_000_000_000_000_004], "int64", 1_699_999_999_999_999_999.0),
+        ([1_700_000_000_000_000_001, 1_700_000_000_000_000_004], "int64", 0.5),
+        ([1_700_000_000_000_000_001, 1_700_000_000_000_000_004], "int64", None),
+        ([2**63 + 1, 2**63 + 4, 2**64 - 1], "uint64", None),
+        ([2**63 + 1, 2**63 + 4], "uint64", 2**63),
+        ([2**63 + 1, 2**63 + 4], "UInt64", 2.0**63),
+        ([-(2**63), 0, 2**63 - 1], "int64", None),
+        ([5, 7], "int64", -(2**63)),
+        ([0.25, 0.5], "float32", 0.1),
+    ],
+)
+def test_times_are_the_exact_differences_rounded_once(times: list[Any], kind: str, start: Any) -> None:
+    found = cmab_models.events_from_frame(pandas.DataFrame({"t": pandas.array(times, dtype=kind)}), "t", start=start)
+    first = Fraction(times[0] if start is None else start)
+    expected = [float(Fraction(each) - first) for each in times]
+    assert found.events.times.tolist() == [expected] and found.events.end.tolist() == [expected[-1]]
+
+
 def test_a_table_becomes_events() -> None:
     found = cmab_models.events_from_frame(TABLE, "when", "what", "where", start="2026-01-01", end="2026-01-03")
     assert found.marks == ("rain", "snow", "sun") and found.sequences == (3, 7) and found.unit == "h"
@@ -295,6 +321,13 @@ def test_other_tables_become_pandas() -> None:
         ({"start": "soon"}, "start: got 'soon'"),
         ({"end": math.nan}, "end: got nan, expected a time"),
         ({"time": "number", "end": "soon"}, "end: got 'soon', expected a finite number"),
+        ({"marks": ["rain", "sun", "rain"]}, "marks: got 'rain' more than once, expected different labels"),
+        (
+            {"frame": ZONED, "start": "2026-03-29 02:30"},
+            "start: got 2026-03-29 02:30:00, which is not one time in Europe",
+        ),
+        ({"frame": ZONED, "end": "2026-10-25 02:30"}, "end: got 2026-10-25 02:30:00, which is not one time in Europe"),
+        ({"time": "number", "start": 2**70}, f"start: got {2**70}, expected times from 1.0 to 5.0 inside"),
         ({"unit": "years"}, "unit: got 'years', expected one of D, h, m, s"),
         ({"frame": [1]}, "frame: got a list, expected a pandas.DataFrame"),
         ({"frame": TABLE.iloc[:0]}, "frame: got no row"),

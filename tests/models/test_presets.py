@@ -58,12 +58,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for piece in range(10)
     ]
     (tmp_path / "features_3_sec.csv").write_text("\n".join(["filename,length,a,b,c,label", *rows]) + "\n")
+    tokens = numbers.normal(size=(4, 120, 3)).astype("float32")
+    np.savez(tmp_path / "gtzan_vggish.npz", tokens=tokens, labels=["blues", "rock"] * 2)
     sets = {"train_session_set": ["one", "two"], "test_session_set": ["three"]}
     (tmp_path / "data_info.json").write_text(json.dumps({"THUMOS": sets}))
     for kind, width in (("rgb_kinetics_resnet50", 4), ("flow_kinetics_bninception", 3), ("target_perframe", 22)):
         (tmp_path / kind).mkdir()
         for name, action in (("one", 1), ("two", 2), ("three", 1)):
-            values = numbers.normal(size=(40, width)) if width < 22 else np.eye(22)[[action] * 40]
+            values = numbers.normal(size=(100, width)) if width < 22 else np.eye(22)[[action] * 100]
             np.save(tmp_path / kind / f"{name}.npy", values.astype("float32"))
     write_mini_imagenet(tmp_path)
     write_cifar(tmp_path)

@@ -16,7 +16,7 @@ from cmab_models.pictures import draw, width
 from cmab_models.tasks.base import TASKS, Task, seeded
 from cmab_models.tasks.classes import FewShotTask
 from cmab_models.tasks.patches import Patches
-from cmab_models.tasks.published_streams import GTZAN, THUMOS
+from cmab_models.tasks.published_streams import GTZAN, THUMOS, mean_precisions
 from cmab_models.tasks.series import Series
 from cmab_models.tasks.sets import LeastSquares
 from cmab_models.tasks.streaming import EVERY, Streams
@@ -254,34 +254,112 @@ def test_a_genre_of_one_track_is_left_out(tmp_path: Path) -> None:
         data("single tracks", {"blues": 1, "disco": 1})
 
 
-def test_runs_of_one_action_are_streams(tmp_path: Path) -> None:
-    info = {"THUMOS": {"train_session_set": ["one", "two"], "test_session_set": ["three"]}}
-    (tmp_path / "data_info.json").write_text(json.dumps(info))
-    shown = {  # column 0 is for frames without an action, and the last column is for uncertain actions
-        "one": [0] * 4 + [2] * 20 + [5] * 20 + [2] * 15,
-        "two": [4] * 16,
-        "three": [4] * 50 + [0] + [3] * 30 + [2] * 21,
-    }
-    for number, (name, actions) in enumerate(shown.items()):
-        frames = 1000 * number + np.arange(len(actions), dtype="float32")[:, None] + np.zeros(3, "float32")
-        labels = np.eye(6, dtype="float32")[actions]
-        if name == "two":
-            frames = np.concatenate([frames, frames[:3]])
-            labels = np.concatenate([labels, labels[:3] + np.eye(6)[2]])  # two actions at once
+def _videos(folder: Path, shown: dict[str, list[list[int]]]) -> str:
+    """Write videos whose frames show these classes of 6: the first is none, and the last is doubtful."""
+    info = {"THUMOS": {"train_session_set": ["one", "two", "short"], "test_session_set": ["three", "four"]}}
+    (folder / "data_info.json").write_text(json.dumps(info))
+    for number, (name, classes) in enumerate(shown.items()):
+        labels = np.stack([np.eye(6, dtype="float32")[each].sum(0) for each in classes])
+        frames = np.arange(len(classes), dtype="float32")[:, None] / 10 + number + labels
         kinds = {"rgb_kinetics_resnet50": frames, "flow_kinetics_bninception": frames[:, :1], "target_perframe": labels}
         for kind, array in kinds.items():
-            (tmp_path / kind).mkdir(exist_ok=True)
-            np.save(tmp_path / kind / f"{name}.npy", array)
-    task = THUMOS(folder=str(tmp_path), dim=8)
+            (folder / kind).mkdir(exist_ok=True)
+            np.save(folder / kind / f"{name}.npy", array)
+    return str(folder)
+
+
+SHOWN = {
+    "one": [[0]] * 20 + [[2]] * 20,
+    "two": [[1, 2]] * 10 + [[5]] * 5 + [[3]] * 10,
+    "short": [[4]] * 7,
+    "three": [[0]] * 10 + [[2]] * 8 + [[2, 5]] * 2 + [[1]] * 5,
+    "four": [[0]] * 9 + [[1]] * 3,
+}
+
+
+def test_actions_are_detected_online(tmp_path: Path) -> None:
+    task = THUMOS(folder=_videos(tmp_path, SHOWN), dim=8, window=8, batch_size=200)
+    tokens, labels = task.streams("train")
+    assert [len(each) for each in tokens] == [40, 25]  # a video that is shorter than a window is left out
+    assert labels[1][0].tolist() == [0, 0.5, 0.5, 0, 0] and labels[1][12].tolist() == [0] * 5
+    pieces, of_steps = task.batch(seeded(0))
+    assert pieces.shape == (200, 9, 7) and ((of_steps[:, -1] > 0).sum(0)[:4] > 30).all()
+    torch.manual_seed(0)
+    model = task.model("continual-nystromformer").eval()
+    assert task.loss(model, (pieces, of_steps)).isfinite()
+    probabilities, truth = task.predictions(model, "test")
+    assert len(truth) == (25 - 7 - 2) + (12 - 7) and (truth.sum(1) == 1).all()  # full windows, without doubtful frames
+    scores, references = task.evaluate(model), task.references()
+    assert scores == mean_precisions(probabilities, truth) and list(scores) == ["mAP", "mcAP"]
+    assert references["frame_mAP"] > references["chance_mAP"] and references["frame_mcAP"] > 0.9
+    steps = list(task.stream(model))
+    assert [step["token"] for step in steps] == list(range(8, 26)) and steps[11]["found"] == 0 == steps[11][
+        "probability"
+    ]
+    with pytest.raises(ValueError, match=r"whose train part has no video of 64 frames, expected at least one$"):
+        THUMOS(folder=str(tmp_path)).streams("train")
+
+
+def test_precisions_are_those_of_their_definition() -> None:
+    """Source: the code of OadTR and TRN, written as loops over frames."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(300, 5, dtype=torch.float64, generator=generator)
+    labels = (torch.rand(300, 5, generator=generator) < 0.2).float() / 3
+    labels[:, 4] = 0.0  # an action that no frame shows
+    expected = []
+    for action in (1, 2, 3):
+        shown = (labels[:, action] > 0).tolist()
+        order = sorted(range(300), key=lambda frame: -scores[frame, action].item())
+        ratio = (300 - sum(shown)) / sum(shown)
+        right, plain, calibrated = 0, 0.0, 0.0
+        for rank, frame in enumerate(order, 1):
+            if shown[frame]:
+                right += 1
+                plain += right / rank
+                calibrated += ratio * right / (ratio * right + rank - right)
+        expected.append((plain / sum(shown), calibrated / sum(shown)))
+    found = mean_precisions(scores, labels)
+    assert found["mAP"] == pytest.approx(sum(each[0] for each in expected) / 3, rel=1e-12)
+    assert found["mcAP"] == pytest.approx(sum(each[1] for each in expected) / 3, rel=1e-12)
+    assert mean_precisions(torch.rand(4, 2), torch.tensor([[0.0, 1.0]] * 4)) == {"mAP": 1.0, "mcAP": 1.0}
+    chance = mean_precisions(
+        torch.rand(20_000, 2, generator=generator),
+        (labels[:1, :2] * 0 + 1).where(torch.rand(20_000, 2, generator=generator) < 0.1, 0.0),
+    )
+    assert chance["mAP"] == pytest.approx(0.1, abs=0.01) and chance["mcAP"] == pytest.approx(0.5, abs=0.03)
+    with pytest.raises(ValueError, match=r"^labels: got no frame with an action, expected at least one$"):
+        mean_precisions(torch.rand(4, 2), torch.tensor([[1.0, 0.0]] * 4))
+
+
+def test_tracks_of_vggish_features(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).normal(5, 2, (12, 120, 4)).astype("float32")
+    np.savez(tmp_path / "gtzan_vggish.npz", tokens=tokens, labels=["rock", "blues"] * 6)
+    task = GTZAN(folder=str(tmp_path), features="vggish", num_landmarks=4, dim=8)
     data = task.data()
-    assert [(stream[0, 0].item(), len(stream)) for stream in data.train] == [(4, 20), (1000, 16)]
-    assert data.train_labels.tolist() == [0, 1]
-    assert data.held_out.shape == (3, 21, 4)
-    assert data.held_out[:, 0, 0].tolist() == [2000, 2021, 2081]  # an action that was not trained on is left out
-    assert data.held_out_labels.tolist() == [1, 1, 0]
-    windows, _ = task.batch(seeded(0))
-    assert windows.shape == (64, 16, 4)
-    assert task.evaluate(task.model("continual-nystromformer").eval()).keys() == {"whole", "streamed"}
+    assert data.train_labels.tolist() == [1, 0] * 4 and data.held_out.shape == (4, 120, 4)  # tracks 0 and 5 of each
+    torch.testing.assert_close(torch.stack(data.train).mean((0, 1)), torch.zeros(4), atol=1e-5, rtol=0)
+    model = task.model("continual-nystromformer").eval()
+    assert model.sequence_len == 120 and task.evaluate(model).keys() == {"whole", "streamed"}
+    allowed = r"expected arrays tokens \(tracks, 120, columns\) of numbers, and labels \(tracks,\) of text"
+    for wrong, told in (
+        (
+            {"tokens": tokens[:, :119], "labels": ["rock"] * 12},
+            r"got tokens \(12, 119, 4\) of float32, and labels \(12,\)",
+        ),
+        ({"tokens": tokens, "labels": ["rock"]}, r"got tokens \(12, 120, 4\) of float32, and labels \(1,\)"),
+        ({"tokens": tokens}, r"got a file that cannot be read \("),
+        ({"tokens": tokens, "labels": np.array([None] * 12)}, r"got a file that cannot be read \("),
+    ):
+        np.savez(tmp_path / "wrong.npz", **wrong)
+        with pytest.raises(ValueError, match=f"{told}.*{allowed}"):
+            features.gtzan_vggish(tmp_path / "wrong.npz")
+    (tmp_path / "wrong.npz").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match="cannot be read"):
+        features.gtzan_vggish(tmp_path / "wrong.npz")
+    with pytest.raises(FileNotFoundError, match="download it as"):
+        GTZAN(folder=str(tmp_path / "nothing"), features="vggish").data()
+    with pytest.raises(ValueError, match=r"^features: got 'mfcc', expected one of pieces, vggish"):
+        GTZAN(features="mfcc")
 
 
 @pytest.mark.parametrize("task", [Series(dim=8), FewShotTask(dim=8, ways=2)])

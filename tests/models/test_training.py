@@ -19,6 +19,7 @@ from cmab_models.reproduce.runner import finished
 from cmab_models.tasks import TASKS, Task, seeded
 from cmab_models.training import BadCheckpoint, Diverged, Interrupted, Run, append, train
 from lightning.pytorch import Callback, Trainer
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -405,6 +406,7 @@ def test_an_evaluation_tells_what_was_trained(
         (("train", "cnp", "--device", "meta"), "--device: got meta, expected cpu, cuda"),
         (("train", "cnp", "--device", "cuda:99"), "--device: got cuda:99, expected cpu, or one of the "),
         (("train", "cnp", "--folder", "a file"), "a file cannot be written: Not a directory"),
+        (("train", "cnp", "--folder", ""), "argument --folder: got '', expected the name of a folder"),
         (("train", "cnp", "--folder", "a file/run"), "a file/run cannot be written: Not a directory"),
         (("train", "cnp", "--config", "no.json"), "no.json"),
         (("train", "cnp", "--config", "a file"), "--config: got a file without a JSON object"),
@@ -484,6 +486,31 @@ def test_scores_that_cannot_be_recorded_are_shown(
         said.err
         == "python -m cmab_models evaluate: run cannot be written, so these scores are not recorded: Is a directory\n"
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(
+    toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/checkpoint.part").symlink_to("/dev/full")
+    asked = ("train", "cnp", "--task", "lines", "--folder", "run")
+    assert run_command(*asked) == 2
+    told = "python -m cmab_models train: run/checkpoint.pt cannot be written; the one before it is as it was: "
+    assert capsys.readouterr().err.startswith(told)
+    Path("run/checkpoint.part").unlink()
+    with monkeypatch.context() as full:
+        error = SafetensorError("I/O error: No space left on device (os error 28)")
+        full.setattr("cmab_models.neural_processes.cnp.CNP.save_pretrained", lambda *_: raise_(error))
+        assert run_command(*asked) == 2
+    told = f"python -m cmab_models train: run/model cannot be written: {error}; --resume tries again\n"
+    assert capsys.readouterr().err == told
+    assert run_command(*asked, "--resume") == 0
+
+
+def raise_(error: Exception) -> None:
+    raise error
 
 
 def test_what_is_not_given_is_the_task_s_own_for_the_system(

@@ -3,6 +3,9 @@
 - GTZAN (Tzanetakis and Cook, 2002; no licence is stated): `features_3_sec.csv`, ten pieces of 3 seconds for each of
   1,000 tracks, from
   https://www.kaggle.com/datasets/andradaolteanu/gtzan-dataset-music-genre-classification
+  The paper has VGGish features of the sound instead, which nobody publishes. You can compute them with VGGish
+  (Hershey et al., 2017): 120 tokens of 128 columns for each track of 30 seconds, in `gtzan_vggish.npz`, which NumPy's
+  `savez` writes, with `tokens` (tracks, 120, columns) and `labels` (tracks,), the names of the genres.
 - THUMOS14 (Idrees et al., 2017; for research): a folder of arrays for each kind of feature, with a frame per row, and a
   `data_info.json`. This is the format of the code of LSTR (Xu et al., 2021) and its successors.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
@@ -22,6 +26,8 @@ from .packages import imported
 
 PIECES = 10
 """The number of pieces of a track."""
+TOKENS = 120
+"""The number of VGGish tokens of a track."""
 NOT_FEATURES = ["filename", "length", "label"]
 
 
@@ -29,7 +35,7 @@ class Tracks(NamedTuple):
     """Tracks of music as streams of their pieces."""
 
     tokens: Tensor
-    """(tracks, 10, features) float32, unscaled"""
+    """(tracks, 10 or 120, features) float32, unscaled"""
     labels: Tensor
     """(tracks,) int64, indices into `genres`"""
     genres: list[str]
@@ -68,6 +74,28 @@ def gtzan(path: str | Path) -> Tracks:
     genres = sorted(table["label"].unique())
     labels = torch.tensor([genres.index(rows["label"].iloc[0]) for _, rows in whole])
     return Tracks(torch.stack([torch.tensor(each) for each in features]), labels, genres, [name for name, _ in whole])
+
+
+def gtzan_vggish(path: str | Path) -> Tracks:
+    """Return the tracks of a `gtzan_vggish.npz`, named by their numbers; `ValueError` for another format."""
+    numpy = imported("numpy", "numpy")
+    allowed = f"arrays tokens (tracks, {TOKENS}, columns) of numbers, and labels (tracks,) of text"
+    try:
+        with numpy.load(_existing(Path(path)), allow_pickle=False) as file:
+            tokens, labels = file["tokens"], file["labels"]
+    except (ValueError, KeyError, BadZipFile, AttributeError, TypeError) as error:
+        raise ValueError(mismatch(str(path), f"a file that cannot be read ({error})", allowed)) from error
+    if (
+        tokens.ndim != 3
+        or tokens.shape[1] != TOKENS
+        or tokens.dtype.kind not in "fiu"
+        or labels.shape != tokens.shape[:1]
+    ):
+        given = f"tokens {tokens.shape} of {tokens.dtype}, and labels {labels.shape}"
+        raise ValueError(mismatch(str(path), given, allowed))
+    genres, numbers = numpy.unique(labels.astype(str), return_inverse=True)
+    names = [f"{label}.{number:05}" for number, label in enumerate(labels)]
+    return Tracks(torch.from_numpy(tokens.astype("float32")), torch.from_numpy(numbers), genres.tolist(), names)
 
 
 def thumos(

@@ -4,7 +4,9 @@ apart."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable
+from fractions import Fraction
 from numbers import Real
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -137,6 +139,9 @@ def _numbered(
     if known is None:
         return numbers, tuple(labels)
     known = tuple(known)
+    twice = [label for label, count in Counter(known).items() if count > 1]
+    if twice:
+        raise ValueError(mismatch("marks", f"{twice[0]!r} more than once", "different labels"))
     place = {label: number for number, label in enumerate(known)}
     strange = [label for label in labels if label not in place]
     if strange:
@@ -149,22 +154,15 @@ def _clock(column: Any, unit: str, start: Any, end: Any) -> tuple[np.ndarray, fl
     """Return the times since the start, the end as a time since the start, and the start."""
     import pandas
 
-    one: Any
     if pandas.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind in "iuf":
         if column.dtype.kind == "f" and not np.isfinite(column).all():
             raise ValueError(mismatch("time", "an infinity", "finite numbers"))
-        # Differences of narrow types would leave their range, and float32 would round a start of 0.5.
-        column = column.astype("float64" if column.dtype.kind == "f" or column.max() > 2**63 - 1 else "int64")
-        one, bounds = (
-            1,
-            [None if each is None else _number(name, each) for name, each in (("start", start), ("end", end))],
-        )
-    elif pandas.api.types.is_datetime64_any_dtype(column.dtype):
-        one, bounds = (
-            pandas.Timedelta(1, unit),
-            [None if each is None else _time(name, each, column) for name, each in (("start", start), ("end", end))],
-        )
-    else:
+        bounds = [None if each is None else _number(name, each) for name, each in (("start", start), ("end", end))]
+        kind = float if column.dtype.kind == "f" else int  # Python compares its ints with a float exactly
+        found = kind(column.min()), kind(column.max())
+        first, last = _bounds(bounds, found)
+        return _since(column, first), float(Fraction(last) - Fraction(first)), first
+    if not pandas.api.types.is_datetime64_any_dtype(column.dtype):
         raise TypeError(
             mismatch(
                 "time",
@@ -172,13 +170,31 @@ def _clock(column: Any, unit: str, start: Any, end: Any) -> tuple[np.ndarray, fl
                 "numbers or timestamps; pandas.to_datetime makes timestamps of text",
             )
         )
-    first, last = (
-        given if given is not None else found for given, found in zip(bounds, (column.min(), column.max()), strict=True)
-    )
-    for name, given, beyond in (("start", first, column.min() < first), ("end", last, column.max() > last)):
-        if beyond:
-            raise ValueError(mismatch(name, given, f"times from {column.min()} to {column.max()} inside"))
+    one = pandas.Timedelta(1, unit)
+    bounds = [None if each is None else _time(name, each, column) for name, each in (("start", start), ("end", end))]
+    first, last = _bounds(bounds, (column.min(), column.max()))
     return ((column - first) / one).to_numpy(np.float64), float((last - first) / one), first
+
+
+def _bounds(given: Iterable[Any], found: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the start and the end: those that are given, or the first and the last time."""
+    first, last = (found[i] if each is None else each for i, each in enumerate(given))
+    for name, bound, beyond in (("start", first, found[0] < first), ("end", last, found[1] > last)):
+        if beyond:
+            raise ValueError(mismatch(name, bound, f"times from {found[0]} to {found[1]} inside"))
+    return first, last
+
+
+def _since(column: Any, start: Any) -> np.ndarray:
+    """Return numbers minus the start. Nanoseconds since 1970 have more digits than a float64, so they are subtracted as
+    ints; differences of narrow types would leave their range."""
+    if column.dtype.kind == "f":
+        found: np.ndarray = column.to_numpy(np.float64) - float(start)
+        return found
+    whole = math.floor(start)
+    fits = all(abs(each) < 2**62 for each in (int(column.min()), int(column.max()), whole))
+    ints = column.to_numpy(np.int64 if fits else object)
+    return (ints - whole).astype(np.float64) - float(start - whole)
 
 
 def _number(name: str, given: Any) -> Any:
@@ -202,4 +218,8 @@ def _time(name: str, given: Any, column: Any) -> Any:
                 name, repr(given), "a time" if time is pandas.NaT else "a time without a time zone, as in the column"
             )
         )
-    return time if zone is None else time.tz_localize(zone) if time.tz is None else time.tz_convert(zone)
+    try:
+        return time if zone is None else time.tz_localize(zone) if time.tz is None else time.tz_convert(zone)
+    except Exception as error:  # pandas raises other classes in each version
+        given = f"{time}, which is not one time in {zone}, as clocks change"
+        raise ValueError(mismatch(name, given, "a time with a time zone, such as an offset from UTC")) from error

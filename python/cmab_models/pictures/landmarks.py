@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
-    """Draw the accuracy over windows and in streams, and the median time of a step on this machine, with a point for
-    each model.
+    """Draw the two scores, such as the accuracy over windows and in streams, and the median time of a step on this
+    machine, with a point for each model.
 
     A model without landmarks attends to all tokens; its point is at the length of the window.
     """
@@ -28,12 +28,13 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
         accuracy.annotate(label, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
     for name, model in models.items():
         scores, landmarks = task.evaluate(model), _landmarks(model, task.sequence_len)
-        accuracy.plot(landmarks, scores["whole"], "o", mfc="none", color=colour(name))
-        accuracy.plot(landmarks, scores["streamed"], "x", color=colour(name))
+        names = list(scores)[:2]
+        for score, shape in zip(names, "ox", strict=True):
+            accuracy.plot(landmarks, scores[score], shape, mfc="none" if shape == "o" else None, color=colour(name))
         times.plot(
             landmarks, median(step["milliseconds"] for step in task.stream(model)), "o", color=colour(name), label=name
         )
-    accuracy.set(title="accuracy (o windows, x streamed)", xlabel="landmarks", xscale="log", ylim=(0, 1))
+    accuracy.set(title=f"o {names[0]}, x {names[1]}", xlabel="landmarks", xscale="log", ylim=(0, 1))
     times.set(title="time of a step, ms", xlabel="landmarks", xscale="log", ylim=(0, None))
     times.legend(frameon=False, fontsize=7)
     made.set_layout_engine("constrained")

@@ -23,6 +23,8 @@ BySystem: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """System -> the settings of a task that differ for it."""
 OPTIMIZERS = ("adam", "adamw")
 SCHEDULES = ("cosine", "constant")
+VALIDATED = 16
+"""The number of batches of `Task.validation`, unless a task has its own."""
 TASKS: dict[str, type[Task]] = {}
 """The tasks that the command line knows, by name."""
 
@@ -56,6 +58,11 @@ class Task(ABC):
     """One of "adam" and "adamw"."""
     schedule: str = SCHEDULES[0]
     """The course of the learning rate: "cosine", down to 0 after the last step, or "constant"."""
+    patience: int = 0
+    """The number of checks in a row without a lower loss of the `validation` batches, after which a training stops. The
+    model then gets the weights with the lowest loss. 0: there are no checks."""
+    check_every: int = 100
+    """Steps between two checks."""
 
     def __post_init__(self) -> None:
         """Raise an error for an unknown word."""
@@ -71,9 +78,11 @@ class Task(ABC):
         """Return the task with the settings that a training of this system uses by default."""
         return cls(**cls.of_system.get(system, {}))
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, *, listed: bool = True) -> None:
+        """Enter a task with a name into `TASKS`, unless it is not `listed`: a task of a caller's arrays cannot be made
+        from a command."""
         super().__init_subclass__()
-        if "name" in cls.__dict__:
+        if listed and "name" in cls.__dict__:
             TASKS[cls.name] = cls
 
     @abstractmethod
@@ -87,6 +96,15 @@ class Task(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a batch, a scalar. For an empty batch it is 0, with gradients of 0."""
+
+    def validation(self) -> Iterator[Any]:
+        """Yield the batches whose mean loss stops a training with `patience`. They are the same in every call.
+
+        By default they are drawn as the training batches are, with other random numbers. This suits tasks that draw
+        endless data. Where `batch` chooses from data of a fixed size, override this with data that `batch` leaves out:
+        otherwise the loss shows when a training has converged, but not when it overfits.
+        """
+        return (self.batch(seeded(19, number)) for number in range(VALIDATED))
 
     def before_step(self, model: nn.Module, step: int) -> None:  # noqa: B027 - most tasks change nothing
         """Change the model before step `step` of the optimiser, counted from 0. The parameters stay the same
@@ -104,6 +122,10 @@ class Task(ABC):
     def stream(self, model: nn.Module) -> Iterator[dict[str, float]]:
         """Yield the known values, such as scores, after each new point, event or token of one held-out stream."""
         raise NotImplementedError(f"task: {self.name} has no stream; choose another task")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the values of all settings. A field with `repr=False` holds data, and is not a setting."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
 
     def arguments(self, system: str) -> dict[str, Any]:
         """Return the arguments of the system's constructor for this task: its defaults, and the sizes that suit the
@@ -142,7 +164,7 @@ class Task(ABC):
         Raises a `ValueError` for an unknown name, a value of another type, and a number that is not positive and
         finite. A number may also be 0 if that is its default.
         """
-        known = {field.name: field.default for field in fields(self)}
+        known = {field.name: field.default for field in fields(self) if field.repr}
         for name, value in settings.items():
             if name not in known:
                 raise ValueError(mismatch(name, f"an unknown setting of {self.name}", f"one of {', '.join(known)}"))
@@ -153,6 +175,12 @@ class Task(ABC):
             if type(value) in (int, float) and not (0 < value <= sys.float_info.max or value == default):
                 raise ValueError(mismatch(name, repr(value), f"a finite number {'> 0' if default else '>= 0'}"))
         return replace(self, **settings)
+
+
+def every_tenth(count: int) -> Tensor:
+    """Return which of so many sequences or images are left out of a training with `patience` (count,) bool: a tenth;
+    none of fewer than ten."""
+    return torch.arange(count) % 10 == 9
 
 
 def reduction(answers: Tensor) -> str:

@@ -17,7 +17,7 @@ from ..point_processes import Events, PointProcess
 from ..point_processes.base import arguments_for
 from ..point_processes.cmhp import QUERIES
 from ..point_processes.scoring import likelihoods, trivial_likelihoods
-from .base import BySystem, Task, seeded
+from .base import BySystem, Task, every_tenth, seeded
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,18 @@ class EventTask(Task):
         }
 
     def batch(self, generator: torch.Generator) -> Events:
-        train = self.events("train")
-        return train.take(torch.randint(len(train.lengths), (self.batch_size,), generator=generator))
+        rows = self._rows(checked=False)
+        return self.events("train").take(rows[torch.randint(len(rows), (self.batch_size,), generator=generator)])
+
+    def validation(self) -> Iterator[Events]:
+        """Yield training sequences that no batch has; all of the training's if there are few."""
+        return map(self.events("train").take, self._rows(checked=True).split(self.batch_size))
+
+    def _rows(self, checked: bool) -> Tensor:
+        """Return the numbers of the training sequences of batches, or of those that are checked."""
+        out = every_tenth(len(self.events("train").lengths))
+        every = not self.patience or not out.any()
+        return torch.arange(len(out)) if every else (out == checked).nonzero().flatten()
 
     def loss(self, model: nn.Module, batch: Events) -> Tensor:
         found = cast("PointProcess", model).log_prob(*batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
@@ -17,7 +17,7 @@ from cmab_kernels.runtime.checks import mismatch
 from ..data import images as data
 from ..data.published_images import celeba, emnist
 from ..neural_processes.base import Batch, NeuralProcess
-from .base import BySystem, seeded
+from .base import VALIDATED, BySystem, every_tenth, seeded
 from .functions import FunctionTask, sizes_of_sets, streamed
 
 Pictures: TypeAlias = "Tensor | list[Tensor]"
@@ -64,7 +64,11 @@ class _Completion(FunctionTask):
         """Return the images for training, "train", and the held-out sets."""
 
     def batch(self, generator: torch.Generator) -> Batch:
-        return self._drawn(self.images()["train"], generator)
+        return self._drawn(_parts(self)[0] if self.patience else self.images()["train"], generator)
+
+    def validation(self) -> Iterator[Batch]:
+        """Yield squares of training images that no batch has; of all of them if there are few."""
+        return (self._drawn(_parts(self)[1], seeded(19, number)) for number in range(VALIDATED))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         scores: dict[str, float] = {}
@@ -203,6 +207,18 @@ class CelebA(_Completion):
 
     def images(self) -> Images:
         return {"train": celeba(self.folder, 0, self.size), "unseen": celeba(self.folder, 2, self.size)}
+
+
+@lru_cache(maxsize=1)
+def _parts(task: _Completion) -> tuple[Pictures, Pictures]:
+    """Return the training images of batches, and those that are checked."""
+    images = task.images()["train"]
+    out = every_tenth(len(images))
+    if not out.any():
+        return images, images
+    if isinstance(images, Tensor):
+        return images[~out], images[out]
+    return [image for image, one in zip(images, out, strict=True) if not one], images[9::10]
 
 
 class Completed(NamedTuple):

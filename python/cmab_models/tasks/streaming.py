@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +18,7 @@ from cmab_kernels.intention.variants import lda
 
 from ..choices import largest
 from ..streams import ContinualNystromformer, Nystromformer, StreamClassifier
-from .base import Task, reduction, seeded
+from .base import VALIDATED, Task, reduction, seeded
 
 EVERY = 5
 """Every fifth window of a held-out stream is scored. 5 divides no segment's length, so windows end at all places of
@@ -43,8 +43,8 @@ class Streams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StreamTask(Task):
-    """Base class of tasks that, at every token of a stream, classify the stream from its newest n tokens."""
+class WindowTask(Task):
+    """Base class of tasks that, at every token of a stream, tell a class from the newest n tokens."""
 
     systems: ClassVar[tuple[str, ...]] = ("continual-nystromformer", "continual-transformer", "nystromformer")
 
@@ -60,64 +60,40 @@ class StreamTask(Task):
         super().__post_init__()
         self._check_word("landmarks", LANDMARKS)
 
-    @abstractmethod
-    def data(self) -> Streams:
-        """Return the streams. They are the same in every call."""
-
     @property
     @abstractmethod
     def sequence_len(self) -> int:
         """n, the number of tokens of a window."""
 
-    def sizes(self, system: str) -> dict[str, Any]:
-        data = self.data()
-        sizes = {
-            "dim_in": data.held_out.shape[-1],
-            "num_classes": int(data.train_labels.max()) + 1,
-            "sequence_len": self.sequence_len,
-        }
+    def sizes_for(self, system: str, dim_in: int, num_classes: int) -> dict[str, Any]:
+        """Return the arguments of the system's constructor for tokens of `dim_in` columns."""
+        sizes = {"dim_in": dim_in, "num_classes": num_classes, "sequence_len": self.sequence_len}
         sizes |= {"dim": self.dim, "depth": self.depth}
         sizes |= {} if system == "continual-transformer" else {"num_landmarks": self.num_landmarks}
         return sizes | ({"landmarks": self.landmarks} if system == "continual-nystromformer" else {})
 
-    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return pieces (B, T, C) at random places of training streams, with equal chances for all classes, and their
-        classes (B,).
-
-        A piece holds a window and n / m - 1 more tokens, because a stream's landmarks can lag behind the window by that
-        number. It is shorter if a training stream is shorter.
-        """
-
-        def below(bound: int) -> int:
-            return int(torch.randint(bound, (), generator=generator))
-
-        data, pieces = self.data(), []
-        length = min(self.sequence_len + math.ceil(self.sequence_len / self.num_landmarks) - 1, *map(len, data.train))
-        classes = data.train_labels.unique()
-        of_class = {label: (data.train_labels == label).nonzero().flatten().tolist() for label in classes.tolist()}
-        labels = classes[torch.randint(len(classes), (self.batch_size,), generator=generator)]
-        for label in labels.tolist():
-            stream = data.train[of_class[label][below(len(of_class[label]))]]
-            first = below(len(stream) - length + 1)
-            pieces.append(stream[first : first + length])
-        return torch.stack(pieces), labels
+    def piece_len(self, streams: Iterable[Tensor]) -> int:
+        """Return the length of the pieces of streams (T, C) in a batch: a window and n / m - 1 more tokens, because a
+        stream's landmarks can lag behind the window by that number. It is less if a stream is shorter."""
+        return min(self.sequence_len + math.ceil(self.sequence_len / self.num_landmarks) - 1, *map(len, streams))
 
     def windows(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return the newest window of each piece of a batch, (B, n, C), and the classes (B,)."""
+        """Return the newest window of each piece of a batch, (B, n, C), and the classes."""
         pieces, labels = self.batch(generator)
         return pieces[:, -self.sequence_len :], labels
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of every step over the pieces. For a model that would read the whole window at every step,
-        use the last step only."""
+        """Return the loss of every step over the pieces (B, T, C), with classes (B,), or with the shares of classes (B,
+        T - n + 1, classes) of each step. For a model that would read the whole window at every step, use the last step
+        only."""
         assert isinstance(model, StreamClassifier)
         pieces, labels = batch
+        if labels.dim() == 1:
+            labels = labels.unsqueeze(1).expand(-1, pieces.shape[1] - self.sequence_len + 1)
         if isinstance(model, Nystromformer):
-            return F.cross_entropy(model(pieces[:, -self.sequence_len :]), labels, reduction=reduction(labels))
+            pieces, labels = pieces[:, -self.sequence_len :], labels[:, -1:]
         scores = model.forward_stream(pieces)
-        return F.cross_entropy(
-            scores.flatten(0, 1), labels.repeat_interleave(scores.shape[1]), reduction=reduction(labels)
-        )
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten(0, 1), reduction=reduction(labels))
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Fit fixed landmarks: first the landmarks of all layers, then layer by layer, with an equal part of the
@@ -129,6 +105,54 @@ class StreamTask(Task):
         if step in begun:
             windows = torch.cat([self.windows(seeded(17, number))[0] for number in range(CLUSTERED)])
             model.fit_landmarks(windows.to(model.head.weight), begun.index(step) - 1 if step else None)
+
+
+@dataclass(frozen=True)
+class StreamTask(WindowTask):
+    """Base class of tasks whose streams have one class each."""
+
+    @abstractmethod
+    def data(self) -> Streams:
+        """Return the streams. They are the same in every call."""
+
+    def sizes(self, system: str) -> dict[str, Any]:
+        data = self.data()
+        return self.sizes_for(system, data.held_out.shape[-1], int(data.train_labels.max()) + 1)
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return pieces (B, T, C) at random places of training streams, with equal chances for all classes, and their
+        classes (B,)."""
+        return self._pieces(generator, self._rows(checked=False))
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pieces of training streams that no batch has; of all of them if classes have few."""
+        rows = self._rows(checked=True)
+        return (self._pieces(seeded(19, number), rows) for number in range(VALIDATED))
+
+    def _rows(self, checked: bool) -> Tensor:
+        """Return which training streams batches are drawn from, or those that are checked: every tenth of a class."""
+        labels = self.data().train_labels
+        out = ((labels.unsqueeze(1) == labels).tril().sum(1) % 10) == 0
+        return out == checked if self.patience and out.any() else torch.ones_like(out)
+
+    def _pieces(self, generator: torch.Generator, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a batch of pieces of these training streams."""
+
+        def below(bound: int) -> int:
+            return int(torch.randint(bound, (), generator=generator))
+
+        data, pieces = self.data(), []
+        length = self.piece_len(data.train)
+        classes = data.train_labels[rows].unique()
+        of_class = {
+            label: ((data.train_labels == label) & rows).nonzero().flatten().tolist() for label in classes.tolist()
+        }
+        labels = classes[torch.randint(len(classes), (self.batch_size,), generator=generator)]
+        for label in labels.tolist():
+            stream = data.train[of_class[label][below(len(of_class[label]))]]
+            first = below(len(stream) - length + 1)
+            pieces.append(stream[first : first + length])
+        return torch.stack(pieces), labels
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
 from pathlib import Path
+from textwrap import shorten
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,9 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor, nn
 
+from .checkpoint import BEST
 from .errors import Interrupted
 
 if TYPE_CHECKING:
@@ -30,8 +34,60 @@ class WholeFiles(TorchCheckpointIO):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
-        torch.save(checkpoint, beside)
-        os.replace(beside, path)
+        try:
+            torch.save(checkpoint, beside)
+            os.replace(beside, path)
+        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if the disk is full
+            reason = getattr(error, "strerror", None) or shorten(str(error), 100)
+            raise OSError(f"{path} cannot be written; the one before it is as it was: {reason}") from error
+
+
+class EarlyStop(Callback):
+    """Keeps the weights with the lowest validation loss, and ends a training after `patience` checks without a lower
+    one. What it knows is part of the checkpoint, so a training that is resumed stops at the same step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.loss, self.step, self.waited = run, math.inf, 0, 0
+        self.weights: dict[str, Tensor] = {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the training is complete, although it has had fewer than all steps."""
+        return 0 < self.run.task.patience <= self.waited
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop |= self.ended  # in a resumption of a training that has ended
+
+    def on_train_batch_end(self, trainer: Trainer, training: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        task, done = self.run.task, trainer.global_step
+        due = done % task.check_every == 0 or done == task.steps
+        if not task.patience or (batch_idx + 1) % self.run.accumulate or not due:
+            return
+        # All processes decide the same.
+        loss = trainer.strategy.broadcast(training.validation_loss())
+        for logger in trainer.loggers:
+            logger.log_metrics({"validation_loss": loss}, step=done)
+        if loss < self.loss:
+            self.loss, self.step, self.waited = loss, done, 0
+            self.weights = {name: each.detach().cpu().clone() for name, each in training.model.state_dict().items()}
+        else:
+            self.waited += 1
+            trainer.should_stop |= self.ended
+
+    def best(self, model: nn.Module) -> nn.Module:
+        """Return the model with the best weights; unchanged if there were no checks."""
+        if self.weights:
+            model.load_state_dict(self.weights)
+        return model
+
+    def told(self) -> dict[str, float]:
+        return {"best_step": self.step} if self.weights else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss": self.loss, "step": self.step, "waited": self.waited, "weights": self.weights}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loss, self.step, self.waited, self.weights = (state_dict[name] for name in BEST)
 
 
 class Checkpoints(Callback):
@@ -41,8 +97,8 @@ class Checkpoints(Callback):
     for a signal, within a step: a training could then not be resumed to the same numbers.
     """
 
-    def __init__(self, run: Run, minutes: float) -> None:
-        self.run, self.seconds = run, 60 * minutes
+    def __init__(self, run: Run, minutes: float, early: EarlyStop) -> None:
+        self.run, self.seconds, self.early = run, 60 * minutes, early
         self._waiting: list[tuple[int, FrameType | None]] = []
         self._handlers: dict[int, Any] = {}
         self._stops = False  # whether another callback has stopped the training between two batches of a step
@@ -91,8 +147,10 @@ class Checkpoints(Callback):
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         self._restore()
-        if trainer.global_step < self.run.task.steps:  # another callback has stopped the training
+        if trainer.global_step < self.run.task.steps:  # a callback has stopped the training
             trainer.save_checkpoint(self.run.checkpoint)
+            if self.early.ended:
+                return
             raise self._interrupted(trainer.global_step)
 
     def on_exception(self, *_: Any) -> None:

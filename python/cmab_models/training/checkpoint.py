@@ -32,6 +32,10 @@ ENTRIES: dict[str, type] = {
 """The entries of a checkpoint, and their types. Lightning writes all of them except the run and its seconds."""
 
 
+BEST: dict[str, type] = {"loss": float, "step": int, "waited": int, "weights": dict}
+"""What a training with `patience` keeps of its checks, and the types."""
+
+
 class BadCheckpoint(ValueError):
     """A file from which training cannot be resumed; the message says why."""
 
@@ -45,6 +49,7 @@ class Checkpoint(NamedTuple):
     """The number of finished steps."""
     model: dict[str, Any]
     optimizer: dict[str, Any]
+    callbacks: dict[str, Any]
 
 
 def load(path: Path) -> Checkpoint:
@@ -71,7 +76,7 @@ def load(path: Path) -> Checkpoint:
             mismatch(f"{path}, optimizer_states", f"a list of {len(optimizers)}", "a list of one dict, Adam's state")
         )
     model = {str(name).removeprefix("model."): entry for name, entry in entries["state_dict"].items()}
-    return Checkpoint(entries["run"], step, model, optimizers[0])
+    return Checkpoint(entries["run"], step, model, optimizers[0], entries["callbacks"])
 
 
 def differences(
@@ -132,12 +137,26 @@ def check(path: Path, run: Mapping[str, Any], defaults: Mapping[str, Any], model
     for name in checkpoint.model.keys() & own.keys():
         _check_tensor(f"{path}, state_dict, {name}", checkpoint.model[name], own[name])
     _check_state(f"{path}, optimizer, state", checkpoint.optimizer.get("state"), model)
+    if run["patience"]:
+        _check_best(f"{path}, callbacks, EarlyStop", checkpoint.callbacks.get("EarlyStop"), own)
     try:
         model.load_state_dict(checkpoint.model)
     except RuntimeError as error:
         raise BadCheckpoint(
             mismatch(str(path), f"weights of another version ({shorten(str(error), 300)})", f"those of {run['system']}")
         ) from error
+
+
+def _check_best(name: str, best: Any, own: Mapping[str, Any]) -> None:
+    """Raise unless `best` is what a training with `patience` keeps of its checks."""
+    _check_dict(name, best)
+    for entry, kind in BEST.items():
+        if type(best.get(entry)) is not kind:
+            raise BadCheckpoint(mismatch(f"{name}, {entry}", kind_of(best.get(entry)), f"a {kind.__name__}"))
+    if best["weights"] and best["weights"].keys() != own.keys():
+        raise BadCheckpoint(mismatch(f"{name}, weights", f"{len(best['weights'])} others", "those of the model"))
+    for entry, weight in best["weights"].items():
+        _check_tensor(f"{name}, weights, {entry}", weight, own[entry])
 
 
 def _check_state(name: str, state: Any, model: nn.Module) -> None:

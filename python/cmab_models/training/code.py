@@ -30,9 +30,10 @@ def digest(*modules: str) -> str:
 
 
 def reached(modules: tuple[str, ...]) -> set[str]:
-    """Return these modules and all modules of `PACKAGES` that they import, directly or through others."""
+    """Return those of these modules that belong to `PACKAGES`, and all modules there that they import, directly or
+    through others. A caller's own module may have no file: a task can be defined in a notebook."""
     found: set[str] = set()
-    waiting = list(modules)
+    waiting = [module for module in modules if module.split(".")[0] in PACKAGES]
     while waiting:
         module = waiting.pop()
         if module not in found:

@@ -9,7 +9,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,17 +70,31 @@ class Run:
         """Return everything that the result depends on, except the device and the code, as numbers and strings."""
         model = {f"model.{name}": value for name, value in self.model_settings.items()}
         how = {name: getattr(self, name) for name in HOW}
-        return {"system": self.system, "task": self.task.name, "seed": self.seed, **how, **asdict(self.task), **model}
+        return {
+            "system": self.system,
+            "task": self.task.name,
+            "seed": self.seed,
+            **how,
+            **self.task.settings(),
+            **model,
+        }
 
     def defaults(self) -> dict[str, Any]:
-        """Return the values of all `model.` entries that `described` leaves out."""
-        return {f"model.{name}": value for name, value in self.task.arguments(self.system).items()}
+        """Return the values of all `model.` entries that `described` leaves out, and of the settings that older records
+        lack."""
+        return {
+            "patience": 0,
+            "check_every": Task.check_every,
+            **{f"model.{name}": value for name, value in self.task.arguments(self.system).items()},
+        }
 
     def recorded(self) -> dict[str, Any]:
         """Return the entries of `described`, and `code`, a digest of the code of the system, the task and the
-        training."""
+        training, as far as this package has it."""
         return self.described() | {
-            "code": digest(SYSTEMS[self.system].__module__, type(self.task).__module__, __name__)
+            "code": digest(
+                SYSTEMS[self.system].__module__, *(kind.__module__ for kind in type(self.task).__mro__), __name__
+            )
         }
 
     def model(self) -> nn.Module:
@@ -102,7 +116,8 @@ def train(
     save_every: float = SAVE_EVERY,
 ) -> tuple[nn.Module, dict[str, float]]:
     """Train; return the model and the seconds of the training, `cpu_seconds` and `wall_seconds`, including those before
-    a resumption.
+    a resumption. With the `patience` of a task, the model has its best weights, and `best_step` is the step that led to
+    them.
 
     The checkpoint in `run.folder` is written every `save_every` minutes, at the end, and on Ctrl-C, SIGTERM and the
     signal with which SLURM requeues a job. A signal waits until the step of the optimiser, or the checkpoint, is
@@ -112,10 +127,10 @@ def train(
     """
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-    from .callbacks import Checkpoints
+    from .callbacks import Checkpoints, EarlyStop
     from .module import Training
 
-    callbacks = list(callbacks)
+    callbacks, early = list(callbacks), EarlyStop(run)
     if any(isinstance(each, GradientAccumulationScheduler) for each in callbacks):
         raise ValueError(mismatch("callbacks", "a GradientAccumulationScheduler", "`accumulate` of the run"))
     training = Training(run)
@@ -123,12 +138,12 @@ def train(
         defaults = run.defaults()
         checkpoint.check(run.checkpoint, run.described(), defaults, training.model)
     with _quiet():
-        trainer = _trainer(run, run.task.steps, [*callbacks, Checkpoints(run, save_every)], loggers)
+        trainer = _trainer(run, run.task.steps, [*callbacks, early, Checkpoints(run, save_every, early)], loggers)
         try:
             trainer.fit(training, ckpt_path=run.checkpoint if resume else None, weights_only=True)
         except Interrupted as stop:
             raise stop from None  # not from within Lightning
-    return training.model.to(run.device).eval(), training.seconds()
+    return early.best(training.model).to(run.device).eval(), training.seconds() | early.told()
 
 
 def first_losses(run: Run, steps: int) -> tuple[nn.Module, list[float]]:

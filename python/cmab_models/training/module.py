@@ -101,6 +101,22 @@ class Training(LightningModule):
                 logger.log_metrics({"loss": self.loss, "learning_rate": self.rate}, step=done)
 
     @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Return the mean loss of the task's `validation` batches. The random numbers of the training stay as they
+        are."""
+        losses = []
+        self.model.eval()
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(0)
+            for batch in self.run.task.validation():
+                losses.append(float(self.run.task.loss(self.model, self.trainer.strategy.batch_to_device(batch))))
+        self.model.train()
+        if not losses or not math.isfinite(mean := math.fsum(losses) / len(losses)):
+            given = f"{losses[:3]} after step {self.trainer.global_step}" if losses else "no batch"
+            raise Diverged(mismatch("validation", given, "batches with finite losses; try a smaller learning_rate"))
+        return mean
+
+    @torch.no_grad()
     def check_last(self) -> None:
         """Raise `Diverged` if the last step diverged. A loss shows only the effect of earlier steps, so the last step
         needs a check of its own.

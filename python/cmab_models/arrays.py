@@ -1,0 +1,106 @@
+"""Arrays of a caller's own data: checks, and scales."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from cmab_kernels.runtime.checks import kind_of, mismatch
+
+from .pretrained import Pretrained
+from .systems import SYSTEMS
+
+
+def numbers(name: str, given: Any, columns: int | None = None, *, missing: bool = False) -> np.ndarray:
+    """Return numbers (N, C), float64, from an array, a table of pandas or polars, a list or a tensor; (N,) becomes (N,
+    1).
+
+    Raises a `TypeError` or a `ValueError` that names the argument for something else than numbers, for another number
+    of columns, for an infinity, and for a NaN unless numbers may be `missing`.
+    """
+    allowed = "an array or a table of numbers"
+    try:
+        found = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
+        numeric = found.dtype.kind not in "cmM"  # complex numbers and times become float64 without an error
+        found = found.astype(np.float64) if numeric else found
+    except (TypeError, ValueError) as error:
+        raise TypeError(mismatch(name, f"{kind_of(given)} ({error})", allowed)) from error
+    if not numeric:
+        raise TypeError(mismatch(name, f"{kind_of(given)} ({found.dtype})", allowed))
+    found = found[:, None] if found.ndim == 1 else found
+    if found.ndim != 2 or columns not in (None, found.shape[1]) or not found.shape[1]:
+        allowed = f"(N, {'columns' if columns is None else columns})" + (" or (N,)" if columns in (None, 1) else "")
+        raise ValueError(mismatch(name, f"shape {np.shape(given)}", allowed))
+    if np.isinf(found).any() or (not missing and np.isnan(found).any()):
+        what = "an infinity" if np.isinf(found).any() else f"{int(np.isnan(found).sum())} missing numbers"
+        raise ValueError(mismatch(name, what, "finite numbers" + (", or NaN for a missing one" if missing else "")))
+    return found
+
+
+class Scale(NamedTuple):
+    """The means and the standard deviations of columns, with which a model's numbers have means of 0 and deviations of
+    1. All of this is float64, because a clock or a map may have large numbers with small differences."""
+
+    mean: np.ndarray
+    """(C,)"""
+    std: np.ndarray
+    """(C,), 1 for a column with one value"""
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Scale:
+        mean, std = np.nanmean(values, 0), np.nanstd(values, 0)
+        # A constant column has a deviation of rounding errors, or of 0.
+        return cls(mean, np.where(std > 1e-14 * np.abs(mean), std, 1.0))
+
+    def standardise(self, values: np.ndarray) -> Tensor:
+        """Return values as a float32 tensor of means 0 and deviations 1."""
+        return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32))
+
+    def told(self) -> dict[str, list[float]]:
+        return {"mean": self.mean.tolist(), "std": self.std.tolist()}
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Scale:
+        return cls(*(np.array(told[name], np.float64) for name in cls._fields))
+
+
+def save(folder: str | Path, told: Mapping[str, Any], model: Pretrained, state: Any) -> None:
+    """Write a fitted model to a folder: `model/`, `fitted.json`, and `state.pt`."""
+    folder = Path(folder)
+    try:
+        model.save_pretrained(folder / "model")
+        (folder / "fitted.json").write_text(json.dumps(told))
+        torch.save(state, folder / "state.pt")
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise OSError(f"{folder} cannot be written: {error}") from error
+
+
+def load(folder: str | Path, kind: str) -> tuple[dict[str, Any], Any, Any]:
+    """Return what `save` wrote: what was told, the model, and the state. Nothing in the files is executed.
+
+    Raises `FileNotFoundError` without the files, and a `ValueError` if they hold something else than a `kind`.
+    """
+    folder = Path(folder)
+    names = [name for name in ("model/config.json", "fitted.json", "state.pt") if not (folder / name).is_file()]
+    if names:
+        raise FileNotFoundError(mismatch(str(folder), f"a folder without {names[0]}", "one that `save` wrote"))
+    try:
+        told = json.loads((folder / "fitted.json").read_text())
+        if told["kind"] != kind:
+            raise ValueError(mismatch("kind", told["kind"], kind))
+        with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints that it reads from a folder
+            model = SYSTEMS[told["system"]].from_pretrained(folder / "model").eval()
+        return told, model, torch.load(folder / "state.pt", weights_only=True)
+    except Exception as error:  # if bytes are not a pickle, the unpickler can raise anything
+        given = f"files that cannot be read ({shorten(repr(error), 100)})"
+        raise ValueError(mismatch(str(folder), given, f"a saved {kind}")) from error
