@@ -38,7 +38,7 @@ class WheelBandit(Task):
     name: ClassVar[str] = "wheel"
     drawn_anywhere: ClassVar[bool] = True
     systems: ClassVar[tuple[str, ...]] = (
-        *("cmanp", "lbanp", "cnp", "tnp-d", "inctnp"),
+        *("cmanp", "lbanp", "cnp", "tnp-a", "tnp-d", "inctnp"),
         *("canp", "np", "anp", "bnp", "banp", "eqtnp"),
     )
 
