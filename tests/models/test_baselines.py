@@ -39,6 +39,7 @@ TRANSFORMERS: dict[str, tuple[type[NeuralProcess], dict[str, Any]]] = {
     "tnpa_bound": (TNPA, {"num_samples": 5, "bound_std": True}),
     "tnpd": (TNPD, {}),
     "tnpnd": (TNPND, {"rank": 4, "projection_depth": 3}),
+    "tnpnd_lowrank": (TNPND, {"rank": 4, "projection_depth": 3, "covariance": "low-rank"}),
 }
 CHAINS = ("tnpa", "tnpa_bound")
 MIXTURES = ("np", "anp", "bnp", "banp")
@@ -84,6 +85,7 @@ OF_TNP = [
     (r"^mean_net", "head.mean"),
     (r"^std_encoder", "head.encoder"),
     (r"^projector", "head.projection"),
+    (r"^diag_net", "head.diagonal"),
 ]
 OF_TNPA = [
     *OF_TNP,
@@ -111,7 +113,7 @@ def renamed(weights: dict[str, Tensor], places: list[Any]) -> dict[str, Tensor]:
 def loaded(name: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
     case = CASES[name]
     weights = {key: weight.double() for key, weight in case["weights"].items()}
-    if name == "lbanpnd":
+    if name.startswith("lbanpnd"):
         return LBANPND.from_official(weights, num_heads=3).eval(), case
     if name == "eqtnp":
         model: Any = EQTNP(2, 3, dim=12, num_heads=3, depth=3, ff_dim=10, embedding_depth=3)
@@ -190,7 +192,9 @@ def test_sizes_are_those_of_the_published_code() -> None:
         assert sum(weight.numel() for weight in MODELS[name][0](1, 1).parameters()) == size
     assert sum(weight.numel() for weight in EQTNP(1, 1).parameters()) == 492_354
     assert [sum(weight.numel() for weight in kind(1, 1).parameters()) for kind in (TNPA, TNPD)] == [222_082] * 2
-    assert sum(weight.numel() for weight in TNPND(1, 1).parameters()) == 332_821
+    sizes = {"cholesky": 332_821, "low-rank": 374_294}
+    for covariance, size in sizes.items():
+        assert sum(weight.numel() for weight in TNPND(1, 1, covariance=covariance).parameters()) == size
     unused = 64 * 128 + 128 + 128 * 2 + 2
     assert sum(weight.numel() for weight in LBANPND(1, 1, num_latents=8).parameters()) == 904_151 - unused
 

@@ -75,6 +75,7 @@ class TNPND(Joint, TNPD):
     Args:
         rank: columns of the factor's projection, for each output dimension.
         projection_depth: linear layers of that projection.
+        covariance: as in `CMANPAND`. The published code uses "low-rank" for bandits, and else "cholesky".
         The other arguments are those of `TNPD`.
 
     >>> model = cmab_models.TNPND(dim_x=1, dim_y=1, dim=16, num_heads=2, depth=2)
@@ -94,7 +95,8 @@ class TNPND(Joint, TNPD):
         bound_std: bool = False,
         rank: int = 20,
         projection_depth: int = 4,
+        covariance: str = "cholesky",
     ) -> None:
         super().__init__(dim_x, dim_y, dim, num_heads, depth, ff_dim, embedding_depth, bound_std)
         hidden = 2 * dim if ff_dim is None else ff_dim
-        self.head = JointHead(dim, num_heads, hidden, dim_y, rank, projection_depth, bound_std)
+        self.head = JointHead(dim, num_heads, hidden, dim_y, rank, projection_depth, bound_std, covariance)
