@@ -68,7 +68,7 @@ def _sizes(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
     num_latents, dim = shape("latents")
     dim_x = shape("query_embedder.0.weight")[1]
     dim_y = shape("embedder.0.weight")[1] - dim_x
-    sizes = {
+    sizes: dict[str, Any] = {
         "dim_x": dim_x,
         "dim_y": dim_y,
         "dim": dim,

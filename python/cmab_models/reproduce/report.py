@@ -26,14 +26,19 @@ RULE = (
 
 
 def write(
-    path: Path, results: Results, pictures: Sequence[tuple[str, Path]], failed: Sequence[Run], share: float
+    path: Path,
+    results: Results,
+    pictures: Sequence[tuple[str, Path]],
+    failed: Sequence[Run],
+    share: float,
+    preset: str | None = None,
 ) -> None:
     """Write tables, verdicts and pictures as Markdown. Next to it, write as JSON the digests of the code behind the
     results."""
     path.parent.mkdir(parents=True, exist_ok=True)
     verdicts = {claim: judged(claim, results) for claim in CLAIMS}
     parts = [
-        *_head(results, verdicts, share),
+        *_head(results, verdicts, share, preset),
         _claims(verdicts),
         *_tables(results),
         *_pictures(pictures, path),
@@ -54,7 +59,7 @@ def codes(results: Results) -> dict[str, dict[str, str]]:
     }
 
 
-def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float) -> list[str]:
+def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float, preset: str | None) -> list[str]:
     where = provenance()
     versions = ", ".join(f"{name} {where[name]}" for name in ("cmab_kernels", "torch", "python"))
     told = [
@@ -72,6 +77,8 @@ def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float) -> 
         f"{versions}, {where['machine']}, {where['time']}. {_spent(results.every())}",
         *_warnings(results.every()),
     ]
+    if preset is not None:
+        told.append(f"**Here sizes, steps and seeds are those of the preset `{preset}` of each task.**")
     if share != 1.0:
         told.append(
             f"**Only {100 * share:g}% of all steps were taken: these numbers show that the command works, nothing "
