@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
 from cmab_kernels.nn.multihead import torchs_attention
+from cmab_kernels.runtime.tracing import has_values
 
 from .family import noise
 from .likelihood import Mixture
@@ -70,10 +71,11 @@ class Chain(Mixture):
 
 
 class Read(NamedTuple):
-    """Rows that later rows attend to: the inputs (B, N, dim) of each layer, and which rows are ignored (B, N)."""
+    """Rows that later rows attend to: the inputs (B, N, dim) of each layer, and which rows are ignored (B, N), if any
+    is."""
 
     inputs: list[Tensor]
-    ignored: Tensor
+    ignored: Tensor | None
 
 
 class ReadingLayer(nn.Module):
@@ -161,7 +163,8 @@ class TNPA(KeepsPoints):
         of each value given the earlier ones of its function."""
         samples, batch, targets = draws.shape[:3]
         context, x, draws = self._context(state), target_x.repeat(samples, 1, 1), draws.flatten(0, 1)
-        read = Read([each.repeat(samples, 1, 1) for each in context.inputs], context.ignored.repeat(samples, 1))
+        ignored = None if context.ignored is None else context.ignored.repeat(samples, 1)
+        read = Read([each.repeat(samples, 1, 1) for each in context.inputs], ignored)
         point, found = torch.cat([x, draws], -1)[:, :0], []
         for i in range(max(targets, 1)):
             asked = x[:, i : i + 1]
@@ -175,8 +178,9 @@ class TNPA(KeepsPoints):
 
     def _context(self, state: Points) -> Read:
         shape = state.ignored.shape[0], 0, self.dim
-        nothing = Read([state.x.new_zeros(shape) for _ in self.layers], state.ignored[:, :0])
-        return self._stepped(nothing, torch.cat([state.x, state.y], -1), state.x[:, :0], state.ignored)[1]
+        nothing = Read([state.x.new_zeros(shape) for _ in self.layers], None)
+        ignored = None if has_values(state.ignored) and not state.ignored.any() else state.ignored
+        return self._stepped(nothing, torch.cat([state.x, state.y], -1), state.x[:, :0], ignored)[1]
 
     def _stepped(
         self, read: Read, points: Tensor, asked: Tensor, unread: Tensor | None = None, later: Tensor | None = None
@@ -187,11 +191,14 @@ class TNPA(KeepsPoints):
         Points and targets attend to all that is read, and to these points, except those that are `unread` (B, P), or
         `later` (P + Q, P) than themselves.
         """
-        count, known = points.shape[1], read.ignored.shape[1]
+        batch, count, known = *points.shape[:2], read.inputs[0].shape[1]
         unvalued = torch.cat([asked, asked.new_zeros(*asked.shape[:2], self.dim_y)], -1)
         rows, inputs = self.embedding(torch.cat([points, unvalued], 1)), []
-        new = read.ignored.new_zeros(points.shape[:2]) if unread is None else unread
-        ignored = torch.cat([read.ignored, new], 1)
+        ignored = None
+        if read.ignored is not None or unread is not None:
+            both = (read.ignored, known), (unread, count)
+            nothing = torch.zeros(batch, known + count, dtype=torch.bool, device=rows.device)
+            ignored = torch.cat([nothing[:, :size] if mask is None else mask for mask, size in both], 1)
         if later is not None:
             later = torch.cat([later.new_zeros(later.shape[0], known), later], 1)
         for layer, earlier in zip(self.layers, read.inputs, strict=True):
