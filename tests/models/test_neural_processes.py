@@ -342,3 +342,20 @@ def test_deviations_of_each_target_alone_are_those_of_many_samples() -> None:
             single.log_prob(drawn[0, :, :1]),
             torch.distributions.Normal(single.mean, single.stddev).log_prob(drawn[0, :, :1]).sum(-1),
         )
+
+
+@torch.no_grad()
+def test_a_program_of_the_likelihood_of_a_chain() -> None:
+    class LogProb(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.process = made(TNPA)
+
+        def forward(self, *given: Tensor) -> Tensor:
+            return self.process.log_prob(*given)
+
+    module, first = LogProb(), tuple(batch())
+    later = [torch.cat([part, part[:1]]) for part in batch()]
+    program = torch.export.export(module, first, dynamic_shapes=(({0: torch.export.Dim("B")},) * 4,)).module()
+    close(program(*later), module(*later))
+    close(torch.compile(module, fullgraph=True, backend="eager")(*first), module(*first))
