@@ -1,4 +1,4 @@
-# Two commands do all the set-up on a fresh machine with Python >= 3.10 and a C++ compiler: `make demo` and `make test`.
+# `make demo` and `make test` do all the set-up on a fresh machine. They need Python >= 3.10 and a C++ compiler.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,10 +11,11 @@ CXX_SOURCES := $(shell find csrc cpp -name '*.h' -o -name '*.cpp' -o -name '*.in
 demo: $(VENV)/.demo
 	$(BIN)/python -m cmab_kernels demo
 
-# A process for each core, and a thread for each process: tests that want more threads ask for them.
+# There is one process for each core, with one thread. Tests that need more threads set their number.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-# The ordinary tests; those of GPU kernels without a GPU, of compilers, builds and leaks are in test-thorough. `python -m tests.tiers` lists both.
+# Runs the ordinary tests. test-thorough has the tests of GPU kernels without a GPU, compilers, builds and leaks.
+# `python -m tests.tiers` lists both.
 test: $(VENV)/.test
 	$(PYTEST) -m "not thorough and not nightly and not gpu"
 
@@ -23,28 +24,30 @@ test-thorough: $(VENV)/.test
 
 test-all: test test-thorough
 
-# What a change breaks most often, in less than a minute.
+# Runs the tests that fail most often after a change, in less than a minute.
 test-fast: $(VENV)/.test
 	$(PYTEST) $(FAST)
 
 FAST = tests/test_rooms.py tests/test_checks.py tests/test_impl.py tests/test_doctests.py \
        $(foreach name,errors promises reference,$(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py))
 
-# The tests, and then the numbers to plan with, docs/numerics.md, measured anew.
+# Runs all tests, and then measures the numbers of docs/numerics.md again.
 nightly: $(VENV)/.test
 	$(PYTEST) -m "nightly or not nightly"
 	$(BIN)/python -m tests.numbers
 	$(BIN)/python -m tests.fire
 	$(BIN)/python -m bench.report.numbers
 
-# Plants the faults that tests/mutations/CAUGHT.md does not know or that have changed, one at a time, and writes and prints what caught each.
+# Plants, one at a time, the faults that are new or changed since tests/mutations/CAUGHT.md was written, and records
+# which test caught each.
 mutants: $(VENV)/.test
 	$(BIN)/python -m tests.mutations
 
 bench: $(VENV)/.test
 	$(BIN)/python -m cmab_kernels bench --quick --force
 
-# Trains the papers' systems and their baselines, and writes python/cmab_models/RESULTS.md; stopped, it goes on where it was.
+# Trains the papers' systems and their baselines, and writes python/cmab_models/RESULTS.md. The next call continues a
+# stopped one.
 reproduce: $(VENV)/.test
 	$(BIN)/python -m cmab_models.reproduce
 
@@ -62,11 +65,13 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-# Tests want the CUDA kernels where there is nvcc; the demo does not wait for them, and keeps those that are there.
+# The tests build the CUDA kernels if nvcc is found. The demo does not build them, but keeps those that the tests have
+# built.
 $(VENV)/.test $(VENV)/.lint $(VENV)/.docs: export CMAB_KERNELS_CUDA ?= auto
 $(VENV)/.demo: export CMAB_KERNELS_CUDA ?= $(if $(wildcard $(VENV)/.test),auto,0)
 
-# One environment; a stamp says which extras are in it, and is remade when what is built changes.
+# There is one environment. A stamp for each extra says that it is installed. The stamp is remade when a source of the
+# build changes.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(BIN)/python
 	$(INSTALL) ".[$*]"
 	touch $@

@@ -296,9 +296,7 @@ def rows_of(key: str) -> Iterator[dict[str, Any]]:
         errors = {name: relative_error(_results(way, inputs, training), expected) for name, way in ways.items()}
         allowed = max(ERROR_BOUND[torch.float32], 2 * next(iter(errors.values())))  # some gradients lose digits
         if wrong := [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= allowed]:
-            raise SystemExit(
-                f"{key}, {mode}: relative errors of {', '.join(wrong)}, and there is no speed without a right result"
-            )
+            raise SystemExit(f"{key}, {mode}: relative errors of {', '.join(wrong)}, so its speed is not reported")
         before = usage()
         least = _least(ways, inputs, training)
         share = others_since(before)
@@ -398,7 +396,7 @@ def main() -> None:
         PLACE.write(table(json.loads(RESULTS.read_text())))
         return
     if provenance.dirty():
-        raise SystemExit("the checkout has changes that are in no commit: commit them, and measure then")
+        raise SystemExit("the checkout has uncommitted changes: commit them, then measure")
     write_json(RESULTS, measured(options.models or list(SUBJECTS), json.loads(RESULTS.read_text())))
 
 

@@ -21,7 +21,7 @@ def device() -> str:
 def measure_on(device: str) -> None:
     """Choose the device.
 
-    It is not torch's default device, because that is a mode, through which every call would go.
+    It is not torch's default device: that is a mode, and every call would pass through it.
     """
     global _device
     _device = device

@@ -44,8 +44,8 @@ class Rates:
     exponentials: float
     memory: float
     matrix: Mapping[str, float]
-    """On a GPU, "float32" is the rate of exact products, each of which takes several products of the matrix units, and
-    "tf32" is the rate of one rounded product."""
+    """On a GPU, "tf32" is the rate of rounded products. "float32" is the rate of exact products. An exact product takes
+    several products of the matrix units."""
     together: bool = False
     """Whether exponentials and products take turns on the same units, as on a CPU."""
 
@@ -138,7 +138,7 @@ def attention_work(
 def ridge_work(
     keys: int, width: int, value_width: int, dtype: str, backward: bool = False, exact: bool = False
 ) -> Work:
-    """The sums K'K (half of it, because it is symmetric) and K'V over `keys` = B H N keys; in the backward pass their
+    """The sums K'K (half of it, because it is symmetric) and K'V over `keys` = B H N keys; the backward pass has their
     gradients K (dG + dG') + V dM', K dM.
 
     `exact`: products in float64, as for a state.
@@ -150,7 +150,7 @@ def ridge_work(
 
 
 def rows_work(rows: int, width: int, value_width: int, dtype: str, backward: bool = False) -> Work:
-    """`rows` = B H M queries times a solution; in the backward pass both gradients of the product."""
+    """`rows` = B H M queries times a solution; the backward pass has both gradients of the product."""
     passes = 2 if backward else 1
     return Work(
         0.0, passes * 2 * rows * width * value_width, passes * rows * (width + value_width) * BYTES[dtype], dtype
@@ -194,7 +194,7 @@ def nystrom_work(
 
 
 def step_work(scheme: str, heads: int, window: int, landmarks: int, width: int, dtype: str) -> Work:
-    """The mean over a stream of one token of a continual step; the state stays in a cache.
+    """The work of a continual step for one token, as a mean over a stream; the state stays in a cache.
 
     `scheme` is one of costs.SCHEMES.
     """

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--sections", help=f"run these, also if they are complete: {', '.join(SECTIONS)}, separated by commas"
+        "--sections", help=f"run these, even if they are complete: {', '.join(SECTIONS)}, separated by commas"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results", help="folder of the JSON file")
     parser.add_argument(
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--compiled", type=Path, help="kernels that `python -m bench.gpu.ahead` compiled for such a GPU"
     )
-    parser.add_argument("--force", action="store_true", help="begin anew, and replace the file that is there")
+    parser.add_argument("--force", action="store_true", help="start again, and replace the existing file")
     options = parser.parse_args(arguments)
     named = list(dict.fromkeys(options.sections.split(","))) if options.sections else []
     if unknown := [name for name in named if name not in SECTIONS]:
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         shutil.copyfile(tiles.FILE, tuned)
     print(table(report, SECTIONS))
     if left:
-        print(f"not done yet: {', '.join(left)}; the same command goes on")
+        print(f"not done yet: {', '.join(left)}; run the same command to continue")
     wrong = [name for name in named or SECTIONS if not (name in report.outcomes and report.outcomes[name].right)]
     return 1 if left or wrong else 0
 

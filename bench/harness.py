@@ -34,7 +34,7 @@ TF32_BOUND = 2e-3
 """The same limit if float32 is multiplied in tf32."""
 
 SAMPLE_SECONDS = 2e-3
-"""A sample is the mean of as many calls as take this long, or of one call."""
+"""A sample is the mean of several calls that take this long together, or of one longer call."""
 
 TIME_LIMIT = 60.0
 """Seconds for a first call, in a process of its own, because some peers hang."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 STAT = Path("/proc/stat")
 NOISY = 0.05
-"""The share of all processors beyond which other programs may have disturbed a time: a tenth of one of two
-processors."""
+"""If other programs take more than this share of all processors, they may have disturbed a time. With two processors,
+it is a tenth of one."""
 
 
 class Usage(NamedTuple):

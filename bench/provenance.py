@@ -118,7 +118,7 @@ _IMPORTS = re.compile(rb"^(?:from \S+ )?import (?:\([^)]*\)|.*)\n", re.MULTILINE
 _STRING = rb'"(?:\\.|[^"\\\n])*"'
 _PROSE_IN_PYTHON = re.compile(rb'^ *"""(?:.|\n)*?"""$|(' + _STRING + rb")|#.*", re.MULTILINE)
 _PROSE_IN_CPP = re.compile(rb"(" + _STRING + rb")|//.*|/\*(?:.|\n)*?\*/")
-"""Docstrings and comments; or a string, as a group, which is not a comment whatever it contains."""
+"""Matches docstrings and comments. It also matches strings, as a group, because a string may look like a comment."""
 
 
 def kernel_digests(files: Sources) -> dict[str, str]:
@@ -146,7 +146,7 @@ def clean_commit(told: str = "") -> str:
         named, _, expected = told.partition(":")
         if not expected:
             raise ValueError(
-                "git knows no commit here: give --commit what `python -m bench.provenance` prints in the checkout"
+                "git finds no commit here: pass to --commit what `python -m bench.provenance` prints in the checkout"
             )
         if digest(here) != expected:
             raise ValueError(
@@ -156,9 +156,7 @@ def clean_commit(told: str = "") -> str:
     there = sources_of(named)
     if changed := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        raise ValueError(
-            f"{', '.join(changed[:3])}{more}: not as in commit {named[:10]}: commit them, or put them back"
-        )
+        raise ValueError(f"{', '.join(changed[:3])}{more}: different from commit {named[:10]}: commit or restore them")
     return named
 
 
@@ -212,7 +210,7 @@ def _native_instruction_set() -> str | None:
 
 
 def rates(device: str, thread_counts: set[int]) -> dict[str, Any]:
-    """The rates from which floors are computed: of the GPU, or by number of threads."""
+    """The rates from which floors are computed, for the GPU or for each number of threads."""
     if device == "cuda":
         return {device: asdict(rates_of(device))}
     measured = {}

@@ -71,7 +71,7 @@ class Row:
     rounds: int
     """The number of samples."""
     repeats: int
-    """The number of calls of which a sample is the mean."""
+    """The number of calls in a sample; the sample is their mean."""
     extra_memory: int
     """Peak beyond the inputs, results included."""
     result_memory: int
@@ -82,7 +82,7 @@ class Row:
     baseline: str | None = None
     """The implementation to which ratios of this group refer."""
     ratio: Spread | None = None
-    """Time divided by that of the baseline: of the medians, and the quartiles of the ratios within each round."""
+    """The ratio to the time of the baseline: that of the medians, and the quartiles of the ratios in each round."""
     speed_up: Spread | None = None
     """The time of a peer divided by that of our fastest kernel; None for other rows."""
     floor: float | None = None
@@ -99,7 +99,7 @@ class Row:
 
     @property
     def peer(self) -> bool:
-        """Whether the implementation contains nothing of this package: its time then changes only with the machine and
+        """Whether the implementation uses nothing from this package. Its time then changes only with the machine and
         other software."""
         return not self.ours and self.implementation != DEFINITION
 
@@ -320,19 +320,19 @@ def load(path: Path) -> Run:
     version = raw.get("cmab_kernels_bench") if isinstance(raw, dict) else None
     if version is None:
         raise BadRun(
-            f"{path}: no run of these benchmarks (there is no cmab_kernels_bench in it); give a file that they wrote"
+            f"{path}: not a run of these benchmarks (it has no cmab_kernels_bench); give a file that they wrote"
         )
     if version != FORMAT:
         raise BadRun(
             f"{path}: a run in format {version!r}, and this code reads format {FORMAT}; use the version that wrote "
-            "it, or measure anew"
+            "it, or measure again"
         )
     try:
         _check(raw, TOP)
         groups = {_check(group, GROUP)["group"]: group for group in raw["groups"]}
         rows = tuple(_row(number, row, groups) for number, row in enumerate(raw["rows"]))
     except _Damage as damage:
-        raise BadRun(f"{path}: {damage}; the file is damaged: measure anew, or take another") from None
+        raise BadRun(f"{path}: {damage}; the file is damaged: measure again, or take another") from None
     return Run(rows=rows, path=path, **{name: raw[name] for name in TOP if name not in ("groups", "rows")})
 
 
@@ -346,16 +346,16 @@ def _json(path: Path) -> Any:
     except OSError as error:
         raise BadRun(f"{path}: cannot be read ({error.strerror}); give the JSON of a run") from None
     except UnicodeDecodeError:
-        raise BadRun(f"{path}: no text; give the JSON of a run") from None
+        raise BadRun(f"{path}: not a text file; give the JSON of a run") from None
     except (json.JSONDecodeError, RecursionError) as error:
-        where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "nested without end"
-        raise BadRun(f"{path}: no JSON, or cut short ({where}); give the whole JSON of a run") from None
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise BadRun(f"{path}: not JSON, or cut short ({where}); give the whole JSON of a run") from None
 
 
 def _check(found: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
     """`found`, if every field is present and has its type."""
     if not isinstance(found, dict):
-        raise _Damage(f"{found!r:.40} where a mapping is due")
+        raise _Damage(f"{found!r:.40} where a mapping is expected")
     for name, kind in kinds.items():
         if name not in found:
             raise _Damage(f"{name} is missing")
@@ -368,7 +368,7 @@ def _row(number: int, raw: Any, groups: Mapping[str, Any]) -> Row:
     try:
         _check(raw, ROW)
         if raw["group"] not in groups:
-            raise _Damage(f"{raw['group']} is no group of this file")
+            raise _Damage(f"{raw['group']} is not a group of this file")
         if not isinstance(groups[raw["group"]].get("others"), (*NUMBER, type(None))):
             raise _Damage(f"others is {groups[raw['group']]['others']!r:.40}")
         spreads = {name: _spread(name, raw[name]) for name in SPREADS if name in raw}

@@ -89,9 +89,8 @@ def _warn_of_others() -> None:
     share = others(LOOK)
     if share is not None and share > NOISY:
         print(
-            f"Other programs take {share:.0%} of this machine's processors. What is timed beside them is marked as "
-            "noisy, and counts "
-            "neither as gain nor as loss: end them, and measure again.",
+            f"Other programs take {share:.0%} of this machine's processors. Times that are measured meanwhile "
+            "are marked as noisy, and count neither as gain nor as loss. End these programs, and measure again.",
             file=sys.stderr,
             flush=True,
         )

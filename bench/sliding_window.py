@@ -25,7 +25,8 @@ LAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "N(0, 1), every 50,000th + 40": lambda numbers: torch.randn(len(numbers)) + 40 * (numbers % 50_000 == 49_999),
 }
 WRONG, BLOCK = 1e-2, 10_000
-"""The error of a mean of values from N(0, 1) from which on it is useless, and the steps between two comparisons."""
+"""A mean of values from N(0, 1) is useless if its error exceeds the first number. The second is the number of steps
+between two comparisons."""
 
 Method = Callable[[ck.AttentionState, ck.AttentionState | None], ck.AttentionState]
 """A function from the state of the newest key, and of the key that leaves, to the state of the window."""
@@ -120,8 +121,8 @@ def table_of_errors(steps: int, size: int) -> None:
 def table_of_times(chunk: int, rounds: int) -> None:
     """Time of a step: the state of a chunk, a push and a read, compared with attention over all keys of the window.
 
-    The slowest step of a round is the step with n merges; for each time, the minimum of all rounds counts."""
-    print(f"| chunks of {chunk} keys | keys in the window | a step, median | slowest step | the window anew |")
+    The slowest step of a round is the step with n merges. Each time is the minimum of all rounds."""
+    print(f"| chunks of {chunk} keys | keys in the window | a step, median | slowest step | recomputed attention |")
     print("|---|---|---|---|---|")
     query = torch.randn(4, 32, 16)
     for size in (16, 64, 256, 1024):
@@ -151,7 +152,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=100_000)
     options.add_argument("--size", type=int, default=256, help="keys in the window")
     options.add_argument("--chunk", type=int, default=64, help="keys in a chunk, for the times")
-    options.add_argument("--rounds", type=int, default=10, help="of the times, of which the least counts")
+    options.add_argument("--rounds", type=int, default=10, help="rounds of timing; the minimum counts")
     given = options.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

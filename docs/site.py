@@ -78,8 +78,8 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _mathml(formula: str, display: str) -> str:
-    """A formula as MathML, with spaces that browsers leave out: those of a named width, and one after the name of a
-    function."""
+    """A formula as MathML. Browsers leave out spaces of a named width, and the space after the name of a function;
+    these are added."""
     space = '<mspace width="0.17em" />'
     drawn = convert(formula, display=display).replace('<mspace width="thinmathspace" />', space)
     return drawn.replace("<mi>log</mi>", f"<mi>log</mi>{space}")

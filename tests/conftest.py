@@ -243,7 +243,7 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
-    """Use one thread, or as many as the test sets by calling the value.
+    """Use one thread. A test can set another number by calling the value.
 
     More threads make small inputs ten times slower on a busy machine.
     """

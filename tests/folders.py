@@ -23,7 +23,7 @@ purpose)."""
 TOLD = {
     "bench/tests": "The tests of the benchmarks and of the GPU check.",
     "cpp": "The operators of exported programs as a library without Python, and a program that steps a stream with it.",
-    "cpp/without_python": "What stands for Python's header there.",
+    "cpp/without_python": "A replacement for Python's header, for builds without Python.",
     "csrc": "The two extensions in C++ and CUDA, bound with pybind11, without torch's headers.",
     "csrc/attention": "Latent cross-attention, forward and backward.",
     "csrc/common": "What the other folders share: arguments, dtypes, views of tensors, work plans, vector types.",
@@ -35,9 +35,9 @@ TOLD = {
     "csrc/prefix": "The attention states of all prefixes.",
     "csrc/projected": "Latent cross-attention over inputs that are projected inside.",
     "csrc/solve": "Batched regularised solves.",
-    "gpu_machine/cuda": "The part of the host, in which launches of the CUDA kernels are recorded.",
+    "gpu_machine/cuda": "The code of the host that records launches of the CUDA kernels.",
     "python/examples": "Short programs, each by itself.",
-    "tests": "The tests. Those of an operator set lie in the folder of its name.",
+    "tests": "The tests. The tests of an operator set are in the folder with its name.",
 }
 """The contents of a folder without a docstring."""
 

@@ -66,7 +66,8 @@ def test_a_compiler_traces_the_choice(operator_set: str, impl: str, dynamic: boo
 
 @pytest.mark.parametrize("declaration", declarations(), ids=lambda each: each.__qualname__)
 def test_a_declaration_makes_its_tensors_where_its_inputs_are(declaration: type[OperatorSuite]) -> None:
-    """This also holds on the meta device, which is not the CPU either."""
+    """A declaration makes its tensors on the device of its inputs. The meta device shows this, because it is not the
+    CPU."""
     suite = declaration()
     inputs = {name: tensor.to("meta") for name, tensor in suite.inputs(suite.dtypes[0]).items()}
     with torch.no_grad():

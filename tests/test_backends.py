@@ -323,8 +323,8 @@ FIRST_CALLS = {
 def test_without_the_extension_the_first_call_says_so_once(
     name: str, without_the_extension: Forks, tmp_path: Path
 ) -> None:
-    """A call that runs no native code in any case does not warn: because of its own choice, on another device, or
-    because it only asks."""
+    """Some calls never run native code, and do not warn: calls with another choice, calls on another device, and calls
+    that only ask."""
     code = f"""
 import warnings
 import torch, cmab_kernels as ck

@@ -18,7 +18,7 @@ from cmab_kernels.integrations import scaled_dot_product_attention
 
 
 class Copies(nn.Module):
-    """It makes a copy of its part inside its call."""
+    """A module that copies one of its parts inside its call."""
 
     def __init__(self) -> None:
         super().__init__()

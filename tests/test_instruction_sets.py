@@ -49,7 +49,7 @@ def test_accuracy(narrow_isa: str, suite: OperatorSuite) -> None:
 
 
 def test_huge_logits(narrow_isa: str, suite: OperatorSuite) -> None:
-    """They are also within the bounds with logits up to 2^60, for operators with logits."""
+    """Results are within the bounds with logits up to 2^60, for operators with logits."""
     for order in ("rising", "falling", "mixed") if any(suite.logits) else ():
         suite.test_huge_logits("native", torch.float32, order)
 

@@ -391,7 +391,7 @@ def test_an_intercept_cannot_come_or_go_between_examples() -> None:
 
 
 def test_rows_of_no_weight_may_hold_anything() -> None:
-    """They do not move the origin; otherwise the other examples would be too far from it."""
+    """Rows of weight 0 do not move the origin. Otherwise the other examples would be too far from it."""
     x, y, weights = _data()
     for anything in (1e17, 1e200):
         filled, counted = (

@@ -188,7 +188,7 @@ def listed(results: Any) -> list[Tensor]:
     "name", [pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.thorough) for name in (*CASES, *MORE)]
 )
 def test_onnxruntime_computes_the_same(name: str) -> None:
-    """For batches and lengths that the export has not seen, where they may differ."""
+    """Batches and lengths differ from those of the export, where they may differ."""
     make, inputs = {**CASES, **MORE}[name]
     torch.manual_seed(0)
     module = make().eval()
@@ -228,7 +228,7 @@ def _solve(*given: Tensor) -> tuple[Tensor, ...]:
     "how", ["auto", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("reference", "a program saved before"))]
 )
 def test_solves_that_fail(how: str) -> None:
-    """Their solutions are NaN, and `info` says what became of each system."""
+    """The solutions of bad systems are NaN, and `info` reports each system."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(5, 13, 13, generator=generator, dtype=torch.float64)
     gram, alpha = rows @ rows.mT, torch.tensor([0.5, 0.5, 0.5, 0.0, 0.0], dtype=torch.float64)

@@ -103,7 +103,7 @@ def test_the_source_distribution_holds_what_it_needs(sdist: Path) -> None:
 
 
 def test_the_source_distribution_holds_nothing_else(sdist: Path) -> None:
-    """They contain no tests, whose data would be missing, and nothing that an earlier build left in the checkout."""
+    """The source distribution has no tests, whose data would be missing, and nothing that an earlier build left."""
     top = {path.name for path in sdist.iterdir() if path.is_dir()}
     assert top == {"csrc", "cmab_kernels", "cmab_kernels.egg-info", "python"}
     assert [path.name for path in (sdist / "python").iterdir()] == ["cmab_models"]

@@ -252,7 +252,7 @@ def _ways(call: Callable[[], Any]) -> str:
 
 
 def test_calls_go_the_ways_that_the_page_shows() -> None:
-    table = folders.PAGE.read_text().partition("its ways to the extension")[2]
+    table = folders.PAGE.read_text().partition("its paths to the extension")[2]
     shown = dict(re.findall(r"^\| (.+?) \| (`\w+/.+?) \|$", table, re.MULTILINE))
     calls = _calls()
     for call in calls.values():

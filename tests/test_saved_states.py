@@ -85,7 +85,7 @@ def test_pickles_of_older_versions_find_their_classes(module: str):
 
 @pytest.mark.parametrize("name", ["a window that fills", "tokens of a window"])
 def test_a_state_of_an_older_version_is_read_without_pickle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its file names the old module of its class."""
+    """A file of an older version names the old module of the state's class."""
     written, file = STATES[name](), tmp_path / "state.pt"
     with monkeypatch.context() as patch:
         patch.setattr(type(written), "__module__", "cmab_kernels.nn.continual_stream")

@@ -88,7 +88,7 @@ CASES: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_are_0(threads: Callable[[int], None], case: str, count: int) -> None:
-    """This holds on every thread of a call; afterwards the caller's arithmetic is the same as before."""
+    """Results are 0 on every thread of a call. Afterwards the caller's arithmetic is the same as before."""
     threads(count)
     assert CASES[case]().eq(0).all()
     assert (torch.tensor(2.0**-100) * 2.0**-33).item() == TINY
@@ -115,7 +115,7 @@ def test_intention_of_small_keys(size: float) -> None:
 
 
 def test_sums_of_a_state_may_be_of_any_size() -> None:
-    """They are float64, where the product of any two float32 numbers is exact."""
+    """Sums of a state are float64, where the product of any two float32 numbers is exact."""
     key, value = 1e-36 * torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 8)
     weight, info = ck.solve_ridge(ck.ridge_state(key, value, impl="native"), 0.0, impl="native")
     right = torch.linalg.lstsq(1e36 * key.double(), value.double()).solution

@@ -239,7 +239,7 @@ def test_export_of_a_module(name: str) -> None:
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_exported_update_takes_any_number_of_inputs(plain: bool) -> None:
-    """The same for a module whose projections have hooks and are called one by one."""
+    """An exported update takes any number of inputs, also if its projections have hooks and are called one by one."""
 
     class Update(nn.Module):
         def __init__(self) -> None:

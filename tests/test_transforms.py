@@ -55,7 +55,7 @@ FEW = [
     "attention layer",
     "layer",
 ]
-"""One call of each operator set, for what takes long: the other calls consist of the same operators."""
+"""One call of each operator set, for tests that take long: the other calls consist of the same operators."""
 FEW_OR_THOROUGH = [*FEW, *(pytest.param(name, marks=pytest.mark.thorough) for name in CALLS if name not in FEW)]
 
 
@@ -92,7 +92,7 @@ def test_a_map_of_no_masks() -> None:
 
 
 def test_a_map_of_no_offsets() -> None:
-    """They are not read, mapped or not; a gradient that is not mapped is an empty sum."""
+    """Offsets are not read, whether they are mapped or not. A gradient that is not mapped is an empty sum."""
     offsets, nothing = torch.tensor([[0, 2, 5]])[:0], K[None][:0]
 
     def packed(query: Tensor, key: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", OF_SCALE)
 def test_a_scale_that_is_no_constant_is_refused(name: str, transform: str) -> None:
-    """Otherwise its derivative would be 0, without an error."""
+    """A scale that is not a constant raises an error. Otherwise its derivative would silently be 0."""
     with pytest.raises(TypeError, match=r"^scale: got .*multiply the query by what is learned"):
         TRANSFORMS[transform](OF_SCALE[name])
 
@@ -223,8 +223,8 @@ OF_SYSTEMS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OF_SYSTEMS)
 def test_a_map_of_solves_in_forward_mode(name: str) -> None:
-    """Right-hand sides that are not mapped have as many dimensions as vectors would,
-    and their sizes: here all are 3."""
+    """Right-hand sides that are not mapped have the number of dimensions and the sizes that vectors would have: all
+    sizes here are 3."""
     call, at = OF_SYSTEMS[name]
     right = torch.stack([jvp(call, (each,), (each,))[1] for each in at])
     close(jvp(vmap(call), (at,), (at,))[1], right)

@@ -135,7 +135,8 @@ def test_what_torch_does_not_promise_is_in_the_oldest_too() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("wanted", [["torch==2.6.0", "numpy<2"], ["torch", "numpy"]], ids=["oldest", "newest"])
 def test_a_share_of_the_suite(wanted: list[str], tmp_path: Path) -> None:
-    """It runs in its own environment, with the native extension of this environment, which depends only on Python."""
+    """The sample runs in its own environment, with the native extension of this environment. The extension depends only
+    on Python."""
     python = tmp_path / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path], check=True)
     install = [python, "-m", "pip", "install", "--no-cache-dir", *wanted, *NEEDED]

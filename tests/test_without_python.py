@@ -21,7 +21,7 @@ from .pages import ROOT
 
 CPP = ROOT / "cpp"
 STEPS, WARM = 200, 10
-"""The steps of a stream, and those of them that are not timed."""
+"""The number of steps of a stream, and the number of its first steps, which are not timed."""
 
 
 def _schemas() -> dict[str, str]:
@@ -78,7 +78,7 @@ def _tensors(state: Any) -> list[Tensor]:
 
 
 def _cases() -> dict[str, tuple[Step, Callable[[], list[Tensor]], list[Tensor]]]:
-    """Name -> a step, what makes its new tensors, and the state before."""
+    """Name -> a step, a function that makes its new tensors, and the state before it."""
     block = ours.CMAB(16, 8, 4)
     attention = ours.ContinualNystromAttention(16, 2, sequence_len=64, num_landmarks=8, batch_first=True).eval()
     attention.forward_steps(torch.randn(1, 64, 16))
@@ -103,7 +103,7 @@ def _cases() -> dict[str, tuple[Step, Callable[[], list[Tensor]], list[Tensor]]]
 
 
 def _streamed(step: Callable[..., Any], stream: list[list[Tensor]], state: list[Tensor]) -> tuple[list[Tensor], float]:
-    """What the last step returns, and the mean time of a step in us."""
+    """The results of the last step, and the mean time of a step in us."""
     out, took = [], []
     for new in stream:
         began = time.perf_counter()

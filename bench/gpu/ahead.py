@@ -4,7 +4,7 @@
 The check's tests, candidates and timings run with the stub of the driver (gpu_machine/driver.py), on tensors on the
 CPU: the kernels that they launch are compiled, and the launch does nothing. This takes an hour on two cores, and saves
 five minutes of time on the GPU. The file holds the parts of each kernel that Triton's cache needs, for any version of
-Python. This module is also a pytest plugin, with which the tests for a GPU are compiled.
+Python. This module is also a pytest plugin that compiles the kernels of the tests for a GPU.
 """
 
 from __future__ import annotations

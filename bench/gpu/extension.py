@@ -14,7 +14,7 @@ def adopt_installed(checkout: Path, places: Iterable[str] | None = None) -> None
     """Copy the extensions of an installed package (found in `places`, by default Python's path) into a checkout that
     has no `_cuda`.
 
-    Raises a `ValueError` if the installed package has other sources, because its kernels are not those to be checked.
+    Raises a `ValueError` if the installed package has other sources than the checkout.
     """
     package = checkout / "cmab_kernels"
     if any(package.glob(CUDA)):
@@ -24,7 +24,7 @@ def adopt_installed(checkout: Path, places: Iterable[str] | None = None) -> None
         if there.resolve() == package.resolve() or not any(there.glob(CUDA)):
             continue
         if _sources(there) != _sources(package):
-            raise ValueError(f"the package installed in {there} is of other sources than {checkout}: install it again")
+            raise ValueError(f"the package installed in {there} has other sources than {checkout}: install it again")
         for path in (*there.glob("_*.so"), there / "_build.json"):
             shutil.copy2(path, package)
         return

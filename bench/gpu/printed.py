@@ -64,7 +64,7 @@ def _passed_over(report: Report) -> Iterator[str]:
     """One line for each reason."""
     rows = [row for outcome in report.outcomes.values() for row in outcome.rows]
     for reason, keys in _grouped(rows, "passed over").items():
-        yield f"passed over, {len(keys)} row{'s' if len(keys) > 1 else ''}: {reason}"
+        yield f"skipped, {len(keys)} row{'s' if len(keys) > 1 else ''}: {reason}"
 
 
 def _timed(report: Report, sections: Mapping[str, Section]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from .sections import Row, Task
 from .timings import attention_cases, continual_cases, intention_cases, layer_cases, nystrom_cases
 
 CALLS = 5
-"""The number of calls over which a figure is the mean; a first call compiles the kernels."""
+"""The number of calls in the mean of a figure; a first call compiles the kernels."""
 
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:

@@ -60,6 +60,6 @@ def opened(folder: Path, machine: dict[str, Any], force: bool) -> Report:
         ) from None
     if other := [name for name in SAME if there[name] != machine[name]]:
         raise ValueError(
-            f"{path} is of another {' and '.join(other)}: give --output another folder, or --force to replace it"
+            f"{path} comes from another {' and '.join(other)}: give --output another folder, or --force to replace it"
         )
     return Report(path, machine, outcomes)

@@ -89,8 +89,8 @@ class _Loop:
 
 
 def _shuffled(item: pytest.Item) -> int:
-    """An order in which every family comes early, in case the time is not sufficient, and in which workers seldom
-    compile the same kernels."""
+    """An order with two aims: every family comes early, in case the time is not sufficient, and workers seldom compile
+    the same kernels."""
     return zlib.crc32(item.nodeid.encode())
 
 

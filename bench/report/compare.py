@@ -217,8 +217,8 @@ def _notes(old: Run, new: Run, controls: int, left_out: int) -> Iterator[str]:
         yield f"one of the runs is quick: {left_out} rows that only the other has are left out"
     if controls < CONTROLS:
         yield (
-            f"only {controls} rows of peers are in both runs: noise between runs is taken as {UNKNOWN:.0%}, and "
-            "drift is not taken out"
+            f"only {controls} rows of peers are in both runs: noise between runs is assumed to be {UNKNOWN:.0%}, "
+            "and drift is not removed"
         )
 
 
@@ -232,24 +232,22 @@ def basis(comparison: Comparison) -> list[str]:
     if old.processor != new.processor:
         lines.append(f"THE RUNS COME FROM DIFFERENT PROCESSORS: {old.processor}, and now {new.processor}.")
     lines.append(
-        f"{new.name} ({new.when}, commit {new.revision}) beside {old.name} ({old.when}, commit {old.revision})"
+        f"{new.name} ({new.when}, commit {new.revision}) compared with {old.name} ({old.when}, commit {old.revision})"
     )
     if comparison.by == "ratio":
         lines.append(
-            f"Times cannot be compared ({'; '.join(comparison.different)}). What is compared are ratios to the "
-            "baseline, which differ "
-            "between machines and versions of torch for reasons of their own."
+            f"Times cannot be compared ({'; '.join(comparison.different)}). Ratios to the baseline are compared "
+            "instead. These ratios also differ between machines and versions of torch."
         )
     elif comparison.controls >= CONTROLS:
         lines.append(
-            f"The machine: {comparison.controls} rows of peers, whose code is the same, took {comparison.drift:.3f} "
-            "times as long, which "
-            f"is taken out of all changes; what is left of theirs has a standard deviation of {comparison.between:.1%}."
+            f"{comparison.controls} rows of peers, whose code is the same, took {comparison.drift:.3f} times as long. "
+            "This drift of the machine is removed from all changes. The remaining changes of peers have a standard "
+            f"deviation of {comparison.between:.1%}."
         )
     lines.append(
-        f"A change counts beyond {BOUND:.0f} standard deviations, of the noise between runs and within both; more "
-        "where the peers of its "
-        "group moved by more."
+        f"A change counts if it exceeds {BOUND:.0f} standard deviations of the noise between and within the runs. The "
+        "limit is larger if the peers of its group changed by more."
     )
     return [*lines, *(f"{note[0].upper()}{note[1:]}." for note in comparison.notes)]
 

@@ -39,8 +39,8 @@ WIDTH = 3.75
 """Inches of a panel: with 390 pixels, a phone shows its text at the intended size."""
 
 LEFT, RIGHT, TITLE, LINE, UNIT, BOTTOM, ENTRY = 0.68, 0.16, 0.3, 0.145, 0.26, 0.5, 0.17
-"""Inches: beside the axes; of the title, of a line under it, and of the heading of the axes; of ticks and the name of
-the axis; of a line of the legend."""
+"""Sizes in inches: the margins left and right of the axes; the heights of the title, of a line under it, and of the
+heading of the axes; the height of ticks and the name of the axis; the height of a line of the legend."""
 
 DPI = 160
 NAME_SIZE, NAME_SPACING = 10, 1.2
@@ -212,7 +212,7 @@ STEPS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Between three and six round numbers from `low` to `high`, as far as there are so many."""
+    """Between three and six round numbers from `low` to `high`; fewer if there are not so many."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[float] = []
     for steps in STEPS:

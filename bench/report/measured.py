@@ -56,7 +56,7 @@ def shown(tables: Sequence[str]) -> set[str]:
 def measure(path: Path) -> None:
     """Measure one of the runs again; published figures must come from a commit."""
     if provenance.dirty():
-        raise SystemExit("the checkout has changes that are in no commit: commit them, and measure then")
+        raise SystemExit("the checkout has uncommitted changes: commit them, then measure")
     held = {side: str(provenance.machine()[f"{side}_instruction_set"]).lower() for side in ("native", "torch")}
     if path in (NARROW, NARROW_SHORT) and set(held.values()) != {"avx2"}:
         raise SystemExit(f"{held}, where both must be avx2: set CMAB_KERNELS_ISA=avx2 and ATEN_CPU_CAPABILITY=avx2")
@@ -112,8 +112,8 @@ def _pair(group: Sequence[Row]) -> tuple[Row, Row] | None:
 
 
 FASTER = 0.95
-"""Held to AVX2, torch counts as faster if it takes less than this share of its time without this limit, because two
-runs differ by more than two methods in one run."""
+"""torch held to AVX2 counts as faster only if it takes less than this share of its time without this limit. Times of
+two runs differ by more than times in one run."""
 
 
 def _cells(ours: Row, theirs: Row, held: Row | None) -> str:
@@ -135,8 +135,8 @@ def _ratios(ratio: Spread | None) -> str:
 
 
 def _ratio(ratio: float) -> str:
-    """Two digits for small numbers, and two decimal places for other numbers; for tiny numbers, the factor by which
-    they are smaller."""
+    """Small numbers get two digits, and other numbers two decimal places. A tiny number is shown as 1 divided by a
+    number."""
     if ratio < 0.001:
         return f"1 / {float(f'{1 / ratio:.2g}'):,.0f}"
     return f"{ratio:.2g}" if ratio < 0.1 else f"{ratio:.2f}"
@@ -146,7 +146,7 @@ def _where(run: Run, threads: Sequence[int]) -> str:
     """The machine and the day; the file contains the commit."""
     count = f"{' or '.join(map(str, threads))} thread{'' if threads == [1] else 's'}"
     machine = f"{run.processor} ({run.machine['native_instruction_set']}), {count}, torch {run.versions['torch']}"
-    dirty = " **with changes that are in no commit**" if run.dirty else ""
+    dirty = " **with uncommitted changes**" if run.dirty else ""
     return f"{machine}, {run.when[:10]}, commit {run.commit[:10]}{dirty}, `{run.path.name}`."
 
 
@@ -176,7 +176,7 @@ def main() -> None:
         prog="python -m bench.report.measured", description="Writes docs/measured.md, its plots and the headline."
     )
     every = {path.stem: path for path in (WHOLE, NARROW, SHORT, NARROW_SHORT)}
-    parser.add_argument("run", nargs="?", choices=every, help="measure this run anew, and write no page")
+    parser.add_argument("run", nargs="?", choices=every, help="measure this run again, and write no page")
     if name := parser.parse_args().run:
         measure(every[name])
         return

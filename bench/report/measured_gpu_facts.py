@@ -20,7 +20,7 @@ def facts(check: Mapping[str, Any], name: str) -> dict[str, str]:
     )
     commit = f"commit {machine['commit'][:7]}"
     if provenance.digest(there) != machine["sources"]:
-        commit = f"a tree with changes that are in no commit, on top of {commit}"
+        commit = f"a tree with uncommitted changes, on top of {commit}"
     return {
         "gpu": machine["gpu"],
         "driver": machine["driver_version"],

@@ -113,7 +113,7 @@ def _line(head: Sequence[str], cells: Sequence[str], kind: str = "") -> str:
     return f'<tr{row}><th scope="row">{cells[0]}</th>{"".join(rest)}</tr>'
 
 
-# ---- what was measured, and what it comes to -------------------------------------------------------------------------
+# ---- what was measured, and the summary -------------------------------------------------------------------------
 
 
 def _machine(run: Run) -> str:
@@ -129,7 +129,7 @@ def _machine(run: Run) -> str:
         "cores": str(machine.get("cores", "")),
         "device": {"cpu": "CPU", "cuda": "GPU"}.get(run.device, run.device),
         "instructions": ", ".join(sets),
-        "threads": f"{run.threads}, where a row does not say otherwise",
+        "threads": f"{run.threads}, unless a row says otherwise",
         "versions": versions,
         "commit": run.revision,
         "date": run.when,
@@ -140,14 +140,14 @@ def _machine(run: Run) -> str:
     }
     found = {name: escape(value) for name, value in told.items()}
     if run.dirty:
-        found["commit"] += ", <strong>with changes that are in no commit</strong>"
+        found["commit"] += ", <strong>with uncommitted changes</strong>"
     return _pairs(found)
 
 
 def _summary(run: Run) -> str:
     gains = {scan: found for scan in run.scans if (found := plots.gains(run, scan))}
     if not gains:
-        return f"{_wrong(run)}<p>No group has a kernel of ours beside a peer.</p>"
+        return f"{_wrong(run)}<p>No group has both a kernel of ours and a peer.</p>"
     every = [pair for found in gains.values() for pair in found]
     judged = [pair for pair in every if not pair[0].noisy]
     slower = [pair for pair in judged if clearly_slower(pair[0])]
@@ -156,7 +156,7 @@ def _summary(run: Run) -> str:
     assert overview is not None
     return f"""{_wrong(run)}
 <p>In {len(judged) - len(slower) - len(even)} of {len(judged)} groups with a peer, cmab_kernels is faster
-than the fastest of them; in {len(even)} the quartiles leave it open;
+than the fastest peer; in {len(even)} the quartiles do not decide;
 in {len(slower)} it is slower.{_ends(judged)}{_noisy(len(every) - len(judged))}</p>
 <div class="beside"><figure>{svg(overview)}</figure>
 {_table("Speed-up of each operator", SUMMARY, _summary_rows(gains))}</div>
@@ -235,7 +235,9 @@ def _wrong(run: Run) -> str:
     if not run.wrong:
         return ""
     lines = "".join(f"<li><code>{escape(name)}</code>: {escape(why)}</li>" for name, why in run.wrong.items())
-    return f'<p class="bad">No right result, and so no speed:</p><ul class="bad">{lines}</ul>'
+    return (
+        f'<p class="bad">These rows have a wrong result, so their speed is not shown:</p><ul class="bad">{lines}</ul>'
+    )
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
@@ -286,13 +288,13 @@ def _counts() -> str:
         for scheme in SCHEMES
     )
     return f"""
-<p>Of no run: these are formulas, of one head and one token, the mean over a stream. Those of the paper on continual
-Nyström attention are what its figure 4 shows; beside them stands what is executed here, two operations for each
-multiply-add of a product. The two do not count alike: in the paper, full attention counts two a multiply-add, Nyström
-attention one.</p>
+<p>These counts come from formulas, and not from a run. They are means over a stream, for one head and one token. The
+counts of the paper on continual Nyström attention are those of its figure 4. The counts of this package have two
+operations for each multiply-add of a product. The paper counts differently: a multiply-add counts two in full
+attention, and one in Nyström attention.</p>
 {_table("Counts of a step", head, rows)}
-<p class="note">The states here keep the window of keys, values and queries whatever the landmarks, for without it no
-token can leave. The paper's counts for fixed landmarks leave the window out.</p>"""
+<p class="note">The states of this package keep the window of keys, values and queries for all landmarks, because a
+token that leaves the window is subtracted. The paper's counts for fixed landmarks leave the window out.</p>"""
 
 
 def counts(scheme: str) -> tuple[float, ...]:
@@ -327,7 +329,9 @@ HEAD = (
 
 
 def _rows(run: Run) -> str:
-    parts = ["<p class='note'>Ours are coloured. Ratios are to the fastest baseline of the group, whose own is 1.</p>"]
+    parts = [
+        "<p class='note'>Our rows are coloured. Ratios are to the fastest baseline of the group, whose ratio is 1.</p>"
+    ]
     for scan, rows in run.scans.items():
         groups = {name: members for name, members in run.groups.items() if members[0].scan == scan}
         once, each = labels(rows)
@@ -370,7 +374,7 @@ def _missing(run: Run) -> str:
         else ""
     )
     if not run.not_measured:
-        return quick + "<p>All that was asked for was measured.</p>"
+        return quick + "<p>Everything that was requested was measured.</p>"
     rows = (
         f'<tr><th scope="row"><code>{escape(name)}</code></th><td class="words">{escape(why)}</td></tr>'
         for name, why in run.not_measured.items()

@@ -109,4 +109,4 @@ def labels(rows: Sequence[Row]) -> tuple[str, dict[str, str]]:
         unlike = {name for name, value in row.parameters.items() if name in told or value != usual[name]}
         each[row.group] = words({n: v for n, v in row.parameters.items() if n in (unlike or varied)}) or row.group
     once = words({name: value for name, value in usual.items() if name not in told})
-    return f"{'where not said otherwise, ' if varied - told and once else ''}{once}", each
+    return f"{'unless stated otherwise, ' if varied - told and once else ''}{once}", each

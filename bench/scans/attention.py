@@ -166,9 +166,9 @@ def attention(
 
     def refusal(implementation: str) -> str | None:
         if implementation == FLEX and backward and device() == "cpu":
-            return "torch has no backward of it on a CPU"
+            return "torch has no backward pass for it on a CPU"
         if implementation == FLEX and dtype == torch.float64:
-            return "torch has no float64 of it"
+            return "torch has no float64 version of it"
         stored = 4 * dtype.itemsize * scores if _stores_scores(implementation) else 0
         return refusing("latent_attention", *3 * [(1, heads, 1, width)], dtype=dtype, memory=stored + 3 * 2**30)(
             implementation
@@ -250,8 +250,7 @@ def update(
     removes: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """`new` keys after `keys`, of which only the state was kept; or `new` keys that are removed from the state of
-    all."""
+    """`new` keys after `keys` whose state alone was kept; or `new` keys that are removed from the state of all keys."""
     scan, named = "remove_from_state" if removes else "attention_state", dtype_name(dtype)
     rest = slice(0, keys) if removes else slice(None)  # the keys of the result
 

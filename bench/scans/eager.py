@@ -233,7 +233,8 @@ class EagerExactBlocks:
 
 
 def band(tokens: int, window: int, like: Tensor) -> Tensor:
-    """(t, n + t): for each of t tokens, which keys before it and among the t tokens are in its window."""
+    """(t, n + t): for each of t tokens, whether a key is in its window. The keys are the n before the tokens, and the t
+    tokens."""
     age = torch.arange(tokens, device=like.device)[:, None] + window - torch.arange(window + tokens, device=like.device)
     return (age >= 0) & (age < window)
 

@@ -37,8 +37,8 @@ from .intention_peers import ALPHA, cholesky_gradients, cholesky_solve, inverse_
 CHUNKED = "torch, in chunks"
 SCALED = F.scaled_dot_product_attention
 BESIDE_ATTENTION = 16_384
-"""The largest number of rows for which attention, which computes something else, is shown together with Intention and
-torch's best form."""
+"""The largest number of rows for which attention is shown together with Intention and torch's best form. Attention
+computes something else."""
 
 
 def _inverse(key: Tensor) -> Tensor:
@@ -46,8 +46,8 @@ def _inverse(key: Tensor) -> Tensor:
 
 
 def regression_work(heads: int, length: int, width: int, dtype: str, backward: bool) -> list[Work]:
-    """Sums, solution and rows, with as many queries as keys; in the backward pass the gradients of each, with the same
-    factor."""
+    """The work of sums, solution and rows, with as many queries as keys. The backward pass adds the gradients of each,
+    with the same factor."""
     rows = heads * length
     forward = (
         ridge_work(rows, width, width, dtype)

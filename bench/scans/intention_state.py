@@ -174,8 +174,8 @@ def eager_update(i: Held) -> Results:
 
 @declared()
 def update(heads: int, width: int, keys: int = 100_000, tokens: int = 1) -> Case:
-    """Some more keys after `keys`, of which only the sums were kept, and a new solve of the regression. All sums are in
-    float64.
+    """An update with more keys after `keys` whose sums alone were kept, and a new solve of the regression. All sums are
+    in float64.
 
     There is no floor: the state stays in a cache, and the rest is the cost of calls.
     """

@@ -253,7 +253,7 @@ def block(heads: int = 4, width: int = 64, keys: int = 100_000, latents: int = 1
 # ---- self-attention --------------------------------------------------------------------------------------------------
 
 LONGEST = 4096
-"""The largest number of tokens for which torch's module is measured, whose time is quadratic in them."""
+"""The largest number of tokens for which torch's module is measured, because its time is quadratic in this number."""
 
 
 def self_attention(

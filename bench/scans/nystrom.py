@@ -272,8 +272,8 @@ def start(
         return *rings, sums, inverse
 
     def oracle(i: Sequence[Tensor]) -> Mapping[str, Results]:
-        """Sums of exponentials without a shift; ours are relative to the largest logit, which follows them, then phi
-        once more as its peak, and the size."""
+        """The peer's sums of exponentials have no shift. Our sums are relative to the largest logit. They are followed
+        by this logit, by phi again as its own largest value, and by the size."""
         query, key, value = (part.double() for part in i[:3])
         near, far = (
             (part.double() for part in i[3:]) if fixed else (segment_means(part, landmarks) for part in (query, key))

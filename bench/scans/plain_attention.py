@@ -34,7 +34,7 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """The values that are kept of each chunk, (B, H, chunks, L, *): the highest score, the sum of exponentials, and
+    """The values that are stored for each chunk, (B, H, chunks, L, *): the highest score, the sum of exponentials, and
     their weighted values."""
 
     peak: Tensor

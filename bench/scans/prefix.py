@@ -103,7 +103,7 @@ def attention_prefixes(
     scores, pairs = batch * heads * latents * keys, batch * heads * keys
     written = Work(bytes=rows * (width * max(BYTES[named], 4) + 8), dtype=named)
     work = [attention_work(scores, pairs, width, width, named, device=device()) + written]
-    if backward:  # reads the results of the forward pass, and as many gradients
+    if backward:  # reads the results of the forward pass, and gradients of the same size
         work.append(attention_work(scores, pairs, width, width, named, True, device()) + written + written)
     return operator(
         {name: partial(function, every=every) for name, function in functions.items()},

@@ -1,4 +1,4 @@
-"""The GPU check's section of tests, run on the GPU simulated in software, and faults planted in its kernels.
+"""Runs the GPU check's section of tests on the GPU simulated in software, with faults planted in its kernels.
 
 The section is the check's own: it collects the package's tests for a GPU and runs them. Only some operators are tested,
 in small shapes, with tensors on the CPU. Their kernels are compiled, launched through a stub of the driver, and

@@ -129,9 +129,9 @@ REFUSED = {
         "scan: got latent_atention, expected one of .*, latent_attention, ",
     ),
     "a saved run that is not there": (["--from", "absent.json"], "absent.json: cannot be read"),
-    "a foreign run": (["--from", "foreign.json"], "foreign.json: no run of these benchmarks"),
-    "a foreign run to compare with": (["--compare", "foreign.json"], "foreign.json: no run of these benchmarks"),
-    "a run that is cut short": (["--compare", "short.json"], "short.json: no JSON, or cut short"),
+    "a foreign run": (["--from", "foreign.json"], "foreign.json: not a run of these benchmarks"),
+    "a foreign run to compare with": (["--compare", "foreign.json"], "foreign.json: not a run of these benchmarks"),
+    "a run that is cut short": (["--compare", "short.json"], "short.json: not JSON, or cut short"),
     "a saved run that should be measured": (
         ["--from", "saved.json", "--quick"],
         "--from: got a saved run together with --quick",

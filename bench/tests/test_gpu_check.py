@@ -70,7 +70,7 @@ def test_the_table_says_what_is_wrong_what_is_missing_and_why() -> None:
     )
     assert "sanitizer: 1 of 2 right\n" in text and 'WRONG {"key": "b", "ok": false, "share": 2.0}' in text
     assert "suite: 2 of 7 right, incomplete: stopped after 90 s" in text
-    assert "passed over, 2 rows: it was not built" in text
+    assert "skipped, 2 rows: it was not built" in text
     stopped = [{"key": f"row {i}", "ok": False, "problem": "out of memory"} for i in range(5)]
     assert "WRONG, out of memory: row 0; row 1; row 2 and 2 more\n" in _table(suite=Outcome(stopped, True))
     assert "not run yet: timings" in text and "tuned_suite" in text.splitlines()[-1]
@@ -179,11 +179,11 @@ def test_a_clean_checkout_says_its_commit(checkout: Path) -> None:
 def test_a_dirty_checkout_is_refused(checkout: Path, name: str) -> None:
     """A changed or uncommitted file is named, and so is a missing one."""
     (checkout / name).write_text("2")
-    with pytest.raises(ValueError, match=rf"^{name}: not as in commit \w{{10}}: commit them, or put them back$"):
+    with pytest.raises(ValueError, match=rf"^{name}: different from commit \w{{10}}: commit or restore them$"):
         provenance.clean_commit()
     (checkout / name).unlink()
     if name != "bench/new.py":
-        with pytest.raises(ValueError, match=f"^{name}: not as in commit"):
+        with pytest.raises(ValueError, match=f"^{name}: different from commit"):
             provenance.clean_commit()
 
 
@@ -207,7 +207,7 @@ def test_a_dirty_tree_is_refused_before_anything_runs(
     monkeypatch.setattr(gpu_check, "run", lambda *_: pytest.fail("a section has begun"))
     assert gpu_check.main(["--output", str(tmp_path / "results")]) == 2
     assert (
-        capsys.readouterr().err.startswith("gpu_check: bench/a.py: not as in commit")
+        capsys.readouterr().err.startswith("gpu_check: bench/a.py: different from commit")
         and not (tmp_path / "results").exists()
     )
 

@@ -102,7 +102,7 @@ def test_a_report_is_continued(tmp_path: Path) -> None:
     report.save()
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_check_nvidia-h200_2026-01-02.json"]
     assert asdict(opened(tmp_path, MACHINE, False).outcomes["parity"]) == asdict(report.outcomes["parity"])
-    assert opened(tmp_path, MACHINE, True).outcomes == {}, "--force begins anew"
+    assert opened(tmp_path, MACHINE, True).outcomes == {}, "--force starts again"
     assert opened(tmp_path, MACHINE | {"date": "2026-01-03T00:00:00"}, False).outcomes == {}, (
         "another day has another file"
     )
@@ -116,7 +116,7 @@ def test_a_report_of_something_else_is_not_continued(changed: str, tmp_path: Pat
     content["machine"][changed] = "other"
     write_json(report.path, content)
     before = report.path.read_bytes()
-    with pytest.raises(ValueError, match=rf"of another {changed}: .*--output.*--force"):
+    with pytest.raises(ValueError, match=rf"comes from another {changed}: .*--output.*--force"):
         opened(tmp_path, MACHINE, False)
     assert report.path.read_bytes() == before
     opened(tmp_path, MACHINE, True)
@@ -192,7 +192,7 @@ def test_a_call_stays_within_its_budget(
     nothing to do."""
     assert calls() == 1
     printed = capsys.readouterr().out
-    assert "not done yet: three, tune; the same command goes on" in printed and "two: 0 of 1 right" in printed
+    assert "not done yet: three, tune; run the same command to continue" in printed and "two: 0 of 1 right" in printed
     assert _times(tmp_path) == {"one": 1, "two": 1, "three": 1}, (
         "a section is not begun before the one that it waits for is complete"
     )
@@ -209,7 +209,7 @@ def test_a_section_that_is_named_is_run_again(calls: Callable[..., int], tmp_pat
     assert _times(tmp_path) == {"one": 1, "three": 1}, "anew, and once"
     assert calls("--sections", "three,tune") == 0 and _times(tmp_path) == {"one": 1, "three": 1, "tune": 1}
     assert calls("--sections", "three") == 0 and _times(tmp_path) == {"one": 1, "three": 1}, (
-        "what came from rows that are made anew goes"
+        "results that depend on repeated rows are removed"
     )
 
 

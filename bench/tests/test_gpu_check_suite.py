@@ -124,7 +124,7 @@ def test_a_check_from_start_to_end(
     assert "the CUDA kernels are not there (nvcc was not found)" in rows["test_extension"]["problem"]
     assert rows["test_hangs"]["problem"] == "stopped after 2 s" and "exit code 9" in rows["test_crashes"]["problem"]
     assert "\nsuite: 4 of 8 right\n" in said and "\ntuned_suite: 4 of 8 right\n" in said and "not done yet" not in said
-    assert "passed over, 2 rows" in said and "[4] -> [8]: 20.0% faster" in said and "100 us" in said
+    assert "skipped, 2 rows" in said and "[4] -> [8]: 20.0% faster" in said and "100 us" in said
     assert (
         "a case; peer" not in said
         and "peer: RuntimeError: out of memory" in said
@@ -141,7 +141,7 @@ def test_a_check_from_start_to_end(
     code, said = call()
     assert code == 0 and _ran(tests) == sorted(2 * FAULTY) and "\nsuite: 8 of 8 right\n" in said and "WRONG" not in said
     assert gpu_check.tiles.FILE.read_text() == '{"tuned": 1}', (
-        "on a new machine, what was tuned is taken from beside the results"
+        "a new machine takes the tuned tiles from the copy beside the results"
     )
     code, said = call()
     assert code == 0 and _ran(tests) == [] and "\nsuite: 8 of 8 right\n" in said
@@ -180,6 +180,6 @@ def test_the_installed_extension_is_found(places: tuple[Path, Path]) -> None:
 def test_an_extension_of_other_sources_is_refused(places: tuple[Path, Path]) -> None:
     checkout, site = places
     (checkout / "cmab_kernels" / "api.py").write_text("2")
-    with pytest.raises(ValueError, match=r"is of other sources than .*: install it again"):
+    with pytest.raises(ValueError, match=r"has other sources than .*: install it again"):
         adopt_installed(checkout, [str(site)])
     adopt_installed(checkout, [str(checkout)])  # nothing is installed: the suite says that there is no extension

@@ -88,7 +88,7 @@ def test_the_fastest_that_is_right_is_written(clock: Callable[..., None], table:
 
 @pytest.mark.parametrize("gain, noise", [(0.005, 0.0), (0.05, 0.1), (-0.2, 0.0)])
 def test_what_is_within_the_noise_is_not(gain: float, noise: float, clock: Callable[..., None], table: Path) -> None:
-    """Then an earlier entry is removed, because it no longer gains."""
+    """A gain within the noise does not count. An earlier entry is removed, because it no longer gains."""
     old = tiles.as_entry(TARGET.key(CPU), FIRST, {})
     table.write_text(json.dumps({"cmab_kernels_tiles": 1, "entries": [OTHER, old]}))
     clock(lambda chosen, times, i: 100e-6 * ((1 - gain) if chosen == SECOND else 1) * (1 + noise * ((times + i) % 3)))

@@ -1,4 +1,4 @@
-"""Tests of the measurements: FLOPs, ratios, and no speed without a right result."""
+"""Tests of the measurements: FLOPs, ratios, and that a wrong result has no speed."""
 
 from __future__ import annotations
 

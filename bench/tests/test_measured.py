@@ -77,7 +77,7 @@ def test_a_run_of_the_page_measures_what_is_shown(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(measured, "save", lambda run, path: asked[-1].update(path=path.name))
     monkeypatch.setattr(measured.provenance, "machine", lambda: sets)
     monkeypatch.setattr(measured.provenance, "dirty", lambda: True)
-    with pytest.raises(SystemExit, match="changes that are in no commit"):
+    with pytest.raises(SystemExit, match="uncommitted changes"):
         measured.measure(measured.WHOLE)
     monkeypatch.setattr(measured.provenance, "dirty", lambda: False)
     for path in (measured.NARROW, measured.NARROW_SHORT):
@@ -95,7 +95,7 @@ def test_a_run_of_the_page_measures_what_is_shown(monkeypatch: pytest.MonkeyPatc
 
 
 def test_labels_say_how_many_operations_are_saved():
-    """The texts of the steps beside full attention, of 16 heads of 12 with 4 landmarks."""
+    """The texts of the steps that are compared with full attention, for 16 heads of 12 with 4 landmarks."""
     found = re.findall(
         r"1 / ([\d,]+) of its.*?1 / ([\d,]+) of those executed \| \{nystrom-step-(\w+)-.*-n(\d+)-",
         "".join(measured.TABLES),
@@ -129,9 +129,7 @@ def test_a_table_says_what_it_shows(tmp_path: Path):
         == "torch is its attention. A processor <of 2 cores> (avx2), 2 threads, torch 2.13.0, 2026-01-02, commit "
         "0123456789, `some.json`."
     )
-    assert "commit 0123456789 **with changes that are in no commit**, `" in measured.filled(
-        TABLE, replace(run, dirty=True)
-    )
+    assert "commit 0123456789 **with uncommitted changes**, `" in measured.filled(TABLE, replace(run, dirty=True))
     assert (
         measured.filled(TABLE, replace(run, rows=tuple(replace(row, others=0.5) for row in run.rows))).count(
             "), noisy |\n"
@@ -161,7 +159,7 @@ def test_short_calls_tell_losses_by_the_rule_of_the_report(whole: Run):
 
 
 def test_a_column_of_another_run(tmp_path: Path):
-    """Its ratio is shown beside that of the run of the table, with the place of the measurement."""
+    """The table shows the ratio of another run next to its own, and says where it was measured."""
     run, narrow = saved(tmp_path, "some"), saved(tmp_path, "narrow", quick=True)
     (ours,) = (row for row in narrow.groups[GROUP] if row.ours)
     assert ours.ratio

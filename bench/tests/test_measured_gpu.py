@@ -123,7 +123,7 @@ def test_a_peer_of_another_formula_is_said_to_be_one() -> None:
 
 
 def test_peers_of_an_earlier_run_are_marked() -> None:
-    """They do not replace a peer that was timed together with our kernel."""
+    """Peers of an earlier run do not replace a peer that was timed together with our kernel."""
     before = [_row("triton", 8e-3), {**NAIVE, "implementation": "naive"}]
     assert _cells(_row("triton", 2e-3), before=before).startswith("naive† | 9 ms, +1.0 MiB | 2 ms")
     assert _cells(_row("triton", 2e-3), _row("naive", 4e-3), before=before).startswith("naive | 4 ms")
@@ -235,6 +235,4 @@ def test_comments_and_line_breaks_change_no_digest(name: str, code: str, changed
 
 def test_a_dirty_tree_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _facts(monkeypatch, KERNELS)["commit"] == "commit aaaaaaa"
-    assert _facts(monkeypatch, KERNELS, sources="other")["commit"].startswith(
-        "a tree with changes that are in no commit"
-    )
+    assert _facts(monkeypatch, KERNELS, sources="other")["commit"].startswith("a tree with uncommitted changes")

@@ -18,7 +18,7 @@ def test_a_figure_that_was_changed_by_hand_is_seen() -> None:
     before = numbers.section(record, streams)
     record["operators"]["intention"]["float32"]["normal"]["results"][0] *= 3
     assert numbers.section(record, streams) != before
-    assert "{" not in numbers.LAWS and "{" not in before.replace("{where}", ""), "every place has given way to figures"
+    assert "{" not in numbers.LAWS and "{" not in before.replace("{where}", ""), "every place is filled"
 
 
 @pytest.mark.parametrize("figure, shown", [(1.23e-7, "1.2e-7"), (2e-10, "2e-10"), (0.0, "0"), (0.031, "3.1e-2")])

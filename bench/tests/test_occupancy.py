@@ -73,7 +73,7 @@ def test_the_page_has_the_launches_of_today() -> None:
 def test_no_row_is_stale(key: Key, tmp_path: Path) -> None:
     """Each kernel compiles for every GPU, AMD's too, to the figures on the page."""
     if COMPILER not in PAGE.read_text():
-        pytest.skip(f"the page is not of {COMPILER}: write it anew")
+        pytest.skip(f"the page was not made with {COMPILER}: write it again")
     assert row(key, HELD[key], tmp_path) == written()[key]
 
 

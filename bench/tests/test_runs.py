@@ -108,19 +108,19 @@ def damaged(raw: dict[str, Any], part: str, **changes: Any) -> dict[str, Any]:
 
 
 BAD = {
-    "empty": (lambda raw: "", r"no JSON, or cut short \(line 1"),
-    "cut short": (lambda raw: json.dumps(raw)[:-500], "no JSON, or cut short"),
-    "no text": (lambda raw: b"\xff\xfe\x00\x81", "no text"),
-    "nested": (lambda raw: "[" * 100_000, "no JSON, or cut short"),
-    "a list": (lambda raw: [1, 2], "no run of these benchmarks"),
-    "pytest-benchmark's": (lambda raw: {"benchmarks": [], "machine_info": {}}, "no run of these benchmarks"),
+    "empty": (lambda raw: "", r"not JSON, or cut short \(line 1"),
+    "cut short": (lambda raw: json.dumps(raw)[:-500], "not JSON, or cut short"),
+    "no text": (lambda raw: b"\xff\xfe\x00\x81", "not a text file"),
+    "nested": (lambda raw: "[" * 100_000, "not JSON, or cut short"),
+    "a list": (lambda raw: [1, 2], "not a run of these benchmarks"),
+    "pytest-benchmark's": (lambda raw: {"benchmarks": [], "machine_info": {}}, "not a run of these benchmarks"),
     "another format": (lambda raw: {**raw, "cmab_kernels_bench": 1}, "in format 1, and this code reads format 2"),
     "a word as format": (lambda raw: {**raw, "cmab_kernels_bench": "2"}, "in format '2'"),
     "no machine": (lambda raw: {name: value for name, value in raw.items() if name != "machine"}, "machine is missing"),
     "threads as truth": (lambda raw: {**raw, "threads": True}, "threads is True"),
     "rows as mapping": (lambda raw: {**raw, "rows": {}}, "rows is {}"),
     "a row that is none": (lambda raw: {**raw, "rows": [3]}, r"row 1 \(None\): 3 where a mapping"),
-    "a row of no group": (lambda raw: damaged(raw, "rows", group="other"), r"row 2 \(other\): other is no group"),
+    "a row of no group": (lambda raw: damaged(raw, "rows", group="other"), r"row 2 \(other\): other is not a group"),
     "a group without a scan": (lambda raw: damaged(raw, "groups", scan="missing"), "scan is missing"),
     "time of nothing": (lambda raw: damaged(raw, "rows", seconds=[0.0, 1.0, 1.0]), r"D16-N1000\): seconds is \[0.0"),
     "time that is none": (lambda raw: damaged(raw, "rows", seconds=[float("nan"), 1.0, 1.0]), r"seconds is \[nan"),
@@ -200,7 +200,7 @@ def test_fewer_than_three_points_are_no_curve_and_axes_begin_with_the_length(run
 
 def test_labels_tell_groups_apart_and_say_the_rest_once(run: Run):
     once, each = series.labels(run.scans["latent_attention"])
-    assert once == "where not said otherwise, float32, batch of 1, 4 heads, width 16, 128 queries, 2 threads"
+    assert once == "unless stated otherwise, float32, batch of 1, 4 heads, width 16, 128 queries, 2 threads"
     assert len(set(each.values())) == len(each) == 13
     assert each["latent-forward-float32-D16-N1000"] == "forward, 1,000 keys"
     assert each["latent-forward-bfloat16-D16-N100000"] == "forward, bfloat16, 100,000 keys"

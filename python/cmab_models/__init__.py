@@ -2,8 +2,8 @@
 
 The package uses only the public API of `cmab_kernels`. The models of `neural_processes` predict functions from points,
 those of `point_processes` predict events, those of `streams` classify windows of tokens, and those of `regressors`
-answer queries from keys and values. `tasks` holds data and scores, `data` the sources of the data, `presets` settings
-of three sizes, and `training` the training with Lightning and its records.
+answer queries from keys and values. `tasks` holds data and scores. `data` holds the sources of the data. `presets`
+holds settings of three sizes. `training` trains with Lightning and records results.
 """
 
 import importlib.util

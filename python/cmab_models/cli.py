@@ -31,10 +31,10 @@ from .training.loop import HOW, PRECISIONS, SAVE_EVERY
 EXAMPLES = """\
 examples:
   python -m cmab_models train cmanp --task gp-rbf                     train, evaluate, keep it in runs/gp-rbf/cmanp-0
-  python -m cmab_models train cmanp --task gp-rbf --resume            go on after Ctrl-C
+  python -m cmab_models train cmanp --task gp-rbf --resume            continue after Ctrl-C
   python -m cmab_models train lbanp --task gp-rbf --set steps=3000 --set model.num_latents=8 --seed 1
   python -m cmab_models train cmanp --task gp-rbf --preset paper --device cuda --precision bf16-mixed
-  python -m cmab_models evaluate cmanp --task gp-rbf                  scores of the kept model, ceiling and trivial
+  python -m cmab_models evaluate cmanp --task gp-rbf                  scores of the saved model and of references
   python -m cmab_models stream cmanp --task wheel                     what the model knows after each new point
   python -m cmab_models plot cmanp --task gp-rbf --output bands.png   draw it
 
@@ -74,9 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
         "train": "train a system on a task, evaluate it, and keep it",
-        "evaluate": "print the scores of the model that was kept, beside those that need no model",
+        "evaluate": "print the scores of the saved model, and scores that need no model",
         "stream": "print what the model knows after each new point, event or token of a held-out stream",
-        "plot": "draw the task's picture with the model that was kept",
+        "plot": "draw the task's picture with the saved model",
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that all commands have. They define the run that is meant."""
+    """Add the arguments that all commands have. They identify the run."""
     command.add_argument("system", choices=SYSTEMS, metavar="SYSTEM", help=f"one of {', '.join(SYSTEMS)}")
     command.add_argument(
         "--task", required=True, choices=sorted(TASKS), metavar="TASK", help=f"one of {', '.join(sorted(TASKS))}"
@@ -106,10 +106,10 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="a setting of the task (steps, learning_rate, ...; a wrong one lists all), or model.KEY of the model; "
         "may be repeated, "
-        "and overrides --config; what is not set is as it was in the training, if there was one",
+        "and overrides --config; an unset setting keeps its value from the training, if there was one",
     )
     command.add_argument(
-        "--seed", type=_seed, default=0, help="all numbers follow from it, with as many threads (default: 0)"
+        "--seed", type=_seed, default=0, help="seed of all random numbers; results also depend on the number of threads"
     )
     command.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
     command.add_argument("--folder", type=Path, help="where the run is kept (default: runs/TASK/SYSTEM-SEED)")
@@ -117,7 +117,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 
 def _add_training(command: argparse.ArgumentParser) -> None:
     """Add the arguments of a training. The other commands take them from the training of the saved model."""
-    command.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    command.add_argument("--resume", action="store_true", help="continue from the folder's checkpoint")
     command.add_argument(
         "--preset",
         metavar="PRESET",
@@ -131,7 +131,7 @@ def _add_training(command: argparse.ArgumentParser) -> None:
         "--devices",
         type=_number,
         metavar="N",
-        help="processes that share the training, with a device each (default: 1)",
+        help="processes that share the training; each has its own device (default: 1)",
     )
     command.add_argument(
         "--accumulate", type=_number, metavar="N", help="batches of a process in each step (default: 1)"
@@ -164,7 +164,7 @@ def _run(asked: argparse.Namespace) -> Run:
     settings = {name: value for name, value in saved.items() if name not in ("system", "task", "seed", "code")}
     how = {name: settings.pop(name) for name in HOW if name in settings} | how
     run = _made(asked, settings | given, how)
-    # Defaults of a model may follow from data, whose folder only the settings of the training name.
+    # A model's defaults may depend on data. Only the settings of the training name the folder of that data.
     _checked(run, *(name for name in run.described() if name.startswith("model.")), defaults=run.defaults())
     return run
 
@@ -183,7 +183,7 @@ def _made(asked: argparse.Namespace, settings: Mapping[str, Any], how: Mapping[s
 
 def _checked(run: Run, *names: str, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the settings with which the saved model was trained; empty without a checkpoint. Raise `BadCheckpoint` if
-    those of these names are not the run's."""
+    a setting in `names` differs from the run's."""
     if not run.checkpoint.exists():
         return {}
     checkpoint, described = load(run.checkpoint), run.described()
@@ -268,7 +268,7 @@ def _train(run: Run, asked: argparse.Namespace) -> None:
     resume = asked.resume or (_back_from_queue() and run.checkpoint.exists())
     if run.checkpoint.exists() and not resume:
         raise ValueError(
-            mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to go on from it")
+            mismatch("--folder", f"{run.folder}, which has a checkpoint", "one without; add --resume to continue it")
         )
     run.task.loss(run.model(), run.task.batch(seeded(run.seed)))  # if this raises an error, no folder is made
     tensorboard, table = (

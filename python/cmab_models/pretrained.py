@@ -63,8 +63,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         """Return the model of a folder, or of a repository `owner/name` on the Hugging Face Hub. The arguments are
         those of huggingface_hub.
 
-        Raises `FileNotFoundError` for a folder that does not exist or holds no model. The same error for a repository
-        that is not on the Hub or, if the Hub does not answer, not in the Hub's cache on this machine.
+        Raises `FileNotFoundError` for a folder that does not exist or holds no model. Raises the same error for a
+        repository that is not on the Hub, or, if the Hub does not answer, not in the Hub's cache on this machine.
         """
         folder = Path(pretrained_model_name_or_path)
         if folder.is_dir():

@@ -1,10 +1,10 @@
 """A photograph that is completed while its pixels arrive: after each packet all other pixels are predicted, and no
 pixel is kept.
 
-The pixels of a photograph of a cat arrive in random order. A colour is modelled as a sum of waves over the image, where
-slow waves are larger than fast ones, and the sizes of the waves are a ridge regression on the pixels so far. Each
-packet is added to its sums and the regression is solved again, in one call. The time and memory of this call do not
-grow. Nothing is trained in advance: the image is learned only from its own pixels.
+The pixels of a photograph of a cat arrive in random order. A colour is modelled as a sum of waves over the image. Slow
+waves are larger than fast ones. A ridge regression on the pixels so far gives the sizes of the waves. Each packet is
+added to its sums and the regression is solved again, in one call. The time and memory of this call do not grow. Nothing
+is trained in advance: the image is learned only from its own pixels.
 """
 
 import time
@@ -51,8 +51,8 @@ def main() -> None:
                 f"{known:>5} pixels: the others off by {off:.3f}; {sum(part.nbytes for part in state):,} bytes are kept"
             )
     plain = (colours[missing] - colours[arriving].mean(0)).square().mean().sqrt()
-    print(f"one colour, the mean of all, for all: off by {plain:.3f}")
-    print(f"a packet of {PACKET} pixels takes {1000 * sorted(spent)[len(spent) // 2]:.1f} ms, the first as the last")
+    print(f"the mean colour for every pixel: off by {plain:.3f}")
+    print(f"a packet of {PACKET} pixels takes {1000 * sorted(spent)[len(spent) // 2]:.1f} ms, the first and the last")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """From a table of timestamps and labels to a server of predictions: the departures of an airport, with their airlines.
 
 The table becomes sequences of events, one for each day. A CMHP takes its scale from them, learns, and is scored on
-later days, beside predictions that need no model. Then it is saved, with the labels of its marks. A server loads it,
-reads the departures of a day one by one into a state, saves this state at noon, and goes on from the file.
+later days, together with predictions that need no model. Then it is saved, with the labels of its marks. A server loads
+it, reads the departures of a day one by one into a state, saves this state at noon, and continues from the file.
 """
 
 import importlib.util

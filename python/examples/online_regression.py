@@ -72,7 +72,7 @@ def main() -> None:
     for i in range(100):
         both = ridge_state(*rows(features[i : i + 1], labels[i : i + 1]), state=both)
         solve_ridge(both, ALPHA)
-    print(f"one more example and the regression anew: {1e4 * (time.perf_counter() - start):.0f} us")
+    print(f"one more example and a new solve: {1e4 * (time.perf_counter() - start):.0f} us")
 
 
 if __name__ == "__main__":

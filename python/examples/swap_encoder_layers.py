@@ -73,7 +73,7 @@ def main() -> None:
         print(f"replaced {replaced:d} layers: logits differ by {(model(held_out[0]) - logits).abs().max():.0e}")
 
     after = train(model, optimizer, 60)
-    print(f"ours, trained on: accuracy {accuracy(model, *held_out):.2f}, {after:.0f} ms a step")
+    print(f"ours, trained further: accuracy {accuracy(model, *held_out):.2f}, {after:.0f} ms a step")
 
 
 if __name__ == "__main__":

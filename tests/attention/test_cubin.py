@@ -137,7 +137,7 @@ def test_compiled(name: str, width: int, capability: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name, width", list(itertools.product(("bf16", "fp32"), (16, 64))))
 def test_tuned_tiles_are_sound(name: str, width: int, tmp_path: Path) -> None:
-    """They may spill, but they have no other fault."""
+    """Kernels with tuned tiles may spill, but they have no other fault."""
     with as_if_on(90), using(read(FILE)):
         found = [launch for latents in (300, 128) for launch in _launches(DTYPES[name], width, latents)]
     found_wrong = wrong(found, 90, tmp_path, partial(by_matrix_units, WITH_PRODUCTS))
@@ -258,8 +258,8 @@ def test_spills_are_seen(tmp_path: Path) -> None:
 
 
 def test_declared_spills_are_held_to(tmp_path: Path) -> None:
-    """Kernels that are known to spill may spill as much as declared, and no more; a kernel that spills nothing must not
-    be declared."""
+    """A kernel that is known to spill may spill no more than declared. A kernel that spills nothing must not be
+    declared."""
     sound = _launches(torch.bfloat16, 128)[0]
     with mock.patch.object(launches, "_FORWARD", {"half": {128: Tiles(128, 64, 4, 2)}}):
         spilled = _launches(torch.bfloat16, 128)[0]

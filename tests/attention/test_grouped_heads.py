@@ -28,7 +28,8 @@ def _torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_is_torchs(impl: str) -> None:
-    """Result and gradients are those of torch's function; a query over the batch, one head of keys, too."""
+    """Result and gradients are those of torch's function, also for a query that the batch shares, and for one head of
+    keys."""
     inputs = [x.requires_grad_() for x in _inputs()]
     ours = ck.latent_attention(*inputs, enable_gqa=True, impl=impl)
     theirs = _torch(*inputs)
@@ -44,7 +45,7 @@ def test_is_torchs(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_states(impl: str) -> None:
-    """States have the heads of the query; they are merged, faded, and freed of keys as states of repeated keys."""
+    """States have the heads of the query; merges, decay and removals work as for states of repeated keys."""
     q, k, v = _inputs()
     many = [x.repeat_interleave(3, 1) for x in (k, v)]
     decay = torch.linspace(0.1, 1.0, 60, dtype=torch.float64).view(2, 6, 5)

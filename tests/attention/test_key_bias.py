@@ -54,8 +54,8 @@ def test_is_torchs_additive_mask() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_excluded_keys(impl: str, dtype: torch.dtype) -> None:
-    """A bias of -inf is a mask for each head: nothing of such a key, not even a NaN, has an effect, also where it is
-    masked as well, and where a head has no other key."""
+    """A bias of -inf masks a key for its head. Nothing in such a key has an effect, not even a NaN. This also holds if
+    the key is masked too, and if the head has no other key."""
     q, k, v, bias = _inputs((2, 3, 700), latents=40, dtype=dtype)
     bias = bias.to(torch.promote_types(dtype, torch.float32))
     excluded = torch.rand(2, 3, 700) < 0.3
@@ -107,7 +107,7 @@ def test_a_bad_bias_stays_in_its_head(impl: str, dtype: torch.dtype, bad: float,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_far_bias(native: str, dtype: torch.dtype) -> None:
-    """All weights keep a sum of 1 in forward and backward where the bias is far larger than the scores."""
+    """Weights sum to 1, forward and backward, even if the bias is far larger than the scores."""
     q, k, v, _ = _inputs(dtype=dtype)
     v.requires_grad_()
     for far in (1e4, -1e4):
@@ -133,7 +133,8 @@ def test_states_and_removal(impl: str) -> None:
 
 
 def test_packed_sets_and_groups(impl: str) -> None:
-    """With packed sets, and heads that share keys: a bias belongs to a key, and each head of keys has its own."""
+    """Packed sets and shared heads work with biases: a bias belongs to a key, and each head of keys has its own
+    biases."""
     q, k, v, bias = _inputs()
     q = q.repeat_interleave(2, 1)
     offsets, ends = torch.tensor([0, 60, 120]), (slice(0, 60), slice(60, 120))
@@ -148,7 +149,7 @@ def test_packed_sets_and_groups(impl: str) -> None:
 
 
 def test_weights_alibi_and_a_sink() -> None:
-    """What docs/attention.md promises: weights of points, a bias that is shifted over a stream, and a sink."""
+    """The promises of docs/attention.md hold: weights of points, a bias that is shifted over a stream, and a sink."""
     q, k, v, _ = _inputs()
     twice = torch.cat((k, k[:, :, :9]), 2), torch.cat((v, v[:, :, :9]), 2)
     weight = torch.ones(133, dtype=torch.float64)
@@ -180,7 +181,8 @@ def test_a_broadcast_bias_is_not_expanded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_transforms() -> None:
-    """Second derivatives, compiled, exported and mapped calls, also over the bias alone, and forward mode."""
+    """Second derivatives, forward mode, and compiled, exported and mapped calls work, also if only the bias is
+    mapped."""
     q, k, v, bias = _inputs((3, 133))
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

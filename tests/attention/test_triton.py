@@ -279,7 +279,7 @@ def test_masks_hide_nan(masked: slice) -> None:
 
 
 def test_ignored_keys_have_no_gradient_of_a_bad_query() -> None:
-    """This also holds if the incoming gradient of a query is NaN, which reaches all other keys."""
+    """Ignored keys get gradient 0 even if the incoming gradient of a query is NaN, which reaches all other keys."""
     q, k, v = _inputs(1, 1, 5, 70, 8, 4, torch.float64)
     dout = torch.randn(1, 1, 5, 4).double()
     dout[:, :, 2] = math.nan

@@ -115,8 +115,8 @@ def _check_gradients(scores: Tensor, values: Tensor, scale: float, out: Tensor, 
 
 
 def test_a_lone_largest_score_has_weight_one() -> None:
-    """The same holds in float64, where two neighbouring values of the logarithm belong to numbers whose ratio is e^4 to
-    e^64."""
+    """A lone largest score has weight 1 in float64 too, where two neighbouring values of the logarithm belong to
+    numbers whose ratio is e^4 to e^64."""
     generator = torch.Generator().manual_seed(0)
     query = (
         2.0 ** torch.randint(15, 21, (1, 64, 1, 1), generator=generator)
@@ -153,7 +153,7 @@ def test_neighbours(dtype: torch.dtype, level: float) -> None:
 
 @pytest.mark.parametrize("level", [100.0, 700.0, 3e3, 7e3, 1.1e4])
 def test_large_scores_in_float16(level: float) -> None:
-    """Weights are multiplied by 2^14; with the amount that the rounding of a large maximum adds, they must stay within
+    """Weights are multiplied by 2^14. The rounding of a large maximum adds to them, and they must still fit in
     float16."""
     values = torch.arange(200.0).half()
     for step in range(0, 40, 9):

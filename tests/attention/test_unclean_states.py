@@ -132,7 +132,7 @@ def test_gradients_with_an_unclean_row(path: str, impl: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_transforms_of_an_unclean_state(path: str, impl: str) -> None:
-    """The same under vmap, and in forward mode, which uses the definition."""
+    """The rule for unclean states holds under vmap, and in forward mode, which uses the definition."""
     state = _state(math.nan)
     call = PATHS[path]
     right = call(_state(0.0), "reference")

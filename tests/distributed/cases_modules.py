@@ -325,7 +325,7 @@ def case_distributed_data_parallel() -> None:
 
 
 def case_fully_shard() -> None:
-    """The same with parameters that are also spread over the ranks (FSDP2)."""
+    """Training gives the same values if the parameters are also spread over the ranks (FSDP2)."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))

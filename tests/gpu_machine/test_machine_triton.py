@@ -174,8 +174,8 @@ def test_large_scores_in_float16(suite: type[OperatorSuite]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_with_one_key_has_its_value(dtype: torch.dtype) -> None:
-    """The same holds for any rounding of the exponent of its weight. Otherwise the weight would be 1.02 at scores of
-    1e6, and a half type would round it again."""
+    """A row with one key has the value of this key, for any rounding of the exponent of the weight. Otherwise the
+    weight would be 1.02 at scores of 1e6, and a half type would round it again."""
     torch.manual_seed(0)
     query = torch.linspace(100, 1000, 16, dtype=dtype).view(1, 1, 16, 1)
     key, value = torch.tensor([1000.0, 1.0], dtype=dtype).view(1, 1, 2, 1), torch.randn(1, 1, 2, 8).to(dtype)

@@ -112,7 +112,7 @@ def allocate_in_python() -> None:
     plain, like = torch.empty, torch.zeros(0)
 
     def empty(*shape: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        others = options.keys() - {"device"}  # the extension requests the CPU, where `like` is
+        others = options.keys() - {"device"}  # the extension asks for a tensor on the CPU; `like` is there
         return plain(*shape, dtype=dtype, **options) if others else like.new_empty(*shape, dtype=dtype)
 
     torch.empty = empty  # type: ignore[assignment]  # the calls that are made here, of all its overloads

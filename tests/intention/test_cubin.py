@@ -89,7 +89,8 @@ def _launches(
 
 @pytest.fixture(autouse=True)
 def _built_in_tiles() -> Iterator[None]:
-    """Tiles that nobody has measured must not spill. Tiles that were tuned on a GPU may: there the time counts."""
+    """Tiles that nobody has measured must not spill. Tiles that were tuned on a GPU may spill, because there the time
+    counts."""
     with using({}):
         yield
 
@@ -128,7 +129,7 @@ def test_narrow_values_lose_no_descriptor(width: int, value_width: int, tmp_path
     "name, width, value_width", [("bf16", 64, 64), ("bf16", 16, 16), ("fp32", 16, 16), ("fp32", 33, 7), ("fp32", 64, 1)]
 )
 def test_tuned_tiles_are_sound(name: str, width: int, value_width: int, tmp_path: Path) -> None:
-    """They may spill or use smaller matrix instructions, but they have no other fault."""
+    """Kernels with tuned tiles may spill or use smaller matrix instructions, but they have no other fault."""
     with using(read(FILE)):
         found = _launches(DTYPES[name], width, 90, value_width)
     assert [fault for fault in _check(found, 90, tmp_path) if "spilled" not in fault] == []

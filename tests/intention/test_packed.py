@@ -1,5 +1,5 @@
-"""Sets of different sizes, packed into one row of keys by `cu_seqlens`: each has the sums and the regression it has
-alone."""
+"""Sets of different sizes, packed into one row of keys by `cu_seqlens`: each has the same sums and the same regression
+as alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cmab_kernels.intention.reference import gram_backward_reference
 
 OFFSETS = torch.tensor([0, 5, 5, 12, 40])
 SETS, HEADS, ROWS, WIDTH, COLUMNS = 4, 2, 43, 3, 2
-"""The second set is empty, and three rows after the last set belong to none."""
+"""The second set is empty, and three rows after the last set belong to no set."""
 
 
 def _inputs(dtype: torch.dtype = torch.float64, rows: int = ROWS, sets: int = SETS) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def _inputs(dtype: torch.dtype = torch.float64, rows: int = ROWS, sets: int = SE
 
 
 def _every_set(offsets: Tensor, mask: Tensor | None, call: Callable[[int, dict[str, Tensor]], Any], **rows: Tensor):
-    """Return what `call` makes of the number and the rows of each set, as one batch."""
+    """Return the results of `call` for the number and the rows of each set, as one batch."""
     results = []
     for number, (first, end) in enumerate(pairwise(offsets.tolist())):
         alone = {name: t[:, :, first:end] for name, t in rows.items()}
@@ -62,7 +62,7 @@ def _both(impl: str, inputs: dict[str, Tensor], offsets: Tensor, mask: Tensor | 
     "offsets", [OFFSETS, torch.tensor([0, 30, 12_000, 12_001, 12_700]), torch.tensor([0, 0, 9000])]
 )
 def test_bits_of_each_set_alone(offsets: Tensor, masked: bool, dtype: torch.dtype) -> None:
-    """Sets longer and shorter than a run and a piece; gradients, too."""
+    """Sets are longer and shorter than a run and a piece. Gradients are compared too."""
     rows = int(offsets[-1]) + 3
     inputs = {n: t.requires_grad_() for n, t in _inputs(dtype, rows, len(offsets) - 1).items()}
     mask = torch.rand(1, rows) < 0.3 if masked else None
@@ -98,7 +98,8 @@ def test_sums_by_the_definition(impl: str, wide: torch.dtype) -> None:
 
 
 def test_predictions_by_the_definition(impl: str) -> None:
-    """A shared query, one penalty; the empty set predicts 0, also where fewer keys than columns are left."""
+    """The query is shared, and there is one penalty. The empty set predicts 0. A set may have fewer keys than
+    columns."""
     inputs = _inputs()
     query, key, value = (inputs[n] for n in ("query", "key", "value"))
     out = ck.intention(query[0], key, value, 0.3, cu_seqlens=OFFSETS, impl=impl)
@@ -113,7 +114,8 @@ def test_predictions_by_the_definition(impl: str) -> None:
 
 
 def test_small_buffers(impl: str) -> None:
-    """The primal form solves even if all sets together have fewer keys than columns: the dual form knows one set."""
+    """The primal form solves even if all sets together have fewer keys than columns: the dual form supports only one
+    set."""
     query, key, value = torch.randn(2, 1, 4, 9), torch.randn(1, 1, 5, 9), torch.randn(1, 1, 5, 2)
     out = ck.intention(query, key, value, 0.3, cu_seqlens=torch.tensor([0, 2, 5]), impl=impl)
     for s, rows in enumerate((slice(0, 2), slice(2, 5))):
@@ -123,7 +125,8 @@ def test_small_buffers(impl: str) -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_nothing_passes_from_set_to_set(impl: str, poison: float) -> None:
-    """A bad key stays in its set, one after the last set or under a mask in none; bad slopes stay in their set."""
+    """A bad key affects only its set, and no set if it is masked or after the last set. A bad gradient affects only its
+    set."""
     inputs = {n: t for n, t in _inputs().items() if n in ("key", "value", "weights")}
     mask = torch.zeros(1, ROWS, dtype=torch.bool)
     mask[:, 20] = True
@@ -147,8 +150,8 @@ def test_nothing_passes_from_set_to_set(impl: str, poison: float) -> None:
 
 @pytest.mark.parametrize("poison", [1.0, math.nan])
 def test_the_formula_of_the_gradient(poison: float) -> None:
-    """The formula serves second derivatives: each set has the gradient it has alone, and a bad slope stays in its
-    set."""
+    """The formula serves second derivatives: each set has the same gradient as alone, and a bad incoming gradient
+    affects only its set."""
     inputs, mask = _inputs(), torch.rand(1, ROWS) < 0.3
     rows = {n: inputs[n] for n in ("key", "value", "weights")}
     dgram, dmoment = (torch.randn(SETS, HEADS, WIDTH, n, dtype=torch.float64) for n in (WIDTH, COLUMNS))
@@ -200,7 +203,7 @@ def test_any_number_of_threads() -> None:
 
 
 def test_compiled_and_exported(impl: str) -> None:
-    """With other offsets than those it was traced with."""
+    """The call has other offsets than the trace."""
     inputs = _inputs()
 
     def both(key: Tensor, value: Tensor, query: Tensor, offsets: Tensor) -> Tensor:

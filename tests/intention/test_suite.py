@@ -23,7 +23,8 @@ WIDE = tuple(
 
 
 def _sums(state: ck.RidgeState) -> Results:
-    """Return a state's differentiable fields, by name: the compiler of torch 2.6 knows no slice of a NamedTuple."""
+    """Return a state's differentiable fields, by name: the compiler of torch 2.6 does not support slices of a
+    NamedTuple."""
     return state.gram, state.moment
 
 
@@ -132,7 +133,7 @@ class TestWeightedDual(TestWeighted):
 
 
 class TestSigma(TestWeighted):
-    """`sigma_intention`: attention with queries that the inverse has been applied to."""
+    """`sigma_intention`: attention whose queries are multiplied by the inverse."""
 
     operator = "sigma_intention"
     arguments = {"query": "BHLD", "key": "BHND", "value": "BHNE", "alpha": "BH"}

@@ -1,4 +1,5 @@
-"""The Triton kernels of packed sets in Triton's interpreter, as in test_triton.py: each set has what it has alone."""
+"""The Triton kernels of packed sets in Triton's interpreter, as in test_triton.py: each set has the same results as
+alone."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_any_number_of_dimensions(impl: str, shape: tuple[int, ...]) -> None:
 
 
 def test_no_rows_of_any_strides(impl: str) -> None:
-    """torch takes an empty tensor for contiguous, whatever its strides."""
+    """torch treats an empty tensor as contiguous, whatever its strides."""
     x, expand, contract = torch.randn(3, 8)[:0, ::2].requires_grad_(), torch.randn(6, 8)[:, ::2], torch.randn(6, 4).T
     y = ck.feed_forward_layer(x, expand, contract, activation="relu", impl=impl)
     assert y.shape == torch.autograd.grad(y.sum(), x)[0].shape == (0, 4)

@@ -94,7 +94,7 @@ class TestGeglu(LayerSuite):
 
 
 class TestNormedGeglu(TestGeglu):
-    """The same layer, with norm(x) as the residual."""
+    """A feed-forward layer with all its parts, and with norm(x) as the residual."""
 
     bits, many = TestGeglu.bits[1:], None
     compilers = ("eager", "aot_eager")
@@ -188,7 +188,7 @@ class TestAttentionLayer(LayerSuite):
 
     def is_bounded(self, name: str, is_gradient: bool, law: str) -> bool:
         """Leave out the gradient of the keys' bias, which vanishes:
-        softmax does not see what is added to all logits."""
+        a number that is added to all logits does not change a softmax."""
         return not (is_gradient and name == "key_bias")
 
     def row_sizes(self, found: Measured) -> Tensor:

@@ -64,7 +64,7 @@ def test_half_of_the_context_is_hidden_and_no_target() -> None:
     x, y, target_x, target_y = made(wheels=4).batch(seeded(1))
     assert x.shape == (4, 512, 2) and y.shape == (4, 512, 5) and target_x.shape == (4, 50, 2)
     plausible = ((y - 1.1).abs() < 0.35) | (y > 40)
-    assert 0.5 < plausible.float().mean() < 0.7  # those seen, and noise within the bounds
+    assert 0.5 < plausible.float().mean() < 0.7  # the rewards that were seen, and noise within the bounds
     assert (((target_y - 1.1).abs() < 0.35) | (target_y > 40)).all()
 
 

@@ -1,10 +1,10 @@
 """Baselines of the published tables give the outputs of the published code.
 
-`public_baseline_outputs.pt` holds random weights and what the public code of LBANP
+`public_baseline_outputs.pt` holds random weights, and outputs for random points of the public code of LBANP
 (https://github.com/BorealisAI/latent-bottlenecked-anp, commit 3852db6, in part from
-https://github.com/tung-nd/TNP-pytorch) made of random points with them, in float64; for the TNPs the code is
-tung-nd/TNP-pytorch at commit 73df922. Where that code draws numbers, it was given those that a model draws in
-evaluation: 5 functions in a prediction, and 4 in a loss.
+https://github.com/tung-nd/TNP-pytorch) with these weights, in float64; for the TNPs, of tung-nd/TNP-pytorch at commit
+73df922. Where that code draws random numbers, it was given the numbers of torch's generator with seed 0, as the models
+are here: 5 functions in a prediction, and 4 in a loss.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cmab_models import ANP, BANP, BNP, CANP, EQTNP, LBANPND, NP, TNPA, TNPD, TNPND
-from cmab_models.neural_processes import Batch, Mixture, NeuralProcess
-from cmab_models.neural_processes.family import noise
+from cmab_models.neural_processes import Batch, Mixture, NeuralProcess, family
 from torch import Tensor
 from torch.distributions import Normal
 
@@ -42,6 +41,19 @@ TRANSFORMERS: dict[str, tuple[type[NeuralProcess], dict[str, Any]]] = {
     "tnpnd_lowrank": (TNPND, {"rank": 4, "projection_depth": 3, "covariance": "low-rank"}),
 }
 CHAINS = ("tnpa", "tnpa_bound")
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the models the random numbers that the public code was given."""
+
+    def drawn(kind: str, shape: tuple[int, ...]) -> Tensor:
+        numbers: Tensor = getattr(torch, kind)(*shape, generator=torch.Generator().manual_seed(0))
+        return numbers
+
+    monkeypatch.setattr(family, "_same_numbers", drawn)
+
+
 MIXTURES = ("np", "anp", "bnp", "banp")
 PLACES = [
     (r"net_(pre|v)\.2\.|self_attn\.", "points.attention."),
@@ -173,7 +185,7 @@ def test_losses_are_those_of_the_published_code(name: str) -> None:
 def test_a_chain_is_that_of_the_published_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws depend on the values drawn before them; in training with bounded deviations, these have noise."""
     model, case = loaded(name)
-    draws = noise(torch.randn, *case["sample"].shape, like=case["sample"], fresh=False)
+    draws = family.noise("randn", *case["sample"].shape, like=case["sample"], fresh=False)
     monkeypatch.setattr("cmab_models.neural_processes.tnpa.noise", lambda *_, **__: draws)
     with torch.no_grad():
         close(model(case["xc"], case["yc"], case["xt"]).sample((5,)), case["sample"])

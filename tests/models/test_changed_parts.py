@@ -73,8 +73,8 @@ def runs(model: nn.Module, how: str) -> list[Run]:
 
 
 def deep(system: str) -> Any:
-    """Return a model with two of each part of which it may have many:
-    the layers of a classifier differ, and more take long."""
+    """Return a model with two of each part that may occur several times. The layers of a classifier differ, and more
+    layers take long."""
     known = inspect.signature(SYSTEMS[system].__init__).parameters
     torch.manual_seed(0)
     sizes = ("depth", "embedding_depth", "projection_depth", "num_latents")

@@ -1,4 +1,4 @@
-"""Point processes that continue a history, and models and events of one's own data."""
+"""Point processes that continue a history, and models and events of a user's own data."""
 
 from __future__ import annotations
 

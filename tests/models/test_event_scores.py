@@ -1,4 +1,4 @@
-"""Scores of events, beside trivial ones: both follow their definitions, and own data gets a sound scale."""
+"""Scores of events and trivial scores follow their definitions, and a user's own data gets a sound scale."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_model_in_another_unit_is_warned_of_in_training(kind: type[PointProces
     kind(3, dim=8, **SIZES[kind]).eval().log_prob(*days)
     fitted = kind.for_events(days, dim=8, **SIZES[kind])
     fitted.log_prob(*days)
-    fitted.log_prob(torch.zeros(1, 5).double(), torch.zeros(1, 5).long())  # equal times tell nothing of the unit
+    fitted.log_prob(torch.zeros(1, 5).double(), torch.zeros(1, 5).long())  # equal times tell nothing about the unit
     fitted.log_prob(torch.zeros(1, 0).double(), torch.zeros(1, 0).long())
 
 

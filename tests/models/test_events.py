@@ -227,7 +227,7 @@ def test_wrong_arguments_are_named(kind: type[PointProcess]) -> None:
 
 @pytest.mark.parametrize("gap", [5.0, 100.0, 1e4, 1e8])
 def test_an_intensity_far_out_has_its_digits(gap: float) -> None:
-    """It is a quotient of two numbers whose logarithms are near -1e6."""
+    """An intensity far out is a quotient of two numbers whose logarithms are near -1e6."""
     parts = torch.zeros(1, 2), torch.tensor([[-1.0, 0.5]]), torch.full((1, 2), math.exp(-5))
     single, wide = (LogNormalMixture(*(part.to(dtype) for part in parts)) for dtype in (torch.float32, torch.float64))
     found, right = single.intensity(torch.tensor([gap])), wide.intensity(torch.tensor([gap], dtype=torch.float64))
@@ -263,7 +263,7 @@ def test_a_mark_without_its_time_is_a_mean_over_times() -> None:
 
 def test_simulated_events_follow_the_intensity() -> None:
     """Integrals of the intensity from event to event are exponential with mean 1,
-    and as many events come as the theory says."""
+    and the number of events agrees with the theory."""
     process, end = Hawkes(), 100.0
     events = process.simulate(400, end, seeded(4))
     rate = sum(process.base) / (1 - 1.2 / process.decay)

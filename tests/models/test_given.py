@@ -374,7 +374,7 @@ def test_events_that_do_not_fit_are_named(times: Any, marks: Any, end: Any, said
 @pytest.mark.filterwarnings("ignore")  # torch announces the successor of its dynamic quantisation
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_dynamic_quantisation(system: str) -> None:
-    """Its layers have no parameters; torch's fused encoder layer would read them, so it must not run."""
+    """Quantised layers have no parameters, so torch's fused encoder layer, which reads them, must not run."""
     model, given = made(system), inputs(system)
     quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
     assert answer(quantised, given).isfinite().all()

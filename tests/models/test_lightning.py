@@ -1,5 +1,5 @@
-"""What Lightning brings to a training, each compared with the plain run: checkpoints in between, signals, accumulated
-gradients, several processes, other precisions, and logs."""
+"""The features that Lightning adds to a training, each compared with the plain run: checkpoints in between, signals,
+accumulated gradients, several processes, other precisions, and logs."""
 
 from __future__ import annotations
 

@@ -298,19 +298,22 @@ def test_a_wrong_batch_or_mask_is_named(kind: type[NeuralProcess]) -> None:
 THE_OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in ("cmanp", "lbanp", "inctnp", "tnp-d")]
 
 
+class Mean(torch.nn.Module):
+    """The mean of a prediction, as a program has tensors as outputs."""
+
+    def __init__(self, system: str, **options: Any) -> None:
+        super().__init__()
+        self.process = SYSTEMS[system](dim_x=1, dim_y=1, **options).eval()
+
+    def forward(self, x: Tensor, y: Tensor, target: Tensor) -> Tensor:
+        mean: Tensor = self.process(x, y, target).mean
+        return mean
+
+
 @pytest.mark.parametrize("system", ["cnp", *THE_OTHERS])
 @torch.no_grad()
 def test_a_program_takes_batches_of_any_size(system: str) -> None:
-    class Mean(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.process = SYSTEMS[system](dim_x=1, dim_y=1).eval()
-
-        def forward(self, x: Tensor, y: Tensor, target: Tensor) -> Tensor:
-            mean: Tensor = self.process(x, y, target).mean
-            return mean
-
-    module, first, later = Mean(), torch.randn(2, 9, 1), torch.randn(3, 9, 1)
+    module, first, later = Mean(system), torch.randn(2, 9, 1), torch.randn(3, 9, 1)
     sizes = ({0: torch.export.Dim("B")},) * 3
     program = torch.export.export(module, (first,) * 3, dynamic_shapes=sizes).module()
     torch.testing.assert_close(program(later, later, later), module(later, later, later))
@@ -359,3 +362,13 @@ def test_a_program_of_the_likelihood_of_a_chain() -> None:
     program = torch.export.export(module, first, dynamic_shapes=(({0: torch.export.Dim("B")},) * 4,)).module()
     close(program(*later), module(*later))
     close(torch.compile(module, fullgraph=True, backend="eager")(*first), module(*first))
+
+
+@pytest.mark.parametrize("system", ["np", "bnp", "tnp-a"])
+@torch.no_grad()
+def test_a_program_draws_the_same_numbers_in_every_call(system: str) -> None:
+    """A call of torch's generator in the program would go on where the last call stopped."""
+    module, points = Mean(system, dim=8, num_samples=3), torch.randn(3, 2, 9, 1).unbind()
+    program, expected = torch.export.export(module, points).module(), module(*points)
+    for _ in range(2):
+        torch.testing.assert_close(program(*points), expected)

@@ -1,7 +1,7 @@
 """Weights saved by the authors' code give the outputs of the authors' code.
 
-`public_code_outputs.pt` holds random weights in float64 and what the public code of CMANP and LBANP
-(https://github.com/BorealisAI/constant-memory-anp) made of random inputs with them.
+`public_code_outputs.pt` holds random weights in float64, and outputs for random inputs of the public code of CMANP and
+LBANP (https://github.com/BorealisAI/constant-memory-anp) with these weights.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_joint_likelihoods() -> None:
 @by_both
 @pytest.mark.parametrize("calls", ["one", "several"])
 def test_a_block(calls: str) -> None:
-    """Its result and its state, before and after an update, in one native call and layer by layer."""
+    """A block has the authors' result and state, before and after an update, in one native call and layer by layer."""
     case = CASES["cmab"]
     block = nn.CMAB.from_official(case["weights"], num_heads=case["num_heads"])
     if calls == "several":

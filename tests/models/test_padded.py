@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cmab_models.neural_processes import Batch, Chain, NeuralProcess, PaddedBatch
+from cmab_models.neural_processes.family import noise
 from cmab_models.neural_processes.parts import JointHead
 from cmab_models.systems import SYSTEMS
 from torch import Tensor
@@ -179,7 +180,7 @@ def test_a_latent_variable_is_read_from_targets_with_all_outputs(system: str) ->
     state, kept = model.condition(x, y), [0, 2, 3, 4]
     prior = model._latent(state)
     posterior = model._latent(model.condition(target_x[:, kept], target_y[:, kept], state))
-    draws = torch.randn(1, 1, prior.loc.shape[1], generator=torch.Generator().manual_seed(0)).double()
+    draws = noise("randn", 1, 1, prior.loc.shape[1], like=prior.loc, fresh=False)
     predicted = model._functions(state, torch.cat([x, target_x], 1), posterior.loc + posterior.scale * draws)
     each = predicted.log_prob(torch.cat([y, target_y], 1))[0, 0]
     each[6 + 1, 0] = 0.0

@@ -20,7 +20,7 @@ FILES = Path(presets.__file__).parent
 PAIRS = [(task, system) for task in sorted(TASKS) for system in TASKS[task].systems]
 FIRST = {task: TASKS[task].systems[0] for task in TASKS}
 QUICK = ("gp-rbf", "wheel", "hawkes", "mooc", "gtzan", "emnist", "few-shot", "sine", "outlier")
-"""Tasks whose data is there in a moment."""
+"""Tasks whose data is available at once."""
 slow = pytest.mark.thorough
 
 

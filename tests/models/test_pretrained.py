@@ -203,7 +203,7 @@ def test_a_model_comes_back_in_its_dtype(system: str, dtype: torch.dtype, tmp_pa
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_sizes_of_numpys_are_saved(system: str, tmp_path: Path) -> None:
-    """Otherwise the loaded model would have the defaults instead."""
+    """NumPy integers are saved. Otherwise the loaded model would have the default sizes."""
     made(system, **{name: np.int64(SIZES[name]) for name in arguments(system) if name in SIZES}).save_pretrained(
         tmp_path / "numpy"
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cmab_models import cli
 from cmab_models.pictures.context import Cost
 from cmab_models.reproduce import judging, openings, report, runner
 from cmab_models.reproduce.__main__ import PAGE, main
@@ -116,7 +117,13 @@ SCORES = {
     [
         ("cmanp", "lbanp", 0.0, True, "cmanp 1.100 ± 0.100, lbanp 0.100 ± 0.100"),
         ("lbanp", "cmanp", 0.0, False, "lbanp 0.100 ± 0.100, cmanp 1.100 ± 0.100"),
-        ("cmanp", "tnp-d", 0.0, None, "cmanp 1.100 ± 0.100, tnp-d 1.000 ± 0.100: the seeds scatter as much"),
+        (
+            "cmanp",
+            "tnp-d",
+            0.0,
+            None,
+            "cmanp 1.100 ± 0.100, tnp-d 1.000 ± 0.100: the difference is within the scatter of the seeds",
+        ),
         ("tnp-d", "cmanp", 0.3, True, "tnp-d 1.000 ± 0.100, cmanp 1.100 ± 0.100"),
         ("lbanp", "cmanp", 0.8, False, "lbanp 0.100 ± 0.100, cmanp 1.100 ± 0.100"),
         (
@@ -124,17 +131,17 @@ SCORES = {
             "cmanp",
             None,
             None,
-            "lbanp 0.100 ± 0.100, cmanp 1.100 ± 0.100: worse, and how much worse would be near is not known",
+            "lbanp 0.100 ± 0.100, cmanp 1.100 ± 0.100: worse, and the paper does not say how much worse is still near",
         ),
         ("cmanp", "lbanp", None, True, "cmanp 1.100 ± 0.100, lbanp 0.100 ± 0.100"),
-        ("cmanp", "cnp", 1.0, None, "cmanp 1.100 ± 0.100, cnp -0.450 ± 0.050: prior passes, too, or nearly, with -0."),
+        ("cmanp", "cnp", 1.0, None, "cmanp 1.100 ± 0.100, cnp -0.450 ± 0.050: prior also passes, or nearly, with -0."),
         # By its seeds.
         (
             "tnp-d",
             "lbanp",
             0.45,
             None,
-            "tnp-d 1.000 ± 0.100, lbanp 0.100 ± 0.100: cnp passes, too, or nearly, with -0.450",
+            "tnp-d 1.000 ± 0.100, lbanp 0.100 ± 0.100: cnp also passes, or nearly, with -0.450",
         ),
         ("tnp-nd", "cmanp", 0.0, None, "tnp-nd 3.000, cmanp 1.100 ± 0.100: fewer than 3 seeds"),
         ("cmanp", "inctnp", 0.0, None, "inctnp was not run in functions"),
@@ -196,16 +203,16 @@ def test_references_are_of_the_scores_that_their_names_end_in(
 def test_what_is_near_is_what_the_paper_says() -> None:
     published = {claim.text: claim.published for claim in CLAIMS}
     assert (
-        published["Functions (RBF): CMANP is as near to LBANP as published."] == "1.24 beside 1.27: at most 0.03 worse"
+        published["Functions (RBF): CMANP is as near to LBANP as published."] == "1.24 against 1.27: at most 0.03 worse"
     )
     assert (
         published["On wheels of radius 0.99, CMANP's regret is as near to LBANP's as published."]
-        == "9.04 beside 6.13: at most 2.91 worse"
+        == "9.04 against 6.13: at most 2.91 worse"
     )
-    assert published["On wheels of radius 0.7, CMANP's regret is below LBANP's."] == "0.93 beside 1.11"
+    assert published["On wheels of radius 0.7, CMANP's regret is below LBANP's."] == "0.93 against 1.11"
     assert (
-        published["A sigma-Informer finds outliers as well as a Transformer, at equal CPU seconds."]
-        == "0.955 beside 0.953"
+        published["A sigma-Informer finds outliers as well as a Transformer in equal CPU seconds."]
+        == "0.955 against 0.953"
     )
 
 
@@ -243,8 +250,8 @@ def test_the_page_tells_what_was_changed_of_a_task_and_what_differs(tmp_path: Pa
         record(run, {"accuracy": 0.5})
     few, functions = report._tables(Results(runs))
     told = (
-        "Tell classes apart that were never trained on, from a few examples of each. Here `turn=30.0`, `ways=3`, "
-        "`model.dim=16`."
+        "Classify images of classes that were not in the training, from a few examples of each class. "
+        "Here `turn=30.0`, `ways=3`, `model.dim=16`."
     )
     assert few.splitlines()[2] == told
     assert "differ" not in few
@@ -256,6 +263,12 @@ def test_the_page_tells_what_was_changed_of_a_task_and_what_differs(tmp_path: Pa
     assert "clip" not in differing
 
 
+@pytest.mark.parametrize("command", sorted({each for claim in CLAIMS for each in report.at_full_size(claim)}))
+def test_the_commands_of_the_papers_size_are_valid(command: str) -> None:
+    asked = cli._parser().parse_args(command.split()[3:])
+    assert cli._run(asked).task.name == asked.task
+
+
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = recorded(tmp_path, SCORES)
     better = [("cmanp", "lbanp"), ("lbanp", "cmanp"), ("cmanp", "tnp-d"), ("cmanp", "inctnp")]
@@ -264,31 +277,27 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             f"{ours} is above {theirs}.",
             "a paper",
             lambda r, ours=ours, theirs=theirs: judging.compared(r, side(ours), side(theirs)),
+            sides=(side(ours),),
         )
         for ours, theirs in better
     ]
-    monkeypatch.setattr(report, "CLAIMS", (claims[0]._replace(published="1.1 beside 0.1"), *claims[1:]))
+    monkeypatch.setattr(report, "CLAIMS", (claims[0]._replace(published="1.1 against 0.1"), *claims[1:]))
     page, picture = tmp_path / "page.md", tmp_path / "pictures" / "one.png"
     (failed,) = experiment().runs(tmp_path)
     report.write(page, results, [("one", picture)], [failed], share=0.01)
     text = page.read_text()
-    first, second, third = text.splitlines()[2:5]
-    assert first == "- Of 4 published claims 1 could be confirmed at this scale: cmanp is above lbanp."
-    assert second == "- 1 was refuted: lbanp is above cmanp."
-    assert (
-        third
-        == "- 2 could not be judged: 1 for want of more seeds or longer training; 1 for want of runs that are not here."
-    )
-    assert (
-        "| cmanp is above lbanp. | a paper | 1.1 beside 0.1 | **held** | cmanp 1.100 ± 0.100, lbanp 0.100 ± 0.100 |"
-        in text
+    lines = text.splitlines()
+    assert "Of 4 published claims, 1 held at this size, 1 did not, and 2 could not be judged." in lines[2]
+    assert lines[6] == (
+        "| cmanp is above lbanp. | a paper | 1.1 against 0.1 | **held** | cmanp 1.100 ± 0.100, lbanp 0.100 ± 0.100 |  |"
     )
     assert "| lbanp is above cmanp. | a paper |  | **refuted** |" in text
+    assert lines[9].endswith("| `python -m cmab_models train cmanp --task gp-rbf --preset paper` |")
     assert "| cmanp | 1.100 ± 0.100 | 3 | 12,000 | 3 | 4 |" in text
     (known,) = (line for line in text.splitlines() if line.startswith("Without a model: "))
     assert re.fullmatch(r"Without a model: exact -?[\d.]+, exact joint -?[\d.]+, prior -?[\d.]+\.", known)
-    assert "The training of 13 runs took 1 minutes of CPU time, 1 on the clock if one after the other" in text
-    assert "Commit: `0123456`, with nothing changed." in text
+    assert "The training of 13 runs took 1 minutes of CPU time, and 1 minutes of wall time, added over the runs" in text
+    assert "Commit: `0123456`, without uncommitted changes." in text
     assert "**one**\n\n![one](pictures/one.png)" in text
     assert "cnp on gp-rbf, seed 0" in text
     assert "Only 1% of all steps" in text
@@ -299,9 +308,9 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("commits", "dirty", "told"),
     [
-        ("a", False, "Commit: `a`, with nothing changed."),
+        ("a", False, "Commit: `a`, without uncommitted changes."),
         ("ab", False, "**Commits: `a`, `b`: runs of several commits are mixed.**"),
-        ("a", True, "**Commit: `a`: there were changes that are in no commit.**"),
+        ("a", True, "**Commit: `a`: there were uncommitted changes.**"),
     ],
 )
 def test_runs_of_several_commits_or_of_none_are_told_in_bold(commits: str, dirty: bool, told: str) -> None:
@@ -309,7 +318,7 @@ def test_runs_of_several_commits_or_of_none_are_told_in_bold(commits: str, dirty
 
 
 def test_a_run_of_other_code_is_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its checkpoint is not resumed either."""
+    """A run of other code counts as unfinished, and its checkpoint is not resumed."""
     started: list[list[str]] = []
     monkeypatch.setattr("subprocess.Popen", lambda command, **rest: started.append(command))
     (run,) = experiment().runs(tmp_path)

@@ -101,7 +101,7 @@ def test_fixed_landmarks_are_fitted_layer_by_layer(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("system", Patches.systems)
 def test_a_wrong_word_for_landmarks_is_refused_for_every_system(system: str) -> None:
-    """This also holds for systems without such landmarks, which would ignore it."""
+    """A wrong word raises an error for all systems, even for those that do not use it."""
     with pytest.raises(ValueError, match=r"^landmarks: got 'fixde', expected one of continual, fixed"):
         Patches().changed({"landmarks": "fixde"}).model(system)
 
@@ -219,7 +219,7 @@ def test_tracks_are_streams_of_their_genre(tmp_path: Path) -> None:
 
 
 def test_pieces_have_the_class_of_their_stream() -> None:
-    """This also holds if no training stream is of a class in between."""
+    """Pieces have the class of their stream, even if no training stream has one of the classes."""
 
     @dataclass(frozen=True)
     class Gap(Series):

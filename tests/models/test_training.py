@@ -122,8 +122,8 @@ def test_an_interruption_in_the_middle_of_a_step_waits_for_its_end(toy: type[Tas
 def test_the_checkpoint_is_written_whatever_comes(
     at: int, toy: type[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interruption comes while the file is written: at the end of the training,
-    or as the second one, after step 3."""
+    """The interruption comes while a file is written: the last file of the training, or the second file, after step
+    3."""
     whole, _ = train(Run("cnp", toy(), tmp_path / "whole"))
     write = torch.save
 
@@ -185,7 +185,7 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
         ) as refused:
             train(run, resume=True)
         assert "\n" not in str(refused.value)
-    torch.save(Run, run.checkpoint)  # a class: to load it would be to execute something
+    torch.save(Run, run.checkpoint)  # a class: loading it would execute code
     with pytest.raises(BadCheckpoint, match="got a file that holds something else"):
         train(run, resume=True)
 
@@ -347,7 +347,7 @@ def test_an_evaluation_tells_what_was_trained(
     assert run_command("evaluate", *asked) == 0
     assert run_command("evaluate", *asked, "--set", "slope=0.5") == 0
     assert run_command("train", *asked, "--resume") == 0
-    assert json.loads(Path("run/model/config.json").read_text())["dim"] == 4  # what is not set is as in the training
+    assert json.loads(Path("run/model/config.json").read_text())["dim"] == 4  # not set, so as in the training
     assert run_command("evaluate", *asked, "--set", "model.bound_std=false") == 0  # as it is by default
     Path("kept.jsonl").write_text("".join(Path("run/results.jsonl").read_text().splitlines(True)[:3]))
     Path("kept.jsonl").replace("run/results.jsonl")

@@ -1,7 +1,7 @@
 """The mutation gate: planted faults, each of which the tests must catch on a CPU.
 
-`make mutants`, or `python -m tests.mutations WORD...` for the faults whose name or file holds one of the words, plants
-those that are new or have changed since, one at a time, and writes in CAUGHT.md what caught each.
+`make mutants` plants the faults that are new or have changed, one at a time, and writes in CAUGHT.md which test caught
+each. `python -m tests.mutations WORD...` does this only for faults whose name or file holds one of the words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Plants new and changed faults, writes and prints what caught each, and exits with 1 if one was not caught."""
+"""Plants new and changed faults, writes and prints which test caught each, and exits with 1 if a fault was not
+caught."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def test_a_projection_with_a_hook_is_called() -> None:
 
 @pytest.mark.parametrize("all_blocks", [False, True])
 def test_a_block_with_a_hook_is_called(all_blocks: bool) -> None:
-    """The same holds for a block that is wrapped by `fully_shard` or a checkpoint, so that its weights exist only
-    during its call."""
+    """A block with a hook is called, and so is a block that is wrapped by `fully_shard` or a checkpoint, so that its
+    weights exist only during its call."""
     module, (inputs, latents) = stack(), points()
     expected, seen = module(inputs, latents, all_blocks=True), []
     for block in module.blocks:

@@ -151,7 +151,7 @@ def test_a_source_may_write_each_chunk_to_the_same_memory() -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_source_runs_in_the_callers_modes(grad: bool) -> None:
-    """The same for the backward pass, which reads the source again."""
+    """The forward pass and the backward pass, which reads the source again, run the source in the caller's modes."""
     module, project, found = stack(torch.float32), torch.nn.Linear(DIM, DIM), []
     parts = points(torch.float32)[0].bfloat16().split(20, 1)
 

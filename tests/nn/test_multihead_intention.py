@@ -179,8 +179,7 @@ def test_a_module_from_the_meta_device_has_the_penalty_that_it_starts_with(kind:
 def test_memory_without_values_leaves_the_penalty_as_it_was(
     kind: type[LearnedRidge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model visits a module once for each of its places; at the second visit the module has already left the meta
-    device."""
+    """A module that occurs at two places is visited twice. At the second visit it has already left the meta device."""
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(7.0))
     module = kind(DIM, HEADS, device="meta")

@@ -105,7 +105,8 @@ def assert_equal(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_the_weights_are_the_largest_matrix() -> None:
-    """They store nothing of size N x N, and no warning mentions a size that the caller did not give."""
+    """The weights are the largest matrix: a call stores nothing of size N x N, and no warning mentions a size that the
+    caller did not give."""
     module, largest = made(num_landmarks=2, landmarks="fixed", batch_first=True).float(), 0
 
     class Sizes(TorchDispatchMode):

@@ -162,7 +162,7 @@ def test_the_module_itself_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMING)
 def test_entries_that_are_no_plain_tensors(name: str) -> None:
-    """They are named, and the streams of all modules stay."""
+    """The error names entries that are not plain tensors, and all modules keep their streams."""
     module, other = streaming(name)
     before, entries = held(module), other.state_dict()
     weights = dict(module.named_parameters())

@@ -444,7 +444,7 @@ def test_added_attributes_are_kept() -> None:
 
 
 def test_added_parts_are_refused() -> None:
-    """Otherwise they would be removed from the model and its state_dict without an error."""
+    """Added parts raise an error. Otherwise they would silently be removed from the model and its state_dict."""
     for add in (lambda m: m.register_buffer("seen", torch.zeros(1)), lambda m: m.add_module("lora", nn.Linear(2, 2))):
         model = nn.Sequential(nn.MultiheadAttention(16, 2))
         add(model[0])

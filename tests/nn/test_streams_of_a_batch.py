@@ -409,7 +409,7 @@ LAYOUTS: dict[str, Callable[[bool], Any]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
 def test_an_unbatched_stream_may_have_gaps(name: str, batch_first: bool) -> None:
-    """The same for a mask with any layout, without tokens, and without rows."""
+    """An unbatched stream may have gaps: its mask may have any layout, no tokens, and no rows."""
     module = LAYOUTS[name](batch_first).eval()
     other, tokens = copy.deepcopy(module), torch.randn(7, DIM, dtype=torch.float64)
     gaps = torch.tensor([False, True, False, False, True, False, False])

@@ -110,7 +110,8 @@ def test_padding(kind: type[nn.Module], additive: bool, batch_first: bool, opera
 
 @pytest.mark.parametrize("layout", ["step 3", "expanded"])
 def test_masks_of_any_layout(layout: str) -> None:
-    """This also holds if one element of a batch, or one of all keys, makes a view where torch would otherwise copy."""
+    """Masks may have any layout, also if a single batch element or a single key makes a view where torch usually
+    copies."""
     theirs, ours = pair(nn.TransformerEncoderLayer, norm_first=True)
     (x,) = inputs(theirs)
     apart = PADDING[1:, :, None].expand(1, TOKENS, 3).clone()[..., 0]

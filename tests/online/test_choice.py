@@ -74,8 +74,8 @@ def test_gcv_is_near_leave_one_out() -> None:
 
 
 def test_gcv_follows_from_the_examples_held() -> None:
-    """This holds however the examples came: in chunks, one by one, from two workers, or with others that were
-    forgotten."""
+    """The choice does not depend on how the examples came: in chunks, one by one, from two workers, or with others that
+    were forgotten."""
     x, y, weights = _noisy(3)
     right = OnlineRidge("gcv", alphas=ALPHAS).fit(x, y, weights)
     chunks, one_by_one = OnlineRidge("gcv", alphas=ALPHAS), OnlineRidge("gcv", alphas=ALPHAS)

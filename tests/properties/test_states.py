@@ -36,7 +36,7 @@ def test_merge_is_associative_and_commutative(family: Family, given: Rows, seed:
 
 @holds(family=families, given=rows())
 def test_the_empty_state_is_the_identity(family: Family, given: Rows, impl: str) -> None:
-    """This changes no bit, on either side; and the state of no keys is the empty state."""
+    """A merge with the empty state, on either side, changes no bit. The state of no keys is the empty state."""
     state, empty = family.of(given, impl), family.empty(given)
     for same in (family.merge(state, empty), family.merge(empty, state), family.of(part(given, slice(0)), impl, state)):
         assert all(torch.equal(ours, field) for ours, field in zip(same, state, strict=True))

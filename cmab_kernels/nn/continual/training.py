@@ -43,10 +43,8 @@ def nystrom_over_stream(
     if isinstance(landmarks, int):
         ends = _segment_ends(key.shape[2], window, landmarks)
         near, far = (_sets_of_means(t, ends, landmarks) for t in (queries, keys))
-        full = torch.tensor(
-            [sum(end <= last for end in ends) for last in range(window, window + steps)], device=key.device
-        )
-        held = full - landmarks
+        last = torch.arange(window, window + steps, device=key.device)
+        held = _full_segments(last, window, landmarks) - landmarks
     else:
         near, far = (t.to(dtype).expand(key.shape[0], -1, -1, -1).unsqueeze(2) for t in landmarks)
         held = torch.zeros(steps, dtype=torch.int64, device=key.device)
@@ -87,6 +85,17 @@ def _segment_ends(tokens: int, window: int, landmarks: int) -> list[int]:
     """Return the token counts, up to `tokens`, at which a segment of the stream becomes full."""
     every = [first + end for first in range(0, tokens, window) for end in segment_ends(window, landmarks)]
     return [end for end in every if end <= tokens]
+
+
+def _full_segments(tokens: Tensor, window: int, landmarks: int) -> Tensor:
+    """Return the number of full segments after each number of `tokens`.
+
+    It is computed on their device, because a graph for a GPU must not copy a list from the host.
+    """
+    size, longer = window // landmarks, window % landmarks
+    rest = tokens % window
+    after = rest - longer * (size + 1)  # tokens of the shorter segments
+    return tokens // window * landmarks + torch.where(after < 0, rest // (size + 1), longer + after // size)
 
 
 def _sets_of_means(tokens: Tensor, ends: list[int], landmarks: int) -> Tensor:

@@ -82,9 +82,11 @@ class _FusedLayer(nn.Module):
         return None
 
     def _has_their_blocks(self) -> bool:
+        # A compiler evaluates comparisons of classes' functions, but not those of a bound method's `__func__`.
         ours = TransformerEncoderLayer if self.theirs is nn.TransformerEncoderLayer else TransformerDecoderLayer
+        kind = type(self)
         return all(
-            getattr(getattr(self, name, None), "__func__", None) is getattr(ours, name, None) for name in _BLOCKS
+            name not in self.__dict__ and getattr(kind, name, None) is getattr(ours, name, None) for name in _BLOCKS
         )
 
     def _sa_block(
@@ -112,7 +114,8 @@ class _FusedLayer(nn.Module):
         """Return why torch's own code must run an attention and its norm, or None if the operator may run."""
         if attn_mask is not None or is_causal:
             return NO_ATTENTION_MASK
-        if is_additive(mask):
+        unread = torch.compiler.is_compiling() and isinstance(mask, Tensor) and mask.is_floating_point()
+        if unread or is_additive(mask):
             return ADDITIVE
         if isinstance(attention, nn.MultiheadAttention) and attention.training and attention.dropout > 0:
             return DROPOUT
@@ -227,10 +230,10 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
     projections and residual connections are inside the operators (`cmab_kernels.attention_layer`,
     `cmab_kernels.feed_forward_layer`), which also support training. torch's own code runs in these cases: with a
     `src_mask` or `is_causal`; with dropout in training mode; with a float `src_key_padding_mask` that holds numbers
-    other than 0 and -inf (such a mask makes every result NaN on a GPU, and fails an assertion in a compiled call on the
-    CPU); for an activation other than relu and gelu by the error function; under autocast; for nested tensors; if there
-    is no kernel (on a GPU); and if a part has hooks, or another type than in torch's layer. `why_torch` says whether
-    torch's code runs, and why.
+    other than 0 and -inf (such a mask makes every result NaN on a GPU), and with any float mask in a compiled call,
+    which does not read the numbers; for an activation other than relu and gelu by the error function; under autocast;
+    for nested tensors; if there is no kernel (on a GPU); and if a part has hooks, or another type than in torch's
+    layer. `why_torch` says whether torch's code runs, and why.
 
     There is one difference: a row whose keys are all masked attends to nothing here, and is NaN in torch.
 

@@ -24,7 +24,7 @@ from .windows import windows
 
 DAY = 1440.0
 YEAR = 365 * DAY + DAY
-"""Minutes. There is one day more than a year has, because the last departures were late."""
+"""Minutes: one day more than a year, because the last departures were late."""
 
 
 class Departures(NamedTuple):

@@ -47,8 +47,8 @@ class Video(NamedTuple):
 
 
 def gtzan(path: str | Path) -> Tracks:
-    """Return the tracks of a `features_3_sec.csv`, without tracks that lack a piece; `ValueError` for another
-    format."""
+    """Return the tracks of a `features_3_sec.csv`. Tracks that lack a piece are left out. Another format raises a
+    `ValueError`."""
     pandas = imported("pandas", "pandas")
     table = pandas.read_csv(_existing(Path(path)))
     missing = [column for column in NOT_FEATURES if column not in table]

@@ -29,7 +29,7 @@ class FrameEvents(NamedTuple):
     start: Any
     """the time that counts as 0, in the type of the table"""
     unit: str
-    """of the times"""
+    """the unit of `times`"""
 
 
 def events_from_frame(
@@ -60,11 +60,12 @@ def events_from_frame(
             trained, so that a label has the same number in both tables. None: the labels of this table, sorted.
         resolution: the step of the clock of the table, in `unit`, such as 1 / 60 for minutes in a table of hours. Each
             time is moved to a random place within its step, the same on each call. Times in coarse steps, and events at
-            equal times, have no density: without this, a likelihood mostly tells how well the steps were learned.
+            equal times, have no density. Without a resolution, the likelihood mostly measures how well a model has
+            learned the steps.
 
-    Raises a `ValueError` for a column that does not exist or of which there are two, for missing values (the message
-    counts them), for an empty table, for a time before the start or after the end, and for a label that is not among
-    `marks`. Raises a `TypeError` for labels that cannot be sorted or counted, such as lists.
+    Raises a `ValueError` for a column that does not exist or occurs twice, for missing values (the message counts
+    them), for an empty table, for a time before the start or after the end, and for a label that is not among `marks`.
+    Raises a `TypeError` for labels that cannot be sorted or counted, such as lists.
 
     >>> import pandas
     >>> table = pandas.DataFrame({

@@ -1,8 +1,8 @@
 """Functions drawn from Gaussian processes, and the exact predictions for them.
 
 The length scale of each function is drawn from U(0.1, 0.6), its output scale from U(0.1, 1); x ~ U(-2, 2). The noise
-has a standard deviation of 0.02. These numbers are those of the code behind the published tables. The text of the paper
-gives other length scales, which do not agree with the published numbers.
+has a standard deviation of 0.02. The code behind the published tables uses these numbers. The text of the paper gives
+other length scales, which do not agree with the published numbers.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Hawkes:
         mark = at_events.gather(-1, chosen).squeeze(-1).log() - total.log()
         mark_alone = self._next_mark(above[:, :-1]).gather(-1, chosen).squeeze(-1).log()
         last = above[torch.arange(len(there)), events.lengths]
-        # Counted from 0 without events.
+        # In a sequence without events, the time is counted from 0.
         survival = -self._compensator(last, events.end - F.pad(events.times, (1, 0)).amax(1))
         time, mark, mark_alone = (each.where(there, 0.0) for each in (total.log() - compensator, mark, mark_alone))
         return Exact(time, mark, mark_alone, survival, compensator)
@@ -119,10 +119,10 @@ class Hawkes:
     def _next_mark(self, above: Tensor) -> Tensor:
         """Return the probabilities (..., K) of the next event's mark, independent of its time.
 
-        They are base J0 + above J1, the integrals of S(t) and of exp(-decay t) S(t) over all t. With v = exp(-B t), B
-        the sum of the bases, J0 is the integral of exp(-A (1 - v^(decay / B)) / decay) / B over v from 0 to 1, for
-        which 64 points of Gauss and Legendre suffice, and J1 follows from B J0 + A J1 = 1, the probability that there
-        is a next event.
+        They are base J0 + above J1. J0 is the integral of S(t), and J1 the integral of exp(-decay t) S(t), over all t.
+        Let B be the sum of the bases, and v = exp(-B t). Then J0 is the integral of exp(-A (1 - v^(decay / B)) / decay)
+        / B over v from 0 to 1. 64 Gauss-Legendre points suffice for it. J1 follows from B J0 + A J1 = 1, because a next
+        event comes with probability 1.
         """
         base, _ = self._parameters
         nodes, weights = (torch.from_numpy(each) for each in np.polynomial.legendre.leggauss(64))

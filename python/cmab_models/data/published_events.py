@@ -41,8 +41,8 @@ def read_interactions(path: str | Path) -> Interactions:
     """Return the interactions of a file. Items can be the marks of events.
 
     The first line of a file tells its format. `mooc.csv` and `reddit.csv` of JODIE have features after the fourth
-    column, which are not read. `mooc_actions.tsv` is the form of Mooc in Stanford's collection of networks. Any
-    other first line is a `ValueError`.
+    column, which are not read. `mooc_actions.tsv` is the form of Mooc in Stanford's collection of networks. Any other
+    first line raises a `ValueError`.
     """
     with open(path, encoding="utf-8") as file:
         first = file.readline().strip()
@@ -71,7 +71,7 @@ def read_sequences(path: str | Path) -> Events:
 
     The file holds {"sequences": [{"arrival_times": [...], "marks": [...], "t_start": 0.0, "t_end": 10.0}, ...]}, with
     lists, arrays or tensors. Without "marks" all marks are 0. Only data is read: a file that would execute code raises
-    an error. Any other content is a `ValueError`.
+    an error. Any other content raises a `ValueError`.
     """
     with torch.serialization.safe_globals(_ARRAYS):
         found: Any = torch.load(path, weights_only=True)

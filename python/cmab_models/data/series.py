@@ -36,7 +36,7 @@ def series(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     int64.
 
     Channels have mean 0 and variance 1 over the training series. Vowels are resampled linearly to the length of the
-    longest.
+    longest series.
     """
     if name not in LOADERS:
         raise ValueError(mismatch("name", repr(name), f"one of {', '.join(LOADERS)}"))

@@ -16,7 +16,7 @@ def windows(streams: list[tuple[Tensor, Tensor]], end: float, day: float, window
     """Cut streams into runs of up to `window` consecutive events, and return these as sequences. If a run has fewer
     than `shortest` events, it is left out.
 
-    `ValueError` if no run is left.
+    Raises a `ValueError` if no run is left.
 
     Args:
         streams: times and marks (N,) of each stream, the times in order.

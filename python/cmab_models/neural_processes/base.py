@@ -118,8 +118,8 @@ class NeuralProcess(Pretrained):
 
     @abstractmethod
     def condition(self, x: Tensor, y: Tensor, state: Any = None, mask: Tensor | None = None) -> Any:
-        """Return the state of the points x, y together with those of `state`, of the same batch. A point is ignored
-        where `mask` (B, N) bool is True.
+        """Return the state of the points in `state` and the points x, y, which have the same batch size. A point is
+        ignored where `mask` (B, N) bool is True.
 
         The values of ignored points do not matter; they may be NaN.
         """
@@ -156,12 +156,12 @@ class NeuralProcess(Pretrained):
 
         Points are ignored where `context_mask` (B, N) bool is True, and targets where `target_mask` (B, M) is True or
         all outputs are NaN; the other values of these may be anything. Each function then has the likelihood that it
-        has alone (`PaddedBatch`). Of a target with some outputs NaN, the other outputs count.
+        has alone (`PaddedBatch`). If only some outputs of a target are NaN, the other outputs count.
 
-        With a `block_size`, or the model's own block size, this number of targets is predicted at a time, masked ones
-        included, and each block becomes context of the next block, except the targets of which an output is missing.
-        The mean over no targets is 0. This 0, and the likelihoods of an empty batch, have a backward pass: all
-        gradients are 0.
+        Targets are predicted in blocks of `block_size`, or of the model's own block size. Masked targets count towards
+        the size of a block. Each block becomes context of the next block, except targets with a missing output. The
+        mean over no targets is 0. This 0, and the likelihoods of an empty batch, have a backward pass: all gradients
+        are 0.
         """
         context_x, context_y, target_x, target_y, there = self._given(
             context_x, context_y, target_x, target_y, context_mask, target_mask
@@ -238,8 +238,8 @@ class NeuralProcess(Pretrained):
         context_mask: Tensor | None = None,
         target_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the points and targets with zeros in place of values that do not count, and which values of the
-        targets (B, M, dim_y) count; None if all of them do. Raise as the methods do."""
+        """Check the arguments of the public methods. Return the points and targets, with zeros in place of values that
+        do not count, and a mask (B, M, dim_y) of the target values that count, or None if all of them count."""
         self._check(context_x, context_y, mask=context_mask, of="context_", values=False)
         self._check(target_x, target_y, mask=target_mask, batch=context_x.shape[0], of="target_", values=False)
         context_x, context_y = without_masked(context_x, context_y, context_mask, of="context_")
@@ -270,9 +270,8 @@ class NeuralProcess(Pretrained):
         """Raise unless x is (B, N, dim_x), y, if given, (B, N, dim_y), and mask (B, N) bool, and values are finite.
 
         `batch` is the B of a state or a context, and `of` names the object to which x and y belong. With
-        `values=False`,
-        The values are checked by `without_masked` instead: it knows which points count, and in `CMANP` it gets them in
-            chunks.
+        `values=False`, `without_masked` checks the values instead. It knows which points count, and `CMANP` passes it
+        the points in chunks.
         """
         given = {f"{of}x": x} | {f"{of}y": y for y in values_of_x}
         weight = weight_of(self)

@@ -53,7 +53,7 @@ class Bootstrap(FromPair, KeepsPoints):
         """Return the values (S B, N, dim_y) of bootstrapped contexts."""
         sets, count = points.ignored.shape
         uniform = noise(
-            torch.rand, count, samples, sets if fresh else 1, 2, like=points.x.new_empty(0).float(), fresh=fresh
+            "rand", count, samples, sets if fresh else 1, 2, like=points.x.new_empty(0).float(), fresh=fresh
         ).expand(-1, -1, sets, -1)
         known = (~points.ignored).sum(1)
         which = (uniform.permute(3, 1, 2, 0) * known.unsqueeze(-1)).long().minimum((known - 1).clamp(min=0)[:, None])

@@ -28,7 +28,8 @@ and 8,192 take 20 MiB."""
 
 
 class CMANP(NeuralProcess):
-    """A neural process whose context is an `AttentionState`: of constant size, updated in time O(new points).
+    """A neural process whose context is an `AttentionState`. It has constant size, and an update takes time O(new
+    points).
 
     Points are embedded and read by a `cmab_kernels.nn.CMABStack`; layer i of the decoder attends to the latents of
     block i. States of parts of a context can be merged (`cmab_kernels.merge_states`), and points can be forgotten.

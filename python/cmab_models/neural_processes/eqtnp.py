@@ -21,9 +21,9 @@ class EQTNP(KeepsPoints):
     """A neural process whose points attend to each other, and whose targets attend to the points: one layer of the
     decoder to the embedded points, and one to the result of each layer of the encoder.
 
-    Time is quadratic in the context and, for the targets, linear in it. Each prediction reads the context again. It has
-    the decoder and the arguments of `LBANP`, without latents. Source: the baseline EQTNP of Latent Bottlenecked
-    Attentive Neural Processes (Feng et al., ICLR 2023).
+    The time for the points is quadratic in the size of the context. The time for a target is linear in it. Each
+    prediction reads the context again. It has the decoder and the arguments of `LBANP`, without latents. Source: the
+    baseline EQTNP of Latent Bottlenecked Attentive Neural Processes (Feng et al., ICLR 2023).
 
     Args:
         dim_x, dim_y, dim, num_heads, ff_dim, embedding_depth, bound_std, residual: as in `CMANP`.

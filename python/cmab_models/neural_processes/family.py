@@ -8,9 +8,9 @@ with outputs of that code.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.distributions import Distribution, Normal
 
 from cmab_kernels import latent_attention
 from cmab_kernels.nn.inputs import join_heads, split_heads
+from cmab_kernels.runtime.tracing import traced_as_constant
 
 from ..precision import in_single
 from .base import Batch, NeuralProcess, PaddedBatch
@@ -50,7 +51,7 @@ class Attention(nn.Module):
 
 
 class PointEncoder(nn.Module):
-    """Features (B, N, dim) of points: `depth` linear layers; with heads two layers less, and self-attention."""
+    """Features (B, N, dim) of points: `depth` linear layers. With heads, self-attention replaces two of them."""
 
     def __init__(self, inputs: int, dim: int, depth: int, num_heads: int | None = None, *, relu: bool = True) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class AttentiveEncoder(nn.Module):
 class ValueDecoder(nn.Module):
     """Means and standard deviations of at least 0.1 from features (..., M, inputs) and coordinates of targets.
 
-    With `more`, other features of this width are added in the first layer, as those of a bootstrapped context.
+    With `more`, the first layer adds other features of this width, such as those of a bootstrapped context.
     """
 
     def __init__(self, inputs: int, dim: int, dim_x: int, dim_y: int, depth: int, more: int | None = None) -> None:
@@ -127,23 +128,38 @@ def as_latent(parameters: Tensor) -> Normal:
     return Normal(mean, 0.1 + 0.9 * raw.sigmoid(), validate_args=False)
 
 
-def noise(kind: Callable[..., Tensor], *shape: int, like: Tensor, fresh: bool) -> Tensor:
-    """Return numbers of `torch.rand` or `torch.randn`: new ones from torch's global generator, or always the same."""
-    generator = None if fresh else torch.Generator(device="cpu").manual_seed(0)
-    return kind(*shape, generator=generator, dtype=torch.float32, device="cpu").to(like)
+def noise(kind: str, *shape: int, like: Tensor, fresh: bool) -> Tensor:
+    """Return random numbers, of `torch.rand` or `torch.randn` by name: new ones from torch's global generator, or
+    always the same."""
+    if fresh:
+        drawn: Tensor = getattr(torch, kind)(*shape, dtype=torch.float32, device="cpu")
+        return drawn.to(like)
+    return _same_numbers(kind, shape).to(like)
+
+
+@traced_as_constant
+def _same_numbers(kind: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the numbers of a fixed seed.
+
+    They are NumPy's, because a program of `torch.export` keeps a call of torch's generator, whose state changes with
+    every call, and keeps an array as a constant.
+    """
+    generator = np.random.Generator(np.random.PCG64(0))
+    draw: Any = generator.random if kind == "rand" else generator.standard_normal
+    return torch.from_numpy(draw(shape, dtype=np.float32))
 
 
 class Everywhere(NeuralProcess):
-    """Base class of models that are trained to predict all points of a function, those of its context too, as in the
+    """Base class of models that are trained to predict all points of a function, including its context, as in the
     published code.
 
-    `loss` draws the random numbers of a training step from torch's global generator. All else, and the loss of a model
-    in evaluation mode, uses the same numbers in every call.
+    `loss` draws the random numbers of a training step from torch's global generator. All other methods, and `loss` in
+    evaluation mode, use the same random numbers in every call.
     """
 
     def loss(self, batch: Batch | PaddedBatch) -> Tensor:
-        """Return the mean over functions of the negative objective of the published code: per point of context and
-        targets, given the context.
+        """Return the negative objective of the published code, per point of context and targets, as a mean over
+        functions.
 
         A function without targets counts as 0. Masks and missing outputs are those of `log_prob`.
         """

@@ -20,9 +20,9 @@ from .points import KeepsPoints, Points
 class Latent(Everywhere):
     """Base class of models of a latent variable z that follows from the points.
 
-    A prediction is a `Mixture` of `num_samples` functions, of values of z given the context. The loss is an
-    importance-weighted bound of the likelihood of all points, log mean_k p(y | z_k) p(z_k | context) / q(z_k | all
-    points) for `num_train_samples` values of z; with one sample, the evidence lower bound (ELBO) with an exact
+    A prediction is a `Mixture` of `num_samples` functions, one for each value of z drawn given the context. The loss is
+    an importance-weighted bound of the likelihood of all points: log mean_k p(y | z_k) p(z_k | context) / q(z_k | all
+    points) for `num_train_samples` values of z. With one sample, it is the evidence lower bound (ELBO) with an exact
     divergence.
     """
 
@@ -33,14 +33,14 @@ class Latent(Everywhere):
     def predict(self, state: Any, target_x: Tensor) -> Mixture:
         latent = self._latent(self._known(state))
         self._check(target_x, batch=latent.loc.shape[0], of="target_")
-        draws = noise(torch.randn, self.num_samples, 1, latent.loc.shape[1], like=latent.loc, fresh=False)
+        draws = noise("randn", self.num_samples, 1, latent.loc.shape[1], like=latent.loc, fresh=False)
         return Mixture(self._functions(state, target_x, latent.loc + latent.scale * draws))
 
     def _objective(self, state: Any, full: Any, x: Tensor, y: Tensor, there: Tensor) -> Tensor:
         prior, posterior, count = self._latent(state), self._latent(full), self.num_train_samples
         # In evaluation all functions have the same numbers, so the loss of a function does not depend on its batch.
         shape = count, x.shape[0] if self.training else 1, prior.loc.shape[1]
-        z = posterior.loc + posterior.scale * noise(torch.randn, *shape, like=prior.loc, fresh=self.training)
+        z = posterior.loc + posterior.scale * noise("randn", *shape, like=prior.loc, fresh=self.training)
         each = self._functions(state, x, z).log_prob(y).masked_fill(~there, 0.0).sum((2, 3))
         if count == 1:
             return each[0] - kl_divergence(posterior, prior).sum(-1)

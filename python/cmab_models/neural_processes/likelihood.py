@@ -1,4 +1,4 @@
-"""Likelihoods of targets of which some values may be missing, and the mixtures that some models predict."""
+"""Likelihoods of targets with missing values, and the mixtures that some models predict."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Mixture(Distribution):
             return drawn.take_along_dim(which, at).squeeze(at)
 
     def log_prob(self, value: Tensor, there: Tensor | None = None) -> Tensor:
-        """Return the log-density (B, M) of the outputs of each target; of those where `there` is True, if given."""
+        """Return the log-density (B, M) of the outputs of each target. With `there`, only the outputs where it is True
+        count."""
         each = self.functions.log_prob(value)
         total = (each if there is None else each.masked_fill(~there, 0.0)).sum(-1)
         return total.logsumexp(0) - math.log(len(total))
@@ -88,9 +89,9 @@ def joint_log_prob(predicted: Distribution, y: Tensor, there: Tensor | None = No
 def _marginal(predicted: MultivariateNormal, values: Tensor, there: Tensor) -> Tensor:
     """Return the log-density (B,) of the values (B, M dim_y) where `there` (B, M, dim_y) is True.
 
-    Targets without any value must be independent of the others, with a deviation of 1, as `JointHead` predicts those
-    that are ignored. If a target has a part of its values, the others are integrated out: values that are missing get
-    the deviation 1 and no covariance, and a QR decomposition gives the factor of the covariance that is left.
+    Targets without any value must be independent of the others and have the deviation 1. `JointHead` predicts ignored
+    targets in this way. If a target has only some of its values, the missing values are integrated out: they get the
+    deviation 1 and no covariance. A QR decomposition then gives the factor of the remaining covariance.
     """
     missing = ~there.flatten(1)
     partial = (there != there.any(-1, keepdim=True)).flatten(1)

@@ -34,7 +34,8 @@ def point_embedding(inputs: int, dim: int, depth: int, called: str = "embedding_
     With torch's initialisation a layer keeps a sixth of the variance of its inputs and adds a constant. After four such
     layers and a LayerNorm, 2% of the result differs between the points of a square. Then attention depends on little
     more than the mean of the points, and needs thousands of steps to learn to tell points apart. Layers between two
-    other layers are therefore initialised to keep the variance (He et al., ICCV 2015); 19% then differs.
+    other layers are therefore initialised to keep the variance (He et al., ICCV 2015). Then 19% of the result differs
+    between the points.
     """
     layers = perceptron(inputs, dim, dim, depth, called)
     for layer in list(layers)[2:-1]:
@@ -80,7 +81,7 @@ class Decoder(nn.Module):
 def encoded(encoder: nn.TransformerEncoder, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the encoder's output for tokens (B, N, dim), without those where `mask` (B, N) is True.
 
-    torch's attention may raise without tokens. The encoder then reads one token of zeros, so its weights have
+    torch's attention may raise an error without tokens. The encoder then reads one token of zeros, so its weights have
     gradients, of 0.
     """
     if tokens.numel():

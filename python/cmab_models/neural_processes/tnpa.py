@@ -49,12 +49,12 @@ class Chain(Mixture):
     def functions(self) -> Normal:  # type: ignore[override]  # Mixture has it as an attribute
         """The distribution (S, B, M, dim_y) of each target, given the earlier values of S drawn functions."""
         samples = self._model.num_samples if self._target_x.shape[1] > 1 else 1
-        draws = noise(torch.randn, samples, *self._shape, like=self._target_x, fresh=False)
+        draws = noise("randn", samples, *self._shape, like=self._target_x, fresh=False)
         return self._model._drawn(self._state, self._target_x, draws)[1]
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008 - torch's own default
         shape = torch.Size(sample_shape)
-        draws = noise(torch.randn, math.prod(shape), *self._shape, like=self._target_x, fresh=True)
+        draws = noise("randn", math.prod(shape), *self._shape, like=self._target_x, fresh=True)
         with torch.no_grad():
             return self._model._drawn(self._state, self._target_x, draws)[0].view(*shape, *self._shape)
 

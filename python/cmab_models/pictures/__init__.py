@@ -1,4 +1,4 @@
-"""The pictures of the tasks: the results of a trained model, beside the truth and beside other systems."""
+"""The pictures of the tasks: the results of a trained model, with the truth and with other systems."""
 
 from __future__ import annotations
 

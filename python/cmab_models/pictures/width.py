@@ -34,7 +34,7 @@ def figure(task: Any, models: Mapping[str, nn.Module]) -> Figure:
 
 
 def _width(model: Any) -> int:
-    """Return the input width of the last linear layer: the head, or, in an `MLP`, which has no head, the last of its
-    layers."""
+    """Return the input width of the last linear layer. This is the head. An `MLP` has no head: there it is the last
+    layer."""
     head: Any = model.layers[-1] if isinstance(model, MLP) else model.head
     return int(head.in_features)

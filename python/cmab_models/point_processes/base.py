@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _FAR = 2.0
-"""A mean of standardised logarithms of gaps beyond which a model is warned of."""
+"""If the mean of the standardised logarithms of gaps is further from 0 than this, a model warns."""
 
 
 class LogProb(NamedTuple):
@@ -69,7 +69,7 @@ class PointProcess(Pretrained):
     `ValueError` too. All this is checked on a GPU as well, where the program waits for the values. Keep times in
     float64, whatever the model's dtype, because differences between late times lose digits in float32. Likelihoods are
     float64 in a float64 model and otherwise float32. They are finite even if events have equal times. In training, a
-    `RuntimeWarning` tells of times in another unit than that of the model: see `for_events`.
+    `RuntimeWarning` warns if the unit of the times is not the model's: see `for_events`.
 
     >>> model = cmab_models.CMHP(num_marks=5, dim=16, num_latents=4, num_heads=2).eval()
     >>> times, marks = torch.rand(3, 20).cumsum(1), torch.randint(5, (3, 20))
@@ -110,8 +110,8 @@ class PointProcess(Pretrained):
 
     @abstractmethod
     def _read(self, state: Any, time: Tensor, embedded: Tensor) -> Any:
-        """Return the state after an event, embedded (B, 1, dim). The state has the event's `time` (B,) float64 as an
-        attribute."""
+        """Return the state after one more event, which is given as its embedding (B, 1, dim). The state has the event's
+        `time` (B,) float64 as an attribute."""
 
     @abstractmethod
     def _summary(self, state: Any) -> Tensor:
@@ -119,7 +119,8 @@ class PointProcess(Pretrained):
 
     @abstractmethod
     def _summaries(self, embedded: Tensor, there: Tensor) -> Tensor:
-        """Return features (B, N + 1, features) of the first 0, 1, ..., N events, embedded (B, N, dim).
+        """Return features (B, N + 1, features) of the first 0, 1, ..., N events, which are given as embeddings (B, N,
+        dim).
 
         `there` (B, N) is False at padding, which follows the events of a sequence. Features after padding may have any
         value.
@@ -228,8 +229,8 @@ class PointProcess(Pretrained):
     def next_events(self, times: Tensor, marks: Tensor, lengths: Tensor | None = None) -> NextEvent:
         """Return the prediction of every event of sequences, given the events before it, in one pass.
 
-        Arguments are those of `log_prob`. The batch shape of the distributions is (E,), E events one sequence after the
-        other, without padding: that of `times[there]`.
+        Arguments are those of `log_prob`. The distributions have the batch shape (E,). The E events are in the order of
+        `times[there]`: one sequence after the other, without padding.
         """
         self._check(times=times, marks=marks)
         events, features = self._read_all(times, marks, lengths)

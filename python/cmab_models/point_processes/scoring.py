@@ -1,4 +1,4 @@
-"""Scores of predictions of events, beside scores of predictions that need no model."""
+"""Scores of predictions of events, and scores of predictions that need no model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .parts import LOG_SCALES, LogGaps
 _ROWS = 32
 """Sequences that are scored at once."""
 _PRIOR = 10.0
-"""The weight of the frequencies, in events, when marks are predicted from the mark before."""
+"""When marks are predicted from the mark before, the overall frequencies of marks count as this number of events."""
 _COMPONENTS, _FITTED = 16, 20_000
-"""The components of the mixture of `renewal_time`, as many as a model has by default, and the events to which it is
-fitted at most."""
+"""The number of components in the mixture of `renewal_time`, which is the models' default, and the largest number of
+events to which it is fitted."""
 
 
 def event_scores(process: PointProcess, train: Events, test: Events) -> dict[str, float]:

@@ -29,8 +29,8 @@ class THP(PointProcess):
     al., ICML 2020) on `torch.nn.TransformerEncoder`. Two differences from the published code make likelihoods
     comparable. The published code computes the likelihood of an event from features that already depend on this event
     and its mark (question 10 of its repository). It also estimates integrals of the intensity by Monte Carlo. The
-    package easy-tpp corrects the first point, but not the second. Here an event is predicted from the events before it,
-    and the likelihood of the log-normal mixture is exact.
+    package easy-tpp corrects the first point, but not the second. This model predicts an event from the events before
+    it, and its likelihood is exact.
 
     Args:
         depth: layers of the encoder.

@@ -1,8 +1,8 @@
-"""Presets: settings of tasks and models in files, one for each task, with the source of each number beside it.
+"""Presets: files with settings of tasks and models, one file for each task, with the source of each number.
 
-A file has the tables `paper`, `small` and `smoke`. A table holds settings of the task; in `model`, arguments of the
-constructors of models; and, in tables with the names of systems, what differs for them. `training_seeds` is the number
-of models of each system whose scores the paper averages.
+A file has the tables `paper`, `small` and `smoke`. A table holds settings of the task. Its `model` holds arguments of
+the constructors of models. Its tables with the names of systems hold what differs for these systems. `training_seeds`
+is the number of models of each system whose scores the paper averages.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from .base import Regressor
 
 
 class FewShot(Regressor):
-    """Scores of classes for queries, from examples: keys, with their classes as values of 0 and 1.
+    """Scores classes for queries from examples. Keys are the examples, and values are their classes as 0 and 1.
 
     Features are learned so that an estimator, fitted to the examples in closed form, classifies the queries. Gradients
     pass through the estimator. Source: Exploring the Space of Key-Value-Query Models with Intention (Garnelo and
@@ -46,7 +46,7 @@ class FewShot(Regressor):
         self.log_scale = nn.Parameter(torch.ones(()))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return the scores (B, M, dim_value). The values, which tell the class, may have any dtype."""
+        """Return the scores (B, M, dim_value). The values may have any dtype."""
         tensors = isinstance(query, Tensor) and isinstance(value, Tensor)
         return super().forward(query, key, value.to(query.dtype) if tensors else value)
 

@@ -1,2 +1,1 @@
-"""`make reproduce`: every system and its closest baseline on the same data, side by side, and whether the published
-claims hold."""
+"""`make reproduce`: trains every system and its closest baseline on the same data, and judges the published claims."""

@@ -34,14 +34,14 @@ def main() -> None:
         help="where runs are kept; finished ones are not run again",
     )
     parser.add_argument(
-        "--workers", type=int, default=2, help="processes side by side, of one thread each (default: 2)"
+        "--workers", type=int, default=2, help="processes that run at the same time, with one thread each (default: 2)"
     )
     parser.add_argument(
         "--preset", choices=PRESETS, help="train with these settings of each task: paper has the published protocol"
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
     parser.add_argument(
-        "--share", type=float, default=1.0, help="take this share of all steps, to try the command (default: 1)"
+        "--share", type=float, default=1.0, help="run only this share of all steps, to try the command (default: 1)"
     )
     parser.add_argument(
         "--output",
@@ -49,7 +49,7 @@ def main() -> None:
         help="the page to write (default: RESULTS.md of the package; in FOLDER with EXPERIMENT, --share or --preset)",
     )
     parser.add_argument(
-        "--confirm", action="store_true", help="train nothing: let results stand for changed code that begins as before"
+        "--confirm", action="store_true", help="do not train; accept results if the first steps of changed code agree"
     )
     asked = parser.parse_args()
     if asked.confirm:
@@ -66,7 +66,7 @@ def main() -> None:
     try:
         failed = _run(runs, asked.workers)
     except KeyboardInterrupt:
-        parser.exit(130, "\nstopped; the same command goes on from here\n")
+        parser.exit(130, "\nstopped; the same command continues from here\n")
     whole = asked.share == 1.0 and not asked.experiments and not asked.preset
     page = asked.output or (PAGE if whole else folder / "RESULTS.md")
     costs = context.measured(sizes=context.SIZES if asked.share == 1.0 else context.SIZES[:2])

@@ -8,7 +8,7 @@ from .results import LOWER, Results, Side
 
 def _better(text: str, source: str, ours: Side, theirs: Side, published: tuple[float, float] | None = None) -> Claim:
     """Return the claim that one side is better than another. `published` holds the paper's figures of both."""
-    return Claim(text, source, lambda results: compared(results, ours, theirs), _told(published))
+    return Claim(text, source, lambda results: compared(results, ours, theirs), _told(published), (ours, theirs))
 
 
 def _near(
@@ -19,10 +19,12 @@ def _near(
     published: tuple[float, float] | None = None,
     equal_seconds: bool = False,
 ) -> Claim:
-    """Return the claim that one side is, compared with another, not worse by more than in the paper."""
+    """Return the claim that one side is not worse than another by more than in the paper."""
     allowed = _behind(ours, published)
     told = _told(published) + (f": at most {allowed:g} worse" if allowed else "")
-    return Claim(text, source, lambda results: compared(results, ours, theirs, allowed, equal_seconds), told)
+    return Claim(
+        text, source, lambda results: compared(results, ours, theirs, allowed, equal_seconds), told, (ours, theirs)
+    )
 
 
 def _behind(side: Side, published: tuple[float, float] | None) -> float | None:
@@ -34,7 +36,7 @@ def _behind(side: Side, published: tuple[float, float] | None) -> float | None:
 
 
 def _told(published: tuple[float, float] | None) -> str:
-    return f"{published[0]:g} beside {published[1]:g}" if published else "no figures at hand"
+    return f"{published[0]:g} against {published[1]:g}" if published else "no published figures"
 
 
 def _constant_memory(results: Results) -> Verdict:
@@ -43,7 +45,7 @@ def _constant_memory(results: Results) -> Verdict:
     grown = {system: _bytes_a_point(results, system) for system in ("cmanp", "lbanp")}
     told = (
         ", ".join(f"{system} {each:.1f}" for system, each in grown.items())
-        + " bytes for each more point; a number has 4"
+        + " bytes for each further point; a float32 number has 4"
     )
     if grown["lbanp"] < 4:
         return Verdict(None, told, HARDER_TASK)
@@ -80,8 +82,8 @@ WHEEL = {"0.7": (0.93, 1.11), "0.9": (1.56, 1.75), "0.95": (1.87, 1.65), "0.99":
 """The paper's regrets of CMANP and LBANP, in percent of those of a uniform policy."""
 
 TRAINED_ON_ALL = (
-    "no figures at hand; trained on all targets as one block, as in the public code: its joint head has "
-    "never seen one alone"
+    "no published figures; the model was trained on all targets as one block, as in the public code, and "
+    "never on a single target"
 )
 
 
@@ -110,7 +112,7 @@ def _wheel(delta: str, ours: float, theirs: float) -> Claim:
 def _events(paper: bool) -> tuple[Claim, ...]:
     """Return the claims on events for the paper's CMHP, or for the CMHP whose queries hold the newest event."""
     variant = ", latents alone" if paper else ""
-    what = "CMHP" if paper else "CMHP with the newest event in its queries, which is not the paper's,"
+    what = "CMHP" if paper else "CMHP with the newest event in its queries (not in the paper)"
     return tuple(
         _near(
             f"{what} predicts {told} as well as THP.",
@@ -133,17 +135,17 @@ CLAIMS: tuple[Claim, ...] = (
     _blocks("blocks of 5 targets give higher likelihoods than all at once.", "blocks_of_5", "at_once"),
     _blocks("targets one by one give higher likelihoods than blocks of 5.", "one_by_one", "blocks_of_5"),
     _near(
-        "Completing images of classes that it has seen, CMANP is near LBANP.",
+        "On images of seen classes, CMANP is near LBANP.",
         CMANP_PAPER,
         *_sides("digits", "log_likelihood_seen", "cmanp", "lbanp"),
     ),
     _better(
-        "Completing images of classes that it has seen, CMANP is above CNP.",
+        "On images of seen classes, CMANP is above CNP.",
         CMANP_PAPER,
         *_sides("digits", "log_likelihood_seen", "cmanp", "cnp"),
     ),
     _better(
-        "Completing images of classes that it has not seen, CMANP is above CNP.",
+        "On images of unseen classes, CMANP is above CNP.",
         CMANP_PAPER,
         *_sides("digits", "log_likelihood_unseen", "cmanp", "cnp"),
     ),
@@ -151,20 +153,20 @@ CLAIMS: tuple[Claim, ...] = (
     *_events(paper=True),
     *_events(paper=False),
     _near(
-        "The continual Nyströmformer comes as near to full attention as published, at equal CPU seconds.",
+        "At equal CPU seconds, the continual Nyströmformer is as near to full attention as published.",
         NYSTROM,
         *_sides("patches", "streamed", "continual-nystromformer", "continual-transformer"),
         (0.9292, 0.9312),
         equal_seconds=True,
     ),
     _near(
-        "The continual Nyströmformer comes as near to one that reads every window anew as published.",
+        "The continual Nyströmformer is as near to a Nyströmformer that recomputes every window as published.",
         NYSTROM,
         *_sides("patches", "streamed", "continual-nystromformer", "nystromformer"),
         (0.9292, 0.9354),
     ),
     _better(
-        "Fixed landmarks lose accuracy beside continual ones.",
+        "Fixed landmarks are less accurate than continual landmarks.",
         NYSTROM,
         Side("patches", "continual-nystromformer", "streamed"),
         Side("patches, fixed landmarks", "continual-nystromformer", "streamed"),
@@ -204,7 +206,7 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     *(
         _near(
-            f"{name} finds outliers as well as a Transformer, at equal CPU seconds.",
+            f"{name} finds outliers as well as a Transformer in equal CPU seconds.",
             INTENTION,
             *_sides("outlier", "accuracy", system, "transformer"),
             (published, 0.953),

@@ -16,7 +16,7 @@ MORE_SEEDS = "more seeds or longer training"
 HARDER_TASK = "a task, or a training, in which the weakest baseline fails"
 EQUAL_SECONDS = "equal CPU seconds"
 FIGURES = "the papers' figures"
-RUNS = "runs that are not here"
+RUNS = "runs"
 
 
 class Verdict(NamedTuple):
@@ -37,6 +37,8 @@ class Claim(NamedTuple):
     judge: Callable[[Results], Verdict]
     published: str = ""
     """The paper's own figures."""
+    sides: tuple[Side, ...] = ()
+    """The scores that the claim compares."""
 
 
 def judged(claim: Claim, results: Results) -> Verdict:
@@ -71,14 +73,14 @@ def compared(
             return Verdict(None, f"{told}: not equal", EQUAL_SECONDS)
     for name, baseline in results.baselines(ours, theirs).items():
         if results.sign(ours.score) * (asked.mean - baseline.mean) <= _error(asked, baseline):
-            return Verdict(None, f"{told}: {name} passes, too, or nearly, with {number(baseline.mean)}", HARDER_TASK)
+            return Verdict(None, f"{told}: {name} also passes, or nearly, with {number(baseline.mean)}", HARDER_TASK)
     if min(mine.seeds, other.seeds) < SEEDS:
         return Verdict(None, f"{told}: fewer than {SEEDS} seeds", MORE_SEEDS)
     difference = results.sign(ours.score) * (mine.mean - asked.mean)
     if abs(difference) <= _error(mine, asked):
-        return Verdict(None, f"{told}: the seeds scatter as much", MORE_SEEDS)
+        return Verdict(None, f"{told}: the difference is within the scatter of the seeds", MORE_SEEDS)
     if allowed is None and difference < 0:
-        return Verdict(None, f"{told}: worse, and how much worse would be near is not known", FIGURES)
+        return Verdict(None, f"{told}: worse, and the paper does not say how much worse is still near", FIGURES)
     return Verdict(difference > 0, told)
 
 

@@ -29,7 +29,7 @@ The largest difference seen is 1e-3: one commit on an AMD EPYC and on a Xeon wit
 answers.
 """
 FEW = {"evaluation_batches": 1, "plays": 50, "seeds": 1}
-"""Settings of tasks with which computing the scores takes a second."""
+"""Settings of tasks that let the scores be computed in a second."""
 
 Opening = dict[str, float]
 

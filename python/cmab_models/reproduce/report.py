@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ..tasks import Task
+from ..tasks import TASKS, Task
 from ..training import Run, provenance
 from .claims import CLAIMS
+from .experiments import EXPERIMENTS
 from .judging import Claim, Verdict, judged
 from .results import Results, table
 
+COMMAND = "python -m cmab_models train {system} --task {task} --preset paper"
 WORDS = {True: "held", False: "refuted", None: "not judged"}
 
 RULE = (
-    "A claim held, or was refuted, if the difference is away from what the claim asks by more than two of its "
-    "standard errors, over three "
-    "seeds or more; else it is not judged. Nor is it if a baseline that should fail passes, too, or nearly. How much "
-    "worse a system may be "
-    "that is said to be near another is what the paper's own figures differ by."
+    "A claim held if the measured difference satisfies it by more than two standard errors. It was refuted if the "
+    "difference violates it by more than two standard errors. Both need three seeds or more; otherwise the claim is "
+    "not judged. It is also not judged if a baseline that should fail passes or nearly passes. A system counts as "
+    "near another if it is not worse by more than in the paper's own figures."
 )
 
 
@@ -38,8 +39,10 @@ def write(
     path.parent.mkdir(parents=True, exist_ok=True)
     verdicts = {claim: judged(claim, results) for claim in CLAIMS}
     parts = [
-        *_head(results, verdicts, share, preset),
+        "# Results",
+        _summed_up(verdicts, preset),
         _claims(verdicts),
+        *_how(results, share),
         *_tables(results),
         *_pictures(pictures, path),
         *_failures(failed),
@@ -59,67 +62,54 @@ def codes(results: Results) -> dict[str, dict[str, str]]:
     }
 
 
-def _head(results: Results, verdicts: Mapping[Claim, Verdict], share: float, preset: str | None) -> list[str]:
+def _summed_up(verdicts: Mapping[Claim, Verdict], preset: str | None) -> str:
+    """Say in three sentences what the page is, how many claims were judged, and how to train at the papers' size."""
+    held, refuted, unknown = (
+        sum(verdict.held is held for verdict in verdicts.values()) for held in (True, False, None)
+    )
+    about = (
+        "This page is a rehearsal: `make reproduce` trains small models for a few steps, in one to two hours on two "
+        "cores."
+        if preset is None
+        else f"Sizes, steps and seeds are those of the preset `{preset}` of each task."
+    )
+    return (
+        f"{about} Of {len(verdicts)} published claims, {held} held at this size, {refuted} did not, and {unknown} "
+        f"could not be judged. `{COMMAND.format(system='SYSTEM', task='TASK')}` trains a system at its paper's size; "
+        "the last column has the commands for the claims that were not judged."
+    )
+
+
+def _how(results: Results, share: float) -> list[str]:
     where = provenance()
     versions = ", ".join(f"{name} {where[name]}" for name in ("cmab_kernels", "torch", "python"))
     told = [
-        "# Results",
-        _summed_up(verdicts),
-        "Written by `make reproduce`: every system and its closest baseline on the same data, one thread each, two "
-        "side by side. Small "
-        "models and few steps, for one to two hours of two cores; the papers' sizes are the models' defaults. A score "
-        "with ± is a "
-        "mean over seeds and the standard deviation between them; seconds are those of the training of one seed.",
-        "Code that has changed since a result was trained is confirmed by `python -m cmab_models.reproduce "
-        "--confirm`: the losses of the "
-        "first 10 steps and the scores after them, of one seed, must be as before to 0.001. RESULTS.json has the "
-        "digests of both.",
+        "## How these results were made",
+        RULE,
+        "Every system and its closest baseline are trained on the same data, two at a time, with one thread each. "
+        "A score with ± is a mean over seeds and the standard deviation between them. Seconds are those of the "
+        "training of one seed.",
+        "If code has changed since a result was trained, `python -m cmab_models.reproduce --confirm` checks one "
+        "seed: the losses of its first 10 steps and its scores after them must equal the old ones to 0.001. "
+        "RESULTS.json has the digests of the old and the new code.",
         f"{versions}, {where['machine']}, {where['time']}. {_spent(results.every())}",
         *_warnings(results.every()),
     ]
-    if preset is not None:
-        told.append(f"**Here sizes, steps and seeds are those of the preset `{preset}` of each task.**")
     if share != 1.0:
         told.append(
-            f"**Only {100 * share:g}% of all steps were taken: these numbers show that the command works, nothing "
-            "else.**"
+            f"**Only {100 * share:g}% of all steps were taken: these numbers only show that the command works.**"
         )
     return told
-
-
-def _summed_up(verdicts: Mapping[Claim, Verdict]) -> str:
-    """Say in three sentences which claims were confirmed, which were not, and which could not be judged."""
-    held, refuted, unknown = (
-        [claim for claim, verdict in verdicts.items() if verdict.held is held] for held in (True, False, None)
-    )
-    missing = [verdicts[claim].missing for claim in unknown]
-    needs = "; ".join(f"{missing.count(need)} for want of {need}" for need in dict.fromkeys(missing))
-    return "\n".join(
-        [
-            f"- Of {len(verdicts)} published claims {_counted(held)} could be confirmed at this scale{_listed(held)}.",
-            f"- {_counted(refuted).capitalize()} {'was' if len(refuted) == 1 else 'were'} refuted{_listed(refuted)}.",
-            f"- {_counted(unknown).capitalize()} could not be judged{f': {needs}' if needs else ''}.",
-        ]
-    )
-
-
-def _counted(claims: Sequence[Claim]) -> str:
-    return str(len(claims) or "none")
-
-
-def _listed(claims: Iterable[Claim]) -> str:
-    texts = [claim.text.removesuffix(".") for claim in claims]
-    return f": {'; '.join(texts)}" if texts else ""
 
 
 def _spent(records: Sequence[Mapping[str, Any]]) -> str:
     """Say how long the training of all runs took."""
     cpu, wall = (sum(record[kind] for record in records) / 60 for kind in ("cpu_seconds", "wall_seconds"))
     took = (
-        f"The training of {len(records)} runs took {cpu:.0f} minutes of CPU time, {wall:.0f} on the clock if one "
-        "after the other"
+        f"The training of {len(records)} runs took {cpu:.0f} minutes of CPU time, and {wall:.0f} minutes of "
+        "wall time, added over the runs"
     )
-    return f"{took}; their evaluation and the pictures are not in it."
+    return f"{took}. Evaluation and pictures are not included."
 
 
 def _warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -128,26 +118,36 @@ def _warnings(records: Sequence[Mapping[str, Any]]) -> list[str]:
     commits = list(dict.fromkeys(str(record["commit"])[:7] for record in records))
     told = f"Commit{'s' if len(commits) > 1 else ''}: {', '.join(f'`{commit}`' for commit in commits)}"
     wrong = ["runs of several commits are mixed"] if len(commits) > 1 else []
-    wrong += (
-        ["there were changes that are in no commit"] if any(record.get("dirty", True) for record in records) else []
-    )
-    return [f"**{told}: {', and '.join(wrong)}.**" if wrong else f"{told}, with nothing changed."]
+    wrong += ["there were uncommitted changes"] if any(record.get("dirty", True) for record in records) else []
+    return [f"**{told}: {', and '.join(wrong)}.**" if wrong else f"{told}, without uncommitted changes."]
 
 
 def _claims(verdicts: Mapping[Claim, Verdict]) -> str:
-    lines = [
-        "## Published claims",
-        "",
-        RULE,
-        "",
-        "| claim | source | published | here | because |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| claim | source | published | here | because | at the paper's size |", "|---|---|---|---|---|---|"]
     for claim, verdict in verdicts.items():
+        commands = "" if verdict.held is not None else "<br>".join(f"`{each}`" for each in at_full_size(claim))
         lines.append(
-            f"| {claim.text} | {claim.source} | {claim.published} | **{WORDS[verdict.held]}** | {verdict.reason} |"
+            f"| {claim.text} | {claim.source} | {claim.published} | **{WORDS[verdict.held]}** | {verdict.reason} | "
+            f"{commands} |"
         )
     return "\n".join(lines)
+
+
+def at_full_size(claim: Claim) -> list[str]:
+    """Return the commands that train what a claim compares, at the paper's size.
+
+    A variant of an experiment ("patches, fixed landmarks") has the settings in which it differs from the experiment.
+    """
+    by_name = {each.name: each for each in EXPERIMENTS}
+    commands = []
+    for experiment, system, _ in claim.sides:
+        task, settings = by_name[experiment].task, by_name[experiment].settings
+        if system not in TASKS[task].systems:
+            continue
+        usual = by_name[experiment.partition(", ")[0]].settings
+        options = [f" --set {name}={value}" for name, value in settings.items() if usual.get(name) != value]
+        commands.append(COMMAND.format(system=system, task=task) + "".join(options))
+    return list(dict.fromkeys(commands))
 
 
 def _tables(results: Results) -> list[str]:

@@ -23,7 +23,7 @@ DELTAS = (0.7, 0.9, 0.95, 0.99, 0.995)
 
 @dataclass(frozen=True)
 class WheelBandit(Task):
-    """Wheels of radius delta ~ U(0, 1): learned from 512 contexts of which half of the rewards are hidden, and 50
+    """Wheels of radius delta ~ U(0, 1). A model learns from 512 contexts, with half of the rewards hidden, and 50
     targets.
 
     An agent takes the arm with the highest mean plus standard deviation, and reads the reward into the state, for

@@ -94,7 +94,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the model's scores on held-out data. The data is the same in every call."""
+        """Return the model's scores on held-out data. This data is the same in every call."""
 
     def references(self) -> dict[str, float]:
         """Return scores that need no model, on the data of `evaluate`: an upper bound, if one is known, and a trivial

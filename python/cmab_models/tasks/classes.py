@@ -62,7 +62,7 @@ class ImageTask(Task):
 
 @dataclass(frozen=True)
 class Outlier(ImageTask):
-    """Find among 10 images of digits the one of another digit than the rest."""
+    """Find the odd one out among 10 images of digits: the other nine show the same digit."""
 
     name = "outlier"
     systems: ClassVar[tuple[str, ...]] = ("informer", "sigma-informer", "transformer", "intention", "attention")
@@ -103,7 +103,7 @@ class Outlier(ImageTask):
 
 @dataclass(frozen=True)
 class FewShotTask(ImageTask):
-    """Tell classes apart that were never trained on, from a few examples of each."""
+    """Classify images of classes that were not in the training, from a few examples of each class."""
 
     name = "few-shot"
     systems: ClassVar[tuple[str, ...]] = ("few-shot", "intention", "attention")

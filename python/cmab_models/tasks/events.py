@@ -108,7 +108,7 @@ class EventTask(Task):
 
 @dataclass(frozen=True)
 class HawkesTask(EventTask):
-    """A Hawkes process of three marks, of which the exact likelihood is known: see `cmab_models.data.hawkes.Hawkes`."""
+    """A Hawkes process of three marks, with a known exact likelihood: see `cmab_models.data.hawkes.Hawkes`."""
 
     name: ClassVar[str] = "hawkes"
     period: ClassVar[float] = 1.0
@@ -118,7 +118,7 @@ class HawkesTask(EventTask):
     sequences: int = 2000
     """Training sequences."""
     end: float = 80.0
-    """The time for which each is observed: about 120 events."""
+    """The time for which each sequence is observed: about 120 events."""
 
     @property
     def num_marks(self) -> int:

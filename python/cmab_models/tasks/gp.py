@@ -31,8 +31,8 @@ class _GP(FunctionTask):
     dim_x: ClassVar[int] = 1
     dim_y: ClassVar[int] = 1
     of_system: ClassVar[BySystem] = {"cmanp": {"learning_rate": 1e-3}, "cmanp-and": {"learning_rate": 1e-3}}
-    """At 3e-3, one of three seeds of CMANP and all of CMANP-AND learned only the mean of their context. LBANP learns
-    faster at 3e-3."""
+    """At 3e-3, one of three seeds of CMANP, and all seeds of CMANP-AND, learned only the mean of their context. LBANP
+    learns faster at 3e-3."""
 
     steps: int = 10_000
     most_points: int = 50

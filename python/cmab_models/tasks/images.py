@@ -116,7 +116,8 @@ class _Completion(FunctionTask):
 
 @dataclass(frozen=True)
 class Digits(_Completion):
-    """MNIST's digits 0 to 6 for training; held out are others of these, `seen`, and 7 to 9, `unseen`."""
+    """MNIST's digits: training uses 0 to 6. The held-out sets are other images of 0 to 6, `seen`, and 7 to 9,
+    `unseen`."""
 
     name: ClassVar[str] = "digits"
 
@@ -126,8 +127,8 @@ class Digits(_Completion):
 
 @dataclass(frozen=True)
 class Faces(_Completion):
-    """Faces of Labeled Faces in the Wild, 80 for training; held out are 20 others, `seen`, and images that are none,
-    `unseen`."""
+    """Faces of Labeled Faces in the Wild: training uses 80. The held-out sets are 20 others, `seen`, and images without
+    a face, `unseen`."""
 
     name: ClassVar[str] = "faces"
     size: int = 25
@@ -139,8 +140,8 @@ class Faces(_Completion):
 
 @dataclass(frozen=True)
 class Photographs(_Completion):
-    """Squares of colour photographs, of any size up to 300; held out are a cat and a retina, which is streamed whole:
-    1411 x 1411."""
+    """Squares of colour photographs, of any size up to 300. A cat and a retina are held out. The retina is streamed
+    whole: 1411 x 1411."""
 
     name: ClassVar[str] = "photographs"
     dim_y: ClassVar[int] = 3
@@ -155,8 +156,8 @@ class Photographs(_Completion):
 
 @dataclass(frozen=True)
 class Emoji(_Completion):
-    """Noto's colour emoji, for sizes up to 128; held out, `unseen`, is a fifth of the base characters with all their
-    variants."""
+    """Noto's colour emoji, for sizes up to 128. The held-out set, `unseen`, is a fifth of the base characters with all
+    their variants."""
 
     name: ClassVar[str] = "emoji"
     dim_y: ClassVar[int] = 3
@@ -168,8 +169,8 @@ class Emoji(_Completion):
 
 @dataclass(frozen=True)
 class EMNIST(_Completion):
-    """EMNIST's digits for training, and held out, from its test part, digits, `seen`, and letters, `unseen`, as in the
-    paper."""
+    """EMNIST: training uses digits. The held-out sets are digits, `seen`, and letters, `unseen`, of the test part, as
+    in the paper."""
 
     name: ClassVar[str] = "emnist"
     folder: str = ""
@@ -181,8 +182,7 @@ class EMNIST(_Completion):
 
 @dataclass(frozen=True)
 class CelebA(_Completion):
-    """CelebA's faces, with those of its test part held out, `unseen`; deviations have no bound, as in the published
-    code.
+    """CelebA's faces. Its test part is held out, `unseen`. Deviations have no bound, as in the published code.
 
     With `most_points` 0, the default, sets have the paper's sizes at 32, 64 and 128 pixels.
     """

@@ -18,7 +18,7 @@ COLUMNS = 8
 
 @dataclass(frozen=True)
 class Patches(StreamTask):
-    """Tell from the newest 64 patches which of 16 photographs a stream of patches comes from.
+    """Tell which of 16 photographs a stream of patches comes from, by its newest 64 patches.
 
     A stream reads a band of a photograph, 8 patches wide, row by row. No held-out band shares a pixel with a training
     band.

@@ -23,7 +23,7 @@ from .events import EventTask
 @dataclass(frozen=True)
 class PublishedEvents(EventTask):
     """Base class of tasks on published events. Three fifths of the sequences, or of the users, are for training. A
-    fifth is held out; which ones they are follows from their number.
+    fifth is held out. The split depends only on their number.
 
     The scores are those of `event_scores`, with the errors of times that the papers report. The streams of users are
     cut into `windows` of up to 128 events.

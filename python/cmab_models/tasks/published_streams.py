@@ -20,7 +20,7 @@ from .streaming import EVERY, Streams, StreamTask
 
 @dataclass(frozen=True)
 class GTZAN(StreamTask):
-    """Tell the genre of a track of music from its ten pieces of three seconds; every fifth track of a genre is held
+    """Tell the genre of a track of music from its ten pieces of three seconds. Every fifth track of a genre is held
     out.
 
     A genre with only one track is left out. The other genres are the classes, in alphabetical order.
@@ -42,10 +42,10 @@ class GTZAN(StreamTask):
 
 @dataclass(frozen=True)
 class THUMOS(StreamTask):
-    """Tell from the newest 16 frames of features which action a video of THUMOS14 shows.
+    """Tell which action a video of THUMOS14 shows, by its newest 16 frames of features.
 
     Streams are runs of frames that show exactly one action. Held-out streams come from the published test part, in
-    pieces of two windows. The published task, to find actions among frames without any, is another task.
+    pieces of two windows. The published task is another one: it finds actions among frames without actions.
     """
 
     name: ClassVar[str] = "thumos"

@@ -150,8 +150,8 @@ class Target(SetTask):
     name = "target"
 
     def sizes(self, system: str) -> dict[str, Any]:
-        """Return the usual sizes, with 4 heads also for a single layer: with one query, a head gives only one
-        number from all values."""
+        """Return the usual sizes, but with 4 heads for a single layer too. With one query, a head gives only one number
+        from all values."""
         return super().sizes(system) | ({"num_heads": 4} if system in ("intention", "attention") else {})
 
     def drawn(self, generator: torch.Generator, count: int) -> Question:

@@ -72,7 +72,7 @@ class Checkpoints(Callback):
             self._answer(trainer, done)
 
     def _answer(self, trainer: Trainer, done: int) -> None:
-        """Do what the signals ask for that came before the checkpoint was written, or meanwhile."""
+        """Handle the signals that came before the checkpoint was written, or during the write."""
         stop = False
         for number, frame in self._waiting:
             if number in (signal.SIGINT, signal.SIGTERM):

@@ -29,7 +29,7 @@ ENTRIES: dict[str, type] = {
     "loops": dict,
     "callbacks": dict,
 }
-"""The entries of a checkpoint, and their types. Lightning writes them, but for the run and its seconds."""
+"""The entries of a checkpoint, and their types. Lightning writes all of them except the run and its seconds."""
 
 
 class BadCheckpoint(ValueError):
@@ -37,7 +37,7 @@ class BadCheckpoint(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """What is checked of the file of a training."""
+    """The parts of a training's file that are checked."""
 
     run: dict[str, Any]
     """The system, the task and their settings, as numbers and strings only."""
@@ -77,7 +77,7 @@ def load(path: Path) -> Checkpoint:
 def differences(
     run: Mapping[str, Any], other: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each setting of a run in which a record differs.
+    """Yield the name and both values of each setting that differs between a run and a record.
 
     A setting of a model that the record leaves out has the value of `defaults`. A record may have further entries.
     """

@@ -105,7 +105,7 @@ def train(
     a resumption.
 
     The checkpoint in `run.folder` is written every `save_every` minutes, at the end, and on Ctrl-C, SIGTERM and the
-    signal by which SLURM takes a job back. A signal waits until the step of the optimiser, or the checkpoint, is
+    signal with which SLURM requeues a job. A signal waits until the step of the optimiser, or the checkpoint, is
     finished; Ctrl-C and SIGTERM then raise `Interrupted`, as does a callback that stops the training early. With
     `resume`, training continues from the checkpoint. On the same machine and with the same number of threads, it gives
     the same numbers as a run that was not interrupted.
@@ -152,7 +152,7 @@ def _trainer(run: Run, steps: int, callbacks: list[Callback], loggers: Iterable[
     return Trainer(
         accelerator=kind,
         devices=[int(number)] if number else run.devices,
-        # Some systems have parameters that no loss of theirs depends on.
+        # The loss of some systems does not depend on all of their parameters.
         strategy="ddp_find_unused_parameters_true" if run.devices > 1 else "auto",
         precision=run.precision,  # type: ignore[arg-type]  # a str; Lightning lists its literals
         max_steps=steps,
@@ -170,7 +170,7 @@ def _trainer(run: Run, steps: int, callbacks: list[Callback], loggers: Iterable[
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what Lightning says about devices, tips and data loaders in general."""
+    """Silence Lightning's general messages about devices, tips and data loaders."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -113,8 +113,8 @@ def _recursion(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("law", ["0.9", "0.99999", "random", "tiny", "pauses"])
 def test_long_streams_keep_their_digits(native: str, law: str) -> None:
-    """In float32, over 5,000 keys whose decays multiply to e^-500 and less, where a bias for each key would be off by
-    1e-5 and more; with one state for each key, and for many."""
+    """Results hold in float32 over 5,000 keys whose decays multiply to e^-500 or less, with a state for each key and
+    for many keys. A bias for each key would be off by 1e-5 or more."""
     generator = torch.Generator().manual_seed(0)
     rows = 5000
     q, k, v = (torch.randn(n, 8, generator=generator) for n in (3, rows, rows))
@@ -137,20 +137,20 @@ def test_long_streams_keep_their_digits(native: str, law: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [0.0, 3e8])
 def test_a_state_that_nothing_is_added_to_fades_exactly(impl: str, size: float, dtype: torch.dtype) -> None:
-    """Its lse falls by as much for every key, also where a float32 lse would not change at all."""
+    """The lse of the state falls by the same amount for every key, even if a float32 lse would not change at all."""
     q, k, v = _inputs(dtype)
     state = ck.AttentionState(torch.randn(2, 3, 5, 7, dtype=dtype), size + torch.rand(2, 3, 5, dtype=torch.float64))
     mask, log = torch.ones(2, N, dtype=torch.bool), -9.1 if size else -0.1
     found = ck.prefix_attention_states(q, k, v, state=state, decay=math.exp(log), key_padding_mask=mask, impl=impl)
     right = state.lse[:, :, None] + log * torch.arange(1, N + 1).double()[:, None]
-    rescaled = 2e-7 * N if size else 1e-6  # the sums take what a large reference cannot, with the error of exp2
+    rescaled = 2e-7 * N if size else 1e-6  # the sums are rescaled, with the error of exp2
     assert (found.lse - right).abs().max() < (rescaled if dtype == torch.float32 else 1e-12) + 1e-15 * size
     assert (found.out - state.out[:, :, None]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("every", [1, 7])
 def test_gradient_of_the_decay_in_float32(native: str, every: int) -> None:
-    """It is summed over a chunk, and not over the stream, so that it does not lose digits along the stream."""
+    """The gradient is summed over a chunk, and not over the stream, so it does not lose digits along the stream."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 8, generator=generator) for n in (4, 8000, 8000))
     decay = 0.5 + 0.5 * torch.rand(8000, generator=generator)

@@ -113,7 +113,7 @@ def test_several_runs_on_top_of_a_state(every: int, masked: bool, monkeypatch: p
 
 
 def _faded(keys: int, every: int, dtype: torch.dtype = torch.float32, strong: float = 1.0) -> dict[str, Tensor]:
-    """A bias for each key, of which some exclude their key, and decays of every chunk, between margins."""
+    """Each key has a bias, some biases exclude their keys, and every chunk decays. All inputs lie between margins."""
     bias = torch.randn(2, 2, keys).masked_fill(torch.rand(2, 2, keys) < 0.1, -torch.inf)
     log_decay = -strong * torch.rand(2, 2, -(-keys // every), dtype=torch.float64)
     return {"bias": between_margins(bias.to(torch.promote_types(dtype, torch.float32))), "log_decay": log_decay}

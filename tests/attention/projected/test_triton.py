@@ -201,7 +201,7 @@ def test_chunks(shape: dict[str, Any]) -> None:
 
 
 def test_chunks_are_bounded() -> None:
-    """Sets take a part of the cache, or for packed sets as much as the states that each chunk reads."""
+    """A chunk takes a part of the cache. For packed sets, it takes as much as the states that it reads."""
     query, weight = torch.empty(6, 1, 4, 128, 16, device="meta"), torch.empty(6, 128, 64, device="meta")
     for rows, packed in ((10**6, False), (10**8, False), (10**6, True)):
         offsets = torch.empty(1001, device="meta", dtype=torch.int32) if packed else None
@@ -247,7 +247,7 @@ def test_ignored_rows_do_not_matter() -> None:
 
 @pytest.mark.parametrize("step", [128, 8])
 def test_bad_offsets_make_everything_nan(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in one chunk, and in three."""
+    """Bad offsets make every result and gradient NaN, in one chunk and in three."""
     case = Case(batch=2, offsets=[0, 5, 21], heads=1, latents=1)
     monkeypatch.setattr(chunks, "STEP", step)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", chunks.CHUNK_BYTES if step == 128 else 1)

@@ -82,7 +82,8 @@ def test_the_residual_is_small_for_any_condition(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**100])
 def test_the_condition_is_that_of_the_definition(dtype: torch.dtype, scale: float) -> None:
-    """Other kernels estimate the condition number; here info is that of the reference up to a tenth from the limit."""
+    """Other kernels estimate the condition number. This kernel has the `info` of the reference, except within a tenth
+    of the limit."""
     limit = ILL_CONDITIONED / torch.finfo(dtype).eps
     seen = set()
     for share in (0.8, 1.25):

@@ -410,7 +410,8 @@ def _in_chunks(key: Tensor, weights: Tensor, size: int, pooled: bool, impl: str)
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_the_slope_of_a_scatter_at_a_class_of_weight_zero(impl: str, pooled: bool) -> None:
-    """The derivative is the one for weights that grow from 0 equally, for any origin and any division of the rows."""
+    """For any origin and any division of the rows, the derivative is that for weights that all grow from 0 at the same
+    rate."""
     key, weights = _rows_of_weight_zero(0.0)
     group = (LATE == 2)[0]
     rows = key[:, :, group]

@@ -75,8 +75,8 @@ def test_a_query_that_is_no_number_has_no_class(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_a_class_without_members_is_never_chosen(name: str) -> None:
-    """This holds even far away, where the mean score of a least-squares machine exceeds the -1 of a class without
-    members."""
+    """A class without members is never chosen, even far away, where the mean score of a least-squares machine exceeds
+    the -1 of a class without members."""
     key, labels = _rows()
     labels = torch.where(labels == 2, 3, labels)
     far = torch.cat([100 * torch.randn(1, 1, 200, 2), key], 2)

@@ -86,7 +86,7 @@ def _updated(
 def _by_layer(
     x: Tensor, inputs: Tensor | None, mask: Tensor | None, attended: Tensor | None, *parameters: Tensor
 ) -> Tensor:
-    """The same latents by one operator after the other."""
+    """Return the latents that one operator after the other computes."""
     given = iter(parameters)
 
     def forward(rows: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def test_strides_and_threads_change_no_bit(reads: bool, shape: str) -> None:
 
 @both
 def test_operations_are_those_of_the_layers(reads: bool) -> None:
-    """The counts of a training step are equal, of one set, whose queries no layer computes more than once."""
+    """The counts of a training step are equal for one set, because no layer computes its queries more than once."""
     given, counts = _given(SHAPES["one set"], torch.float32, reads=reads), []
     for function in (_run, _by_layer):
         with FlopCounterMode(display=False) as counter:
@@ -284,7 +284,7 @@ def test_operations_are_those_of_the_layers(reads: bool) -> None:
 
 
 def test_the_gradient_of_a_state_before_the_inputs_is_that_of_the_definition() -> None:
-    """This is so for y and for the state alone."""
+    """The loss contains y and the state after the inputs."""
     x, inputs, _, _, *parameters = _given((1, 2, 3, 5, 4, 3), depth=1)
     first, rest = (
         BlockStackRead(part, None, None, None, tuple(parameters[:8]), HEADS, EPS) for part in inputs.split(3, 1)

@@ -71,11 +71,11 @@ class TestBlockStack(LayerSuite):
         return made
 
     def torch_errors(self, error: Tensor) -> Tensor:
-        """Return the largest: a row goes through sixteen layers, and all rows of its set through each."""
+        """Return the largest error: a row goes through sixteen layers, and each layer mixes all rows of a set."""
         return error.amax(-1, keepdim=True)
 
     def test_gradgradcheck(self, impl: str) -> None:
-        """In fast mode, along random directions: a block has hundreds of numbers."""
+        """The check runs in fast mode, along random directions, because a block has hundreds of numbers."""
         assert torch.autograd.gradgradcheck(*self._graded_call(impl), fast_mode=True)
 
     def call(self, impl: str, x: Any, inputs: Any, key_padding_mask: Any = None, **given: Any) -> Results:
@@ -125,7 +125,8 @@ class TestBlockStack(LayerSuite):
 
 
 class TestGivenReading(TestBlockStack):
-    """The latents after each block, of blocks that are given what they have read, and whose layers add to norm(x)."""
+    """The latents after each block. The blocks get the results of their first attentions, and their layers add to
+    norm(x)."""
 
     arguments = {"x": "BLC", "attended": "BKHMD", **dict(list(TestBlockStack.arguments.items())[2:])}
     residual, all_blocks = "normed", True
@@ -137,7 +138,7 @@ class TestGivenReading(TestBlockStack):
     accepted = (*TestBlockStack.accepted, "attended that is a list", "attended of a dimension too few")
 
     def test_autocast(self, impl: str, cast: bool) -> None:
-        """All arguments are cast but what was read, which stays in the dtype of sums."""
+        """All arguments are cast except `attended`, which stays in the dtype of sums."""
         self.autocast = tuple(name for name in self.arguments if name != "attended")
         OperatorSuite.test_autocast(self, impl, cast)
 

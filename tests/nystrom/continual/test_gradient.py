@@ -76,7 +76,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("size", [1.0, 30.0])
 @pytest.mark.parametrize("window", [3, 9, 40])
 def test_a_chain_of_steps(chunk: int, size: float, window: int, fused: list[int]) -> None:
-    """50 steps, in which all tokens of the first window leave; with large logits, whose sums are recomputed often."""
+    """In 50 steps, all tokens of the first window leave. Sums of large logits are recomputed often."""
     inputs = _inputs(50, size=size, window=window)
     ours = torch.autograd.grad(_loss(inputs, "auto", chunk, window), inputs)
     assert sum(fused) == 50
@@ -134,7 +134,7 @@ def test_second_derivatives(kind: str) -> None:
 
 
 def test_truncated_backpropagation(fused: list[int]) -> None:
-    """A state without its graph is a constant, also for the landmarks that later steps are given anew."""
+    """A state without its graph is a constant, also if later steps get new landmarks."""
     inputs = _inputs(30)
     new = [t.detach().clone().requires_grad_() for t in inputs[3:]]
 
@@ -241,7 +241,7 @@ def test_a_batch_of_gradients() -> None:
 
 
 def test_a_recorded_step_changes_nothing_that_is_kept() -> None:
-    """Neither the state before, nor the token: the same step may be taken twice, and differentiated twice."""
+    """The state before and the token do not change: the same step may be taken twice, and differentiated twice."""
     inputs = _inputs(3)
     token = tuple(t[:, :, N : N + 1] for t in inputs[:3])
     _, state = ck.continual_nystrom_step(_start(inputs), *token)

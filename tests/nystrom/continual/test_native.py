@@ -88,7 +88,7 @@ def _window(state: Any) -> list[Tensor]:
 
 
 def _what_counts(state: Any) -> list[Tensor]:
-    """Return all meaningful tensors of a state: the window in order of time, and all others but the spare memory."""
+    """Return all meaningful tensors of a state: the window in order of time, and all others except the spare memory."""
     return [
         *_window(state),
         *(

@@ -104,7 +104,7 @@ def test_what_is_held_stays(kind: str, how: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["single", "retroactive", "nystrom"])
 def test_a_stream_that_nobody_holds_stays_in_its_memory(kind: str, mode: str) -> None:
-    """Otherwise the test would pass only because every step copies its memory."""
+    """A stream that nobody holds stays in its memory. Without this, the other tests would pass if every step copied."""
     with MODES[mode]():
         state = _stream(kind)
         places = {f.data_ptr() for f in state[:5]}

@@ -549,7 +549,7 @@ MADE = {
 @pytest.mark.parametrize("kind", ["exact", "continual", "fixed"])
 @pytest.mark.parametrize("name", MADE)
 def test_a_token_may_be_a_parameter(impl: str, name: str, kind: str, position: int) -> None:
-    """It steps the stream with the same bits; native code itself supports only plain tensors."""
+    """A parameter as token steps the stream with the same bits. Native code itself supports only plain tensors."""
     step = ck.continual_attention_step if kind == "exact" else ck.continual_nystrom_step
     state, tokens = _of_kind(kind)
     given = [*tokens]
@@ -576,7 +576,7 @@ def test_a_state_may_hold_a_parameter(impl: str, kind: str, field: str) -> None:
 @pytest.mark.parametrize("with_gaps", [False, True])
 @pytest.mark.parametrize("kind", ["exact", "continual"])
 def test_a_state_may_be_lazily_negated(impl: str, kind: str, with_gaps: bool) -> None:
-    """Then the memory of a field holds the negatives of its values."""
+    """The memory of a lazily negated field holds the negatives of its values."""
     state, tokens = _of_kind(kind)
     wanted, _ = last(state, tokens, impl=impl)
     for name, part in state._asdict().items():
