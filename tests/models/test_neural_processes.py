@@ -218,7 +218,7 @@ def test_states_of_parts_merge_and_size_is_constant() -> None:
 
 
 def test_many_points_are_embedded_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (x, y, *_) = made(CMANP), batch()
+    model, (x, y, target_x, _) = made(CMANP), batch()
     mask = torch.rand(2, x.shape[1]) < 0.3
     with torch.no_grad():
         expected = model.condition(x, y, mask=mask)
@@ -226,7 +226,10 @@ def test_many_points_are_embedded_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPa
         rows: list[int] = []
         model.embedding.register_forward_hook(lambda _, given, __: rows.append(given[0].shape[1]))
         close(model.condition(x.masked_fill(mask.unsqueeze(-1), torch.nan), y, mask=mask), expected)
-    assert rows == [4, 4, 3]
+        assert rows == [4, 4, 3]
+        found = values(model(x, y, target_x))
+    assert rows == 2 * [4, 4, 3]
+    close(found, values(model(x, y, target_x)))
 
 
 def test_a_context_takes_constant_memory() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -137,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"there is no figure {unknown[0]!r}")
     for name in asked.figures or FIGURES:
         points = FIGURES[name].measure(asked.folder, asked.share)
-        measured = {"points": points, "share": asked.share, "where": provenance() | {"processor": next(processor())}}
+        where = provenance() | {"processor": next(processor()), "cores": os.cpu_count(), "load": _load()}
+        measured = {"points": points, "share": asked.share, "where": where}
         asked.folder.mkdir(parents=True, exist_ok=True)
         (asked.folder / f"{name}.json").write_text(json.dumps(measured))
         print(f"measured {name}")
@@ -184,7 +186,15 @@ def _table(points: Sequence[scans.Point], unit: str) -> str:
 
 
 def _where(where: dict[str, Any]) -> str:
-    return f"{where['processor']}; cmab_kernels {where['cmab_kernels']}, torch {where['torch']}, {where['time']}."
+    machine = f"{where['processor']} of {where['cores']} cores"
+    if where["load"] is not None:
+        machine += f", with a load of {where['load']:.1f} over the last 5 minutes"
+    return f"{machine}; cmab_kernels {where['cmab_kernels']}, torch {where['torch']}, {where['time']}."
+
+
+def _load() -> float | None:
+    """Return how many processes of this machine were running; None where that is not known."""
+    return os.getloadavg()[1] if hasattr(os, "getloadavg") else None
 
 
 if __name__ == "__main__":
