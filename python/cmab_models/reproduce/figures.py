@@ -154,7 +154,8 @@ def write(page: Path, folder: Path) -> None:
         "Written by `python -m cmab_models.reproduce.figures`: the kinds of figures 3, 4, 6 and 7 of Feng et al., "
         "Memory Efficient Neural Processes via Constant Memory Attention Block (arXiv 2305.14567), measured on the "
         "machine that is named below each table, with one thread. Costs are those of models of the papers' size for "
-        "points of 2 coordinates and 3 values, without gradients; a time is the shortest of several calls.",
+        "points of 2 coordinates and 3 values, without gradients; a time is the shortest of several calls. Where the "
+        "load is above the number of cores, times are too long, by up to several times; memory is not affected.",
     ]
     for name, part in FIGURES.items():
         file = folder / f"{name}.json"
