@@ -51,8 +51,8 @@ from .runtime.backends import Explanation, explain, use_impl
 from .runtime.calls import ModuleExplanation
 from .window import StateTree, StateWindow
 
-# `torch.load` reads states in the form that `torch.save` wrote: these classes hold only tensors and ints, and
-# constructing them executes no other code.
+# `torch.load` may read saved states under `weights_only=True`: these classes hold only tensors and
+# ints, and constructing them runs no other code.
 torch.serialization.add_safe_globals([AttentionState, RidgeState, ContinualAttentionState, ContinualNystromState])
 
 # The function `intention` hides the subpackage of the same name, so the estimators are an attribute of the function:

@@ -123,7 +123,7 @@ def _check(request: Request) -> None:
             mismatch(
                 "--output",
                 f"{output}, which has files in it",
-                "an empty folder; or give --force to replace those of the same names",
+                "an empty folder, or --force to replace files of the same names",
             )
         )
 

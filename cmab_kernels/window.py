@@ -29,8 +29,8 @@ def merge(*states: State) -> State:
 
 
 def _partial(*states: State) -> State:
-    """The merge of states that is kept for later calls. It is recorded whatever the grad mode of this call: gradients
-    must not depend on which call a merge happens to fall into."""
+    """Return the merge of states, to be kept for later calls. Autograd records it in any grad mode,
+    because gradients must not depend on the call that happens to make the merge."""
     with torch.enable_grad():
         return merge(*states)
 
@@ -147,7 +147,8 @@ class _Queue(NamedTuple):
     """The merge of the newer part."""
 
     def turned(self) -> _Queue:
-        """Return the queue with the newer part as its older part, which is empty now."""
+        """Return the queue after its newer part has become its older part. The older part must be
+        empty before."""
         front: list[Any] = []
         for state in reversed(self.back[: self.newer]):
             front.append(_partial(state, front[-1]) if front else state)
@@ -261,8 +262,8 @@ class StateWindow(Held[State]):
         self.restore(state_dict)
 
     def restore(self, entries: Mapping[str, Tensor]) -> None:
-        """Do the same as `load_state_dict`, for entries that are known to be those of a window, whatever their
-        values."""
+        """Do the same as `load_state_dict`, for entries that came from a window. They are not
+        checked."""
         states, front = _unstacked(entries), int(entries["front"])
         total = None
         for state in states[front:]:
@@ -271,7 +272,7 @@ class StateWindow(Held[State]):
 
 
 class _Change(NamedTuple):
-    """What `StateTree.put` or `discard` changes."""
+    """The change that `StateTree.put` or `discard` makes."""
 
     nodes: list[dict[int, Any]]
     """For each level, the new nodes by their places."""
@@ -388,7 +389,8 @@ class StateTree(Held[State]):
         return changed, counts
 
     def _settle(self) -> None:
-        """Write the change, if there is one. To write it twice has the same result."""
+        """Write the change, if there is one. Writing it twice has the same result as writing it
+        once."""
         if self._change is None:
             return
         changed, counts, keys, gone = self._change

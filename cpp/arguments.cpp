@@ -13,7 +13,7 @@
 #include "common/bindings.h"
 
 namespace pybind11 {
-class object {};  // for the member of Arguments that holds copies, of which there are none here
+class object {};  // Arguments has a member that holds copies; there are none here
 }  // namespace pybind11
 
 namespace {

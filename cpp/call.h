@@ -19,7 +19,7 @@ class Call {
   // The last arguments of the stack are those of the schema.
   Call(const c10::FunctionSchema& schema, const std::vector<c10::IValue>& stack);
 
-  // An argument; one that is new is added.
+  // Returns an argument, and adds it if it is new.
   c10::IValue& operator[](const std::string& name);
   at::Tensor tensor(const std::string& name) { return (*this)[name].toTensor(); }
   bool has(const std::string& name) { return !(*this)[name].isNone(); }
@@ -29,7 +29,7 @@ class Call {
   void make_contiguous(std::initializer_list<const char*> names);
   void join_first_two(std::initializer_list<const char*> names);
 
-  // Calls the function of this name with the arguments, all of which it must read.
+  // Calls the function of this name, which must read all arguments.
   void run(const char* function);
 
  private:

@@ -1,5 +1,5 @@
-// The operators of exported programs as a library without Python: the schemas of cmab_kernels, and what its modules
-// `native` do before they call csrc.
+// The operators of exported programs as a library without Python: the schemas of cmab_kernels, and
+// the work that its modules `native` do before they call csrc.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -52,7 +52,7 @@ Tensors projected_attention(Call& in) {
 
 int64_t index_of(const std::string& name, std::initializer_list<const char*> names) {
   const auto* const found = std::find(names.begin(), names.end(), name);
-  TORCH_CHECK_VALUE(found != names.end(), "no kernel of cmab knows ", name);
+  TORCH_CHECK_VALUE(found != names.end(), "no kernel of cmab supports ", name);
   return found - names.begin();
 }
 
@@ -170,7 +170,7 @@ struct Rings {
   at::Tensor queries, keys, values;
 };
 
-// Reads what both kinds of steps have in common, and makes new rings and outputs.
+// Reads the arguments that both kinds of steps share, and makes new rings and outputs.
 Rings begin_step(Call& in, cpu::Stream& stream, cpu::OldRings& old, at::Tensor& position, at::Tensor& out) {
   in.make_contiguous({"queries", "keys", "values", "sums", "position"});
   const at::Tensor queries = in.tensor("queries"), keys = in.tensor("keys"), values = in.tensor("values");

@@ -4,7 +4,7 @@
 //
 // PACKAGE is a file of torch._inductor.aoti_compile_and_package, of a program (new..., state...) -> (results...,
 // state...). STREAM is a file of torch.save: the state before the stream, a list of tensors, and a list of the new
-// tensors of each step. RESULTS becomes a file for torch.load: what the last step returned.
+// tensors of each step. RESULTS becomes a file for torch.load with the results of the last step.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
 

@@ -44,7 +44,7 @@ def test_explain_names_every_implementation_with_a_reason() -> None:
     )
     with pytest.raises(ValueError, match=r"^operator: got 'nothing'.*latent_attention"):
         ck.explain("nothing", Q, K, K)
-    with pytest.raises(TypeError, match=r"^key_padding_mask: got an option, expected none.*inputs alone"):
+    with pytest.raises(TypeError, match=r"^key_padding_mask: got an option, expected no option.*takes options"):
         ck.explain("latent_attention", Q, K, K, key_padding_mask=None)  # type: ignore[call-overload]  # what is refused
 
 

@@ -211,3 +211,12 @@ def test_weights_that_float32_cannot_hold_are_named(call: str) -> None:
         assert run(key.double(), weights).isfinite().all()
     faded = grown / grown.max()  # the smallest weights become 0 compared with 1
     torch.testing.assert_close(run(key, faded).double(), run(key.double(), faded), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "given", ["no", [0], object(), np.ones(2), torch.ones(2)], ids=lambda given: type(given).__name__
+)
+def test_a_flag_has_a_truth_of_its_own(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"^enable_gqa: got .*, expected True or False"):
+        ck.latent_attention(torch.ones(1, 2, 3, 4), *2 * [torch.ones(1, 2, 3, 4)], enable_gqa=given)
+    assert checks.as_flag("enable_gqa", np.True_) and checks.as_flag("enable_gqa", torch.tensor(1))

@@ -108,7 +108,7 @@ def test_demo_prints_tables_and_draws(tmp_path: Path, capsys):
         "From pixels to latents",
         "        700",
         "      1,500",
-        "The attention alone",
+        "Only the attention",
         "1,500 pixels streamed in",
         "One more pixel after 1,500:",
     ):

@@ -194,7 +194,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
 @pytest.mark.parametrize("name", OF_SCALE)
 def test_a_scale_that_is_no_constant_is_refused(name: str, transform: str) -> None:
     """A scale that is not a constant raises an error. Otherwise its derivative would silently be 0."""
-    with pytest.raises(TypeError, match=r"^scale: got .*multiply the query by what is learned"):
+    with pytest.raises(TypeError, match=r"^scale: got .*multiply the query by a scale that is learned"):
         TRANSFORMS[transform](OF_SCALE[name])
 
 

@@ -371,15 +371,15 @@ def test_a_swapped_layout_is_said(name: str, swapped: tuple[str, ...], said: str
     [
         (
             lambda: ck.merge_states([STATE, STATE]),
-            r"^states\[0\]: got a list, expected an AttentionState.* a list of them with \*",
+            r"^states\[0\]: got a list, expected an AttentionState.* unpacks a list",
         ),
         (
             lambda: ck.merge_ridge([SUMS, SUMS]),
-            r"^states\[0\]: got a list, expected a RidgeState.* a list of them with \*",
+            r"^states\[0\]: got a list, expected a RidgeState.* unpacks a list",
         ),
         (
             lambda: variants.merge_moments((MOMENTS, MOMENTS)),
-            r"^states\[0\]: got a tuple, expected a ClassMoments.* a list of them with \*",
+            r"^states\[0\]: got a tuple, expected a ClassMoments.* unpacks a list",
         ),
         (lambda: ck.merge_states(tuple(STATE), STATE), r"AttentionState\(\*states\[0\]\) makes one"),
         (

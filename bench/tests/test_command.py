@@ -147,7 +147,7 @@ REFUSED = {
     "no folder": (["--output", "saved.json"], "--output: got saved.json, a file, expected a folder"),
     "a folder with files": (
         ["--output", "full"],
-        "--output: got full, which has files in it, expected an empty folder; or give --force",
+        "--output: got full, which has files in it, expected an empty folder, or --force",
     ),
     "a folder that cannot be": (["--output", "saved.json/in"], "--output: got saved.json/in, which cannot be written"),
 }

@@ -55,9 +55,10 @@ def latent_attention(
             would make the program wait: wrong offsets make every result and gradient NaN there.
         scale: factor of the scores; None means D ** -0.5.
         key_bias: a floating tensor that broadcasts to (B, H, N), with the heads of key: it is added to every score of
-            its key, after the scale. log(w) gives a key the weight w. Broadcast axes are not expanded in memory. A key
-            with a bias of -inf is ignored; NaN and +inf make every row NaN that sees the key. Biases are added in
-            float32 (float64 for float64 inputs).
+            its key, after the scale. log(w) gives a key the weight w. Broadcast axes are not
+            expanded in memory. A key with a bias of -inf is ignored. A bias of NaN or +inf gives
+            NaN in every row that sees the key. Biases are added in float32 (float64 for float64
+            inputs).
         enable_gqa: as in torch's `scaled_dot_product_attention`, query and result may have a multiple of the heads Hk
             of key and value: head h reads the keys of head h // (H / Hk). The keys are read once for all heads of a
             group, and not copied.
@@ -106,15 +107,17 @@ def attention_state(
 
     Arguments and errors are those of `latent_attention`. `state` summarises other keys for the same queries: out (B, H,
     L, E) in float32 (float64 for float64 inputs) and lse (B, H, L) in float64. `state` is not changed. Gradients flow
-    to query, key, value, key_bias and the state's `out` and `lse`. A row whose lse is -inf is empty, whatever `out`
-    holds. An lse of +inf, or an lse of NaN in a row whose `out` holds numbers, is a `ValueError` on the CPU; on a GPU
-    and in traces it makes its row NaN.
+    to query, key, value, key_bias and the state's `out` and `lse`. A row whose lse is -inf is
+    empty, whatever `out` holds. On the CPU, an lse of +inf raises a `ValueError`, and so does an
+    lse of NaN in a row whose `out` holds numbers. On a GPU and in traces such an lse makes its row
+    NaN.
 
     `decay` lets old keys fade: it multiplies the weight exp(S) of every key in `state`, and so adds log(decay) to its
     logit S and to the state's lse. After t further calls a key has the weight decay^t exp(S). `decay` is a number in
-    (0, 1], or a tensor of such numbers that broadcasts to (B, H, L) and may require a gradient; None means 1. Other
-    numbers are a `ValueError`; on a GPU and in traces those in a tensor make their rows NaN. Without `state` there is
-    nothing to fade, and `decay` has no effect.
+    (0, 1], or a tensor of such numbers that broadcasts to (B, H, L) and may require a gradient;
+    None means 1. Other numbers raise a `ValueError`. On a GPU and in traces the numbers in a tensor
+    are not checked, and wrong numbers give NaN in their rows. Without `state`, `decay` has no
+    effect.
 
     >>> latents, points = torch.randn(4, 16, 8), torch.randn(2, 4, 1000, 8)
     >>> state = None
@@ -137,8 +140,9 @@ def merge_states(first: AttentionState, *others: AttentionState) -> AttentionSta
 
     lse = log sum_i exp(lse_i), out = sum_i exp(lse_i - lse) out_i, with weights in float64. Every state must have the
     shapes, dtypes and device of the first (`ValueError`, `TypeError`). A state is empty where its lse is -inf: it has
-    weight 0 there, whatever its `out` holds. The merge of empty states is empty. An lse of +inf, or an lse of NaN in a
-    row whose `out` holds numbers, is a `ValueError` on the CPU; on a GPU and in traces it makes its row NaN.
+    weight 0 there, whatever its `out` holds. The merge of empty states is empty. On the CPU, an lse of
+    +inf raises a `ValueError`, and so does an lse of NaN in a row whose `out` holds numbers. On a GPU
+    and in traces such an lse makes its row NaN.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> halves = [cmab_kernels.attention_state(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 5), slice(5, 10))]
@@ -157,7 +161,7 @@ def union(first: AttentionState, *others: AttentionState) -> AttentionState:
     states = (first, *others)
     chosen = "native" if first.out.device.type == "cpu" and is_available("attention", "native") else "reference"
     if not others or not may_call_native(chosen, *(part for state in states for part in state)):
-        return merged(*states)  # a single state, too: its empty rows may hold any numbers
+        return merged(*states)  # also for a single state, because its empty rows may hold any numbers
     merge = kernel("attention", "native", "merge_states")
     for other in others:
         first = AttentionState(*merge(*first, *other))
@@ -181,9 +185,10 @@ def remove_from_state(
     Arguments and errors are those of `attention_state`, and keys need the `key_bias` that they were added with.
     `reliable` (B, H, L) says which rows can be trusted. It is False where less than sqrt(eps) of a row's mass is left:
     cancellation then costs more than half of the digits. A row with no mass left becomes empty. `reliable` is also
-    False where removed keys have logits near the largest one and less than 32 eps abs(lse) of the mass is left. This
-    rest may be rounding, because logits may have been computed in another way when the keys were added. Logits beyond
-    2^18 in float32 and 2^47 in float64 always meet this condition on the mass.
+    False where removed keys have logits near the largest one and less than 32 eps abs(lse) of the
+    mass is left. This rest may be a rounding error, because logits may have been computed in
+    another way when the keys were added. Logits beyond 2^18 in float32 and 2^47 in float64 always
+    meet this condition on the mass.
 
     >>> q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 10, 8), torch.randn(1, 2, 10, 8)
     >>> state = cmab_kernels.attention_state(q, k, v)
@@ -208,8 +213,9 @@ def remove_from_state(
 class _Inputs(NamedTuple):
     """Validated arguments, in the dtype of autocast if it is on; query is (B, Hk, L, D), expanded over the batch.
 
-    Heads that read the same keys are more queries of one head: L is `groups` times the queries of a head.
-    Callers pass the fields on by name: the compiler of torch 2.6 cannot slice a NamedTuple.
+    All query heads that read the same key head are joined to one head: L is `groups` times the
+    number of queries of a head. Callers pass the fields on by name: the compiler of torch 2.6
+    cannot slice a NamedTuple.
     """
 
     query: Tensor
@@ -223,7 +229,7 @@ class _Inputs(NamedTuple):
 
 
 def _rows_of(inputs: _Inputs) -> tuple[int, int, int]:
-    """(B, H, L) as the caller has them."""
+    """The caller's sizes (B, H, L)."""
     batch, heads, latents, _ = inputs.query.shape
     return batch, heads * inputs.groups, latents // inputs.groups
 

@@ -1,7 +1,7 @@
 """The definition of latent cross-attention, in plain PyTorch.
 
-For each query row q and the keys k_i, values v_i that it may see, with S_i = scale q k_i' + b_i, where the bias b_i is
-0 if there is none, and a key with a bias of -inf may not be seen:
+A query row q sees the keys k_i with the values v_i. The scores are S_i = scale q k_i' + b_i, where
+the bias b_i is 0 if there is none. A key with a bias of -inf is not seen.
 
     lse = log sum_i exp(S_i)            out = sum_i exp(S_i - lse) v_i
 
@@ -109,7 +109,7 @@ def attention_backward_reference(
     dscores = scale * weight * dweight
     dkey, dvalue = dscores.mT @ q, weight.mT @ dout
     dbias = query.new_empty(0) if key_bias is None else (weight * dweight).sum(-2)
-    if cu_seqlens is not None:  # sets share one row of keys; only its own set has a gradient for a key
+    if cu_seqlens is not None:  # sets share one row of keys, and a key gets a gradient from its own set only
         dkey, dvalue = dkey.sum(0, keepdim=True), dvalue.sum(0, keepdim=True)
         dbias = dbias if key_bias is None else dbias.sum(0, keepdim=True)
     return (dscores @ k).to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dbias

@@ -48,7 +48,7 @@ def _operations(inputs: Any) -> int:
 
 
 def _backward_operations(inputs: Any) -> int:
-    """FLOPs of those of the products S, dP, dV, dQ and dK that the required gradients use."""
+    """FLOPs of the products among S, dP, dV, dQ and dK that the required gradients use."""
     needs_query, needs_key, needs_value, needs_bias = inputs.needs
     needs_scores = needs_query or needs_key or needs_bias
     widths = inputs.query[-1] * (1 + needs_query + needs_key) + inputs.value[-1] * (needs_scores + needs_value)

@@ -1,4 +1,5 @@
-"""The attention state of a set of keys. Merging and subtracting states costs O(L E), whatever the number of keys."""
+"""The attention state of a set of keys. Merging and subtracting states costs O(L E), for any number
+of keys."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from ..runtime.checks import check_dense, check_extents, device_of, is_read, mis
 from ..runtime.dtypes import state_dtype
 
 SURE_ROUNDING = 2.0**-5
-"""The share of the mass left by a removal is trusted if rounding changes logits by at most this part of the share."""
+"""A removal leaves a share of a row's mass. The share is trusted if the rounding errors of the
+logits are at most this fraction of it."""
 FAR_BELOW = 2.0**-10
-"""Keys whose lse is below a row's by this share of its magnitude had no weight there, however logits were rounded."""
+"""If the removed keys' lse is below the row's lse by more than this fraction of its magnitude,
+these keys had no weight, for any rounding of the logits."""
 
 
 class AttentionState(NamedTuple):
@@ -62,7 +65,7 @@ def empty_state(
     (torch.Size([1, 2, 3, 4]), -inf)
     """
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.float32, torch.float64):
-        raise TypeError(mismatch("dtype", dtype, "torch.float32 or torch.float64, which states are held in"))
+        raise TypeError(mismatch("dtype", dtype, "torch.float32 or torch.float64, the dtypes of states"))
     check_extents(batch=batch, heads=heads, latents=latents, width=width)
     device = None if device is None else device_of(device)
     return AttentionState(
@@ -91,13 +94,14 @@ def merged(first: AttentionState, *others: AttentionState) -> AttentionState:
 
 
 def counted(state: AttentionState) -> AttentionState:
-    """The state with `out` set to 0 where no key was seen: `out` may hold NaN there, which a weight of 0 would keep."""
+    """The state with `out` set to 0 where no key was seen: `out` may hold NaN there, and 0 times
+    NaN is NaN."""
     return AttentionState(state.out.masked_fill((state.lse == -math.inf).unsqueeze(-1), 0.0), state.lse)
 
 
 def decayed(state: AttentionState, decay: float | Tensor) -> AttentionState:
-    """The state with the weight of all its keys multiplied by a decay that was checked: log(decay) is added to every
-    logit, and so to lse."""
+    """The state with the weight of all its keys multiplied by `decay`, which was checked before.
+    This adds log(decay) to every logit, and so to lse."""
     return AttentionState(state.out, state.lse + (decay.log() if isinstance(decay, Tensor) else math.log(decay)))
 
 
@@ -120,8 +124,9 @@ def subtract_state(state: AttentionState, part: AttentionState) -> Removal:
     With a = `state` and b = `part`, lse = a.lse + log1p(-exp(b.lse - a.lse)) and
     out = exp(a.lse - lse) a.out - exp(b.lse - lse) b.out. Where `part` has the fraction f of the mass, errors grow by
     1 / (1 - f): rows with 1 - f < sqrt(eps) are not reliable, and rows with 1 - f = 0 are empty. Logits may have been
-    rounded in another way when the keys were added. Rows in which this difference could account for much of 1 - f are
-    not reliable either, unless the lse of `part` is so far below that `part` had no weight.
+    rounded in another way when the keys were added. Rows where this difference could explain much
+    of 1 - f are not reliable either. Rows where the lse of `part` is so small that `part` had no
+    weight are an exception.
     """
     if state.out.shape != part.out.shape:  # unequal shapes would broadcast
         raise ValueError(
@@ -156,7 +161,8 @@ def check_parts(state: AttentionState, name: str) -> None:
 
 
 def check_mergeable(state: AttentionState, name: str, like: AttentionState | None = None) -> None:
-    """Raise unless `state` can be merged with the state `like`; None stands for any."""
+    """Raise unless `state` is consistent and can be merged with `like`. Without `like`, any shapes
+    are allowed."""
     check_parts(state, name)
     if like is None:
         if state.out.dim() == 0:

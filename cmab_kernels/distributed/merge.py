@@ -70,7 +70,7 @@ def all_merge_state(state: State, group: ProcessGroup | None = None) -> State:
     with announced(group, state):
         if is_differentiated():
             given = "tensors under a transform of torch.func or in forward mode"
-            raise RuntimeError(mismatch("state", given, "plain tensors, as a collective has only a backward mode"))
+            raise RuntimeError(mismatch("state", given, "plain tensors, because a collective has only a backward mode"))
         check(state)
         header = header_of(state)
         fields = tuple(field.detach() for field in state)

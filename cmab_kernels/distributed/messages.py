@@ -67,12 +67,12 @@ _AGREEMENTS: WeakKeyDictionary[ProcessGroup, _Agreement] = WeakKeyDictionary()
 def gathered(
     packed: Tensor, header: tuple[int, ...], group: ProcessGroup, *, alike: bool = False
 ) -> tuple[Tensor, bool]:
-    """Return the packed states (W, bytes) of all ranks, and whether any rank wants a gradient; raise on all ranks if
-    the states do not fit.
+    """Return the packed states (W, bytes) of all ranks, and whether any rank wants a gradient.
+    Raise on all ranks if the states do not fit.
 
     On a GPU the program does not wait for the headers if their shapes were agreed on before. If the headers differ
     then, the result is NaN. A rank that needs no gradient, but could record one, must read whether other ranks need a
-    gradient. `alike`: it is an error if only some ranks want a gradient.
+    gradient. With `alike`, it is an error if only some ranks want a gradient.
     """
     agreement, size = _AGREEMENTS.setdefault(group, _Agreement()), packed.numel()
     fits = size <= agreement.room
@@ -167,12 +167,12 @@ def _compare(headers: list[list[int]], alike: bool) -> None:
             mismatch(
                 "state",
                 f"{wanting} while grad mode is off on {off}",
-                "grad mode on every rank, as all take part in the backward pass",
+                "grad mode on every rank, because all ranks take part in the backward pass",
             )
         )
     if alike and WANTED in gradients and _UNWANTED in gradients:
         raise RuntimeError(
-            mismatch("state", wanting, "a gradient required on all ranks or on none, as the graph is compiled")
+            mismatch("state", wanting, "a gradient required on all ranks or on none, because the graph is compiled")
         )
 
 
@@ -221,7 +221,7 @@ def check(state: AttentionState | RidgeState) -> None:
             raise TypeError(mismatch(f"state.{name}", field.dtype, dtype))
         if field.device != like.device:
             raise ValueError(
-                mismatch(f"state.{name}", f"device {field.device}", f"{like.device}, the device of the rest")
+                mismatch(f"state.{name}", f"device {field.device}", f"{like.device}, the device of the other fields")
             )
     if isinstance(state, AttentionState):
         refuse_wrong_sums(state, "state")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class _Group(NamedTuple):
-    """A process group, or None. A copy of the object refers to the same group, because the group belongs to its
-    process. The object cannot be pickled."""
+    """A process group, or None. A group cannot leave its process, so a copy of the object refers to
+    the same group. The object cannot be pickled."""
 
     group: ProcessGroup | None
 
@@ -40,7 +40,7 @@ class _Group(NamedTuple):
             return _Group, (None,)
         allowed = "None; save the state_dict(), and load it into a module that each process makes with its own group"
         raise TypeError(
-            mismatch("group", "a process group, which cannot be pickled, as it belongs to its process", allowed)
+            mismatch("group", "a process group, which belongs to its process and cannot be pickled", allowed)
         )
 
 

@@ -48,7 +48,9 @@ class Adapted(continual.CoModule, nn.Module):  # type: ignore[misc]  # the packa
             given = f"one with batch_first={last.batch_first} and output={output!r}"
             raise ValueError(
                 mismatch(
-                    "module", given, "batch_first=True and output='single', as containers of continual-inference need"
+                    "module",
+                    given,
+                    "batch_first=True and output='single', because containers of continual-inference need these",
                 )
             )
         self.module = module

@@ -91,10 +91,10 @@ def fused_attention(
     if attn_mask is not None:
         row = _common_row(attn_mask, query, key)
         if row is None:
-            return "the mask depends on the query or the head, or its shape and strides do not show that it does not"
+            return "the shape and strides of the mask do not show that it is the same for all queries and heads"
         ignore = _ignored(row)
         if ignore is None:
-            return "the mask is to be added to logits, or its numbers are not read here"
+            return "the mask must be added to logits, or its values are not read here"
     return latent_attention(query, key, value, key_padding_mask=ignore, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -138,11 +138,12 @@ def _common_row(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 def _ignored(row: Tensor) -> Tensor | None:
-    """Return the keys that a row of a mask hides, (B, N) with True = ignore; None if the mask is to be added to logits.
+    """Return the keys that a row of a mask hides, (B, N) with True = ignore; None if the mask must
+    be added to logits.
 
-    Numbers are not read on a GPU, where the program would have to wait for them, nor under a compiler, a transform or a
-    trace. torch computes a row whose keys are all hidden: if a finite number hides them, the result is the attention to
-    all these keys.
+    The values are not read on a GPU, where the program would have to wait for them, and not under a
+    compiler, a transform or a trace. If a row hides all keys by a finite number, torch's result is
+    attention to all these keys. So a row that hides all keys is left to torch.
     """
     if row.dtype == torch.bool:
         return ~row

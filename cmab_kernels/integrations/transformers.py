@@ -86,7 +86,7 @@ def attention(
                 mismatch(
                     name,
                     kind_of(kwargs[name]),
-                    f"None, as {NAME!r} has no attention sinks; use attn_implementation='eager'",
+                    f"None, because {NAME!r} has no attention sinks; use attn_implementation='eager'",
                 )
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -112,8 +112,8 @@ def _warn_once(kind: str, why: str) -> None:
         return
     _warned.add((kind, why))
     text = (
-        f"attn_implementation={NAME!r}: {kind} runs 'sdpa', because {why}; cmab_kernels.explain(model, ...) says "
-        "it of each call"
+        f"attn_implementation={NAME!r}: {kind} runs 'sdpa', because {why}; cmab_kernels.explain(model, ...) shows "
+        "the reason for each call"
     )
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 

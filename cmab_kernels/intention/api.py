@@ -49,15 +49,15 @@ def intention(
 ) -> Tensor:
     """Q (K'WK + alpha I)^-1 K'WV: a ridge regression of values on keys, evaluated at each query.
 
-    Beside the inputs, the primal form needs memory that does not grow with N.
+    Apart from the inputs, the memory of the primal form does not grow with N.
 
     Args:
         query: (B, H, M, D), or (H, M, D) shared over the batch. float64, float32, bfloat16 or float16.
         key: (B, H, N, D), any strides; N may be 0.
         value: (B, H, N, E).
-        alpha: penalty >= 0: a number, or a tensor that broadcasts to (B, H). A negative penalty is a `ValueError`. The
-            values of a tensor on a GPU are not read: there a negative penalty makes the result of its head NaN, and
-            `info` of `solve_ridge` 1.
+        alpha: penalty >= 0: a number, or a tensor that broadcasts to (B, H). A negative penalty is
+            a `ValueError`. The values of a tensor on a GPU are not read. There a negative penalty
+            makes the result of its head NaN, and sets `info` of `solve_ridge` to 1.
         form: "primal" solves a D x D system and streams over the keys; "dual" solves an N x N system; "auto" takes the
             smaller system. Both forms give the same result, but the dual system of more than D keys is singular up to
             alpha, and loses digits as alpha falls. For 1,025 keys of width 17 in float64, the error of the dual form is
@@ -70,9 +70,10 @@ def intention(
         key_padding_mask: (B, N) bool, True = ignore.
         cu_seqlens: (S + 1,) int32 or int64 offsets that rise from 0 to at most N. Key and value then have batch 1 and
             hold S sets of keys, one after the other: set s goes from cu_seqlens[s] to cu_seqlens[s + 1], and keys after
-            the last set belong to none. A query (B, H, M, D), `alpha` and the result have batch S. The primal form
-            solves for every set, whatever its size; "dual" is a `ValueError`. On a GPU the offsets are not read,
-            because reading would make the program wait: wrong offsets make every result and gradient NaN there.
+            the last set belong to none. A query (B, H, M, D), `alpha` and the result have batch S.
+            The primal form solves for sets of any size; "dual" raises a `ValueError`. On a GPU the
+            offsets are not read, because reading would make the program wait: wrong offsets make
+            every result and gradient NaN there.
         impl: "auto", "reference", "native" or "triton": the implementation of the sums and of the products with rows.
             `regularised_solve` chooses its own implementation of the solve, which may be "cuda".
 
@@ -186,9 +187,9 @@ def ridge_state(
 
     `decay` lets old keys fade: it multiplies the weight of every key in `state`, and so both sums. After t further
     calls a key has the weight decay^t. Like weights, it does not change `count`. `decay` is a number in (0, 1], or a
-    tensor of such numbers that broadcasts to (B, H) and may require a gradient; None means 1. Other numbers are a
-    `ValueError`; on a GPU and in traces those in a tensor make their sums NaN. Without `state` there is nothing to
-    fade, and `decay` has no effect.
+    tensor of such numbers that broadcasts to (B, H) and may require a gradient; None means 1. Other
+    numbers raise a `ValueError`. On a GPU and in traces the numbers in a tensor are not checked,
+    and wrong numbers make their sums NaN. Without `state`, `decay` has no effect.
 
     >>> key, value = torch.randn(1, 2, 1000, 8), torch.randn(1, 2, 1000, 3)
     >>> state = None
@@ -271,8 +272,9 @@ def remove_ridge(
     """`state` without these keys, as if it had never seen them. The cost depends on the removed keys alone.
 
     Arguments and errors are those of `ridge_state`; removing more keys than the state has is a `ValueError`. The error
-    of the sums is about 1e-16 of the removed sums; a state left with no key is exactly empty. If the remaining system
-    is not positive definite, `info` of `solve_ridge` shows it.
+    of the sums is about 1e-16 of the removed sums; a state from which all keys were removed is
+    exactly empty. If the remaining system is not positive definite, `info` of `solve_ridge` shows
+    it.
 
     >>> key, value = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 3)
     >>> state = cmab_kernels.remove_ridge(cmab_kernels.ridge_state(key, value), key[:, :, :20], value[:, :, :20])
@@ -282,7 +284,7 @@ def remove_ridge(
     removed = ridge_state(key, value, weights=weights, key_padding_mask=key_padding_mask, impl=impl)
     check_ridge(state, removed.moment.shape, removed.gram.device)
     left = subtract_ridge(state, removed)
-    refuse_negative("state.count, less the keys to remove,", left.count)
+    refuse_negative("state.count minus the number of removed keys", left.count)
     return left
 
 
@@ -402,7 +404,8 @@ def solve_rows(
 
 
 def _added_up(inputs: PrefixRidge) -> tuple[Tensor, ...]:
-    """The sums over all prefixes, accumulated from those of each chunk, and added to those before where not None."""
+    """Return the sums over all prefixes: the accumulated sums of the chunks, plus the incoming sums
+    if there are any."""
     key, value, weights, mask, gram, moment, every, impl = inputs
     check_weights(inputs)
     sums = gram_op(Gram(*in_chunks(key, value, weights, mask, every), exact=True, impl=impl))

@@ -26,8 +26,8 @@ class Gram(NamedTuple):
 
 
 class RidgeUpdate(NamedTuple):
-    """The arguments of `cmab::ridge_update`, whose results are the sums and the number of keys, added to those
-    given."""
+    """The arguments of `cmab::ridge_update`, whose results are the sums and the number of keys,
+    plus the incoming ones."""
 
     key: Tensor
     value: Tensor
@@ -56,8 +56,8 @@ class GramBackward(NamedTuple):
 
 
 class PrefixRidge(NamedTuple):
-    """The arguments of `cmab::prefix_ridge`, whose results are K'WK and K'WV over all prefixes, added to those
-    given."""
+    """The arguments of `cmab::prefix_ridge`, whose results are K'WK and K'WV over all prefixes,
+    plus the incoming sums."""
 
     key: Tensor
     value: Tensor

@@ -91,7 +91,7 @@ def _weighted_formula(products: Tensor, value: Tensor, weights: Tensor, alpha: T
     """Y of `_kernel` without the square root, which has no derivative at a weight of 0.
 
     Forward mode uses this formula, because torch differentiates it there. Where a weight and alpha are 0, a 1 on the
-    diagonal keeps the matrix regular. A matrix that is singular all the same gives NaN.
+    diagonal keeps the matrix regular. A matrix that is still singular gives NaN.
     """
     alpha = alpha.masked_fill(alpha < 0, torch.nan).unsqueeze(-1)
     diagonal = alpha + ((weights == 0) & (alpha == 0))
@@ -132,9 +132,9 @@ def _backward(call: Call[WeightedSolve], dout: Tensor) -> Gradients:
 
         dw = u r, r = V - M Y, u = (dout - M T) / alpha             dalpha = -sum u * y
 
-    The square root has no derivative at a weight of 0, but Y has one. For a row of weight 0, the code computes r, u and
-    y = w r / alpha by these formulas, whose further derivatives are right. For any other row, r and u are y alpha / w
-    and t / w.
+    The square root has no derivative at a weight of 0, but Y has one. For a row of weight 0, the
+    code computes r, u and y = w r / alpha by these formulas. They have the right higher
+    derivatives. For any other row, r and u are y alpha / w and t / w.
     """
     products, value, weights, alpha, impl = call.inputs
     (solution,) = call.kept

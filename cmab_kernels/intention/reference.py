@@ -5,17 +5,18 @@ Keys k_i with values v_i, weights w_i >= 0 (1 by default) and a penalty alpha >=
     G = K'WK = sum_i w_i k_i' k_i        C = K'WV = sum_i w_i k_i' v_i        Omega = (G + alpha I)^-1 C
 
     intention        out = Q Omega                                     primal, D x D
-                     out = Q K' Y,  Y = (W K K' + alpha I)^-1 W V      dual, N x N: the same result (push-through
-    identity) sigma-intention  out = softmax(scale Q (G + alpha I)^-1 K') V
+                     out = Q K' Y,  Y = (W K K' + alpha I)^-1 W V      dual, N x N
+    sigma-intention  out = softmax(scale Q (G + alpha I)^-1 K') V
 
-(Exploring the Space of Key-Value-Query Models with Intention, Garnelo and Czarnecki.) Gradients, given dG, dC, with S =
-dG + dG':
+The primal and the dual form give the same result (push-through identity). Source: Exploring the
+Space of Key-Value-Query Models with Intention (Garnelo and Czarnecki). The gradients, given dG and
+dC, with S = dG + dG', are
 
-    u_i = S k_i + dC v_i     y_i = dC' k_i     dk_i = w_i u_i     dv_i = w_i y_i     dw_i = (k_i.S k_i) / 2 + k_i.(dC
-    v_i)
+    u_i = S k_i + dC v_i     y_i = dC' k_i
+    dk_i = w_i u_i           dv_i = w_i y_i           dw_i = (k_i.S k_i) / 2 + k_i.(dC v_i)
 
-Each of several packed sets has sums of its own. Here a set sees the rows of the others too, but as masked rows, which
-takes temporaries of all rows for each set.
+Each packed set has its own sums. This definition reads all rows for each set, and masks the rows of
+the other sets. So it needs temporaries of all rows for each set.
 
 The solve and its gradient are defined in `solve/reference.py`.
 """

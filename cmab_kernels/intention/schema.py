@@ -43,7 +43,8 @@ def _is_packed(inputs: Gram | GramBackward | RidgeUpdate) -> bool:
 
 
 def _gram_definition(inputs: Gram | RidgeUpdate, exact: bool) -> tuple[Tensor, Tensor]:
-    """Both sums by the reference: it ignores `parts`. Invalid offsets make them, and all gradients, NaN."""
+    """Both sums by the reference, which ignores `parts`. Invalid offsets make the sums and all
+    gradients NaN."""
     key, offsets = inputs.key, inputs.cu_seqlens
     gram, moment = gram_reference(key, inputs.value, inputs.weights, inputs.key_padding_mask, exact, offsets)
     if offsets is None:
@@ -90,8 +91,8 @@ def _prefix_shapes(inputs: PrefixRidge) -> tuple[Tensor, Tensor]:
 
 
 def _gradient_shapes(inputs: GramBackward | PrefixRidgeBackward) -> tuple[Tensor, ...]:
-    """The gradients of key, value, weights and, for prefixes, of the sums before. The weights may be None, which means
-    1."""
+    """The shapes of the gradients of key, value, weights and, for prefixes, the incoming sums. The
+    weights may be None, which means 1."""
     key, value = inputs.key, inputs.value
     like = [(key.shape, key.dtype), (value.shape, value.dtype), (key.shape[:-1], state_dtype(key.dtype))]
     if isinstance(inputs, PrefixRidgeBackward):
@@ -115,7 +116,8 @@ def gram_operations(inputs: Any, parts: tuple[int, int] = (True, True)) -> int:
 
 
 def _gradient_operations(inputs: Any) -> int:
-    """FLOPs of the products. Gradients of keys need K S and V dC', those of values K dC, those of weights all three."""
+    """FLOPs of the products. The gradient of the keys needs K S and V dC', the gradient of the
+    values needs K dC, and the gradient of the weights needs all three."""
     (batch, heads, length, width), value_width = inputs.key, inputs.value[-1]
     needs_key, needs_value, needs_weights, *_ = inputs.needs
     to_key, to_value = needs_key or needs_weights, needs_value or needs_weights
@@ -199,7 +201,7 @@ def _backward_of_apply_rows(call: Call[ApplyRows], dout: Tensor) -> Gradients:
 
 
 ROWS = ("key", "value", "weights", "key_padding_mask", "cu_seqlens")
-"""The arguments of the sums, all that their gradient needs."""
+"""The arguments of the sums. Their gradient needs no others."""
 
 gram_op = Operator(
     "intention",

@@ -14,9 +14,9 @@ from ..runtime.checks import check_dense, check_extents, device_of, mismatch, no
 class RidgeState(NamedTuple):
     """The sums G = K'WK and C = K'WV over the keys seen so far, which determine every ridge regression on them.
 
-    Both are float64 whatever the dtype of the keys. In float64 the product of two float32 numbers is exact, so that a
-    million updates, or a removal, lose no accuracy of the keys. `_asdict()` returns a plain dict of tensors;
-    `RidgeState(**d)` restores the state.
+    Both are float64 for keys of any dtype. In float64 the product of two float32 numbers is exact,
+    so that a million updates, or a removal, lose no accuracy of the keys. `_asdict()` returns a
+    plain dict of tensors; `RidgeState(**d)` restores the state.
     """
 
     gram: Tensor
@@ -68,8 +68,8 @@ def merge_ridge(first: RidgeState, *others: RidgeState) -> RidgeState:
 
 
 def decayed_ridge(state: RidgeState, decay: float | Tensor) -> RidgeState:
-    """The state with the weight of all its keys, and so both sums, multiplied by a decay that was checked. As with
-    weights, `count` stays the number of keys."""
+    """The state with the weight of all its keys, and so both sums, multiplied by `decay`, which was
+    checked before. `count` remains the number of keys."""
     factor = decay[..., None, None] if isinstance(decay, Tensor) else decay
     return RidgeState(state.gram * factor, state.moment * factor, state.count)
 
@@ -87,8 +87,8 @@ def subtract_ridge(state: RidgeState, part: RidgeState) -> RidgeState:
 def count_keys(
     key: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, before: Tensor | None
 ) -> Tensor:
-    """The number of unmasked keys in key (B, H, N, D), (B, H) int64, or (S, H) of packed sets, plus the number
-    `before`; None means 0."""
+    """Return the number of unmasked keys in key (B, H, N, D), plus the number `before` (None means
+    0). The result is (B, H) int64, or (S, H) for packed sets."""
     batch, heads, length, _ = key.shape
     if key_padding_mask is not None or cu_seqlens is not None:
         if cu_seqlens is None:

@@ -200,7 +200,11 @@ def attention_layer(
         raise ValueError(mismatch("x", f"shape {tuple(x.shape)}", "(B, L, C) with C >= 1"))
     if context is None and context_norm is not None:
         raise ValueError(
-            mismatch("context_norm", "a norm without a context", "None, as x then is its own context and norm its norm")
+            mismatch(
+                "context_norm",
+                "a norm without a context",
+                "None, because x is then also the context, and norm applies to it",
+            )
         )
     if context is not None and (context.dim() != 3 or context.shape[0] != x.shape[0] or context.shape[-1] == 0):
         allowed = f"(B, N, C') with B = {x.shape[0]} and C' >= 1, as x has shape {tuple(x.shape)}"

@@ -135,14 +135,16 @@ def needs_part(need: set[str], part: str) -> tuple[bool, bool]:
 
 
 def needs_query_key_value(inputs: AttentionLayerBackward) -> tuple[bool, bool, bool]:
-    """Whether the gradients of queries, keys and values are needed for those of the arguments."""
+    """Whether the gradients of queries, keys and values are needed to compute the required
+    gradients."""
     need, (above_query, above_context) = needed(inputs), needs_rows(inputs)
     of_query, of_key, of_value = (any(needs_part(need, part)) for part in ("query", "key", "value"))
     return above_query or of_query, above_context or of_key, above_context or of_value
 
 
 def needs_rows(inputs: AttentionLayerBackward) -> tuple[bool, bool]:
-    """Whether gradients are needed of the rows or the norm above queries, and of those above keys and values."""
+    """Whether a gradient is needed of the rows, or of their norm: for the rows that give queries,
+    and for those that give keys and values."""
     need = needed(inputs)
     above_query = "x" in need or any(needs_part(need, "norm"))
     if inputs.context is None:

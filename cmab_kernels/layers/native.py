@@ -54,7 +54,8 @@ def _named(names: Sequence[str], inputs: Any) -> dict[str, Any]:
 
 @functools.cache
 def nothing(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return four empty results of `dtype`, and two of float64. Results of one call must differ.
+    """Return four empty results of `dtype`, and two of float64. The results of one call must be
+    different tensors.
 
     They must not be made when this file is imported: a first call under `torch.export` imports it, and they would be
     fake tensors. Autograd may save them, so they are not tensors of inference mode either.
@@ -68,7 +69,7 @@ def like(x: Tensor) -> Tensor:
 
     The result is contiguous for an empty x, too; torch regards an empty x as contiguous with any strides.
     """
-    if x.is_contiguous() and x.numel():  # the format takes torch as long to read as all else
+    if x.is_contiguous() and x.numel():  # passing a memory format doubles torch's time
         return torch.empty_like(x)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -80,8 +81,8 @@ def sums(x: Tensor, *shape: int) -> Tensor:
 
 
 def _gradients(arguments: Sequence[str], inputs: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
-    """Allocate the gradients of these arguments; those that are not needed are empty. Return them, and those to fill by
-    name."""
+    """Allocate the gradients of these arguments. Return all of them in order, empty if not needed,
+    and a dict of the needed ones for the kernel."""
     results, wanted = [], {}
     for argument, need in zip(arguments, inputs.needs, strict=True):
         tensor = getattr(inputs, argument)

@@ -226,8 +226,8 @@ _attention_backward_op = Operator(
 
 
 def attention(inputs: AttentionLayer) -> Tensor:
-    """The attention layer. It keeps what the backward pass needs if there is one, or may be one of a recorded
-    program."""
+    """The attention layer. It keeps tensors for the backward pass if there is one, or if a recorded
+    program may have one."""
     *tensors, num_heads, scale, eps, context_eps, residual, _, impl = inputs
     keep = is_differentiated(*tensors) or is_recorded()
     given: list[Any] = [*tensors, num_heads, scale, eps, context_eps, residual, keep, impl]

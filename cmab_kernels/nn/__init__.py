@@ -44,7 +44,8 @@ _MOVED = {
     "nystrom_attention": "multihead.nystrom",
     "positional": "continual.positional",
 }
-"""Old place of a module in version 0.1.0 -> new place. Pickles may name the old place."""
+"""Import path of a module in version 0.1.0 -> its current path. Pickles of version 0.1.0 name the
+old path."""
 sys.modules.update({f"{__name__}.{old}": import_module(f"{__name__}.{new}") for old, new in _MOVED.items()})
 
 __all__ = [

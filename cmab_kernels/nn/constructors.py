@@ -73,7 +73,7 @@ def check_options(name: str, signature: inspect.Signature, options: Mapping[str,
         text = str(error)
         missing = re.search(r"missing a required (?:keyword-only )?argument: '(\w+)'", text)
         if missing:
-            raise TypeError(mismatch(missing[1], "nothing", f"a value, as {name} has no default for it")) from None
+            raise TypeError(mismatch(missing[1], "nothing", f"a value, because {name} has no default for it")) from None
         raise TypeError(f"{name}: {text}") from None
     for argument, value in given.items():
         _check_value(argument, value, signature.parameters[argument].annotation)

@@ -12,7 +12,7 @@ from ..runtime.checks import autocasts, check_dense, kind_of, mismatch
 from ..runtime.tracing import has_values, is_differentiated, is_recorded
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
-ADDITIVE = "the key padding mask is added to logits, and has other numbers than 0 and -inf"
+ADDITIVE = "the key padding mask is a float mask with values other than 0 and -inf"
 DROPOUT = "dropout is on"
 """Reasons why torch's own code runs. `why_torch` of several modules returns them."""
 
@@ -32,8 +32,8 @@ def check_features(
 ) -> None:
     """Raise unless `features` fits a module.
 
-    It needs a number of dimensions in `dims`, `width` columns, and the dtype and device of the module's `weight`.
-    `allowed` is the layout for the error message.
+    `features` must have a number of dimensions in `dims`, `width` columns, and the dtype and device
+    of the module's `weight`. `allowed` is the layout for the error message.
     """
     if not isinstance(features, Tensor):
         raise TypeError(mismatch(name, kind_of(features), _tensor_for(features)))
@@ -113,7 +113,7 @@ def bool_mask(
     sound = (ignore | (key_padding_mask == 0)).all()
     if key_padding_mask.is_meta:
         return ignore, key
-    message = mismatch(name, "numbers to add to logits", "a bool mask, or only 0 and -inf, as there are no logits here")
+    message = mismatch(name, "a float mask with values other than 0 and -inf", "a bool mask, or only 0 and -inf")
     if torch.compiler.is_compiling() and not key_padding_mask.is_cuda:
         torch._assert_async(sound, message)
         return ignore, key
@@ -126,11 +126,12 @@ def bool_mask(
 
 
 def is_additive(mask: Tensor | None) -> bool:
-    """Return whether a float mask must be added to logits: it has other numbers than 0 and -inf, or needs a gradient.
+    """Return whether a float mask must be added to logits: it has values other than 0 and -inf, or
+    needs a gradient.
 
-    Numbers are not read on a GPU, because the program would have to wait for them, nor under a compiler. In these cases
-    the result is False, and `bool_mask` checks the numbers. A transform or trace must not depend on the numbers, so
-    there the result is True.
+    The values are not read on a GPU, where the program would have to wait for them, and not under a
+    compiler. In these cases the result is False, and `bool_mask` checks the values. A transform or
+    trace must not depend on the numbers, so there the result is True.
     """
     if not isinstance(mask, Tensor) or not mask.is_floating_point():
         return False
@@ -142,8 +143,8 @@ def is_additive(mask: Tensor | None) -> bool:
 
 
 def for_part(features: Tensor) -> Tensor:
-    """Return features for the call of a submodule. They are detached if they require a gradient although none is
-    recorded.
+    """Return features for the call of a submodule. Detach them if they require a gradient but no
+    graph is recorded.
 
     With grad mode off, a parameter or a view of a leaf still requires a gradient. torch's `FlopCounterMode`, which puts
     hooks on all submodules, then fails. A recorded program must not contain this detachment, because the program may be

@@ -72,18 +72,20 @@ def one_like(module: nn.Module, *names: str) -> Tensor:
     parametrized = module._modules.get("parametrizations")
     if parametrized is not None:
         own += [each for each in parametrized.parameters() if each.is_floating_point()]
-    found: list[Tensor] = [each for each in own if each is not None]  # the compiler of torch 2.6 knows no next(a, None)
+    # The compiler of torch 2.6 does not support next(a, None).
+    found: list[Tensor] = [each for each in own if each is not None]
     return found[0] if found else next(each for name in names if (each := getattr(module, name)) is not None)
 
 
 def own_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Parameter | None] | None:
     """Return the parameters of `module`, or None unless `module` is an unmodified `kind`.
 
-    If the result is None, the caller must call the module. The following modules are not unmodified: a module with
-    hooks, its own or global ones; a module with a parametrization; an adapter in place of a module; a module with an
-    assigned `forward`, as accelerate assigns it; a module whose `weight` or `bias` is not a parameter, as in the
-    replicas of DataParallel and in FullyShardedDataParallel; a norm without weights, which the operators would treat as
-    no norm; and a norm over several dimensions, which the operators do not support.
+    If the result is None, the caller must call the module. A module counts as modified in these
+    cases: it has hooks (its own, or global hooks); it has a parametrization; an adapter replaces
+    it; a `forward` was assigned to it, as by accelerate; or its `weight` or `bias` is not a
+    parameter, as in replicas of DataParallel and in FullyShardedDataParallel. A norm without
+    weights, which the operators would treat as no norm, and a norm over several dimensions, which
+    they do not support, count as modified too.
     """
     state = module.__dict__  # read directly, for speed: a streaming update looks up thirty parameters
     if type(module) is not kind or state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]:
@@ -119,7 +121,8 @@ def plain_parameters(module: nn.Module, kind: type[nn.Module]) -> dict[str, nn.P
 
 
 def is_own(weight: Tensor | None) -> bool:
-    """Return whether a weight is absent, or is not of a subclass of Tensor with its own operations.
+    """Return whether a weight is None or uses torch's own operations, unlike some subclasses of
+    Tensor.
 
     The fake tensors of compilers have no such operations, so they count as plain.
     """

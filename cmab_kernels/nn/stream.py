@@ -71,7 +71,7 @@ class Keeper(nn.Module, Generic[Value]):
             allowed = (
                 "a whole state; torch.func.functional_call takes parameters and buffers, not the entries of a stream"
             )
-            raise TypeError(mismatch(name, "a tensor for this entry alone", allowed))
+            raise TypeError(mismatch(name, "a tensor for this single entry", allowed))
         super().__setattr__(name, value)
 
     @abstractmethod
@@ -194,7 +194,9 @@ class Stream(Keeper[State]):
             is_real = not hasattr(self.weight_like, "fake_mode")
             for field in self._tensors(value):
                 if isinstance(field, Tensor) and (is_transformed(field) or (is_real and hasattr(field, "fake_mode"))):
-                    what = "it would hold what a transform of torch.func, forward mode or FakeTensorMode made"
+                    what = (
+                        "it would hold tensors that belong to a transform of torch.func, forward mode or FakeTensorMode"
+                    )
                     raise RuntimeError(f"stream: {what}; pass the states yourself, or call the module outside")
         super().hold(value)
 
@@ -294,7 +296,7 @@ class Stream(Keeper[State]):
 
 
 def _again(state: Any) -> Any:
-    """Return an equal state of the same tensors; a field of it may be a state too."""
+    """Return a new state object with the same tensors. A field of the state may be a state too."""
     return type(state)(*(_again(field) if isinstance(field, tuple) else field for field in state))
 
 
@@ -338,7 +340,7 @@ def follow_weights(module: nn.Module, _: Any = None) -> None:
     a load."""
     stream = module.stream
     assert isinstance(stream, Stream)
-    # A frozen module has only buffers; the stream's is last.
+    # A frozen module has only buffers, and the stream's buffer is the last of them.
     stream.follow(next(chain(module.parameters(), module.buffers())))
 
 

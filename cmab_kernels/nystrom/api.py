@@ -95,7 +95,7 @@ def nystrom_attention(
             mismatch(
                 "is_causal",
                 True,
-                "False, as landmarks are means over past and future; use exact attention, or a continual step",
+                "False, because landmarks are means over past and future; use exact attention, or a continual step",
             )
         )
     check_operands(query=query, key=key, value=value)
@@ -235,7 +235,7 @@ def choose_landmarks(
     if mask is None:
         return Landmarks(segment_means(query, number), segment_means(key, number))
     if query.shape[2] != key.shape[2]:
-        allowed = f"as many queries as keys, {key.shape[2]}, as it marks the tokens of both with num_landmarks"
+        allowed = f"{key.shape[2]} queries, as many as keys, because with num_landmarks the mask marks both"
         raise ValueError(mismatch("key_padding_mask", f"a mask for {query.shape[2]} queries", allowed))
     of_queries, of_keys = segment_means(query, number, mask), segment_means(key, number, mask)
     return Landmarks(of_queries, of_keys, absent_segments(mask, number))

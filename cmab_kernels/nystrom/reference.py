@@ -112,7 +112,7 @@ def pinv_reference(matrix: Tensor, iterations: int, *, shared: bool = False) -> 
     if iterations:
         return iterative_pinv_reference(matrix, iterations, shared=shared)
     if exports_to_onnx():
-        expected = "'iterative' or 'shared', as ONNX has no exact pseudo-inverse"
+        expected = "'iterative' or 'shared', because ONNX has no exact pseudo-inverse"
         raise NotImplementedError(f"pinv: got 'exact' in an export to ONNX, expected {expected}")
     # LAPACK would refuse the whole batch for one matrix that is not finite.
     defined = matrix.isfinite().all(-1).all(-1)[..., None, None]

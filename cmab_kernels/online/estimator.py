@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 class OnlineRidge(Interface):
     """Ridge regression that can add, remove and merge examples.
 
-    It minimises sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over the examples that it holds. It keeps sums of products
-    in float64. Their size does not depend on the number of examples read. `partial_fit` adds to the sums, `forget`
-    subtracts from them, and `merge` adds those of another estimator. The result is then as if one `fit` had read the
-    examples held, up to rounding. `info_` says if the products of features have lost their digits. It does not report
-    lost digits in
-    the products with targets. So call `fit` again after you have forgotten examples that were larger by many orders of
-        magnitude.
+    It minimises sum_i w_i |y_i - x_i' W - b|^2 + alpha |W|^2 over the examples that it holds. It
+    keeps sums of products in float64. Their size does not depend on the number of examples read.
+    `partial_fit` adds to the sums, `forget` subtracts from them, and `merge` adds those of another
+    estimator. The result is then as if one `fit` had read the examples held, up to rounding.
+    `info_` says if the products of features have lost their digits. It does not report lost digits
+    in the products with targets. So call `fit` again after you have forgotten examples that were
+    larger by many orders of magnitude.
 
     Args:
         alpha: the penalty, a number >= 0, or an array with one penalty for each of the E targets. The intercept b is
@@ -39,9 +39,10 @@ class OnlineRidge(Interface):
             sums, so it is made again whenever examples are added or removed. "loo" chooses as scikit-learn's `RidgeCV`
             does, by the leave-one-out error. This error needs every row under the final fit, but the sums hold no rows.
             So only `fit`, which has all rows, accepts "loo". The other methods that change examples then raise a
-            `ValueError`. fit_intercept: False means b = 0. Then nothing is centred. If the distance of a column of X
-            from 0 is c times its spread, an error of about 2e-16 c^2 remains in `coef_` (1e-8 for c = 1e4), and from c
-            = 1e8 on there is no solution. With an intercept, c may be 1e10.
+            `ValueError`.
+        fit_intercept: False means b = 0. Then nothing is centred. If the distance of a column of X
+            from 0 is c times its spread, an error of about 2e-16 c^2 remains in `coef_` (1e-8 for c
+            = 1e4), and from c = 1e8 on there is no solution. With an intercept, c may be 1e10.
         forgetting: a factor from 0 (excluded) to 1. Each example of `partial_fit` multiplies the weights of all earlier
             examples by this factor. The result does not depend on how a stream is divided into calls. With 1 the
             weights do not fade.
@@ -120,7 +121,9 @@ class OnlineRidge(Interface):
         self._check_streamed()
         if self.forgetting != 1:
             raise ValueError(
-                mismatch("forgetting", self.forgetting, "1, as only then do examples keep the weights to subtract")
+                mismatch(
+                    "forgetting", self.forgetting, "1, because otherwise the weights of the held examples have changed"
+                )
             )
         rows = Rows(type(self).__name__, X, y, sample_weight, held)
         if len(rows) > self.n_samples_seen_:
@@ -321,7 +324,8 @@ class OnlineRidge(Interface):
 
     @property
     def info_(self) -> int:
-        """0 for a sound solution, 1 for no solution, 2 for an ill-conditioned solution or sums with two digits at most.
+        """0 for a sound solution, 1 for no solution, 2 for an ill-conditioned solution or sums with
+        at most two correct digits.
 
         Sums lose digits if examples, held or forgotten, are too far from the first examples, or if no weight is left.
         """
@@ -392,7 +396,7 @@ class OnlineRidge(Interface):
 
     def _check_intercept(self, held: Sums) -> None:
         if held.intercept != self.fit_intercept:
-            allowed = f"{held.intercept}, as for the examples so far; change it before `fit`, which starts anew"
+            allowed = f"{held.intercept}, as for the earlier examples; change it before `fit`, which forgets them"
             raise ValueError(mismatch("fit_intercept", repr(self.fit_intercept), allowed))
 
     def _penalties(self, held: Sums) -> tuple[float, ...]:
@@ -403,7 +407,7 @@ class OnlineRidge(Interface):
         if self.alpha == "gcv":
             return (best_by_gcv(held, grid),)
         if held.chosen is None or held.chosen[0] != grid:
-            allowed = "'gcv' or a number, unless the last examples came by `fit` with this alpha and the same alphas"
+            allowed = "'gcv' or a number; 'loo' needs a `fit` of all examples with this alpha and the same alphas"
             raise ValueError(mismatch("alpha", "'loo'", allowed))
         return (held.chosen[1],)
 
@@ -443,7 +447,7 @@ class OnlineRidge(Interface):
             return None
         if not held.flat:
             raise ValueError(
-                mismatch("y", f"a number for {held.targets} targets in two dimensions", "y (N,) in the examples before")
+                mismatch("y", f"one number after examples with y (N, {held.targets})", "earlier examples with y (N,)")
             )
         self._waiting = Waiting(held, self.alpha, self.forgetting, self.fit_intercept)
         return self._waiting

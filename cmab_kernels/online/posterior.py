@@ -130,9 +130,7 @@ class Posterior:
 def _spread(held: Sums) -> tuple[Tensor, Any]:
     """Return the centred sums (E,) of w y^2, and the sum of w, a scalar."""
     if held.squares is None:
-        allowed = (
-            "a regression whose examples come anew; this one was saved by a version that kept no squares of targets"
-        )
+        allowed = "a regression that is fitted again; this one was saved by a version that kept no squares of targets"
         raise ValueError(mismatch("examples", "sums without the squares of targets", allowed))
     sums, total, _ = held.squares
     spread = as_tensor(sums)
@@ -146,13 +144,11 @@ def _estimated(held: Sums, weight: Tensor, determined: Tensor) -> Tensor:
     errors = spread - (weight * (2 * moment - gram @ weight)).sum(0)
     free = total - determined
     if bool((free <= 0).any()):
-        shown = (
-            f"None for a sum of weights of {float(total):g}, of which the coefficients use {float(determined.max()):g}"
-        )
+        shown = f"None, but the weights sum to {float(total):g} and determine {float(determined.max()):g} coefficients"
         raise ValueError(mismatch("noise_precision", shown, "a number > 0, or more examples"))
     if held.squares is not None and bool((errors < LOST * as_tensor(held.squares.peak)).any()):
         warnings.warn(
-            "noise_precision: got None for examples with so little noise that few digits of it may be right",
+            "noise_precision: got None for so little noise that few digits of the estimate may be right",
             RuntimeWarning,
             stacklevel=5,
         )

@@ -235,7 +235,11 @@ def _array(name: str, given: Any) -> Tensor:
         raise TypeError(mismatch(name, "a sparse matrix", "a dense array; use toarray()"))  # X may be: see `_csr`
     if np.ma.is_masked(given):
         raise ValueError(
-            mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows")
+            mismatch(
+                name,
+                "an array with masked entries",
+                "an array without masked entries; fill them in, or leave out their rows",
+            )
         )
     try:
         array = np.asarray(given)

@@ -18,8 +18,8 @@ WAITING = 128
 """The largest number of examples that are collected. Adding a block of this many takes as long as adding one."""
 
 LARGEST_GROWTH = 1e4
-"""The factor by which rank-one updates may increase the determinant of the system, so that they lose at most as many
-digits, before the solution is recomputed from the sums."""
+"""The largest factor by which rank-one updates may increase the determinant of the system. A growth
+by 10^k loses at most k digits. Beyond this factor the solution is recomputed from the sums."""
 
 
 class Solved(NamedTuple):

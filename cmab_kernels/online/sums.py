@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .rows import Rows
 
 LOST = torch.finfo(torch.float64).eps / ILL_CONDITIONED
-"""A number below this share of a sum has two digits at most."""
+"""A number below this share of a sum has at most two correct digits."""
 
 
 class Solution(NamedTuple):
@@ -59,7 +59,8 @@ class Centred(NamedTuple):
     offset: Any
     """(E,)."""
     least: Any
-    """(D,): if less than this is left of a feature, it has two digits at most."""
+    """(D,): a feature has at most two correct digits if the other features explain all but less
+    than this."""
     known: bool
     """Whether the means are known: some weight is left."""
 
@@ -170,7 +171,8 @@ class Sums:
         return self.state if by == 1 else RidgeState(self.state.gram * by, self.state.moment * by, self.state.count)
 
     def added(self, rows: Rows, forgetting: float = 1.0) -> Sums:
-        """Return the sums with these examples too, each of which multiplies earlier weights by `forgetting`."""
+        """Return the sums including these examples. Each of them multiplies earlier weights by
+        `forgetting`."""
         weights, faded = rows.faded(forgetting), forgetting ** len(rows)
         squares = None if self.squares is None else self.squares.changed(rows.squares(self, weights), faded)
         return self._changed(rows.added(self, self._faded(faded), weights), squares, faded)
@@ -195,8 +197,8 @@ class Sums:
         return sums
 
     def differences(self, other: Sums) -> list[tuple[str, Any, Any]]:
-        """Return what must agree in two sums that are merged: its name, its value in these sums, and its value in the
-        other sums."""
+        """Return the properties that must agree for a merge, as tuples: the name, the value in
+        these sums, and the value in the other sums."""
         named = [] if None in (self.names, other.names) else [("names of features", self.names, other.names)]
         if not self.flat and None not in (self.target_names, other.target_names):
             named.append(("names of targets", self.target_names, other.target_names))
@@ -265,9 +267,8 @@ class Sums:
             allowed = "a number > 0 for these examples, which do not determine the coefficients"
             if min(penalties) > 0:
                 allowed = (
-                    "examples that have a solution; their numbers are too large, or some were forgotten that were not "
-                    "held, "
-                    "or that were far from the others"
+                    "examples that have a solution; numbers are too large, or forgotten examples were not held or "
+                    "were far from the others"
                 )
             raise ValueError(mismatch("alpha", said, allowed))
         if said is not None and solution.info == INFO_ILL_CONDITIONED:
@@ -340,8 +341,8 @@ def _solved_each(gram: Tensor, moment: Tensor, penalties: tuple[float, ...], lea
 def _solved(gram: Tensor, moment: Tensor, alpha: float, least: Any) -> tuple[Tensor, int]:
     """Return the weight (D, E) for sums (1, D, D) and (1, D, E), and its info.
 
-    The info is "ill-conditioned" if the other features explain all but less than `least` (D,) of some feature. A large
-    alpha alone leaves more than that; then this is not checked.
+    The info is "ill-conditioned" if the other features explain all but less than `least` (D,) of
+    some feature. A large alpha leaves more than `least` unexplained, so the check is then skipped.
     """
     outputs, small = moment.shape[-1], alpha < 2 * float(least.max())
     if small:

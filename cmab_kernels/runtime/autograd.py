@@ -44,7 +44,9 @@ def differentiable(forward: Callable, save: Callable, backward: Callable) -> Cal
     def call(*args: Any) -> Any:
         if not under_transform():
             return Eager.apply(*distinct(args))
-        if torch.compiler.is_compiling():  # Dynamo cannot trace an autograd Function of any number of arguments here
+        if (
+            torch.compiler.is_compiling()
+        ):  # Dynamo cannot trace an autograd Function with a variable number of arguments here
             torch._dynamo.graph_break()
         return Transformable.apply(*args)
 

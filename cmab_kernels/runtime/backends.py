@@ -157,8 +157,8 @@ def _tells_what_is_missing(operator_set: str) -> bool:
 
 
 def implementation(operator_set: str, impl: str) -> ModuleType:
-    """Return the module of an implementation. `choose` returned the name of the implementation, or a graph contains it
-    that may have been compiled or exported elsewhere."""
+    """Return the module of an implementation. The name comes from `choose`, or from a graph that
+    may have been compiled or exported elsewhere."""
     problem = _import_problem(IMPLEMENTATIONS[operator_set][impl])
     if problem:
         raise RuntimeError(f"impl: {impl!r} cannot run here: {problem}")
@@ -346,7 +346,7 @@ def explain(subject: str | nn.Module, *inputs: Any, **options: Any) -> list[Expl
         raise ValueError(mismatch("operator", repr(subject), f"a module, or one of {', '.join(OPERATORS)}"))
     if options:
         raise TypeError(
-            mismatch(next(iter(options)), "an option", "none, as an operator is explained by its inputs alone")
+            mismatch(next(iter(options)), "an option", "no option, because only a call of a module takes options")
         )
     operator_set = OPERATORS[subject]
     if not inputs or not all(isinstance(each, Tensor) for each in inputs):

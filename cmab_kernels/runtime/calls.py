@@ -105,7 +105,7 @@ def _calls_seen() -> Iterator[None]:
     with _lock:
         if not _watches:
             _torchs_call = nn.Module.__call__
-            nn.Module.__call__ = _seen  # type: ignore[method-assign]  # torch has no other way to see all calls that leaves them as they are
+            nn.Module.__call__ = _seen  # type: ignore[method-assign]  # torch has no other way to see all calls without changing the modules
         _watches += 1
     try:
         yield
@@ -154,7 +154,7 @@ def _why_torch(module: Any, *args: Any, **kwargs: Any) -> str | None:
 
 def _why_not_called(model: nn.Module, path: str) -> str:
     if hasattr(model.get_submodule(path), "forward_stream"):
-        return "not called: if anything, its forward_stream or its steps ran in its place"
+        return "not called; its forward_stream or its steps may have run in its place"
     parent = model.get_submodule(path.rpartition(".")[0]) if path else None
     in_its_place = (
         ": torch's fused encoder layer ran in its place" if isinstance(parent, nn.TransformerEncoderLayer) else ""

@@ -57,7 +57,7 @@ def not_a_state(name: str, given: object, kind: Any) -> str:
     its parts or from a list of states."""
     made, hint = kind.__name__, ""
     if isinstance(given, (list, tuple)) and any(isinstance(part, kind) for part in given):
-        hint = "; pass each by itself, a list of them with *"
+        hint = "; pass each state as an argument of its own (* unpacks a list)"
     elif isinstance(given, (list, tuple)) and len(given) == len(kind._fields):
         hint = f"; {made}(*{name}) makes one"
     elif isinstance(given, dict):
@@ -136,7 +136,8 @@ def check_key_value(key: Tensor, value: Tensor) -> None:
 def over_batch(query: Tensor, key: Tensor, batch: int, groups: int = 1, hint: str = "") -> Tensor:
     """Return `query` (B, H, L, D) unchanged, or (H, L, D) expanded over the batch; raise if it does not fit the key.
 
-    The query has `groups` times the heads of the key. `hint` ends the message for other heads."""
+    The query has `groups` times the heads of the key. `hint` is the end of the message for a wrong
+    number of heads."""
     given, keys = query.shape, key.shape
     heads = groups * keys[1]
     if len(given) == 4 and given[0] == batch and given[1] == heads and given[3] == keys[3]:
@@ -259,12 +260,16 @@ def _check_constant(scale: Any) -> None:
         if scale.requires_grad:
             raise TypeError(
                 mismatch(
-                    "scale", "a tensor that requires a gradient", "a number; multiply the query by what is learned"
+                    "scale",
+                    "a tensor that requires a gradient",
+                    "a number; multiply the query by a scale that is learned",
                 )
             )
         if is_transformed(scale):
             given = "a tensor under a transform of torch.func or in forward mode"
-            raise TypeError(mismatch("scale", given, "a number; multiply the query by what is learned or mapped"))
+            raise TypeError(
+                mismatch("scale", given, "a number; multiply the query by a scale that is learned or mapped")
+            )
         single = not (scale.is_nested or scale.is_complex() or scale.is_meta) and scale.numel() == 1
     if not single:
         raise TypeError(mismatch("scale", kind_of(scale), "a number"))
@@ -285,13 +290,18 @@ def check_choice(name: str, given: object, choices: Collection[str]) -> None:
 
 
 def as_flag(name: str, given: object) -> bool:
-    """Return an option as a bool; raise an error for a value that is neither true nor false, such as an array."""
+    """Return an option as a bool; raise an error for a value that is neither true nor false, such as an array.
+
+    Python calls each string or list that is not empty true, "no" among them. So a value needs a truth of its own.
+    """
     if isinstance(given, bool):
         return given
     try:
-        return bool(given)
+        if hasattr(type(given), "__bool__"):
+            return bool(given)
     except (ValueError, RuntimeError, TypeError):
-        raise TypeError(mismatch(name, kind_of(given), "True or False")) from None
+        pass
+    raise TypeError(mismatch(name, kind_of(given), "True or False"))
 
 
 def check_broadcast(name: str, tensor: Tensor, shape: Sequence[int], device: torch.device) -> None:
@@ -299,7 +309,8 @@ def check_broadcast(name: str, tensor: Tensor, shape: Sequence[int], device: tor
     if tensor.device != device and (tensor.dim() > 0 or tensor.is_meta):
         raise ValueError(mismatch(name, f"device {tensor.device}", f"{device}, the device of the other arguments"))
     above = len(shape) - tensor.dim()
-    # Not `in (1, wanted)`: the compiler of torch 2.6 cannot search a tuple that holds a symbolic size.
+    # `in (1, wanted)` would fail: the compiler of torch 2.6 cannot search a tuple that holds a
+    # symbolic size.
     if above < 0 or any(
         given != 1 and given != wanted for given, wanted in zip(tensor.shape, shape[above:], strict=True)
     ):
@@ -425,7 +436,7 @@ def _check_range(weights: Tensor) -> None:
     largest, single = weights.amax().item(), torch.finfo(torch.float32)
     if single.max < largest < math.inf or 0 < largest < single.tiny:
         allowed = (
-            f"{single.tiny:.1e} to {single.max:.1e}, as float32 keys have float32 weights; scale the weights, "
+            f"{single.tiny:.1e} to {single.max:.1e}, because float32 keys have float32 weights; scale the weights, "
             "or pass float64 keys"
         )
         raise ValueError(mismatch("weights", f"{largest:.1e} as the largest", allowed))

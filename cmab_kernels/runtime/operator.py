@@ -1,9 +1,10 @@
 """An operator: its contract, which tells torch everything about it, and the choice between definition, kernel and
 dispatcher.
 
-The contract of an operator is a NamedTuple of its arguments. Its tensors come first, of which the last may be a tuple
-of any number of tensors. Then come numbers, then, if the operator belongs to a set, the name of the implementation,
-`impl`. The schema, the fake implementation, the vmap rule and the gradient name the fields they use.
+The contract of an operator is a NamedTuple of its arguments. Its tensors come first. The last of
+them may be a tuple of any number of tensors. Numbers follow, and then, if the operator belongs to a
+set, the name of the implementation, `impl`. The schema, the fake implementation, the vmap rule and
+the gradient name the fields they use.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class Operator(Generic[Inputs]):
     def unseen(self, inputs: Inputs) -> Any:
         """Run the kernel. The caller has found that the call has no gradient and may bypass the dispatcher.
 
-        A stack of blocks has hundreds of parameters. To look at each a second time would take 50 us.
+        A stack of blocks has hundreds of parameters. A second look at each would take 50 us.
         """
         return self._overload(*inputs) if is_profiled() else self._by_kernel(inputs)
 

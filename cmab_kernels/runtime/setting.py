@@ -41,7 +41,7 @@ def back_to(level: Level) -> None:
 
 
 def _without(level: Level, holder: object) -> Level:
-    if level.below is None:  # the block was begun in another thread or task
+    if level.below is None:  # the block began in another thread or task
         return level
     return level.below if level.holder is holder else level._replace(below=_without(level.below, holder))
 
@@ -49,7 +49,8 @@ def _without(level: Level, holder: object) -> Level:
 class _Module(ModuleType):
     """A module that computes `impl` at each access. A compiler's guards then see a change and compile again.
 
-    The compiler also traces an assignment, and makes it when the compiled code ends.
+    The compiler also traces an assignment to `impl`, and executes it at the end of the compiled
+    code.
     """
 
     @property

@@ -105,8 +105,8 @@ def exports_to_onnx() -> bool:
 
 
 def records_no_function() -> bool:
-    """Whether a recorder is on that does not keep an autograd Function: `torch.export` drops its gradient, and
-    `torch.jit.trace` cannot save it."""
+    """Whether a recorder that cannot keep an autograd Function is on: `torch.export` drops its
+    gradient, and `torch.jit.trace` cannot save it."""
     return is_exporting() if _is_compiling() else is_traced_by_jit()
 
 
@@ -161,7 +161,8 @@ def may_bypass_dispatcher(*tensors: Tensor | None) -> bool:
         if tensor is None:
             continue
         kind = type(tensor)
-        # The wrappers without memory are Tensors, so parameters, of which a stack has hundreds, need not be asked.
+        # Wrappers without memory are plain Tensors, so this check can skip Parameters. A stack has
+        # hundreds of them.
         if (kind is not _Parameter and (kind is not Tensor or not has_memory(tensor))) or tensor.is_neg():
             return False
     return True

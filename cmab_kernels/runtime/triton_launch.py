@@ -180,7 +180,8 @@ _LOSES_DESCRIPTORS = (12, 8)
 _PTX = 88
 """The PTX version of the ptxas that Triton uses for Blackwell.
 
-ptxas 12.8 cannot read this version, so it compiled nothing in Triton's cache that has this version.
+ptxas 12.8 cannot read this version. So every entry of Triton's cache with this version was compiled
+by the newer ptxas.
 """
 _compiling = Lock()
 

@@ -61,7 +61,8 @@ def product_of_wide(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr, HIDDEN
 
 @triton.jit
 def _half_parts(x, OPERAND: tl.constexpr):
-    """Three numbers of a half type that add up to x: x rounded, the remainder rounded, and what then remains."""
+    """Three numbers of a half type that add up to x: x rounded, its remainder rounded, and the
+    second remainder."""
     high = x.to(OPERAND)
     rest = x - high.to(x.dtype)
     middle = rest.to(OPERAND)
@@ -87,8 +88,8 @@ HALF_OF_CUT = tl.constexpr(0 if INTERPRETED else 4096)
 
 @triton.jit
 def parts(x):
-    """The 11 leading bits of each number, which tf32 can hold, and the remainder, by a mask and a subtraction, because
-    conversions are slower.
+    """Return the 11 leading bits of each number, which tf32 can hold, and the remainder. They are
+    computed by a mask and a subtraction, because conversions are slower.
 
     Matrix units truncate the last 13 bits of a number. Adding half a unit to the remainder turns the truncation of its
     13 bits into a rounding to 11 bits.

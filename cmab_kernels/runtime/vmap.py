@@ -27,7 +27,7 @@ def flat(values: Sequence[Any]) -> list[Any]:
 
 
 def nested(items: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """Return the values that `flat` makes `items` of, where those of `like` have tuples of as many items."""
+    """Undo `flat`: group the items into tuples where `like` has tuples, of the same lengths."""
     left = iter(items)
     return [tuple(islice(left, len(value))) if isinstance(value, (tuple, list)) else next(left) for value in like]
 

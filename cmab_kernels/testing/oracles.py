@@ -58,8 +58,8 @@ def norm_terms(terms: Tensor, rows: Tensor, weight: Tensor | None, eps: float) -
 
 
 def share_of_terms(dtype: torch.dtype) -> float:
-    """Return the share of the terms' size against which a gradient is measured if its terms cancel: at most a
-    twentieth.
+    """Return a fraction, at most a twentieth. The error of a gradient whose terms cancel is taken
+    relative to this fraction of the terms' size.
 
     It is smaller for half types. Their kernels add the terms in float32, where each is rounded to 32 eps of float32 at
     most.

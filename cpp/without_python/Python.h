@@ -1,5 +1,5 @@
-// In place of Python's header, for csrc/*/binding.cpp, which pass objects on without a look at them: here an object is
-// a value of torch, an IValue (cpp/arguments.cpp).
+// Replaces Python's header for csrc/*/binding.cpp. These files only pass objects on. Here an object
+// is a value of torch, an IValue (cpp/arguments.cpp).
 #pragma once
 
 #include <cstddef>

@@ -192,7 +192,8 @@ inline float score_factor(const Shape& shape) {
   return scale == 0.0f ? 1.0f : scale < 0.0f ? -scale : scale;
 }
 
-// What a score is multiplied by to give a logit in natural units. Scores with a bias are logits: see add_bias.
+// The factor that turns a score into a logit in natural units. Scores with a bias are logits: see
+// add_bias.
 inline float logit_unit(const Shape& shape) { return shape.biased ? 1.0f : score_factor(shape); }
 
 // Turns scores[tile][lanes], `leading` apart, into logits: each is scaled, and the bias of its key is added.

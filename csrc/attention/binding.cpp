@@ -15,12 +15,12 @@ Inputs read_inputs(Arguments& in) {
   const TensorView offsets = in.optional_contiguous("cu_seqlens", "S", Types(DType::kInt32) | DType::kInt64);
   const bool packed = offsets.data != nullptr;
   in.require(!packed || in.extent('S') == in.extent('B') + 1, "cu_seqlens",
-             "has not one more element than query has sets");
+             "must have one element more than query has sets");
   const TensorView key = in.tensor("key", packed ? "1HND" : "BHND", query.dtype);
   const TensorView value = in.tensor("value", packed ? "1HNE" : "BHNE", query.dtype);
   const TensorView ignored = in.optional("key_padding_mask", packed ? "1N" : "BN", DType::kBool);
-  in.require(key.shape[3] >= 1 && key.shape[3] <= kMaxWidth, "key", "has a width that kernels do not have");
-  in.require(value.shape[3] >= 1 && value.shape[3] <= kMaxWidth, "value", "has a width that kernels do not have");
+  in.require(key.shape[3] >= 1 && key.shape[3] <= kMaxWidth, "key", "has a width that no kernel supports");
+  in.require(value.shape[3] >= 1 && value.shape[3] <= kMaxWidth, "value", "has a width that no kernel supports");
   const TensorView bias = in.optional("key_bias", packed ? "1HN" : "BHN", state_type(query.dtype));
   inputs.shape = {query.dtype, int(key.shape[3]), int(value.shape[3]), in.number("scale"), bias.data != nullptr};
   inputs.batch = query.shape[0], inputs.heads = query.shape[1], inputs.queries = query.shape[2];
@@ -43,7 +43,7 @@ void forward(Arguments& in) {
   void* out = in.contiguous("out", "BHLE", sums).data;
   auto* lse = static_cast<double*>(in.contiguous("lse", "BHL", DType::kFloat64).data);
   auto* reliable = static_cast<bool*>(in.optional_contiguous("reliable", "BHL", DType::kBool).data);
-  in.require(!reliable || state_lse.data, "reliable", "needs a state that keys are taken out of");
+  in.require(!reliable || state_lse.data, "reliable", "needs a state from which keys are removed");
   in.run([&] { attention_forward(inputs, state_out, state_lse, out, lse, reliable); });
 }
 
@@ -92,7 +92,7 @@ void backward(Arguments& in) {
   const Gradients gradients{
       in.optional_contiguous("dquery", "BHLD", dtype).data, in.optional_contiguous("dkey", keys, dtype).data,
       in.optional_contiguous("dvalue", values, dtype).data, in.optional_contiguous("dkey_bias", biases, sums).data};
-  in.require(!gradients.key_bias || inputs.key_bias.data, "dkey_bias", "needs a bias that it is the gradient of");
+  in.require(!gradients.key_bias || inputs.key_bias.data, "dkey_bias", "needs key_bias");
   in.run([&] { attention_backward(inputs, dout, dlse, out, lse, gradients); });
 }
 

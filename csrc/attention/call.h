@@ -36,8 +36,9 @@ struct StateRows {
 void merge_states(DType dtype, int64_t rows, int width, const StateRows& first, const StateRows& second, void* out,
                   double* lse);
 
-// Fills the gradients, contiguous and in the inputs' dtype, that of key_bias in the type of sums; null if not needed.
-// dout is (B, H, L, E) and dlse (B, H, L, 1); out and lse are the results of forward.
+// Fills the gradients, which are contiguous and null if not needed. The gradient of key_bias is in
+// the type of sums, and all others have the dtype of the inputs. dout is (B, H, L, E) and dlse (B,
+// H, L, 1); out and lse are the results of forward.
 struct Gradients {
   void *query, *key, *value;
   void* key_bias = nullptr;

@@ -198,7 +198,8 @@ CMAB_INLINE V anchor(V reference) {
 }
 
 // weights[key][row] = exp2(logit - reference) for a tile of `count` keys, and their sums, for the columns of the
-// register tile that starts at `column`. Without a bias, not even a branch is left of it.
+// register tile that starts at `column`. Without a bias, the compiled code has not even a branch
+// for it.
 template <class B, bool kBiased, class T>
 __attribute__((noinline)) void weigh_keys(const T* queries, int depth, Tile<T> keys, int count, State<T> state,
                                           int column, int value_rows, T* weights, const T* bias) {

@@ -15,11 +15,13 @@ inline Operand operand(const TensorView& view) {
   return made;
 }
 
-// Reads the argument `stream`, a cudaStream_t as an integer. To be called after the tensors, which set the device.
+// Reads the argument `stream`, a cudaStream_t as an integer. Call this after reading the tensors,
+// which set the device.
 inline Stream read_stream(Arguments& in) { return {in.device_index(), uintptr_t(in.integer("stream"))}; }
 
-// Each function is defined in <family>/cuda_binding.cpp. So is the number of bytes of shared memory that a block of
-// each kernel needs, in float64 if `wide`; a step of exact attention has 0 landmarks.
+// Each function is defined in <family>/cuda_binding.cpp. The same files define the number of bytes
+// of shared memory that a block of each kernel needs, in float64 if `wide`. A step of exact
+// attention has 0 landmarks.
 void bind_continual(PyObject* module);
 void bind_solve(PyObject* module);
 int solve_bytes(int order, int columns, bool wide);

@@ -1,4 +1,5 @@
-// Tensors in the caller's memory, as all CPU families take them. Strides are in elements, of any sign or zero.
+// Tensors in the caller's memory, in the form that all CPU families take. Strides are in elements,
+// of any sign or zero.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,10 @@
 // The tensors whose memory may be written again: tensors that this library made and that nothing else can reach.
 //
-// A tensor is known from its creation on. Any code that can read its memory then holds the tensor, as a Python object
-// or in C++ (autograd's saved tensors, DLPack), or holds its storage (views, detached tensors, another tensor's data):
-// torch counts all three. For memory that came from elsewhere (NumPy, DLPack, another process), nobody counts the
-// readers, so this memory is never written.
+// A tensor is recorded when it is created. Any code that can read its memory then holds the tensor,
+// as a Python object or in C++ (autograd's saved tensors, DLPack), or holds its storage (views,
+// detached tensors, another tensor's data): torch counts all three. For memory that came from
+// elsewhere (NumPy, DLPack, another process), nobody counts the readers, so this memory is never
+// written.
 #pragma once
 
 #include <Python.h>

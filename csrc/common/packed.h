@@ -30,7 +30,7 @@ struct Offsets {
     return {0, first, std::max<int64_t>(at(s + 1, rows) - first, 0)};
   }
 
-  // The rows of the largest of so many sets.
+  // The number of rows of the largest of `sets` sets.
   int64_t longest(int64_t sets, int64_t rows) const {
     if (!data) return rows;
     int64_t most = 0;
@@ -38,7 +38,7 @@ struct Offsets {
     return most;
   }
 
-  // The rows of all sets, which share one batch element if they are packed.
+  // The number of rows of all sets. Packed sets share one batch element.
   int64_t in_all(int64_t sets, int64_t rows) const { return data ? rows : sets * rows; }
 };
 

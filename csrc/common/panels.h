@@ -31,7 +31,8 @@ CMAB_INLINE void for_each_panel(int vectors, Function function) {
 }
 
 // Divides the rows from `first` to `end` into tiles of R rows, then of R / 2, ..., of 1. Tiles of six rows are followed
-// by tiles of four. So that no tile of two remains, the tiles of six leave eight rows rather than two.
+// by tiles of four. If tiles of six would leave two rows, the last eight rows become two tiles
+// of four.
 template <int R, class Function>
 CMAB_INLINE void for_each_tile(int first, int end, Function function) {
   const int left = R == 6 && (end - first) % 6 == 2 ? 8 : 0;

@@ -101,7 +101,8 @@ uint8_t code_of(DType dtype) {
   return dtype == DType::kBFloat16 ? dlpack::kBFloat : dlpack::kFloat;
 }
 
-// A tensor without memory, as torch's gradients of zero may be, has elements but no address.
+// A tensor without memory has elements but no address. Some of torch's gradients of zero are such
+// tensors.
 bool has_memory(const TensorView& tensor) {
   return tensor.data || std::count(tensor.shape, tensor.shape + tensor.dims, 0) > 0;
 }
@@ -124,8 +125,8 @@ bool look(const dlpack::Table& table, PyObject* object, TensorView& tensor) {
   return has_memory(tensor);
 }
 
-// A tensor's data and its DLPack descriptor in one allocation, whose ownership torch takes: a step creates such a
-// tensor of a few hundred bytes.
+// One allocation for a tensor's data and its DLPack descriptor. torch takes ownership of it. A step
+// creates such a tensor of a few hundred bytes.
 struct Lent {
   dlpack::Managed managed;
   int64_t shape[kMaxDims], stride[kMaxDims];

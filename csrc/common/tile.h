@@ -47,7 +47,8 @@ inline void leave_out_excluded(const Keys& keys, int64_t first, Present& present
   present.all = kept == kKeyTile;
 }
 
-// The biases of the present keys in base 2, padded with zeros as a tile is, in `copy`.
+// Writes the biases of the present keys, in base 2, to `copy`, and pads them with zeros like a
+// tile.
 template <class T>
 inline const T* load_bias(const Keys& keys, int64_t first, const Present& present, T* copy) {
   const T* bias = static_cast<const T*>(keys.bias) + first * keys.bias_stride;

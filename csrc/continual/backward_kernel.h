@@ -1,5 +1,6 @@
-// The gradient of one head's steps of continual attention. That of Nyström attention, with landmarks that do not
-// change, runs backwards over the tokens and carries G, the gradient of the sums, from each token to the one before it:
+// The gradient of one head's steps of continual attention. For Nyström attention with landmarks
+// that do not change, it runs backwards over the tokens, and carries G, the gradient of the sums,
+// from each token to the token before it:
 //   sums' = kept sums + a [v_in, 1] - b [v_out, 1],  a = exp(s_in - c'),  b = exp(s_out - c'),  kept = exp(c - c')
 //   dsums = kept G,  dv_in += a G,  ds_in = a (G . [v_in, 1]),  and likewise, with -b, for the token that left.
 // A row that the step recomputed from the window depends on its tokens and not on the sums before. The log-scales are
@@ -30,7 +31,8 @@ void add_scaled(T factor, const T* row, int width, T* to) {
   });
 }
 
-// What the gradients of both kinds of step share: the tokens that the step read, and the rings.
+// The common part of the gradients of both kinds of step: the tokens that the step read, and the
+// rings.
 template <class T>
 class StepBackward {
  protected:
@@ -50,7 +52,7 @@ class StepBackward {
     dweights_ = arena.take<T>(padded<T>(step.window));
   }
 
-  // The part of this head in a tensor with so many elements for each head.
+  // The part of this head in a tensor with this number of elements for each head.
   template <class Memory>
   auto of(Memory* memory, int64_t elements) const {
     using Element = std::conditional_t<std::is_const_v<Memory>, const T, T>;
@@ -162,7 +164,8 @@ class NystromBackward : StepBackward<T> {
     this->return_tokens();
   }
 
-  // G of a row: (E + 1) elements, of the sums of values and of phi, where the gradient of the sums before is returned.
+  // G of a row, (E + 1) elements: for the sums of values, and for phi. The gradient of the sums
+  // before the step is returned in the same place.
   T* gradient(int64_t row) const { return dsums_ + row * sums_stride(); }
   const T* after(int64_t token, int64_t row) const { return history_ + (token * m_ + row) * columns_; }
   T log_scale_before(int64_t token, int64_t row) const {

@@ -1,8 +1,9 @@
 // Python bindings of the continual steps on the CPU: step(state, query, key, value, retroactive) returns a StepResult.
 // For arguments that this fast path does not support, it returns None and has written nothing; the caller then finds
-// the reason. The masked steps take a sixth argument, (B,) bool: True where a row of the batch has no token. A recorded
-// step, of at most n tokens so that its new rings hold the window before it, too, returns (result, history, queries,
-// keys, values): the result, and what its gradient reads (StepGradient), None for what it does not.
+// the reason. The masked steps take a sixth argument, (B,) bool: True where a row of the batch has
+// no token. A recorded step returns (result, history, queries, keys, values): the result, and the
+// tensors that its gradient reads (StepGradient), or None in place of a tensor that it does not
+// read. It takes at most n tokens, so that its new rings also hold the window before the step.
 #include <pybind11/critical_section.h>
 
 #include <algorithm>

@@ -76,8 +76,9 @@ struct StepGradient {
   void *dqueries, *dkeys, *dvalues;                    // of the rings before the step; null if it is zero
 };
 
-// A step whose landmarks do not change. It read n + t keys and values if it recomputed a row of sums, else 2 t: those
-// that left the window and those that entered it. A stream has its own gradient of the landmarks.
+// A step whose landmarks do not change. It read n + t keys and values if it recomputed a row of
+// sums. Otherwise it read 2 t of them, which left or entered the window. A stream has its own
+// gradient of the landmarks.
 struct NystromGradient : StepGradient {
   int64_t landmarks;
   const void *sums, *history;  // `sums` before the step

@@ -14,7 +14,7 @@ class States {
   States(Arguments& in, const Fields& fields)
       : in_(in), fields_(fields), before_(in.object("state")), after_(in.object("after")) {
     for (PyObject* state : {before_, after_})
-      in.require(Py_TYPE(state) == fields.type, "state", "is not of this kind of step");
+      in.require(Py_TYPE(state) == fields.type, "state", "does not belong to this kind of step");
   }
 
   const Fields& fields() const { return fields_; }
@@ -65,8 +65,8 @@ Call read_step(Arguments& in, const States& states) {
   call.batch = query.shape[0], call.heads = query.shape[1], call.tokens = int(query.shape[2]);
   call.window = states.integer(fields.window, "state.window");
   call.key_width = int(query.shape[3]), call.value_width = int(value.shape[3]);
-  in.require(call.value_width <= kMaxValueWidth, "value", "has a width that the kernel does not have");
-  in.require(call.tokens >= 1 && call.window >= 1, "key", "has no token, or the window none");
+  in.require(call.value_width <= kMaxValueWidth, "value", "has a width that the kernel does not support");
+  in.require(call.tokens >= 1 && call.window >= 1, "key", "has no token, or the window has none");
   call.scale = states.scale();
   call.query = operand(query), call.key = operand(key), call.value = operand(value);
 
@@ -83,7 +83,7 @@ Call read_step(Arguments& in, const States& states) {
   const DType sums = state_type(query.dtype);
   const TensorView before = states.before(fields.sums, "state.sums", "BHRS", sums);
   const TensorView after = states.after(fields.sums, "after.sums", "BHrS", sums);
-  in.require(in.extent('S') == call.value_width + kExtraSums, "state.sums", "has not E + 5 columns");
+  in.require(in.extent('S') == call.value_width + kExtraSums, "state.sums", "does not have E + 5 columns");
   call.sums_known = before.shape[2] > 0;
   call.sums = {call.sums_known ? before.data : after.data, after.data};
   call.position = states.renewal(fields.position, "state.position", "BH", DType::kInt64);
@@ -102,7 +102,7 @@ void nystrom(Arguments& in) {
   const DType sums = state_type(call.dtype);
   call.landmarks = int(in.extent('R'));
   in.require(call.landmarks >= 1 && call.landmarks <= kMaxLandmarks && in.extent('r') == in.extent('R'), "state.sums",
-             "has a number of landmarks that the kernel does not have");
+             "has a number of landmarks that the kernel does not support");
   call.iterations = states.integer(fields.pinv_iterations, "state.pinv_iterations");
   call.fixed = states.integer(fields.fixed, "state.fixed") != 0;
   call.landmark_queries = states.renewal(fields.landmark_queries, "state.landmark_queries", "BHRD", sums);

@@ -15,8 +15,8 @@
 
 namespace cmab {
 
-// Whether this library made the tensors to which a step writes, only the state holds them and their memory
-// (common/ownership.h), and none of them requires a gradient.
+// Whether a step may write to the tensors of a state: this library made them, only the state holds
+// them and their memory (common/ownership.h), and none of them requires a gradient.
 bool is_sole_owner(PyObject* state, const Fields&);
 
 // Remembers that this library made those tensors of a state to which a step may write.

@@ -30,7 +30,7 @@ GramInputs read_inputs(Arguments& in) {
 
 // The sums have been read, and with them the number of sets.
 void check_sets(const Arguments& in, const GramInputs& inputs) {
-  in.require(inputs.batch == in.extent('B'), "cu_seqlens", "has not one more element than there are sums");
+  in.require(inputs.batch == in.extent('B'), "cu_seqlens", "must have one element more than there are sums");
 }
 
 void sums(Arguments& in) {

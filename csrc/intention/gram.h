@@ -2,8 +2,9 @@
 // times matrices. The interface between the drivers (sums.cpp, rows.cpp) and the kernels of each instruction set.
 //
 // The rules for a kernel are those of attention/attention.h: it allocates nothing and starts no thread; its buffers are
-// 64-byte aligned and uninitialised; what it computes for a row of a result depends on that row only (or, for sums, on
-// the keys of one run), in one order of additions. Everything but the exported tables has internal linkage.
+// 64-byte aligned and uninitialised; a row of a result depends on that row only (or, for sums, on
+// the keys of one run), and is added up in one order. Everything but the exported tables has
+// internal linkage.
 #pragma once
 
 #include "common/operands.h"

@@ -13,7 +13,8 @@ constexpr int64_t kPieceRows = 2048;  // packing the matrices for each piece tak
 constexpr int64_t kTurnRows = 96;     // per turn of interleaved heads: these and the next turn's stay in the L2 cache
 constexpr size_t kTurnMatrices = 512 << 10;  // bytes of packed matrices that also stay in the cache
 
-// Rows of head h of a group [first_head, end_head), whose piece has rows up to `end`.
+// Rows of head h, one of a group of heads [first_head, end_head). The piece of the group has rows
+// up to `end`.
 struct Turn {
   int64_t b, h, first, rows;
   int64_t first_head, end_head, end;

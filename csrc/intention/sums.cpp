@@ -159,7 +159,7 @@ class Gram {
   const GramKernel& kernel_;
   double *const gram_, *const moment_;
   const int64_t gram_size_, moment_size_;
-  const int64_t run_, longest_, pieces_;  // pieces of the largest set; the workspace has room for so many of each
+  const int64_t run_, longest_, pieces_;  // pieces of the largest set; the workspace has room for as many of each set
   const int most_;                        // keys of a run
   const int threads_;
   const int64_t together_, groups_;

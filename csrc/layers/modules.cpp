@@ -1,7 +1,7 @@
 // Looks up the parameters of layers for a call that replaces the calls of all their modules. This is in C++ only for
-// speed. A stack of six blocks has 264 modules, and every streaming update must see that each is still what it was. The
-// same look-up in Python makes an update of one key longer by a quarter. No other part of the package reads modules in
-// C++.
+// speed. A stack of six blocks has 264 modules, and every streaming update must check that none of
+// them was replaced or changed. The same look-up in Python makes an update of one key longer by a
+// quarter. No other part of the package reads modules in C++.
 #include "common/arguments.h"
 #include "common/bindings.h"
 #include "common/python.h"
@@ -101,17 +101,17 @@ struct Entry {
 
   explicit Entry(PyObject* tuple) {
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != 3)
-      throw py::value_error("collect_parameters: `layers` holds what is no tuple of three");
+      throw py::value_error("collect_parameters: `layers` holds an object that is not a tuple of three");
     name = PyTuple_GET_ITEM(tuple, 0), kind = PyTuple_GET_ITEM(tuple, 1), rest = PyTuple_GET_ITEM(tuple, 2);
   }
 };
 
-// Calls function(module, entry) for the modules of the entries until the function returns false; returns whether it
-// never returned false.
+// Calls function(module, entry) for the modules of the entries until the function returns false.
+// Returns true if it returned true for all of them.
 template <class Function>
 bool for_each_module(py::handle modules, PyObject* entries, Function function) {
   if (!PyTuple_Check(entries))
-    throw py::value_error("collect_parameters: `layers` is no tuple, or holds a layer without one");
+    throw py::value_error("collect_parameters: `layers` is not a tuple, or holds a layer without a tuple");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entries); ++i) {
     const Entry entry(PyTuple_GET_ITEM(entries, i));
     const py::object module = item(modules, entry.name);

@@ -18,7 +18,7 @@ class Tensors {
   Tensors(Arguments& in, const char* name, DType dtype, bool filled, int of_block = kOfBlock)
       : in_(in), name_(name), items_(in.object(name)), dtype_(dtype), filled_(filled), of_block_(of_block) {
     in.require(PyTuple_Check(items_) && count() > 0 && count() % of_block == 0, name,
-               "is not a tuple of as many tensors for each block");
+               "is not a tuple with the right number of tensors for each block");
   }
 
   int64_t blocks() const { return count() / of_block_; }
@@ -140,7 +140,7 @@ BlockStack read_stack(Arguments& in) {
   BlockStack stack{};
   stack.blocks.resize(read.blocks(), common), stack.readings.resize(read.blocks());
   for (int64_t k = 0; k < read.blocks(); ++k) read_block(read, eps, stack.blocks[k], stack.readings[k]);
-  in.require(in.extent('G') == 2 * in.extent('F'), "parameters", "has features and a gate of other widths");
+  in.require(in.extent('G') == 2 * in.extent('F'), "parameters", "has features and a gate of different widths");
   for (LatentBlock& block : stack.blocks) {
     block.block_latents = in.extent('M');
     block.inner = int(in.extent('F'));
@@ -149,7 +149,7 @@ BlockStack read_stack(Arguments& in) {
   stack.reads = reads;
   read_inputs(in, inputs, stack);
   const TensorView between = in.optional_contiguous("between", "WBLC", x.dtype);
-  in.require(!between.data || between.shape[0] == read.blocks() - 1, "between", "is of another number of blocks");
+  in.require(!between.data || between.shape[0] == read.blocks() - 1, "between", "has another number of blocks");
   stack.between = between.data;
   return stack;
 }
@@ -227,7 +227,7 @@ void stack_backward(Arguments& in) {
   const TensorView dy = in.contiguous("dy", "BLC", dtype);
   const TensorView dbetween = in.optional_contiguous("dbetween", "WBLC", dtype);
   in.require(!dbetween.data || dbetween.shape[0] == int64_t(stack.blocks.size()) - 1, "dbetween",
-             "is of another number of blocks");
+             "has another number of blocks");
   void* kept = read_kept(in, stack, false);
   BlockStackGradients to{};
   to.x = in.contiguous("dx", "BLC", dtype).data;

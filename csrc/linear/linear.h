@@ -82,9 +82,10 @@ struct LinearKernels {
   void (*normalise_backward)(RowTile rows, RowTile dnormed, int count, int width, const Norm&, const void* stats,
                              RowTile drows, void* dweight, void* dbias);
 
-  // Folds a norm's weight and bias, in the compute type, into the weight (rows, width) after it, and back: folded
-  // (rows, width) and bias (rows,) are contiguous, in the compute type. dweight is as the weight, contiguous, or null;
-  // dscale and dshift (width,), in the compute type, are added to.
+  // fold puts a norm's weight and bias (scale and shift) into the weight (rows, width) of the next
+  // layer, and unfold computes the gradients. folded (rows, width) and bias (rows,) are contiguous.
+  // dweight has the shape and type of the weight, and is contiguous or null. unfold adds to dscale
+  // and dshift (width,). All but the weight and dweight are in the compute type.
   void (*fold)(DType, const Matrix& weight, int rows, int width, const void* scale, const void* shift, void* folded,
                void* bias);
   void (*unfold)(DType, const Matrix& weight, int rows, int width, const void* scale, const void* shift,

@@ -164,7 +164,7 @@ struct PrefixBackwardKernel {
     for (int i = 0; i < to.rows * d; ++i) to.dquery[i] = 0;
     for (int i = 0; i < to.rows * e; ++i) to.a[i] = 0;
     for (int row = 0; row < to.rows; ++row)
-      to.c[row] = 0, to.latest[row] = kInfinity;  // there is no prefix yet, so later prefixes have no share in it
+      to.c[row] = 0, to.latest[row] = kInfinity;  // no prefix has been read yet: shares in it are 0
   }
 
   // One tile of keys against one block of queries, in groups of runs in reverse.
@@ -218,13 +218,14 @@ struct PrefixBackwardKernel {
 
   static int64_t chunks_of(const PrefixBackward& in) { return (in.keys.count + in.every - 1) / in.every; }
 
-  // The share in prefix `chunk` of what was held before it, with the logarithm `lse`.
+  // The share of the keys before chunk `chunk`, whose lse is `lse`, in the prefix that ends with
+  // the chunk.
   CMAB_INLINE static Wide share_in(const PrefixBackward& in, int64_t chunk, Wide lse, Wide of) {
     return exp2(log_share(lse + in.decay.before(chunk), of) * kLog2E);
   }
 
-  // Adds the rows of a block to the gradient of the decay before a chunk that begins with run i: what was held before
-  // the chunk acts like a key that has this decay as its bias.
+  // Adds the rows of a block to the gradient of the decay before a chunk that begins with run i.
+  // All keys before the chunk together act like one key with this decay as its bias.
   static void send_to_decay(const PrefixBackward& in, const Returned<T>& to, int rows, int64_t chunk, int i,
                             Scratch& scratch) {
     const int width = in.shape.value_width, padded = whole_vectors<T>(width);

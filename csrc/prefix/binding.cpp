@@ -19,8 +19,8 @@ PrefixInputs read_inputs(Arguments& in) {
   call.state_lse = operand(in.optional("state_lse", "BHL", DType::kFloat64));
   call.every = in.integer("every");
   in.require(call.every >= 1, "every", "is not positive");
-  in.require(key.shape[3] >= 1 && key.shape[3] <= kMaxWidth, "key", "has a width that kernels do not have");
-  in.require(value.shape[3] >= 1 && value.shape[3] <= kMaxWidth, "value", "has a width that kernels do not have");
+  in.require(key.shape[3] >= 1 && key.shape[3] <= kMaxWidth, "key", "has a width that no kernel supports");
+  in.require(value.shape[3] >= 1 && value.shape[3] <= kMaxWidth, "value", "has a width that no kernel supports");
   in.require(!call.state_out.data == !call.state_lse.data, "state_lse", "and state_out are not both given");
   const TensorView bias = in.optional("key_bias", "BHN", sums);
   const TensorView decay = in.optional("log_decay", "BHT", DType::kFloat64);
@@ -31,14 +31,14 @@ PrefixInputs read_inputs(Arguments& in) {
   inputs.ignored = static_cast<const uint8_t*>(ignored.data);
   inputs.ignored_stride[0] = ignored.stride[0], inputs.ignored_stride[1] = ignored.stride[1];
   inputs.key_bias = operand(bias), call.log_decay = operand(decay);
-  in.require(!decay.data || decay.shape[2] == call.prefixes(), "log_decay", "has not an element for each prefix");
+  in.require(!decay.data || decay.shape[2] == call.prefixes(), "log_decay", "must have an element for each prefix");
   inputs.threads = torch_threads();
   return call;
 }
 
 // Rows of prefixes are given as (B, H, T * L, *).
 void check_rows(const Arguments& in, const PrefixInputs& call, const char* name) {
-  in.require(in.extent('R') == call.prefixes() * call.inputs.queries, name, "has not a row for each prefix and query");
+  in.require(in.extent('R') == call.prefixes() * call.inputs.queries, name, "must have a row for each prefix and query");
 }
 
 void forward(Arguments& in) {
@@ -65,8 +65,8 @@ void backward(Arguments& in) {
       static_cast<double*>(in.optional_contiguous("dstate_lse", "BHL", DType::kFloat64).data),
       in.optional_contiguous("dkey_bias", "BHN", sums).data,
       static_cast<double*>(in.optional_contiguous("dlog_decay", "BHT", DType::kFloat64).data)};
-  in.require(!gradients.key_bias || call.inputs.key_bias.data, "dkey_bias", "needs a bias that it is the gradient of");
-  in.require(!gradients.log_decay || call.log_decay.data, "dlog_decay", "needs a decay that it is the gradient of");
+  in.require(!gradients.key_bias || call.inputs.key_bias.data, "dkey_bias", "needs key_bias");
+  in.require(!gradients.log_decay || call.log_decay.data, "dlog_decay", "needs log_decay");
   in.run([&] { prefix_backward(call, dout, dlse, out, lse, gradients); });
 }
 

@@ -45,10 +45,11 @@ struct Passing {
   }
 };
 
-// The sums of a block have the unit 2^(reference + offset). What fades changes this unit, and not the sums. References
-// change by whole numbers, the rest goes to the offset, which is the same for all rows: so small decays do not vanish
-// in the rounding of a large reference, and the sum of all decays is a double. Scores do not depend on the offset: the
-// backward pass rounds them alike.
+// The sums of a block have the unit 2^(reference + offset). A decay changes this unit, and not the
+// sums. References change by whole numbers. The rest of the decay goes to the offset, which is the
+// same for all rows. So small decays are not lost when a large reference is rounded, and the sum of
+// all decays is a double. Scores do not depend on the offset, so the backward pass rounds them in
+// the same way.
 class Fading {
  public:
   explicit Fading(const Decay& decay) : decay_(decay) {}
@@ -69,15 +70,15 @@ class Fading {
   double offset_ = 0;
 };
 
-// The sums of a row with decay stay within 2^-kSumsReach .. 2^kSumsReach of 1, even if that loses a decay which is less
-// than the rounding of the row's scores.
+// The sums of a row with decay stay within 2^-kSumsReach .. 2^kSumsReach of 1, even if this drops a
+// decay that is smaller than the rounding errors of the row's scores.
 constexpr int kSumsReach = 60;
 
 // Turns the scores of some runs of a tile into weights for the vector of queries `at`, writes lse where chunks end, and
 // cuts the runs into stretches; returns their number. A reference follows its scores only if they exceed it by kSlack.
 // Other lanes are multiplied by 1: the bits of a lane do not depend on its neighbours. With decay, references are whole
-// numbers, so that a change rounds nothing. A reference that is too large for this takes the sums' exponent into the
-// change, and the sums take the rest.
+// numbers, so that a change rounds nothing. If a reference is too large for this, the exponent of
+// the sums is added to the change, and the sums are multiplied by the rest.
 template <class B, class T>
 inline int weigh(const PrefixForward& in, int64_t first, int rows, const Passing<T>& state, int at, const Run* runs,
                  int from, int to) {

@@ -24,7 +24,8 @@ struct Incoming {
   int64_t lse_stride;
 };
 
-// What is added to the lse of what was held before each chunk. Without data, nothing.
+// The numbers that are added, before each chunk, to the lse of all earlier keys. Without data they
+// are 0.
 struct Decay {
   const double* log;
   int64_t stride;

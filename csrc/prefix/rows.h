@@ -34,7 +34,7 @@ CMAB_INLINE V logarithm(V x) {
   return x == V{} ? broadcast<V>(T(-kInfinity)) : found;
 }
 
-// The nearest whole number; numbers that have no place for a fraction stay.
+// The nearest whole number. Numbers that are too large to have a fraction are returned unchanged.
 template <class V>
 CMAB_INLINE V whole(V x) {
   using T = ElementOf<V>;
@@ -150,7 +150,7 @@ inline void add_products(T* out, int width, int first, int last, const T* a, ptr
 struct Run {
   int first, last;
   int64_t chunk;
-  bool begins, ends;  // the chunk does so with this run
+  bool begins, ends;  // whether the chunk begins or ends with this run
 };
 
 // Cuts a tile that starts at key `start` into runs, in ascending order; returns their number.

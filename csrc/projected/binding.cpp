@@ -20,12 +20,12 @@ ProjectedInputs read_inputs(Arguments& in) {
   const TensorView weight = in.contiguous("weight", "KPC", query.dtype);
   const TensorView bias = in.contiguous("bias", "KP", query.dtype);
   const int64_t sets = packed ? in.extent('S') - 1 : in.extent('B');
-  in.require(in.extent('G') == in.extent('K') * sets, "query", "has not one batch element for each set and block");
+  in.require(in.extent('G') == in.extent('K') * sets, "query", "must have one batch element for each set and block");
   const int64_t heads = in.extent('H'), width = in.extent('D'), projected = in.extent('P');
   const int64_t value_width = heads == 0 ? 0 : projected / heads - width;
-  in.require(width >= 1 && width <= kMaxWidth, "query", "has a width that kernels do not have");
+  in.require(width >= 1 && width <= kMaxWidth, "query", "has a width that no kernel supports");
   in.require(value_width >= 1 && value_width <= kMaxWidth && projected % heads == 0, "weight",
-             "has a width that kernels do not have");
+             "has a width that no kernel supports");
   in.require(in.extent('C') >= 1, "inputs", "has no columns");
   call.attention.shape = {query.dtype, int(width), int(value_width), in.number("scale")};
   call.attention.batch = sets, call.attention.heads = heads, call.attention.queries = in.extent('L');

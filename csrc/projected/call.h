@@ -29,9 +29,9 @@ struct ProjectedInputs {
 void projected_attention_forward(const ProjectedInputs&, const Operand& state_out, const Operand& state_lse, void* out,
                                  double* lse);
 
-// Fills the gradients, contiguous. The gradient of the inputs has the dtype of the inputs, and all others have the type
-// of sums; null if not needed. dout is (K * batch, H, L, E) and dlse (K * batch, H, L, 1); out and lse are the results
-// of forward.
+// Fills the gradients, which are contiguous and null if not needed. The gradient of the inputs has
+// the dtype of the inputs, and all others have the type of sums. dout is (K * batch, H, L, E) and
+// dlse (K * batch, H, L, 1); out and lse are the results of forward.
 struct ProjectedGradients {
   void *query, *inputs, *weight, *bias;
 };

@@ -8,7 +8,7 @@ namespace {
 void solve(Arguments& in) {
   SolveCall call{};
   const TensorView gram = in.tensor("gram", "MDD", kWide), rhs = in.tensor("rhs", "MDE", gram.dtype);
-  in.require(gram.shape[1] <= kMaxOrder, "gram", "has an order that the kernel does not have");
+  in.require(gram.shape[1] <= kMaxOrder, "gram", "has an order that the kernel does not support");
   call.wide = gram.dtype == DType::kFloat64;
   call.matrices = rhs.shape[0];
   call.order = int(rhs.shape[1]), call.columns = int(rhs.shape[2]);

@@ -89,7 +89,7 @@ def test_removal_gives_back_the_rest(impl: str) -> None:
     _close(rest, ck.ridge_state(k[:, :, 30:], v[:, :, 30:], **options[1], impl=impl), 1e-14)
     nothing = ck.remove_ridge(rest, k[:, :, 30:], v[:, :, 30:], **options[1], impl=impl)
     assert nothing.gram.eq(0).all() and nothing.moment.eq(0).all() and nothing.count.eq(0).all()
-    with pytest.raises(ValueError, match=r"^state.count, less the keys to remove,: got a negative element"):
+    with pytest.raises(ValueError, match=r"^state.count minus the number of removed keys: got a negative element"):
         ck.remove_ridge(nothing, k[:, :, :1], v[:, :, :1], impl=impl)
 
 

@@ -125,7 +125,8 @@ def test_a_block_in_a_wrapper_is_called(wrapped: tuple[int, ...]) -> None:
     }
     for use in uses.values():
         with pytest.raises(
-            TypeError, match=rf"^blocks\[{wrapped[0]}\]: got a Wrapper, expected a CMAB, as only these have states"
+            TypeError,
+            match=rf"^blocks\[{wrapped[0]}\]: got a Wrapper, expected a CMAB, because only a CMAB has a state",
         ):
             use()
 

@@ -192,7 +192,7 @@ def test_a_misspelt_or_missing_option_is_named(kind: type[nn.Module]) -> None:
         kind(16, 2, **needed, batch_frist=True)
     for name, default in OWN[kind][1].items():
         if default is REQUIRED:
-            with pytest.raises(TypeError, match=rf"^{name}: got nothing, expected a value, as {kind.__name__}"):
+            with pytest.raises(TypeError, match=rf"^{name}: got nothing, expected a value, because {kind.__name__}"):
                 kind(16, 2, **{other: given for other, given in needed.items() if other != name})
 
 
@@ -207,8 +207,8 @@ def test_a_misspelt_or_missing_option_is_named(kind: type[nn.Module]) -> None:
             functools.partial(ours.NystromAttention, num_landmark=4),
             "^num_landmark: got an unknown option of NystromAttention, expected one of .*; did you mean num_landm",
         ),
-        (ours.NystromAttention, "^num_landmarks: got nothing, expected a value, as NystromAttention"),
-        (ours.ContinualAttention, "^sequence_len: got nothing, expected a value, as ContinualAttention"),
+        (ours.NystromAttention, "^num_landmarks: got nothing, expected a value, because NystromAttention"),
+        (ours.ContinualAttention, "^sequence_len: got nothing, expected a value, because ContinualAttention"),
     ],
 )
 def test_options_of_replace_modules_are_named(made: Any, message: str) -> None:
@@ -218,6 +218,6 @@ def test_options_of_replace_modules_are_named(made: Any, message: str) -> None:
         ours.replace_modules(model, {nn.MultiheadAttention: made}, verbose=False)
     assert model.self_attn is attention
     layer = nn.Sequential(model)
-    with pytest.raises(TypeError, match=r"^dropout: got an option of TransformerEncoderLayer, expected none"):
+    with pytest.raises(TypeError, match=r"^dropout: got an option of TransformerEncoderLayer, expected no option"):
         options = functools.partial(ours.TransformerEncoderLayer, dropout=0.0)
         ours.replace_modules(layer, {nn.TransformerEncoderLayer: options}, verbose=False)

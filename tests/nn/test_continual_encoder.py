@@ -162,9 +162,7 @@ def test_the_window_of_a_retroactive_layer_is_kept_with_its_attention() -> None:
             module.set_state((RecentTokens(recent.tokens[:1]), attention._replace(window=3)))
         same(module.forward_step(tokens(1)[:, 0] * 0 + 1, update_state=False), expected)
         module.stream.state = RecentTokens(recent.tokens[:1])
-        with pytest.raises(
-            ValueError, match=r"^src: got batch 2, expected batch 1, as the stream's window of tokens has"
-        ):
+        with pytest.raises(ValueError, match=r"^src: got batch 2, expected batch 1, the batch of the stream's window"):
             module.forward_step(tokens(1)[:, 0])
         module.stream.state = None
         with pytest.raises(ValueError, match=r"^stream: got a state of attention without the window of tokens"):
@@ -284,11 +282,11 @@ def test_refusals() -> None:
         ContinualEncoder(layer(output="retroactive"), 1)
     with pytest.raises(ValueError, match=r"^src: got shape"):
         layer(output="retroactive")(tokens(N - 1))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^dropout: it is on in training"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^dropout: it applies in training mode"):
         layer(output="retroactive", dropout=0.1).forward_step(tokens()[:, 0])
     with pytest.raises(ValueError, match=r"^src: got shape"):
         layer()(tokens(N - 1))
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^dropout: it is on in training"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"^dropout: it applies in training mode"):
         layer(dropout=0.1).forward_step(tokens()[:, 0])
     with pytest.raises(RuntimeError, match="requires a gradient"):
         layer().forward_step(tokens()[:, 0])

@@ -355,7 +355,7 @@ def test_a_state_of_another_batch_is_named() -> None:
     module = stack()
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match=r"^chunks\[0\]: got batch 3, expected batch 2, that of the state"),
+        pytest.raises(ValueError, match=r"^chunks\[0\]: got batch 3, expected batch 2, as in the state"),
     ):
         module.encode(torch.randn(3, 5, DIM, dtype=torch.float64), module.init_state(2))
 
@@ -379,6 +379,6 @@ def test_a_source_that_changes_is_refused() -> None:
     state = module.encode(source)
     source.append(inputs)
     with pytest.raises(
-        RuntimeError, match=r"^chunks: got 2 chunks when it was read again, expected the 1 of the first time"
+        RuntimeError, match=r"^chunks: got 2 chunks in the second reading, expected 1, as in the first reading"
     ):
         state.out.sum().backward()

@@ -243,7 +243,9 @@ def test_rows_that_are_refused() -> None:
     module, x = made(), tokens(3)
     module.clean_state(1)  # nothing to forget
     module.set_state(3)
-    with pytest.raises(ValueError, match=r"rows: got 1, expected a bool tensor \(B,\), as no step has told the batch"):
+    with pytest.raises(
+        ValueError, match=r"rows: got 1, expected a bool tensor \(B,\), because no step has shown the batch"
+    ):
         module.clean_state(1)
     module.clean_state(torch.tensor([False, True]))
     assert module.get_state().tolist() == [3, 0]  # type: ignore[union-attr]  # rows differ
@@ -268,7 +270,9 @@ def test_only_a_step_that_is_kept_tells_the_batch() -> None:
     encoding.clean_state([0])
     assert encoding.position.tolist() == [0, 1]  # type: ignore[union-attr]  # rows differ
     encoding.set_state(2)  # the place of a batch that the encoding has not seen
-    with pytest.raises(ValueError, match=r"^rows: got 0, expected a bool tensor \(B,\), as no step has told the batch"):
+    with pytest.raises(
+        ValueError, match=r"^rows: got 0, expected a bool tensor \(B,\), because no step has shown the batch"
+    ):
         encoding.clean_state(0)
     encoding.set_state(torch.tensor([0, 1]))
     encoding.get_state().zero_()  # type: ignore[union-attr]  # rows differ

@@ -213,7 +213,7 @@ def test_the_result_speaks_for_layers_and_other_attentions() -> None:
         )
     wide = replace_modules(nn.ModuleList([nn.MultiheadAttention(600, 2)]), MAPPING)
     assert "no kernel" in wide.modules[0].evaluation
-    assert "attention of its own" in str(replace_modules(nn.Sequential(), MAPPING))
+    assert "its own attention class" in str(replace_modules(nn.Sequential(), MAPPING))
 
 
 def encoder_of_floats() -> nn.Module:

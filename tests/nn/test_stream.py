@@ -175,7 +175,7 @@ def test_entries_cannot_be_set_one_by_one() -> None:
     module = streaming()
     before = saved(module)
     with (
-        pytest.raises(TypeError, match=r"^out: got a tensor for this entry alone, expected a whole state"),
+        pytest.raises(TypeError, match=r"^out: got a tensor for this single entry, expected a whole state"),
         torch.no_grad(),
     ):
         torch.func.functional_call(module, module.state_dict(), (torch.randn(2, 5, 8), torch.randn(2, 8)))

@@ -159,39 +159,43 @@ def twice(module: Any, name: str) -> None:
 
 REASONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "an attention mask": ("no attention mask", lambda layer: layer, {"src_mask": CAUSAL, "is_causal": True}),
-    "an additive mask": ("added to logits", lambda layer: layer, {"src_key_padding_mask": -1.0 * PADDING.double()}),
+    "an additive mask": (
+        "is a float mask with values",
+        lambda layer: layer,
+        {"src_key_padding_mask": -1.0 * PADDING.double()},
+    ),
     "an activation": ("neither relu nor gelu", lambda layer: setattr(layer, "activation", torch.tanh), {}),
     "gelu by tanh": ("neither relu nor gelu", lambda layer: setattr(layer, "activation", nn.GELU("tanh")), {}),
     "a hook": (
-        "feed-forward network does more",
+        "feed-forward network was changed",
         lambda layer: layer.linear1.register_forward_hook(lambda m, i, o: 2 * o),
         {},
     ),
     "a hook of the norm": (
-        "attention does more",
+        "attention was changed",
         lambda layer: layer.norm1.register_forward_hook(lambda m, i, o: 2 * o),
         {},
     ),
     "a hook of a dropout": (
-        "a dropout does more",
+        "a dropout module was changed",
         lambda layer: layer.dropout1.register_forward_hook(lambda m, i, o: 2 * o),
         {},
     ),
-    "another dropout": ("a dropout does more", lambda layer: setattr(layer, "dropout2", nn.Hardtanh()), {}),
+    "another dropout": ("a dropout module was changed", lambda layer: setattr(layer, "dropout2", nn.Hardtanh()), {}),
     "a hook of the activation": (
-        "feed-forward network does more",
+        "feed-forward network was changed",
         lambda layer: with_hook(layer, "activation", nn.ReLU()),
         {},
     ),
     "a norm without weights": (
-        "attention does more",
+        "attention was changed",
         lambda layer: setattr(layer, "norm1", nn.LayerNorm(WIDTH, elementwise_affine=False)),
         {},
     ),
-    "a forward": ("feed-forward network does more", lambda layer: twice(layer.linear1, "forward"), {}),
-    "a block": ("a block of its own", lambda layer: twice(layer, "_ff_block"), {}),
+    "a forward": ("feed-forward network was changed", lambda layer: twice(layer.linear1, "forward"), {}),
+    "a block": ("a subclass overrides a block", lambda layer: twice(layer, "_ff_block"), {}),
     "a hook of the output": (
-        "feed-forward network does more",
+        "feed-forward network was changed",
         lambda layer: layer.norm2.register_forward_hook(lambda m, i, o: 2 * o),
         {},
     ),
@@ -232,7 +236,7 @@ def test_an_attention_of_another_kind_is_called(kind: type[nn.Module], operators
     for layer in (theirs.train(), ours.train()):
         layer.self_attn = Mean()
     same(ours, theirs, inputs(theirs))
-    assert "attention does more" in ours.why_torch(*inputs(ours))
+    assert "attention was changed" in ours.why_torch(*inputs(ours))
     assert operators == (["attention_layer", "feed_forward_layer"] if kind is nn.TransformerDecoderLayer else [])
 
 

@@ -178,7 +178,7 @@ def test_mutated_files_are_refused(stacked: bool) -> None:
 @BOTH
 def test_what_is_refused_leaves_the_window(stacked: bool) -> None:
     block = made(stacked)
-    with pytest.raises(ValueError, match=r"^state: got None, expected a state, as inputs leave"):
+    with pytest.raises(ValueError, match=r"^state: got None, expected a state, because the module's own window"):
         block.remove(chunk(), wanted_latents)
     block.update(chunk(), wanted_latents)
     before = block.stream.state
@@ -248,7 +248,7 @@ def test_compiled_and_recorded() -> None:
 
 def test_a_transform_does_not_enter_the_window() -> None:
     block = made(False)
-    with pytest.raises(RuntimeError, match=r"^stream: it would hold what a transform"):
+    with pytest.raises(RuntimeError, match=r"^stream: it would hold tensors that belong to a transform"):
         torch.func.vmap(lambda new: block.update(new, wanted_latents).latents)(
             torch.randn(3, 2, 4, DIM, dtype=torch.float64)
         )

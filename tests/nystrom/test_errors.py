@@ -72,7 +72,7 @@ BAD_ATTENTION: dict[str, Error] = {
     ),
     "a mask of other tokens": (
         ValueError,
-        r"^key_padding_mask: got a mask for 8 queries.*9,",
+        r"^key_padding_mask: got a mask for 8 queries.*9 queries",
         {"query": Q[:, :, 1:], "key_padding_mask": MASK, "num_landmarks": 4},
     ),
     "unknown impl": (ValueError, r"^impl: got 'fast'.*auto, native, triton, reference", {"impl": "fast"}),

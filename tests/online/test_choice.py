@@ -140,7 +140,7 @@ def test_loo_needs_all_rows() -> None:
             change()
     np.testing.assert_array_equal(model.predict(x), before)
     assert model.predict_one(x[0]) == pytest.approx(before[0])
-    with pytest.raises(ValueError, match=r"^alpha: got 'loo', expected 'gcv' or a number, unless the last"):
+    with pytest.raises(ValueError, match=r"^alpha: got 'loo', expected 'gcv' or a number; 'loo' needs a"):
         model.set_params(alphas=[1.0, 2.0]).predict(x)
     with pytest.raises(ValueError, match=r"^alpha: got 'loo'"):
         OnlineRidge().fit(x, y).set_params(alpha="loo").predict(x)

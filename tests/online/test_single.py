@@ -248,5 +248,5 @@ def test_first_examples_that_are_none() -> None:
             model.learn_one(x, 1.0)
         assert model.predict_one({"a": 1.0}) == 0.0 and not model.__sklearn_is_fitted__()
     x, y, _ = examples()
-    with pytest.raises(ValueError, match=r"^y: got a number for 2 targets"):
+    with pytest.raises(ValueError, match=r"^y: got one number after examples with y"):
         OnlineRidge().fit(x, y).learn_one(x[0], 1.0)

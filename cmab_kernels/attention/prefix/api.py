@@ -39,7 +39,7 @@ def prefix_attention_states(
     key_bias: Tensor | None = None,
     impl: str = "auto",
 ) -> AttentionState:
-    """The attention state after every `every` keys, and after the last key, in one call.
+    """The attention states after each chunk of `every` keys, and after the last key, in one call.
 
     State t is the result of `attention_state` for the first (t + 1) `every` keys. A loss at every length of the context
     then costs one pass over the keys, forward and backward.
@@ -56,8 +56,9 @@ def prefix_attention_states(
             `state` included, is multiplied by d_n before key n is added. In the state after key n, key i <= n has the
             weight d_{i+1} ... d_n exp(S_i), and `state` the weight d_1 ... d_n exp(lse). This is what `attention_state`
             returns when it is called for one key after the other with `decay=d_n`. Ignored keys fade the others too.
-            For a decay per chunk, the first key of each chunk has this decay, and the others have 1. Other numbers are
-            a `ValueError`; on a GPU and in traces those in a tensor make the rows after them NaN.
+            For a decay per chunk, give this decay to the first key of each chunk, and 1 to the
+            others. Other numbers raise a `ValueError`. On a GPU and in traces the numbers in a
+            tensor are not checked, and a wrong number gives NaN in all rows after it.
         key_padding_mask: (B, N) bool, True = ignore. Ignored keys keep their places: the `every` keys of a chunk
             include them.
         scale: factor of the scores; None means D ** -0.5.
@@ -118,8 +119,8 @@ def prefix_attention_states(
 
 
 def _fading(decay: float | Tensor, key: Tensor, every: int) -> tuple[Tensor, Tensor]:
-    """The logarithms of what is left, at the end of its chunk, of each key, which broadcasts to (B, H, N), and of what
-    was held before each chunk, (B, H, T).
+    """Return the logarithms of two decays: the decay of each key until the end of its chunk, which
+    broadcasts to (B, H, N), and the decay of all earlier keys over each chunk, (B, H, T).
 
     Both are sums over a part of one chunk, from its end. A float32 kernel that adds the first to the scores thus
     rounds only keys that have faded, however many chunks there are.
@@ -130,6 +131,7 @@ def _fading(decay: float | Tensor, key: Tensor, every: int) -> tuple[Tensor, Ten
     count = -(-length // every)
     chunks = pad(log, (0, count * every - length)).unflatten(-1, (count, every))
     since = chunks.flip(-1).cumsum(-1).flip(-1)
-    # A program of `torch.export` takes any number of keys: a slice would hold it to the remainder of the recorded one.
+    # A slice would restrict a program of `torch.export` to numbers of keys with the recorded
+    # remainder.
     keys = torch.arange(length, device=log.device)
     return pad(since[..., 1:], (0, 1)).flatten(-2).index_select(-1, keys), since[..., 0].expand(batch, heads, -1)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 Needs = tuple[bool, bool, bool, bool, bool, bool, bool]
-"""Whether the gradients of query, key, value, state_out, state_lse, key_bias and log_decay are needed. Those of
-state_out and state_lse must be equal."""
+"""Whether the gradients of query, key, value, state_out, state_lse, key_bias and log_decay are
+needed. The values for state_out and state_lse must be equal."""
 
 
 class PrefixAttention(NamedTuple):
@@ -23,7 +23,8 @@ class PrefixAttention(NamedTuple):
     key_bias: Tensor | None = None
     """(B, H, N), in the dtype of `state_out`: added to every score of its key. -inf excludes a key as a mask does."""
     log_decay: Tensor | None = None
-    """(B, H, T), float64: added to the lse of what was held before each chunk. None stands for zeros."""
+    """(B, H, T), float64: added, before each chunk, to the lse of all earlier keys. None means
+    zeros."""
     every: int = 1
     scale: float = 1.0
     impl: str = "auto"

@@ -1,10 +1,12 @@
 """The definition of the states of all prefixes, in plain PyTorch.
 
-Prefix t = 0 .. T - 1 is the first (t + 1) `every` keys; the last prefix is all N keys; T = ceil(N / every). The scores
-are S_i = scale q k_i' + b_i, where the bias b_i is 0 if there is none. Let chunk t be the keys between prefix t - 1 and
-prefix t, and f_t a number (`log_decay`), 0 if there is none, that fades what was held before chunk t. In prefix t, the
-keys of chunk j then have the scores S_i + F_tj with F_tj = f_{j+1} + ... + f_t. An incoming state (out_s, lse_s) counts
-as one more key of every prefix, in a chunk before the first, with score lse_s and value out_s:
+There are T = ceil(N / every) prefixes t = 0 .. T - 1. Prefix t consists of the first (t + 1)
+`every` keys, and the last prefix of all N keys. The scores are S_i = scale q k_i' + b_i, where the
+bias b_i is 0 if there is none. Chunk t consists of the keys that prefix t has and prefix t - 1
+lacks. The number f_t (`log_decay`, or 0) is added, before chunk t, to the scores of all earlier
+keys. In prefix t, the keys of chunk j then have the scores S_i + F_tj with F_tj = f_{j+1} + ... +
+f_t. An incoming state (out_s, lse_s) counts as one more key of every prefix, in a chunk before the
+first, with score lse_s and value out_s:
 
     lse_t = log sum_{i in prefix t} exp(S_i + F_tj)     out_t = sum_{i in prefix t} exp(S_i + F_tj - lse_t) v_i
 
@@ -17,14 +19,16 @@ Gradient, with P_ti = exp(S_i + F_tj - lse_t) for the keys of prefix t and 0 for
     df_u = sum over queries, t >= u and the keys i of chunks before u of dS_ti, with the incoming state as a key
 
 Here each prefix is a separate set of keys, so that T L N scores are stored. Kernels need not store scores. Chunk t is
-part of the prefixes t' = t, t + 1, ..., and P_t'i = s_t+1 ... s_t' P_ti with the share s_t = exp(lse_{t-1} + f_t -
-lse_t) of what was held before. The gradients from these prefixes therefore add up in a reverse scan,
+part of the prefixes t' = t, t + 1, ..., and P_t'i = s_t+1 ... s_t' P_ti with the share s_t =
+exp(lse_{t-1} + f_t - lse_t) of the keys before chunk t. The gradients from these prefixes therefore
+add up in a reverse scan,
 
     A_t = dout_t + s_{t+1} A_{t+1}                      c_t = dlse_t - dout_t.out_t + s_{t+1} c_{t+1}
 
 and the keys of chunk t have dv_i = P_ti A_t and dS_i = P_ti (A_t.v_i + c_t): the gradient of attention, with A_t in
-place of dout. By the recurrence, no share exceeds 1, whatever the logits. The gradient of f_t is that of a key with the
-score lse_{t-1} + f_t and the value out_{t-1}: df_t is the sum of s_t (A_t.out_{t-1} + c_t) over the queries.
+place of dout. By the recurrence, no share exceeds 1, for any logits. The gradient of f_t is that of
+a key with the score lse_{t-1} + f_t and the value out_{t-1}: df_t is the sum of s_t (A_t.out_{t-1}
++ c_t) over the queries.
 """
 
 from __future__ import annotations
@@ -56,8 +60,8 @@ def _chunk_of_key(key: Tensor, every: int) -> Tensor:
 
 
 def _faded(log_decay: Tensor) -> Tensor:
-    """F_tj (B, H, T, T + 1) for j = -1, the incoming state, to T - 1. Sums from chunk t backwards round what has
-    faded, and not what is new."""
+    """F_tj (B, H, T, T + 1) for j = -1, the incoming state, to T - 1. The sums start at chunk t, so
+    that rounding affects old keys more than new keys."""
     prefixes = log_decay.shape[-1]
     each = log_decay[..., None, :].expand(*log_decay.shape, prefixes).tril()
     return torch.nn.functional.pad(each.flip(-1).cumsum(-1).flip(-1), (0, 1))
@@ -66,8 +70,9 @@ def _faded(log_decay: Tensor) -> Tensor:
 def _biases(
     key: Tensor, beyond: Tensor, key_bias: Tensor | None, log_decay: Tensor | None, every: int
 ) -> tuple[Tensor | None, Tensor | float]:
-    """b_i + F_tj for each prefix, (B T, H, N) in `state_dtype`, or None if there is neither; and what was taken from
-    them, (B T, H, 1) in float64. Relative to the largest of its prefix, a bias is only rounded if its key has faded."""
+    """Return the biases b_i + F_tj of each prefix less their maximum, (B T, H, N) in `state_dtype`,
+    and this maximum, (B T, H, 1) in float64. The biases are None if there is neither b nor F.
+    Because of the subtraction, only biases of faded keys are rounded."""
     prefixes = -(-key.shape[2] // every)
     if log_decay is None or not prefixes:
         return None if key_bias is None else each_prefix(key_bias, prefixes), 0.0
@@ -79,7 +84,8 @@ def _biases(
 
 
 def _held_before(state_out: Tensor, state_lse: Tensor, prefixes: int, log_decay: Tensor | None) -> AttentionState:
-    """The incoming state as it has faded in each prefix, with the shapes (B, H, T, L, E) and (B, H, T, L)."""
+    """The incoming state with its decay in each prefix, with the shapes (B, H, T, L, E) and (B, H,
+    T, L)."""
     out, lse = (part.unsqueeze(2).expand(-1, -1, prefixes, *part.shape[2:]) for part in (state_out, state_lse))
     return AttentionState(out, lse if log_decay is None else lse + _faded(log_decay)[..., :1])
 
@@ -128,7 +134,7 @@ def prefix_attention_backward_reference(
     """(dquery, dkey, dvalue, dstate_out, dstate_lse, dkey_bias, dlog_decay) as defined above, in the dtypes of the
     inputs.
 
-    Those of tensors that are not given are empty.
+    The gradient of a tensor that is not given is empty.
     """
     prefixes = out.shape[2]
     inputs = (query, key, value)

@@ -24,7 +24,9 @@ def _check_needs(inputs: PrefixAttentionBackward) -> None:
     """Raise if the gradient of one part of the state is needed without the other: kernels compute them together."""
     _, _, _, needs_out, needs_lse, _, _ = inputs.needs
     if needs_out != needs_lse:
-        raise ValueError(mismatch("needs", tuple(inputs.needs), "the fourth and fifth equal, those of the state"))
+        raise ValueError(
+            mismatch("needs", tuple(inputs.needs), "equal values for state_out and state_lse, the fourth and the fifth")
+        )
 
 
 def _shapes(inputs: PrefixAttention) -> tuple[Tensor, Tensor]:
@@ -44,7 +46,8 @@ def _operations(inputs: Any) -> int:
 
 
 def _backward_operations(inputs: Any) -> int:
-    """FLOPs of the scan, and of those of the products S, A V', P' A, dQ and dK that the required gradients use.
+    """FLOPs of the scan, and of the products among S, A V', P' A, dQ and dK that the required
+    gradients use.
 
     The scan takes two multiply-adds per element, and a third for the gradient of log_decay.
     """

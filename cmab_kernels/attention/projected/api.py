@@ -51,10 +51,11 @@ def projected_attention_state(
     The result is `attention_state(query, key, value, ...)` with the key `heads(F.linear(x, key_weight, key_bias))` and
     the value `heads(F.linear(x, value_weight, value_bias))`, where x is `inputs`, or
     `F.layer_norm(inputs, (C,), *context_norm)`. Keys and values are computed in float32 (float64 for float64 inputs; on
-    a GPU, values of bfloat16 inputs in bfloat16) from a chunk of rows at a time: from a few hundred rows on a CPU, and
-    on a GPU from so many that keys and values take 32 MiB. The backward pass computes them again. Memory therefore does
-    not grow with N, apart from the gradient of the inputs if it is needed. K stacked blocks, each with its own queries,
-    projections and norm, share one pass over the inputs.
+    a GPU, values of bfloat16 inputs in bfloat16) for one chunk of rows at a time. A chunk has a few
+    hundred rows on a CPU. On a GPU its keys and values take 32 MiB. The backward pass computes them
+    again. Memory therefore does not grow with N, apart from the gradient of the inputs if it is
+    needed. K stacked blocks, each with its own queries, projections and norm, share one pass over
+    the inputs.
 
     Args:
         query: (B, H, L, D), or (H, L, D) shared over the batch. float64, float32, bfloat16 or float16. Stacked: (K, B,
@@ -138,10 +139,11 @@ def attention_state_of_chunks(
     """`projected_attention_state` of K stacked blocks over chunks of inputs (B, n, C), one chunk after the other.
 
     `chunks()` starts an iteration over tensors that fit the query (K, H, L, D). The backward pass calls `chunks()`
-    again, and sums the gradients of the query, weights, norm and state chunk by chunk: the part of each chunk follows
-    from the final state alone. The inputs themselves get no gradient. `after` is called with the number of chunks read
-    so far and the state after them. Forward mode and the transforms of `torch.func` instead differentiate the call of
-    each chunk. They also differentiate the inputs of the call, and keep them.
+    again, and sums the gradients of the query, weights, norm and state over the chunks. The final
+    state suffices to compute the part of each chunk. The inputs themselves get no gradient. `after`
+    is called with the number of chunks read so far and the state after them. Forward mode and the
+    transforms of `torch.func` instead differentiate the call of each chunk. They also differentiate
+    the inputs of the call, and keep them.
     """
     given = {"query": query, "key_weight": key_weight, "value_weight": value_weight, **_norm_tensors(context_norm)}
     given = dict(zip(given, as_autocast(*given.values()), strict=True))
@@ -157,7 +159,9 @@ def attention_state_of_chunks(
         float(context_norm[2]),
     )
     operands = given["query"].to(weight.dtype), weight, bias
-    if under_transform() or needs_definition():  # they cannot differentiate a Function that reads its inputs twice
+    if (
+        under_transform() or needs_definition()
+    ):  # torch.func cannot differentiate a Function that reads its inputs twice
         return call.state_and_count(*operands, state)[0]
     return AttentionState(*_OverChunksFunction.apply(call, *operands, *(state or (None, None))))
 
@@ -253,7 +257,7 @@ class _OverChunksFunction(torch.autograd.Function):
             ]
         if any(needs) and count != ctx.count:
             raise RuntimeError(
-                mismatch("chunks", f"{count} chunks when it was read again", f"the {ctx.count} of the first time")
+                mismatch("chunks", f"{count} chunks in the second reading", f"{ctx.count}, as in the first reading")
             )
         grads = [t.to(query.dtype) if need else None for t, need in zip(sums, (needs[0], *needs[2:]), strict=True)]
         dstate = (

@@ -38,7 +38,7 @@ def _backward_definition(given: ProjectedAttentionBackward) -> tuple[Tensor, ...
 def _shapes(given: ProjectedAttention) -> tuple[Tensor, Tensor]:
     query, weight = given.query, given.weight
     heads, width = query.shape[2], query.shape[4]
-    # In this form symbols cancel: Inductor fails on // heads - width.
+    # In this form the symbols cancel. Inductor fails on `// heads - width`.
     value_width = (weight.shape[1] - heads * width) // heads
     out = query.new_empty(*query.shape[:-1], value_width)
     return out, query.new_empty(query.shape[:-1], dtype=torch.float64)

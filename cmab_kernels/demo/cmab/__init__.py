@@ -214,15 +214,15 @@ def _busy(scans: list[Scan]) -> str:
 def _conditioning_table(scans: list[Scan]) -> Iterator[str]:
     """Yield the lines about the whole way from pixels to latents."""
     yield (
-        "From pixels to latents: embed, project, attend, and the rest of the block. Time; peak memory beyond pixels "
-        "and weights."
+        "From pixels to latents: embed, project, attend, and run the rest of the block. The columns show time, and "
+        "peak memory beyond pixels and weights."
     )
     yield from _table(scans, "conditioning", list(c.CONDITIONING))
 
 
 def _attention_table(scans: list[Scan]) -> Iterator[str]:
     """Yield the lines about the attention alone."""
-    yield "The attention alone, keys and values of all pixels given. Time; peak memory beyond them."
+    yield "Only the attention, given the keys and values of all pixels. The columns show time, and memory beyond these."
     yield from _table(scans, "attention", list(c.ATTENTION))
 
 
@@ -265,8 +265,8 @@ def _streaming(count: int, device: str, impl: str) -> Iterator[str]:
     whole = _latency(lambda: reader.block.update(reader.embed(pixel), reader.latents, state), device)
     alone = _latency(lambda: attention_state(query, key, value, state=state), device)
     yield (
-        f"One more pixel after {count:,}: {readable(whole)} for the whole block, of which {readable(alone)} for the "
-        "attention operator."
+        f"One more pixel after {count:,} takes {readable(whole)} for the whole block, including {readable(alone)} for "
+        "the attention operator."
     )
 
 

@@ -57,9 +57,9 @@ def _digits(axes: Any, lessons: digits.Lessons, learner: digits.Outcome) -> None
         taken = int(predicted[unseen])
         place = {"x": column * TILE + 4, "y": (below + 1) * TILE + 2.5, "ha": "center", "va": "center"}
         axes.text(**place, s=str(taken), weight="bold", color=OURS if taken == column else ATTENTION)
-    axes.text(0, below * TILE - 2.5, "What it then takes unseen images for")
+    axes.text(0, below * TILE - 2.5, "Its answers for unseen images")
     axes.set(xlim=(-0.5, digits.CLASSES * TILE), ylim=((below + 1.5) * TILE, -0.5), aspect="equal", anchor="NW")
-    axes.set_title(f"All that Intention learns digits from: {digits.SHOTS} examples of each")
+    axes.set_title(f"Intention learns digits from these {digits.SHOTS} examples of each")
     axes.axis("off")
 
 
@@ -97,10 +97,10 @@ def _clouds(panels: Any, comparison: cloud.Comparison) -> None:
     source, target, pairs = cloud.source(), cloud.target(), comparison.pairs[0]
     given, by_intention, by_attention = panels
     _cloud(given, source, source[pairs], INK)
-    given.set_title(f"A cloud to be turned, shrunk and shifted as {cloud.PAIRS} points were")
+    given.set_title(f"A cloud before it is turned, shrunk and shifted; {cloud.PAIRS} results are known")
     for axes, name, colour, said in (
         (by_intention, cloud.INTENTION, OURS, "Intention finds the map"),
-        (by_attention, cloud.ATTENTION, ATTENTION, "Attention mixes the places told"),
+        (by_attention, cloud.ATTENTION, ATTENTION, "Attention averages the known results"),
     ):
         axes.scatter(*target.T.numpy(), s=5, color="0.88", linewidths=0)
         _cloud(axes, comparison.predicted[name][0], target[pairs], colour)

@@ -122,8 +122,8 @@ def run(output: str, window: int | None = None, landmarks: int | None = None) ->
     window, landmarks = _checked(WINDOW if window is None else window, LANDMARKS if landmarks is None else landmarks)
     with torch.no_grad():
         impl = _introduce(window)
-        # "auto" instead of the name of the kernel, because a named implementation takes the path with checks, which is
-        # slower.
+        # The steps run with "auto", because a named implementation takes the path with checks,
+        # which is slower.
         with use_impl("reference" if impl == "reference" else "auto"):
             measured = _measure(window, landmarks, impl)
     for line in _lines(measured):
@@ -151,10 +151,10 @@ def _introduce(window: int) -> str:
     impl = next(row.impl for row in rows if row.usable)
     count, size = t.stream().key.shape[2], f"{t.PATCH} x {t.PATCH}"
     print(
-        f"The {count:,} patches ({size} pixels) of a noisy photograph arrive one by one. Each attends to those of the "
-        f"newest {window:,}"
+        f"The {count:,} patches ({size} pixels) of a noisy photograph arrive one by one. Each attends to the similar "
+        f"patches"
     )
-    print("that look like it, and becomes their mean, in which the noise is less (non-local means).")
+    print(f"among the newest {window:,}, and becomes their mean, which has less noise (non-local means).")
     print(f"On {where('cpu', impl)}.")
     if impl == "reference":
         reasons = "; ".join(f"{row.impl}: {row.reason}" for row in rows if not row.usable)

@@ -59,10 +59,10 @@ def draw(measured: Run, target: Path, where: str) -> None:
         figure.set_layout_engine("constrained", w_pad=0.08, h_pad=0.06)
         size = f"{t.PATCH} x {t.PATCH}"
         told = (
-            f"Each patch of {size} pixels attends to those of the newest {measured.window:,} that look like it, "
+            f"Each patch of {size} pixels attends to the similar patches among the newest {measured.window:,}, "
             "and becomes their mean"
         )
-        figure.suptitle(f"{told}: the noise goes", x=0.005, ha="left", fontsize=12, weight="bold")
+        figure.suptitle(f"{told}, which has less noise", x=0.005, ha="left", fontsize=12, weight="bold")
         rows = [
             [*photographs, figures]
             for photographs, figures in zip(3 * [PHOTOGRAPHS[0]] + 3 * [PHOTOGRAPHS[1]], FIGURES, strict=True)

@@ -42,9 +42,11 @@ def regularised_solve(gram: Tensor, rhs: Tensor, alpha: float | Tensor, *, impl:
         impl: "auto", "reference", "native", "cuda" (D up to 128) or "triton" (D up to 256).
 
     Returns:
-        weight (..., D, E) in the dtype of gram, and info (...): 0 sound; 1 not positive definite, or alpha is negative:
-        the weight of this system is NaN, and the other systems are not affected; 2 condition number times eps is above
-        1e-2: at most two digits are correct. Differentiable to any order in gram (symmetrised), rhs and alpha.
+        weight (..., D, E) in the dtype of gram, and info (...). info is 0 for a sound solution. It is
+        1 if A + alpha I is not positive definite, or if alpha is negative. The weight of this system
+        is then NaN, and the other systems are not affected. It is 2 if the condition number times eps
+        is above 1e-2, so that at most two digits are correct. Differentiable to any order in gram
+        (symmetrised), rhs and alpha.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -112,7 +114,7 @@ def penalty_of(
 
 
 def _float(number: Real) -> float:
-    """The number as a float; infinity if it is too large for a float, as an int may be."""
+    """The number as a float, or infinity for an int that is too large for a float."""
     try:
         return float(number)
     except OverflowError:

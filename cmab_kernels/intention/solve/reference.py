@@ -22,7 +22,8 @@ from ...runtime.tracing import exports_to_onnx, needs_definition
 
 
 class _Mirrored(torch.autograd.Function):
-    """The symmetric matrix with the given lower triangle. Only this is read, but the gradient is symmetrised."""
+    """The symmetric matrix with the given lower triangle. Only this triangle is read, but the
+    gradient is symmetrised."""
 
     generate_vmap_rule = True
 
@@ -73,19 +74,21 @@ def regularised_solve_reference(gram: Tensor, rhs: Tensor, alpha: Tensor) -> tup
 
 
 def _by_cholesky(matrix: Tensor, rhs: Tensor, one: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A^-1 B, A^-1 without a gradient, and where A is not positive definite; there, the others are those of 1."""
+    """Return A^-1 B, A^-1 without a gradient, and a mask of the systems whose A is not positive
+    definite. In these systems `one` replaces the factor of A."""
     factor, failure = torch.linalg.cholesky_ex(matrix)
     failed = (failure > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
     factor = torch.where(failed[..., None, None], one, factor)
-    # Not `cholesky_solve`: `vmap` removes a dimension of rhs, and its forward mode may then take the matrices for a
-    # batch of vectors.
+    # `cholesky_solve` would be wrong under `vmap`, which removes a dimension of rhs: its forward
+    # mode may then read the matrices as a batch of vectors.
     halfway = torch.linalg.solve_triangular(factor, rhs, upper=False)
     solution = torch.linalg.solve_triangular(factor.mT, halfway, upper=True)
     return solution, torch.cholesky_inverse(factor.detach()), failed
 
 
 def _by_halves(matrix: Tensor, rhs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_by_cholesky` returns, by products of matrices, because ONNX has no factorisation."""
+    """Return what `_by_cholesky` returns, computed by matrix products, because ONNX has no
+    factorisation."""
     inverse = _inverse_factor(matrix)
     diagonal = inverse.diagonal(dim1=-2, dim2=-1)
     return inverse.mT @ (inverse @ rhs), inverse.mT @ inverse, ~(diagonal.isfinite() & (diagonal > 0)).all(-1)

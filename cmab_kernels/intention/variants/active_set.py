@@ -60,9 +60,10 @@ def active_set(products: Tensor, excess: Tensor, size: Tensor, equalities: int, 
     This is the method of Goldfarb and Idnani (A numerically stable dual method for solving strictly convex quadratic
     programs), in terms of the multipliers alone: since w = w0 - G^-1 N lambda, the excess at w is
     excess - products lambda. The most violated constraint enters: its multiplier rises until the constraint holds. If
-    the multiplier of another constraint reaches 0 first, that constraint leaves and the rise goes on. Each entry makes
-    the dual objective larger, so that no active set recurs. If the new normal depends on the active normals and no
-    active constraint can leave, no point satisfies all constraints.
+    the multiplier of another constraint reaches 0 first, that constraint leaves, and the multiplier
+    rises further. Each entry makes the dual objective larger, so that no active set recurs. If the
+    new normal depends on the active normals and no active constraint can leave, no point satisfies
+    all constraints.
     """
     scale = torch.where((diagonal := products.diagonal(dim1=-2, dim2=-1)) > 0, diagonal, 1.0).rsqrt()
     systems = _Systems(scale.unsqueeze(-1) * products * scale.unsqueeze(-2), scale * excess, scale * size)

@@ -99,7 +99,7 @@ def constrained(
     weight, multipliers, doubt = _held(free, turned, normals, bounds, active, impl)
     missed = _missed(normals.mT @ weight - bounds, size, multipliers, equalities)
     info = torch.maximum(info.unsqueeze(-1), doubt)
-    # A bound that is NaN is in no active set, so that the weight does not show it.
+    # A constraint with a NaN bound is never active, so the weight alone would not show the NaN.
     undefined = (weight.isnan() | bounds.isnan().any(-2, keepdim=True)).any(-2)
     info = info.masked_fill(missed & (info == 0), 2).masked_fill(undefined, 1)
     info = torch.where((info != 1) & (problem != SOUND), problem, info)

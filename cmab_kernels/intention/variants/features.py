@@ -170,7 +170,8 @@ def _pulls(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def _pulls_at_once(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """`_pulls` without a derivative, but several times as fast.
 
-    This is the gradient of distances, with 1 given as their values, so that nothing is divided by them.
+    This is the gradient of distances. It divides by the values of the distances, so these are given
+    as 1.
     """
     return torch.ops.aten._cdist_backward(
         weights.contiguous(), rows.contiguous(), columns.contiguous(), 2.0, torch.ones_like(weights)

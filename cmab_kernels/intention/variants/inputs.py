@@ -54,7 +54,7 @@ def check_labels(labels: Tensor, num_classes: int, key: Tensor, mask: Tensor | N
     labels = (labels if labels.dim() == 3 else labels.unsqueeze(1)).expand(batch, heads, length)
     counting = labels if mask is None else labels.masked_fill(mask[:, None], 0)
     refuse_negative("labels", counting)
-    refuse_negative(f"num_classes - 1 - labels, with num_classes = {num_classes},", num_classes - 1 - counting)
+    refuse_negative(f"num_classes - 1 - labels (num_classes = {num_classes})", num_classes - 1 - counting)
     return labels
 
 

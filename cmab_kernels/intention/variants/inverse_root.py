@@ -23,8 +23,8 @@ class InverseRoot(NamedTuple):
 def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvalues, with 1 in place of zeros; eigenvectors; and a mask (..., N), True for the nonzero eigenvalues.
 
-    An eigenvalue counts as zero if it is 0 up to rounding. Those of a matrix that is not finite are NaN: LAPACK would
-    refuse the whole batch.
+    An eigenvalue counts as zero if it is 0 up to rounding. The eigenvalues of a matrix that is not
+    finite are NaN. LAPACK would refuse the whole batch.
     """
     defined = matrix.isfinite().all(-1).all(-1)[..., None, None]
     values, vectors = _eigh(matrix.where(defined, 0.0))
@@ -39,8 +39,8 @@ def _spectrum(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of symmetric matrices. On a CPU each matrix is decomposed by itself, because the
-    bits of LAPACK depend on where a matrix lies in memory."""
+    """Eigenvalues and eigenvectors of symmetric matrices. On a CPU each matrix is decomposed in a
+    separate call, because the bits of LAPACK depend on the address of a matrix."""
     if exports_to_onnx():
         got, allowed = "kernel_features in an export to ONNX", "an export with torch.export: ONNX has no eigenvalues"
         raise NotImplementedError(mismatch("model", got, allowed))

@@ -125,7 +125,7 @@ def warn_of_none(info: Tensor, of: str) -> None:
     """Warn of systems without a solution, if the values of `info` may be read."""
     if is_read(info) and bool((info == INFO_NOT_POSITIVE_DEFINITE).any()):
         allowed = (
-            "these are never chosen; give it more rows, leave out constant features, or use shrinkage, "
+            "these are never chosen; use more rows, leave out constant features, or use shrinkage, "
             "regularisation or alpha"
         )
         warnings.warn(f"info: some {of} have 1, as they have no model; {allowed}", RuntimeWarning, stacklevel=3)

@@ -33,7 +33,7 @@ ROWS = 4096
 
 
 class ClassMoments(NamedTuple):
-    """The weight, mean and scatter of each class, in float64 whatever the dtype of the rows."""
+    """The weight, mean and scatter of each class, in float64 for rows of any dtype."""
 
     weight: Tensor
     """(B, H, C): the number of rows, or the sum of their weights."""
@@ -60,8 +60,8 @@ def class_moments(
         key: (B, H, N, D), any strides; N may be 0. float64, float32, bfloat16 or float16.
         labels: (B, N) or (B, H, N) int64 from 0 to num_classes - 1; labels of masked keys are ignored. Any other label
             is a `ValueError`. On a GPU labels are not read: there any other label makes the moments of its head NaN.
-        pooled: True keeps only the sum of the scatters, which takes one pass whatever the number of classes. Only `qda`
-            needs the separate scatters.
+        pooled: True keeps only the sum of the scatters, which takes one pass for any number of
+            classes. Only `qda` needs the separate scatters.
         state: the moments of earlier rows, with the same `pooled`. `state` is not changed.
         weights, key_padding_mask, impl: as in `cmab_kernels.intention`; a weight of 2 counts as two rows.
 
@@ -69,8 +69,9 @@ def class_moments(
         ClassMoments in float64. Memory beside the inputs does not grow with N, unless gradients are needed (for key,
         weights, state). The scatter of a class of total weight 0 has one-sided derivatives in its weights, but no
         gradient, because a single weight that grows leaves the scatter 0. The returned gradient, (x_i - b)(x_i - b)',
-        is right if all weights grow alike. Here b is the unweighted mean of the rows of the class; with several chunks,
-        or blocks of `ROWS` rows, b is the unweighted mean in the first of them that has rows of the class.
+        is right if all weights grow at the same rate. Here b is the unweighted mean of the rows of
+        the class; with several chunks, or blocks of `ROWS` rows, b is the unweighted mean in the
+        first of them that has rows of the class.
 
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or values; the message names it.
@@ -123,8 +124,8 @@ def check_moments(
     device: torch.device | None = None,
     name: str = "moments",
 ) -> None:
-    """Raise unless `state` is a `ClassMoments` whose mean has `shape` (B, H, C, D) and `scatters` scatters; None
-    accepts any."""
+    """Raise unless `state` is a `ClassMoments` with a mean of `shape` (B, H, C, D) and with
+    `scatters` scatters. None allows any."""
     if not isinstance(state, ClassMoments):
         raise TypeError(not_a_state(name, state, ClassMoments))
     for part, tensor in state._asdict().items():

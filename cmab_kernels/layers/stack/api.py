@@ -56,11 +56,11 @@ def block_stack(
             bias), feed-forward (norm, expand and contract: weight and bias), self-attention (as cross-attention,
             without the context norm) and feed-forward. All blocks have the same M and the same hidden width F.
         num_heads: H, a divisor of C.
-        attended: (K B, H, M, C / H), in float64 for float64 latents, else in float32: the results of the first
-            cross-attentions before their output projections, as the state of a `CMABStack` has them. Only without
-            inputs.
+        attended: (K B, H, M, C / H), in float64 for float64 latents, else in float32: the results
+            of the first cross-attentions before their output projections, as in the state of a
+            `CMABStack`. Allowed only without inputs.
         key_padding_mask: (B, N) bool, True = ignore.
-        eps: that of all norms, > 0.
+        eps: the eps of all norms, > 0.
         residual: as in `cmab_kernels.attention_layer`, for all layers.
         all_blocks: whether the result is (K, B, L, C), the latents after each block.
         impl: "auto", "reference" or "native".
@@ -92,8 +92,8 @@ def block_stack(
         if parameter.shape != shape:
             raise ValueError(mismatch(f"parameters[{i}]", f"shape {tuple(parameter.shape)}", shape))
     if (inputs is None) == (attended is None):
-        got = "None beside inputs of None" if attended is None else "a tensor beside inputs"
-        raise ValueError(mismatch("attended", got, "one of the two"))
+        got = "None without inputs" if attended is None else "a tensor together with inputs"
+        raise ValueError(mismatch("attended", got, "either inputs or attended"))
     if inputs is not None:
         if inputs.dim() != 3 or (inputs.shape[0], inputs.shape[2]) != (batch, width):
             allowed = f"(B, N, C) with B = {batch} and C = {width}, as x has shape {tuple(x.shape)}"
@@ -116,7 +116,8 @@ def block_stack(
 
 
 def _size(tensor: Tensor, dim: int) -> int:
-    """A size of a matrix; 0 for what is no matrix, whose shape is then refused."""
+    """A size of a matrix, or 0 if the tensor is not a matrix. The check of its shape then raises an
+    error."""
     return tensor.shape[dim] if tensor.dim() == 2 else 0
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 class BlockStack(NamedTuple):
     """The arguments of `cmab::block_stack`, whose results are (y, out, lse, kept) for latents x (B, L, C).
 
-    y is x after the last block, or with `all_blocks` (K, B, L, C), x after each block. (out, lse), (K B, H, M, C / H)
-    and (K B, H, M), is the state of the first cross-attentions after the incoming state and the inputs (B, N, C); both
-    are empty without inputs, where y follows from state_out alone. `kept` is for the backward pass, and empty
-    unless `keep`.
+    y is x after the last block, or with `all_blocks` (K, B, L, C), x after each block. (out, lse),
+    (K B, H, M, C / H) and (K B, H, M), is the state of the first cross-attentions over the incoming
+    state and the inputs (B, N, C). Without inputs both are empty, and y is computed from state_out
+    alone. `kept` is for the backward pass, and empty unless `keep`.
     """
 
     x: Tensor
@@ -48,7 +48,7 @@ class BlockStackRead(NamedTuple):
 
 class BlockStackBackward(NamedTuple):
     """The arguments of `cmab::block_stack_backward`, whose result is a list of gradients: of x, inputs, state_out and
-    the parameters. Those that are not in `needs` are empty."""
+    the parameters. Gradients that are not in `needs` are empty."""
 
     dy: Tensor
     x: Tensor

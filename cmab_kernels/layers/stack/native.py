@@ -74,7 +74,7 @@ def block_stack(given: BlockStack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         between=None if given.keep else between,
         kept=kept if given.keep else None,
     )
-    if given.keep and between is not None:  # the backward pass must not read what a caller may write to
+    if given.keep and between is not None:  # the backward pass must not read memory that a caller may write to
         between.copy_(kept.view(x.dtype).view(blocks, -1)[:-1, : x.numel()].view_as(between))
     return y, *state, kept
 

@@ -3,10 +3,11 @@
     m = feed-forward(self-attention(feed-forward(cross-attention(b, inputs))))
     x = feed-forward(self-attention(feed-forward(cross-attention(x, m))))
 
-for latents x (B, L, C) and inputs (B, N, C), of which those where the mask (B, N) is True are ignored (Memory Efficient
-Neural Processes via Constant Memory Attention Block, Feng et al., 2024, section 4). The layers are those of
-`layers.reference`. Only the first cross-attentions read the inputs: (out, lse), their result before its output
-projection, is a state that grows by merging, as in `attention`.
+for latents x (B, L, C) and inputs (B, N, C) (Memory Efficient Neural Processes via Constant Memory
+Attention Block, Feng et al., 2024, section 4). Inputs where the mask (B, N) is True are ignored.
+The layers are those of `layers.reference`. Only the first cross-attentions read the inputs: (out,
+lse), their result before its output projection, is a state that grows by merging, as in
+`attention`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ weight and bias), each feed-forward layer (norm, expand and contract: weight and
 cross-attention, without the context norm)."""
 
 OF_BLOCK, OF_READING = sum(PARTS), 8
-"""The number of parameters of a block, and of the first ones that read the inputs: the latents, and the first
-cross-attention without its output projection."""
+"""The number of parameters of a block, and the number of its first parameters, which read the
+inputs: the latents, and the first cross-attention without its output projection."""
 
 
 def block_stack_read_reference(
@@ -74,8 +75,8 @@ def block_stack_reference(
     residual: str,
     all_blocks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, out, lse): the latents after the last block, or after each, and the state; without inputs, state_out is read
-    and both are empty."""
+    """(y, out, lse): the latents after the last block, or after each block, and the state. Without
+    inputs, state_out is read, and out and lse are empty."""
     blocks = list(_blocks(parameters))
     if inputs is None:
         assert state_out is not None

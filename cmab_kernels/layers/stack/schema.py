@@ -113,7 +113,7 @@ def _backward(call: Call[BlockStack], dy: Tensor, *_: Any) -> Gradients:
     out, lse, kept = call.kept if given.keep else block_stack_op(given._replace(keep=True))[1:]
     x, inputs, mask, state_out, _lse, parameters, num_heads, eps, residual, all_blocks, _keep, impl = given
     *needs, of_parameters = call.needs(*_OF_BACKWARD)
-    if inputs is None:  # the norm of the block latents has another use only as the residual
+    if inputs is None:  # the norm of the block latents is then used only for the residual
         unread = range(3 if residual == "normed" else 1, OF_READING)
         of_parameters = [need and i % OF_BLOCK not in unread for i, need in enumerate(of_parameters)]
     settings: list[Any] = [num_heads, eps, residual, all_blocks, (*needs, *of_parameters), impl]
@@ -157,10 +157,11 @@ _backward_op = Operator(
 
 
 def block_stack(inputs: BlockStack) -> Tensor:
-    """The latents of stacked blocks. What the backward pass needs is kept if there is one, or may be one of a recorded
-    program."""
+    """The latents of stacked blocks. Tensors for the backward pass are kept if there is one, or if
+    a recorded program may have one."""
     keep = is_differentiated(inputs.x, inputs.inputs, inputs.state_out, *inputs.parameters) or is_recorded()
-    # The compiler of torch 2.6 knows no `_replace`, and calls the operator from Python. Recorded there, the autograd
-    # Function of two hundred tensors gives wrong numbers.
+    # The compiler of torch 2.6 does not support `_replace`. So it calls the operator from Python,
+    # which is needed here: compiled, the autograd Function of two hundred tensors gives wrong
+    # numbers.
     result: Tensor = block_stack_op(inputs._replace(keep=keep))[0]
     return result

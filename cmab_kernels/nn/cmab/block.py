@@ -38,8 +38,9 @@ class CMAB(StreamingBlocks):
         device, dtype: of the parameters: float64, float32, bfloat16 or float16.
         residual: "input": each layer adds its result to its input x, as in a pre-norm Transformer. "normed": each layer
             adds its result to norm(x), as in the authors' code. `from_official` makes blocks of this kind.
-        window: None, or an int >= 1 (`ValueError` otherwise): the module's own stream then holds the newest `window`
-            chunks, and `update` lets older ones go (see `cmab_kernels.StateWindow`).
+        window: None, or an int >= 1 (`ValueError` otherwise): the module's own stream then holds
+            the newest `window` chunks, and `update` drops older ones (see
+            `cmab_kernels.StateWindow`).
 
     Inputs are (B, N, dim) for any N, including 0. Latents are (B, L_I, dim), or (L_I, dim) shared over the batch. Both
     have the module's dtype. A `key_padding_mask` (B, N) bool is True at inputs to ignore. The values of ignored inputs
@@ -60,13 +61,15 @@ class CMAB(StreamingBlocks):
     that read the inputs are pruned, assign `stream = AttentionStream(heads, latents, width)`, or a `WindowStream`, with
     the sizes that remain.
 
-    The parameters are listed in the order of the computation, so that weights trained elsewhere can be mapped. First
-    comes `latents` (L_B, dim). Then come `compress` (block latents over inputs) and `retrieve` (latents over block
-    latents). Each of the two has `cross_attention`, `cross_feed_forward`, `self_attention` and `self_feed_forward`. An
-    attention has `norm`, `query`, `key`, `value` (no bias) and `output`, and a cross-attention also has `context_norm`.
-    A feed-forward layer has `norm`, `expand` (features first, then gate) and `contract`. A hook on any of these modules
-    makes `forward`, `update` and `remove` call the modules one by one. There is one exception: `update` and `remove` do
-    not call `compress` or its `cross_attention`, because a stream keeps the state between the two halves of that call.
+    The parameters are listed in the order of the computation, so that weights trained elsewhere can
+    be mapped. `latents` (L_B, dim) is the first. `compress` (block latents over inputs) and
+    `retrieve` (latents over block latents) follow. Each of the two has `cross_attention`,
+    `cross_feed_forward`, `self_attention` and `self_feed_forward`. An attention has `norm`,
+    `query`, `key`, `value` (no bias) and `output`, and a cross-attention also has `context_norm`. A
+    feed-forward layer has `norm`, `expand` (features first, then gate) and `contract`. A hook on
+    any of these modules makes `forward`, `update` and `remove` call the modules one by one. There
+    is one exception: `update` and `remove` do not call `compress` or its `cross_attention`, because
+    a stream keeps the state between the two halves of that call.
 
     >>> block = cmab_kernels.nn.CMAB(dim=16, num_latents=8, num_heads=2).eval()
     >>> points, latents = torch.randn(1, 1000, 16), torch.randn(4, 16)

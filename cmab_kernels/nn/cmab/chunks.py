@@ -23,7 +23,8 @@ _NUMBERS = "real numbers of at most 64 bits"
 
 
 def check_source(source: Any, read_twice: bool) -> None:
-    """Raise unless `source` can be cut into chunks or iterated. With `read_twice` that must be possible twice."""
+    """Raise unless `source` can be cut into chunks or iterated. With `read_twice` the source must
+    allow two readings."""
     if not _is_array(source) and not _is_table(source) and not isinstance(source, Iterable):
         allowed = "a tensor, an array, an Arrow table or file, or an iterable of such chunks"
         raise TypeError(mismatch("chunks", kind_of(source), allowed))
@@ -32,7 +33,7 @@ def check_source(source: Any, read_twice: bool) -> None:
         if len(source.shape) not in (2, 3):
             raise ValueError(mismatch("chunks", f"shape {tuple(source.shape)}", "(N, dim) or (B, N, dim)"))
     if read_twice and isinstance(source, Iterator):
-        allowed = "a source that gradients can read again, as a list, an array or a DataLoader; or use torch.no_grad()"
+        allowed = "a source for two readings, such as a list, an array or a DataLoader; or use torch.no_grad()"
         raise ValueError(mismatch("chunks", f"{kind_of(source)}, which can be read only once", allowed))
 
 
@@ -80,7 +81,7 @@ def read_chunks(
         chunk = chunk if chunk.dim() == 3 else chunk.unsqueeze(0)
         if batch not in (None, chunk.shape[0]):
             raise ValueError(
-                mismatch(name, f"batch {chunk.shape[0]}", f"batch {batch}, that of the state or the chunks before")
+                mismatch(name, f"batch {chunk.shape[0]}", f"batch {batch}, as in the state or the earlier chunks")
             )
         batch = chunk.shape[0]
         yield chunk
@@ -102,7 +103,11 @@ def _check_array(name: str, array: Any) -> None:
         raise TypeError(mismatch(name, f"an array of {array.dtype}", _NUMBERS))
     elif hasattr(array, "mask") and array.mask.any():
         raise ValueError(
-            mismatch(name, "an array with masked entries", "an array without; fill them in, or leave out their rows")
+            mismatch(
+                name,
+                "an array with masked entries",
+                "an array without masked entries; fill them in, or leave out their rows",
+            )
         )
 
 
@@ -150,7 +155,7 @@ def _rows(name: str, chunk: Any, weight: Tensor, refilled: bool) -> Any:
             chunk = torch.tensor(chunk, dtype=weight.dtype)
         elif chunk.is_meta and not weight.is_meta:
             raise ValueError(
-                mismatch(name, "device meta", f"a tensor with values, as the module is on {weight.device}")
+                mismatch(name, "device meta", f"a tensor with values, because the module is on {weight.device}")
             )
     return chunk.to(weight.device, non_blocking=not refilled, copy=refilled) if isinstance(chunk, Tensor) else chunk
 

@@ -30,7 +30,8 @@ class _Residual(nn.Module):
     """Base class of the layers. A layer adds its result to its input or to the normalised input."""
 
     residual: str = "input"
-    """As in the constructors. This default serves layers that were pickled before the option existed."""
+    """The constructor's `residual`. Layers that were pickled before the option existed have this
+    default."""
 
     def __init__(self, residual: str) -> None:
         super().__init__()
@@ -211,7 +212,8 @@ class CrossAttention(_Attention):
     def forward(self, latents: Tensor, context: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Return the layer's result (B, L, dim).
 
-        Latents (L, dim), shared over the batch, `read` the context. Memory then does not grow with N.
+        With latents (L, dim), which the batch shares, `read` reads the context, and memory does not
+        grow with N.
         """
         check_floating(self, latents=latents, context=context)
         found = None if latents.dim() == 2 else self._by_operator(latents, context, self.context_norm, key_padding_mask)
@@ -224,7 +226,8 @@ class CrossAttention(_Attention):
         state: AttentionState | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> AttentionState:
-        """Return `state` updated with the context (B, N, C). A `state` of None stands for no rows.
+        """Return `state` updated with the context (B, N, C). A `state` of None means that no rows
+        were read before.
 
         The operator computes keys and values inside, so that nothing of size N is allocated.
         """

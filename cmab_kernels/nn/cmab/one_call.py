@@ -93,7 +93,8 @@ def _latents(
     read: tuple[Tensor | None, Tensor | None, Tensor | None],
     all_blocks: bool,
 ) -> Tensor:
-    """Return the latents after the blocks, which `read` inputs with their mask, or what was read of them."""
+    """Return the latents after the blocks. `read` holds the inputs with their mask, or the
+    attention outputs over the inputs."""
     x = _over_batch(latents, batch)
     given = _stack([x, *read, None], found, all_blocks)
     if is_differentiated(x, given.inputs, given.state_out, *given.parameters):
@@ -126,7 +127,7 @@ def _over_batch(latents: Tensor, batch: int) -> Tensor:
 # ---- the parameters
 
 Found = tuple[Any, ...]
-"""The parameters of the blocks, a tuple; their number of heads; the eps of all norms; and their residual."""
+"""(tuple of the parameters of all blocks, number of heads, eps of all norms, residual)"""
 
 Leaves = tuple[tuple[str, type[nn.Module], bool], ...]
 Layers = tuple[tuple[str, type[nn.Module], Leaves], ...]
@@ -149,9 +150,10 @@ _TELLING = {"query": "square", "value": "square", "expand": "hidden"}
 
 
 def _places(halves: int, layers: Layers) -> dict[int, str]:
-    """Return, for the tensors of a block that show its sizes, their index in `_found` and the name of the size.
+    """Map the index in `_found` of each tensor that shows a size of its block to a name of that
+    size.
 
-    Tensors with the same name of size must have the same shape.
+    Tensors with the same name must have the same shape.
     """
     places, at = {0: "latents"}, 1
     for name, _, has_bias in (leaf for _, _, leaves in layers * halves for leaf in leaves):
@@ -176,10 +178,12 @@ def _found(
 ) -> Found | None:
     """Return the block latents, the parameters of these layers in the halves of each block, and the settings.
 
-    Return None if one call cannot replace the modules: it is observed, as by a compiler, which cannot follow the
-    look-up of parameters in C++ and compiles the layers, each an operator; there is no kernel; a module or a layer was
-    replaced or hooked; a parameter is absent, of a subclass, or lazily negated; or the blocks differ in settings or in
-    sizes. `read` is the inputs, or the attention's output over the inputs. The tensors at `places` show the sizes.
+    Return None if one call cannot replace the modules. This holds in five cases: the call is
+    observed; there is no kernel; a module or a layer was replaced or hooked; a parameter is absent,
+    of a subclass, or lazily negated; or the blocks differ in settings or sizes. A compiler, for
+    example, observes the call: it cannot follow the C++ code that collects the parameters, so it
+    compiles the layers as one operator each. `read` is the inputs, or the attention's output over
+    the inputs. The tensors at `places` show the sizes.
     """
     if is_observed() or layer_impl(latents) != "native" or not may_bypass_dispatcher(latents, read, mask):
         return None

@@ -61,7 +61,8 @@ class CMABStack(StreamingBlocks):
     """
 
     _streamed: tuple[nn.Module, ...] = ()
-    """The `_readers` whose state the stream holds. Empty, because unknown, in a stack that version 0.1.0 pickled."""
+    """The result of `_readers` for the blocks whose state the stream holds. It is empty in a stack
+    that version 0.1.0 pickled."""
 
     @naming_options
     def __init__(
@@ -341,5 +342,6 @@ class CMABStack(StreamingBlocks):
 
 
 def _readers(blocks: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return each block's submodule that reads the inputs, shared by shallow copies; a wrapper stands for itself."""
+    """Return the submodule of each block that reads the inputs; for a wrapper, return the wrapper.
+    Shallow copies of a block share this submodule."""
     return tuple(getattr(block, "compress", block) for block in blocks)

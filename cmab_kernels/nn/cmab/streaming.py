@@ -66,13 +66,15 @@ class StreamingBlocks(nn.Module):
         """Return the result over all inputs so far, in time O(new inputs).
 
         With `state` None the update advances the module's own stream. Streaming equals `forward` over all inputs at
-        once, for any division into chunks. Gradients flow through a chain of states that the caller passes. `decay`
-        lets the earlier inputs fade, as in `cmab_kernels.attention_state`: a number in (0, 1], or a tensor of such
-        numbers that broadcasts to the state's `lse`.
+        once, for any division into chunks. Gradients flow through a chain of states that the caller
+        passes. `decay` reduces the weight of the earlier inputs, as in
+        `cmab_kernels.attention_state`: a number in (0, 1], or a tensor of such numbers that
+        broadcasts to the state's `lse`.
 
-        In a module with a `window`, the module's own stream holds the newest `window` chunks: the inputs of a call are
-        one chunk, and the result is over the inputs of the chunks that are held. They leave instead of fading, so a
-        `decay` is a `ValueError`. A `state` that the caller passes has no window.
+        In a module with a `window`, the module's own stream holds the newest `window` chunks. The
+        inputs of a call are one chunk, and the result covers all chunks that the stream holds. A
+        window drops old chunks at full weight, so a `decay` raises a `ValueError`. A `state` that
+        the caller passes has no window.
         """
         if state is None:
             refuse_to_record("update", "update(..., state)")
@@ -103,7 +105,7 @@ class StreamingBlocks(nn.Module):
         """`update` of the module's own stream, which holds a window."""
         if decay is not None:
             raise ValueError(
-                mismatch("decay", kind_of(decay), "None, as inputs leave the module's own window instead of fading")
+                mismatch("decay", kind_of(decay), "None, because the module's own window drops inputs at full weight")
             )
         window = stream.pushed(self._read(new_inputs, None, key_padding_mask))
         state = window.state
@@ -134,14 +136,14 @@ class StreamingBlocks(nn.Module):
 
         With `state` None the removal changes the module's own stream. The state must contain the old inputs. A removal
         loses digits to cancellation; see `cmab_kernels.remove_from_state` for `reliable`. A `RuntimeError` is raised if
-        the module's own stream has seen no input. A window lets its inputs go by itself: without `state`, a module that
-        has a `window` raises a `ValueError`.
+        the module's own stream has seen no input. A window drops its inputs itself. So without
+        `state`, a module with a `window` raises a `ValueError`.
         """
         if state is None:
             refuse_to_record("remove", "remove(..., state)")
             if isinstance(self.stream, WindowStream):
                 raise ValueError(
-                    mismatch("state", None, "a state, as inputs leave the module's own window by themselves")
+                    mismatch("state", None, "a state, because the module's own window drops inputs itself")
                 )
         self = self._computed()
         self._check_streamed()
@@ -179,8 +181,8 @@ class StreamingBlocks(nn.Module):
         """Return the latents after all layers that follow CA(L_B, X), given the state of CA(L_B, X)."""
 
     def _check(self, inputs: Tensor, latents: Tensor, key_padding_mask: Tensor | None) -> None:
-        """Raise unless the arguments fit; blocks in wrappers that hide their latents check them when they are
-        called."""
+        """Raise unless the arguments fit. A wrapper may hide the latents of its block; such a block
+        checks the arguments when it is called."""
         for block in self._blocks:
             weight = getattr(block, "latents", None)
             if weight is not None:
@@ -188,12 +190,14 @@ class StreamingBlocks(nn.Module):
                 return
 
     def _check_streamed(self) -> None:
-        """Raise if a block has no state, as some wrappers have none."""
+        """Raise if a block has no state. Some wrappers have none."""
         for i, block in enumerate(self._blocks):
             if not hasattr(block, "_read"):
                 raise TypeError(
                     mismatch(
-                        f"blocks[{i}]", kind_of(block), "a CMAB, as only these have states; `forward` calls any block"
+                        f"blocks[{i}]",
+                        kind_of(block),
+                        "a CMAB, because only a CMAB has a state; `forward` calls any block",
                     )
                 )
 

@@ -19,10 +19,11 @@ from ..stream import AttentionStream, Part, extent
 class WindowStream(AttentionStream):
     """A submodule that holds a `StateWindow` of `AttentionState`s with H heads, L queries and width E, or None.
 
-    It works like `AttentionStream`. `state` is the merge of the states that the window holds. A state that is assigned
-    begins a window, in which it counts as one chunk. If there is a window, `state_dict` contains what
-    `StateWindow.state_dict` returns: `out` (n, B, H, L, E) and `lse` (n, B, H, L), with K before B for stacked blocks,
-    and the ints `front` and `size`. Loading refuses a window of another size.
+    It works like `AttentionStream`. `state` is the merge of the states that the window holds.
+    Assigning a state starts a new window that holds this state as one chunk. If there is a window,
+    `state_dict` contains what `StateWindow.state_dict` returns: `out` (n, B, H, L, E) and `lse` (n,
+    B, H, L), with K before B for stacked blocks, and the ints `front` and `size`. Loading refuses a
+    window of another size.
 
     >>> stream = cmab_kernels.nn.WindowStream(window=5, heads=2, latents=3, width=4)
     >>> stream.state = stream.init_state(batch=1)
@@ -98,5 +99,5 @@ class WindowStream(AttentionStream):
 
 
 def own_stream(window: int | None, *sizes: int, **options: Any) -> AttentionStream:
-    """Return the stream of a block or stack: of a window if there is one."""
+    """Return the stream of a block or stack: a `WindowStream` unless `window` is None."""
     return AttentionStream(*sizes, **options) if window is None else WindowStream(window, *sizes, **options)

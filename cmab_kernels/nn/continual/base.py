@@ -44,7 +44,7 @@ class Continual(MultiheadProjections):
     output: str
     stream: ContinualStream
     _recordable: ClassVar[str]
-    """The operator that takes and returns the state of a step, for an error message."""
+    """The name, in error messages, of the operator that takes and returns the state of a step."""
 
     def forward(
         self,
@@ -169,7 +169,8 @@ class Continual(MultiheadProjections):
 
     @property
     def ready(self) -> Tensor | None:
-        """Which rows of the batch have a full window, (B,) bool, or None before the first token."""
+        """A bool tensor (B,), True for rows of the batch with a full window; None before the first
+        token."""
         return ready_rows(self.stream.held, self.sequence_len)
 
     def get_state(self) -> WindowState | None:
@@ -251,7 +252,7 @@ class Continual(MultiheadProjections):
         held = stream.held
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*self.parameters(recurse=False), *heads)):
             given, advice = (
-                "query: it, or a weight, requires a gradient, and a stream holds no graph",
+                "query: it or a weight requires a gradient, but a stream holds no graph",
                 "train with forward_stream",
             )
             raise RuntimeError(f"{given}; use torch.no_grad(), or {advice}, which takes a stream as a whole")
@@ -337,7 +338,8 @@ class Continual(MultiheadProjections):
     def _check_token(self, **token: Tensor) -> None:
         """Raise an error for one token, (B, C) or (C), as `_check` does for several tokens.
 
-        This check comes before the token gets an axis that the caller did not give.
+        The module later adds an axis to the token. This check comes earlier, so that messages show
+        the caller's shape.
         """
         widths = {"query": self.embed_dim, "src": self.embed_dim, "key": self.kdim, "value": self.vdim}
         dims: tuple[int, ...] = (1, 2)
@@ -362,7 +364,7 @@ class Continual(MultiheadProjections):
             # synchronise.
             if fills and head.device.type == "cpu" and has_values(head) and not _finite(head, absent):
                 raise ValueError(
-                    mismatch(name, "tokens with a NaN or an infinity, or that lead to one", "finite tokens")
+                    mismatch(name, "tokens with a NaN or an infinity before or after the projection", "finite tokens")
                 )
 
     def _walked(self, state: Any, heads: tuple[Tensor, ...]) -> tuple[WindowState, list[Tensor]]:

@@ -80,7 +80,7 @@ class ContinualEncoder(nn.Module):
                 mismatch(
                     "num_layers",
                     num_layers,
-                    "at least 2, as the first layer is retroactive, and the last reads what it gives",
+                    "at least 2 for retroactive layers",
                 )
             )
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(num_layers))
@@ -156,8 +156,8 @@ class ContinualEncoder(nn.Module):
 
     @property
     def ready(self) -> Tensor | None:
-        """Which rows of the batch have full windows in all layers, (B,) bool, or None before all layers have a
-        token."""
+        """A bool tensor (B,), True for rows of the batch with full windows in all layers; None
+        before all layers have a token."""
         each = [layer.ready for layer in (self._each()[:1] if self.retroactive else self._each())]
         known = [ready for ready in each if ready is not None]
         return torch.stack(known).all(0) if len(known) == len(each) else None
@@ -197,8 +197,8 @@ class ContinualEncoder(nn.Module):
             stream.hold(state)
 
     def _through_apart(self, src: Tensor, update_state: bool, absent: Tensor | None) -> Tensor | None:
-        """Pass tokens through the layers if some rows of the batch have no token, as `absent` (B, T) says, or if the
-        rows have different numbers of tokens.
+        """Pass tokens through the layers if some rows of the batch have no token (`absent` (B, T)),
+        or if the rows have different numbers of tokens.
 
         A layer has no token in a row where the layer before has no result.
         """

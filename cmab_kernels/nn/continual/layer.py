@@ -108,8 +108,8 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
         return None if attended is None else self._fed(src, attended)
 
     def _forward_step(self, src: Tensor, prev_state: Any = None) -> tuple[Tensor | None, Any]:
-        """Take one more token after a state that the caller keeps, and return (output, state), as that of
-        `ContinualAttention`."""
+        """Take one more token after a state that the caller keeps, and return (output, state), as
+        `ContinualAttention` does."""
         self._refuse_to_drop()
         attention: Any = self.self_attn
         attention._check_token(src=src)
@@ -133,7 +133,8 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     @property
     def ready(self) -> Tensor | None:
-        """Which rows of the batch have a full window, (B,) bool, or None before the first token."""
+        """A bool tensor (B,), True for rows of the batch with a full window; None before the first
+        token."""
         return self.self_attn.ready
 
     def get_state(self) -> LayerState | None:
@@ -185,7 +186,9 @@ class ContinualEncoderLayer(torch.nn.TransformerEncoderLayer):
 
     def _refuse_to_drop(self) -> None:
         if self.training and any(part.p > 0 for part in self.children() if isinstance(part, nn.Dropout)):
-            raise RuntimeError("dropout: it is on in training, and a stream has none; use eval() or dropout=0")
+            raise RuntimeError(
+                "dropout: it applies in training mode, but a stream has no dropout; use eval() or dropout=0"
+            )
 
 
 class RetroactiveEncoderLayer(ContinualEncoderLayer):
@@ -348,7 +351,7 @@ class RetroactiveEncoderLayer(ContinualEncoderLayer):
                 mismatch("stream", "a state of attention without the window of tokens", "both; clean_state() ends it")
             )
         if held.tokens.shape[0] != batch:
-            wanted = f"batch {held.tokens.shape[0]}, as the stream's window of tokens has; clean_state() ends it"
+            wanted = f"batch {held.tokens.shape[0]}, the batch of the stream's window of tokens; clean_state() ends it"
             raise ValueError(mismatch("src", f"batch {batch}", wanted))
         return torch.cat([held.tokens, tokens], 1)
 

@@ -142,8 +142,8 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         return 0 if held is None else held
 
     def clean_state(self, rows: Rows | None = None) -> None:
-        """Go back to place 0, or let some rows of the batch go back: an index, several indices, or a bool tensor
-        (B,)."""
+        """Reset the place to 0, for all rows of the batch or for `rows`: an index, several indices,
+        or a bool tensor (B,)."""
         held, batch = self.held, self._rows
         if rows is None or held is None:
             self.hold(None)
@@ -153,7 +153,9 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         elif isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.dim() == 1:
             batch = len(rows)
         if batch is None:
-            raise ValueError(mismatch("rows", repr(rows), "a bool tensor (B,), as no step has told the batch"))
+            raise ValueError(
+                mismatch("rows", repr(rows), "a bool tensor (B,), because no step has shown the batch size yet")
+            )
         gone = rows_of(rows, batch, self.encodings.device)
         self.hold(self._of_rows(held, batch).masked_fill(gone, 0))
 
@@ -163,7 +165,8 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         return place.clone() if isinstance(place, Tensor) else place
 
     def set_state(self, state: int | Tensor | None) -> None:
-        """Continue from a place, or from one for each row. None acts as `clean_state`."""
+        """Continue from a place, or from a tensor with one place for each row. None acts as
+        `clean_state`."""
         if isinstance(state, Tensor):
             if state.dtype != torch.int64 or state.dim() != 1 or not ((state >= 0) & (state < self.period)).all():
                 raise ValueError(mismatch("state", repr(state), f"an int64 tensor (B,) from 0 to {self.period - 1}"))
@@ -172,7 +175,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
             isinstance(state, bool) or not (isinstance(state, int) and 0 <= state < self.period)
         ):
             raise ValueError(mismatch("state", repr(state), f"an int from 0 to {self.period - 1}"))
-        self.__dict__["_rows"] = None  # the place may be that of another batch
+        self.__dict__["_rows"] = None  # the place may belong to another batch
         self.hold(state)
 
     @property
@@ -221,7 +224,7 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
         return self._of_rows(self._fitting(place, batch), batch).to(tokens.device)
 
     def _fitting(self, place: int | Tensor, batch: int) -> int | Tensor:
-        """Return a place; raise if it is that of another batch."""
+        """Return a place. Raise if it belongs to another batch."""
         if isinstance(place, Tensor) and len(place) != batch:
             raise ValueError(
                 mismatch("tokens", f"batch {batch}", f"batch {len(place)}, that of the stream; clean_state() ends it")
@@ -270,8 +273,8 @@ class CircularPositionalEncoding(Keeper[int | Tensor]):
 def _waves(period: int, width: int) -> Tensor:
     """Return a float64 matrix (period, width) with alternating columns of sines and cosines.
 
-    Each column has a whole number of periods. The matrix is always on the CPU, because the default device may be meta,
-    and so that all devices get the same bits.
+    Each column has a whole number of periods. The matrix is always on the CPU, for two reasons: the
+    default device may be meta, and all devices get the same bits.
     """
     pairs = (width + 1) // 2
     fastest = max(period // 2, 1)

@@ -23,7 +23,7 @@ MASK = "torch.bool, True where a stream has no token"
 
 
 def rows_of(rows: Any, batch: int, device: torch.device) -> Tensor:
-    """Return `rows` of a batch as a mask (B,) of bool; raise unless all of them are rows of the batch."""
+    """Return `rows` as a bool mask (B,). Raise unless all of them are rows of the batch."""
     allowed = f"a row from 0 to {batch - 1}, several, or a bool tensor ({batch},)"
     if isinstance(rows, Tensor):
         check_dense("rows", rows)
@@ -106,8 +106,8 @@ def cleaned(module: Any, state: WindowState, rows: Any) -> WindowState:
 
 
 def ready_rows(state: WindowState | None, window: int) -> Tensor | None:
-    """Return (B,) bool: which rows have a full window of tokens. None before the first token, when no batch is
-    known."""
+    """Return a bool mask (B,) of the rows with a full window; None before the first token, when the
+    batch size is unknown."""
     if state is None:
         return None
     if type(state) is StaggeredWindow:
@@ -166,7 +166,7 @@ def _one(
     out, window = module._step(state.window, *heads, filling if absent is None else filling | absent)
     rows = (filling if absent is None else filling & ~absent).nonzero().flatten()
     tokens = state.tokens.index_add(0, rows, torch.ones_like(rows))
-    # The step has left rings and sums that no other state reads in these rows.
+    # Writing is safe: no other state reads these rows of the rings that the step returned.
     with _writing(window.keys):
         for ring, head in zip((window.queries, window.keys, window.values), heads, strict=True):
             ring[rows, :, state.tokens[rows]] = head[rows, :, 0]
@@ -179,16 +179,16 @@ def _one(
 
 
 def _writing(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which the tensor may be written to: a tensor of inference mode may be written to only in that
-    mode."""
+    """Return a context in which the tensor may be written to. A tensor of inference mode is
+    writable only in that mode."""
     return torch.inference_mode() if tensor.is_inference() else nullcontext()
 
 
 def _with_first_windows(
     window: ContinualNystromState | ContinualAttentionState, rows: Tensor, first: Any
 ) -> ContinualNystromState | ContinualAttentionState:
-    """Return the state of a batch, with the states of some rows after their first full windows, which are already in
-    the rings of the batch."""
+    """Return the state of a batch in which `rows` have just filled their first windows. Their
+    tokens are already in the rings of the batch."""
     if window.sums.shape[2]:
         with _writing(window.sums):
             window.sums[rows] = with_sums(first).sums

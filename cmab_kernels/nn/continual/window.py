@@ -72,11 +72,13 @@ torch.serialization.add_safe_globals([FillingWindow, StaggeredWindow, RecentToke
 class ContinualStream(Stream[WindowState]):
     """A submodule that holds the window of a streaming module, or None.
 
-    `state_dict` contains the window if there is one. Before the window is full, the entries are `queries`, `keys` and
-    `values` (B, H, p, D) of the p < n tokens so far. Once it is full, the entries are these for all n tokens, oldest
-    first, and the other fields of the state except `spare`, with ints as int64 tensors. If the streams of the batch
-    differ and one of them has fewer than n tokens, `tokens` (B,) is one more entry; such a stream has its tokens first,
-    and then zeros. See `Stream` for the rules of loading. A window that is assigned to `state` is checked and copied.
+    `state_dict` contains the window if there is one. Before the window is full, the entries are
+    `queries`, `keys` and `values` (B, H, p, D) of the p < n tokens so far. Once it is full, these
+    three entries hold all n tokens, oldest first. The other fields of the state except `spare` are
+    then entries too, with ints as int64 tensors. If the rows of the batch have different numbers of
+    tokens, and one row has fewer than n, there is one more entry `tokens` (B,). In a row with fewer
+    than n tokens, the tokens come first, and zeros follow. See `Stream` for the rules of loading. A
+    window that is assigned to `state` is checked and copied.
 
     The window moves with the module between devices, with the same bits. A cast of the module casts the tokens, and the
     next step recomputes the sums over them.
@@ -119,7 +121,8 @@ class ContinualStream(Stream[WindowState]):
         self.window = counts["window"]
 
     def check(self, state: Any, name: str = "prev_state") -> None:
-        """Raise unless a step of this module may go on from `state`, without a look at its numbers."""
+        """Raise unless a step of this module can continue from `state`. The values of its tensors
+        are not checked."""
         self._check(state)
         full = state.window if isinstance(state, StaggeredWindow) else state
         for count, wanted in self.counts.items():
@@ -181,7 +184,9 @@ class ContinualStream(Stream[WindowState]):
     def _unlikely(self, prefix: str, entries: Mapping[str, Tensor]) -> str:
         for name, entry in entries.items():
             if name not in self._parts(entries):
-                return mismatch(prefix + name, "a tensor", f"no such entry, as a {self.kind.__name__} has none")
+                return mismatch(
+                    prefix + name, "a tensor", f"no such entry, because a {self.kind.__name__} does not have it"
+                )
             if not entry.isfinite().all():
                 return mismatch(prefix + name, "a NaN or an infinity", "finite numbers")
         if "sums" in entries:

@@ -83,7 +83,7 @@ class MultiheadAttention(MultiheadProjections):
                 mismatch(
                     "is_causal",
                     "True without an attn_mask",
-                    "False, as it is only a hint about the mask; or pass the mask as well",
+                    "False, because is_causal only describes the attn_mask; or pass the mask as well",
                 )
             )
         if self.why_torch(query, key, value, key_padding_mask, need_weights, attn_mask) is not None:
@@ -108,7 +108,7 @@ class MultiheadAttention(MultiheadProjections):
     ) -> str | None:
         """Return why torch's own implementation runs for such a call, or None if the operator runs."""
         if self._asks_for_weights(need_weights):
-            return "need_weights is True, torch's default: the matrix of weights is asked for"
+            return "need_weights is True, torch's default, so the matrix of weights is needed"
         if attn_mask is not None:
             return NO_ATTENTION_MASK
         if self._drops:
@@ -135,9 +135,9 @@ class MultiheadAttention(MultiheadProjections):
         shapes as in `forward`. The queries must be the same at every call. `state` is the state of the previous result,
         or None at the start. Streaming equals `forward` over all inputs at once, for any division into chunks, and
         gradients flow through the chain of states. The keys of `add_bias_kv` and `add_zero_attn` count in the output
-        but not in the state, so that states can be merged. `decay` lets the inputs of `state` fade, as in
-        `cmab_kernels.attention_state`. A `ValueError` is raised if kdim and vdim differ, and a
-        `RuntimeError` if dropout would apply.
+        but not in the state, so that states can be merged. `decay` reduces the weight of the inputs
+        of `state`, as in `cmab_kernels.attention_state`. A `ValueError` is raised if kdim and vdim
+        differ, and a `RuntimeError` if dropout would apply.
 
         >>> attention = cmab_kernels.nn.MultiheadAttention(16, 2, batch_first=True)
         >>> query, points, state = torch.randn(1, 4, 16), torch.randn(1, 100, 16), None
@@ -151,7 +151,7 @@ class MultiheadAttention(MultiheadProjections):
             raise ValueError(
                 mismatch(
                     "inputs",
-                    f"keys and values in one with kdim = {self.kdim} and vdim = {self.vdim}",
+                    f"one tensor for keys and values with kdim = {self.kdim} and vdim = {self.vdim}",
                     "a module with kdim = vdim",
                 )
             )

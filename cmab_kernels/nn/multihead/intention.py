@@ -34,10 +34,9 @@ class LearnedRidge(MatrixFreeAttention):
     """Base class of both modules of Intention: it adds the penalty `alpha`, learned or fixed, and the factor
     `scale`."""
 
-    lacks = NO_DROPOUT | no_extra_keys("extra keys are for attention that finds nothing to attend to")
+    lacks = NO_DROPOUT | no_extra_keys("extra keys are for queries that no other key matches")
     why_no_masks = (
-        "all queries are answered from one regression on all keys; with keys of its own each would need "
-        "its own regression"
+        "all queries use one regression on all keys, and a query with other keys would need its own regression"
     )
     fixed_alpha: float | None
     scale: float
@@ -65,11 +64,12 @@ class LearnedRidge(MatrixFreeAttention):
         self._start(self._like)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> LearnedRidge:
-        """Cast or move the module, and give `log_alpha` its values again.
+        """Cast or move the module, and restore the values of `log_alpha`.
 
-        `to_empty` gives memory without values, and a `state_dict` of torch's module has no `log_alpha`. After the meta
-        device `log_alpha` starts at 0. On other devices it keeps its values, for example in a module that is in two
-        places of a model and is therefore visited twice.
+        `to_empty` gives memory without values, and a `state_dict` of torch's module has no
+        `log_alpha`. If the module comes from the meta device, `log_alpha` starts at 0. Otherwise it
+        keeps its values, also if a model contains the module twice and this method therefore runs
+        twice.
         """
         before = self._parameters.get("log_alpha")
         values = None if before is None else before.detach()
@@ -181,8 +181,9 @@ class MultiheadIntention(LearnedRidge):
         """Return the state with these keys and values added, in time O(new keys).
 
         With `batch_first`, `key` is (B, N, kdim) and `value` (B, N, vdim); otherwise N comes before B. A `value` of
-        None means that the values are the keys. With `state` None the update advances the module's own stream. `decay`
-        lets the earlier keys fade, as in `cmab_kernels.ridge_state`.
+        None means that the values are the keys. With `state` None the update advances the module's
+        own stream. `decay` reduces the weight of the earlier keys, as in
+        `cmab_kernels.ridge_state`.
         """
         if state is None:
             refuse_to_record("update", "update(..., state=state)")

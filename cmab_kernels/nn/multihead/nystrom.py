@@ -81,7 +81,7 @@ class NystromAttention(MatrixFreeAttention):
     """
 
     lacks = NO_DROPOUT | no_extra_keys(ONLY_TOKENS)
-    why_no_masks = "landmarks see all tokens, whatever a query may see; mask tokens for all queries by key_padding_mask"
+    why_no_masks = "every landmark attends to all tokens; use key_padding_mask to hide tokens from all queries"
     schemes: ClassVar[tuple[str, ...]] = ("segments", "fixed")
     landmark_queries: torch.nn.Parameter | None
     landmark_keys: torch.nn.Parameter | None
@@ -104,7 +104,9 @@ class NystromAttention(MatrixFreeAttention):
         if conv_kernel_size is not None and check_count("conv_kernel_size", conv_kernel_size) % 2 == 0:
             raise ValueError(
                 mismatch(
-                    "conv_kernel_size", conv_kernel_size, "an odd number, as each token is the middle of its kernel"
+                    "conv_kernel_size",
+                    conv_kernel_size,
+                    "an odd number, so that each token is at the centre of its kernel",
                 )
             )
         super().__init__(*args, **kwargs)
@@ -142,8 +144,9 @@ class NystromAttention(MatrixFreeAttention):
 
         The results equal those of the published modules, up to rounding, for inputs without a mask whose length is a
         multiple of `num_landmarks`. If the length equals `num_landmarks`, transformers attends exactly, and the results
-        differ. With masked tokens, landmarks of the first published module average these tokens too; for other lengths,
-        the second module puts zeros before the tokens.
+        differ. With masked tokens, the landmarks of transformers also average the masked tokens.
+        For lengths that are not a multiple of `num_landmarks`, nystrom-attention puts zeros before
+        the tokens.
 
         Raises a `ValueError` for the names of another module and for weights of another shape. In nystrom-attention,
         `heads * dim_head` must be `dim`.
@@ -192,14 +195,15 @@ class NystromAttention(MatrixFreeAttention):
         of another shape or with a NaN or infinity, and for a seed that is not an int from 0 to 2**32 - 1.
         """
         if self.landmarks != "fixed":
-            raise ValueError(mismatch("landmarks", repr(self.landmarks), "'fixed', as only these are fitted"))
+            raise ValueError(
+                mismatch("landmarks", repr(self.landmarks), "'fixed', because only fixed landmarks can be fitted")
+            )
         if keys is None and self.kdim != self.embed_dim:
             raise ValueError(
                 mismatch(
                     "keys",
                     None,
-                    f"a torch.Tensor, as queries cannot be keys with kdim = {self.kdim} and embed_dim = "
-                    f"{self.embed_dim}",
+                    f"a torch.Tensor, because kdim = {self.kdim} differs from embed_dim = {self.embed_dim}",
                 )
             )
         if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed < 2**32:
@@ -269,7 +273,7 @@ class NystromAttention(MatrixFreeAttention):
             return {"num_landmarks": self.num_landmarks, **options}
         if self.landmark_queries is None or self.landmark_keys is None:
             raise RuntimeError(
-                "landmarks: they are fixed and not made yet; call fit_landmarks(tokens), or load a state_dict that "
+                "landmarks: got None, expected fitted landmarks; call fit_landmarks(tokens), or load a state_dict that "
                 "has them"
             )
         return {"landmarks": (self.landmark_queries, self.landmark_keys), **options}

@@ -34,7 +34,7 @@ def nystrom_weights(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise ValueError(mismatch("state_dict", names, f"{expected} ({', '.join(sorted(_NYSTROM_ATTENTION))})"))
     if given:
         raise ValueError(
-            mismatch("state_dict", f"also {', '.join(sorted(given))}", "the weights of one attention alone")
+            mismatch("state_dict", f"also {', '.join(sorted(given))}", "the weights of a single attention")
         )
     _check_shapes(found)
     return found

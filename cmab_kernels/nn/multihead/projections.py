@@ -29,9 +29,10 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
     weights."""
 
     lacks: ClassVar[Mapping[str, str]] = {}
-    """The arguments of torch's constructor that must be 0 or False here, with this value and the reason."""
+    """Argument of torch's constructor that must be 0 or False here -> this value and the reason."""
     need_weights: bool = True
-    """The `need_weights` of calls that do not give it: torch's default, unless `replace_modules` was given another."""
+    """The default of `need_weights` in calls: True as in torch, unless `replace_modules` was given
+    another value."""
 
     @naming_options
     def __init__(
@@ -81,9 +82,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         ):
             if name in options:
                 raise ValueError(
-                    mismatch(
-                        name, repr(options[name]), "no such option, as it is that of the parameters, which are shared"
-                    )
+                    mismatch(name, repr(options[name]), "no such option, because the shared parameters determine it")
                 )
         configuration: dict[str, Any] = {
             "dropout": module.dropout,
@@ -104,7 +103,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
         `module` must have the same configuration.
         """
-        # Attributes that hold tensors in place of parameters.
+        # These attributes hold tensors in place of parameters.
         assigned = {name: module.__dict__[name] for name in self._parameters if name in module.__dict__}
         # `named_parameters` would skip the second name of a tied parameter.
         for name, weight in (module._parameters | assigned).items():
@@ -119,8 +118,8 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
 
     @property
     def _like(self) -> Tensor:
-        """A weight that has the module's dtype and device. If an adapter replaces `out_proj`, this part may have no
-        weight."""
+        """A weight that has the module's dtype and device. If an adapter replaces `out_proj`, the
+        adapter may have no weight."""
         return one_like(self, "in_proj_weight", "q_proj_weight", "in_proj_bias")
 
     def why_torch(self, *args: Any, **kwargs: Any) -> str | None:
@@ -164,7 +163,7 @@ class MultiheadProjections(torch.nn.MultiheadAttention):
         """Raise if dropout would apply, because a stream keeps no attention weights to drop."""
         if self._drops:
             raise RuntimeError(
-                f"dropout: it is {self.dropout} in training, and a stream has none; use eval() or dropout=0"
+                f"dropout: it is {self.dropout} in training mode, but a stream has no dropout; use eval() or dropout=0"
             )
 
     @staticmethod

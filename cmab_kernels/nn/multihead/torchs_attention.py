@@ -19,7 +19,8 @@ from ..parts import computed, is_own, own_parameters
 def is_as_made(attention: nn.MultiheadAttention) -> bool:
     """Return whether torch may read all weights directly.
 
-    That is so if the output projection was not replaced or hooked, and no weight is of a subclass of Tensor.
+    This holds if the output projection was not replaced or hooked, and no weight is of a subclass
+    of Tensor.
     """
     project = own_parameters(attention.out_proj, NonDynamicallyQuantizableLinear)
     return project is not None and all(
@@ -36,8 +37,9 @@ def call(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return attention(*args, **kwargs)
     if "forward" in attention.__dict__ or is_as_made(attention):
         return attention(*args, **kwargs)
-    # A second object with the attributes of the first, because another thread may call the module at the same time.
-    # If a hook reads or sets an attribute on this object, the attribute of the module is read or set.
+    # This is a second object with the attributes of the first, because another thread may call the
+    # module at the same time. If a hook reads or sets an attribute on this object, the attribute of
+    # the module is read or set.
     calling = object.__new__(_calling_out_proj(type(attention)))
     calling.__dict__ = attention.__dict__
     return calling(*args, **kwargs)
@@ -84,7 +86,7 @@ def forward(
             mismatch(
                 "query",
                 "a nested tensor",
-                "a dense tensor, as out_proj is more than a torch.nn.Linear; pad it, and pass a mask",
+                "a dense tensor, because out_proj is not a plain torch.nn.Linear; pad it, and pass a mask",
             )
         )
     swap = attention.batch_first and query.dim() == 3

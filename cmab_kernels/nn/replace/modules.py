@@ -186,8 +186,8 @@ def _refuse_hooks(path: str, module: nn.Module, made: Any) -> None:
 
 
 def _lost(path: str, what: str, advice: str) -> str:
-    """Return the message for something on a module that its replacement would lack."""
-    return mismatch("model", f"{path!r} with {what}, which would be lost", f"a module without; {advice}")
+    """Return the error message for an addition to a module that a replacement would lose."""
+    return mismatch("model", f"{path!r} with {what}, which would be lost", f"a module without {what}; {advice}")
 
 
 def _class_of(made: Any) -> tuple[Any, dict[str, Any]]:
@@ -206,7 +206,7 @@ def _check_options(new: Any, options: Mapping[str, Any]) -> None:
                 mismatch(
                     option,
                     f"an option of {new.__name__}",
-                    "none, as it takes all that it has from the layer it replaces",
+                    "no option, because the new layer takes its configuration from the layer that it replaces",
                 )
             )
         return

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 _HEADING = ("module", "is now a", "in training", "in evaluation")
 _NONE = """0 modules replaced: the model has none of these types (subclasses are left alone).
-A model with attention of its own can call cmab_kernels.integrations.scaled_dot_product_attention."""
+A model with its own attention class can call cmab_kernels.integrations.scaled_dot_product_attention."""
 _ATTENTIONS = ("MultiheadAttention", "ContinualAttention")
 _LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
-_CALLS = """MultiheadAttention and the transformer layers hand a call to torch all the same if it has an attention mask
-(a causal one too), a key padding mask of other numbers than 0 and -inf, or need_weights=True, torch's default. Before
-the first call nobody knows: cmab_kernels.explain(model, *inputs) makes one, and says it of each module."""
+_CALLS = """MultiheadAttention and the transformer layers still run torch's code for some calls: with an attention mask
+(also a causal one), with a key padding mask of values other than 0 and -inf, or with need_weights=True, torch's
+default. cmab_kernels.explain(model, *inputs) makes a call and says for each module which code ran."""
 
 
 class Replacement(NamedTuple):

@@ -74,9 +74,9 @@ class _FusedLayer(nn.Module):
             plain_parameters(part, nn.Identity if type(part) is nn.Identity else nn.Dropout) is None
             for part in dropouts
         ):
-            return "a dropout does more than its kind, or has hooks"
+            return "a dropout module was changed, or has hooks"
         if not self._has_their_blocks():
-            return "a subclass has a block of its own"
+            return "a subclass overrides a block"
         if layer_impl(x) is None:
             return "no kernel runs here, or autocast is on, which keeps norms and sums in float32"
         return None
@@ -119,7 +119,7 @@ class _FusedLayer(nn.Module):
             return ADDITIVE
         if isinstance(attention, nn.MultiheadAttention) and attention.training and attention.dropout > 0:
             return DROPOUT
-        more = "a part of the attention does more than its kind, or has hooks"
+        more = "a part of the attention was changed, or has hooks"
         if plain_parameters(attention, nn.MultiheadAttention) is None:
             return more
         parts = (
@@ -146,7 +146,7 @@ class _FusedLayer(nn.Module):
             plain_parameters(made, type(made)) if isinstance(made, nn.Module) else {},
         )
         if None in parts:
-            return "a part of the feed-forward network does more than its kind, or has hooks"
+            return "a part of the feed-forward network was changed, or has hooks"
         return self._why_no_operator(x) if of_one_dtype(*parts[: 2 + self.norm_first]) else _SEVERAL_DTYPES
 
     def _around(
@@ -228,14 +228,24 @@ class TransformerEncoderLayer(_FusedLayer, nn.TransformerEncoderLayer):
 
     Constructor, parameters, `state_dict`, arguments and result are torch's; see torch's documentation. Norms,
     projections and residual connections are inside the operators (`cmab_kernels.attention_layer`,
-    `cmab_kernels.feed_forward_layer`), which also support training. torch's own code runs in these cases: with a
-    `src_mask` or `is_causal`; with dropout in training mode; with a float `src_key_padding_mask` that holds numbers
-    other than 0 and -inf (such a mask makes every result NaN on a GPU), and with any float mask in a compiled call,
-    which does not read the numbers; for an activation other than relu and gelu by the error function; under autocast;
-    for nested tensors; if there is no kernel (on a GPU); and if a part has hooks, or another type than in torch's
-    layer. `why_torch` says whether torch's code runs, and why.
+    `cmab_kernels.feed_forward_layer`), which also support training. torch's own code runs in these
+    cases:
 
-    There is one difference: a row whose keys are all masked attends to nothing here, and is NaN in torch.
+    - a `src_mask` or `is_causal` is given;
+    - there is dropout in training mode;
+    - a float `src_key_padding_mask` has values other than 0 and -inf (on a GPU such a mask makes
+      every result NaN);
+    - a compiled call gets a float `src_key_padding_mask`, because it does not read the values;
+    - the activation is neither relu nor gelu by the error function;
+    - autocast is on;
+    - `src` is a nested tensor;
+    - no kernel supports the call (on a GPU);
+    - a part has hooks, or another type than in torch's layer.
+
+    `why_torch` says whether torch's code runs, and why.
+
+    There is one difference: a row with all keys masked attends to nothing here, while torch returns
+    NaN.
 
     Source: Attention Is All You Need (Vaswani et al., 2017), section 3.1.
 
@@ -432,7 +442,7 @@ class TransformerDecoderLayer(_FusedLayer, nn.TransformerDecoderLayer):
     def _why_parts(self, x: Tensor, own: _Masks, cross: _Masks) -> dict[str, str | None]:
         """Return, for each part, why torch's own code must run it, or None.
 
-        `own` and `cross` are each an attention mask, whether it is causal, and a key padding mask.
+        `own` and `cross` are tuples (attention mask, whether it is causal, key padding mask).
         """
         return {
             "self-attention": self._why_no_attention(x, self.self_attn, self.norm1, *own),

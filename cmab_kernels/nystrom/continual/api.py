@@ -80,7 +80,7 @@ def continual_nystrom_init(
     if pinv == "shared":
         raise ValueError(
             mismatch(
-                "pinv", repr(pinv), "'iterative' or 'exact', as the streams of a batch do not depend on each other"
+                "pinv", repr(pinv), "'iterative' or 'exact', because the streams of a batch do not depend on each other"
             )
         )
     with as_they_are(key.device):
@@ -280,7 +280,8 @@ def _masked(
     """Do the same as `_step`, if the rows of the batch that are `absent` have no token."""
     retroactive = output == "retroactive"
     is_seen = is_observed() or is_profiled() or (torch.is_grad_enabled() and carries_gradient(state, query, key, value))
-    if output in OUTPUTS and not is_seen and (now().impl if impl == "auto" else impl) in FAST:
+    known = isinstance(output, str) and isinstance(impl, str) and output in OUTPUTS
+    if known and not is_seen and (now().impl if impl == "auto" else impl) in FAST:
         result = _native(step.name.replace("_step", "_masked_step"))(state, query, key, value, retroactive, absent)
         if result is not None:
             return result
@@ -313,7 +314,7 @@ def _choose(state: Any, impl: str, *tokens: Tensor) -> str:
         landmarks = (state.landmark_keys,) if isinstance(state, ContinualNystromState) else ()
         return choose("nystrom.continual", impl, *tokens, *landmarks)
     if impl not in ("auto", "reference"):
-        why = 'continual landmarks with pinv="exact" have only "reference"; take pinv="iterative", or fixed landmarks'
+        why = 'only "reference" supports continual landmarks with pinv="exact"; use pinv="iterative" or fixed landmarks'
         raise RuntimeError(f"impl: {impl!r} cannot run here: {why}")
     return "reference"
 

@@ -2,7 +2,7 @@
 (csrc/continual).
 
 The kernels read the position in the stream from GPU memory, so that a step does not synchronise. While a CUDA graph is
-captured, the state is advanced in place, because a replay reads it from, and writes it to, the same addresses.
+captured, the state is advanced in place, because a replay reads and writes the same addresses.
 """
 
 from __future__ import annotations

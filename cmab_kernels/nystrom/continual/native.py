@@ -36,7 +36,8 @@ continual_nystrom_masked_step: Masked[ContinualNystromState] = _C.continual_nyst
 continual_attention_masked_step: Masked[ContinualAttentionState] = _C.continual_attention_masked_step
 
 Recorded = Callable[[State, Tensor, Tensor, Tensor, bool], tuple[StepResult, Any, Any, Tensor, Tensor] | None]
-"""Takes at most n tokens; returns the result, and what its gradient reads: (result, history, queries, keys, values)."""
+"""Takes at most n tokens; returns the result, and the tensors that its gradient reads: (result,
+history, queries, keys, values)."""
 continual_nystrom_recorded_step: Recorded[ContinualNystromState] = _C.continual_nystrom_recorded_step
 continual_attention_recorded_step: Recorded[ContinualAttentionState] = _C.continual_attention_recorded_step
 continual_nystrom_step_backward: Callable[..., tuple[Tensor | None, ...]] = _C.continual_nystrom_step_backward

@@ -56,7 +56,8 @@ def segment_ending(position: Tensor, window: int, landmarks: int) -> Tensor:
     """Return the length (B, H) of the segment that ends after `position` (B, H) tokens of the stream; 0 if no segment
     ends there."""
     each = torch.arange(landmarks + 1, device=position.device)
-    # 0 and `segment_ends`; no tensor of numbers from Python, which an exporter cannot record in a definition
+    # These are 0 and `segment_ends`. They are computed, because an exporter cannot record a tensor
+    # made from Python numbers.
     bounds = each * (window // landmarks) + each.clamp(max=window % landmarks)
     phase = (position - 1) % window + 1
     return ((phase[..., None] == bounds[1:]) * bounds.diff()).sum(-1)

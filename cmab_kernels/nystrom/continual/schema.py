@@ -297,13 +297,13 @@ class StepOperator:
     ) -> Any:
         """Do the same as `__call__`, if the rows of the batch that are `absent` (B,) have no token."""
         state = with_sums(state) if retroactive else state
-        # Else perhaps NaN.
+        # Absent tokens may hold NaN.
         query, key, value = (token.masked_fill(absent[:, None, None, None], 0.0) for token in (query, key, value))
         if impl == "native" and _may_bypass_dispatcher(state, absent, query, key, value):
             mask, name = _plain(absent).contiguous(), self.name.replace("_step", "_masked_step")
             return run_step(name, impl, own_memory(state), query, key, value, retroactive, mask)
         outs = []
-        # More tokens could overwrite the window's oldest row.
+        # A step of several tokens could overwrite the window's oldest row.
         for one in zip(query.split(1, 2), key.split(1, 2), value.split(1, 2), strict=True):
             out, state = kept_where(absent, state, *self(state, *one, retroactive, impl))
             state = state if impl == "reference" else remembered(state)

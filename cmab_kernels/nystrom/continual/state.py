@@ -186,7 +186,8 @@ COUNTS = ("window", "pinv_iterations", "fixed")
 
 
 def state_to_tensors(state: ContinualState) -> dict[str, Tensor]:
-    """Return a state as a dictionary of tensors, as safetensors files need it. `state_from_tensors` restores the state.
+    """Return a state as a dictionary of tensors, for example for a file of safetensors.
+    `state_from_tensors` restores the state.
 
     The entries are the fields of the state without `spare`, in their own memory. `queries`, `keys` and `values` (B, H,
     n, *) are the window, oldest token first. Ints become int64 tensors ().
@@ -419,7 +420,7 @@ def refuse_other_output(state: State, retroactive: bool) -> None:
     known = state.sums.shape[-2] > 0
     if isinstance(state, ContinualAttentionState) and known != retroactive:
         kinds = ("single", "retroactive")
-        allowed = f"{kinds[known]!r} as in the steps before, as a captured step keeps the state's memory"
+        allowed = f"{kinds[known]!r} as in earlier steps, because a captured step keeps the state's memory"
         raise RuntimeError(
             mismatch("output", repr(kinds[retroactive]), f"{allowed}; take a step of this kind before the capture")
         )
@@ -486,8 +487,8 @@ def _check_positions(state: ContinualState, name: str) -> None:
 
 
 def _parts(state: ContinualState, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype that each tensor must have, given those of the rings. If one ring has another dtype
-    than the other two, that ring is wrong."""
+    """Return the shape and dtype that each tensor must have. They follow from the shapes and dtypes
+    of the rings. If one ring differs in dtype from the other two, the other two count as right."""
     queries, keys, values, sums = state.queries, state.keys, state.values, state.sums
     for part, ring in (("queries", queries), ("keys", keys), ("values", values), ("sums", sums)):
         if isinstance(ring, Tensor):

@@ -107,7 +107,8 @@ class OperatorSuite(OnGpu, Gradients, Errors):
 
 
 def _parameters(check: Callable[..., None]) -> list[str]:
-    """Return the names of a check's parameters, with those whose values one test runs together."""
+    """Return the names of a check's parameters, including those whose values one test runs
+    together."""
     return [name for name in inspect.signature(inspect.unwrap(check)).parameters if name != "self"]
 
 

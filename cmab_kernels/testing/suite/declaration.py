@@ -49,8 +49,8 @@ def label(value: Any) -> str:
 def together(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let one test run a check for all values of these parameters; its error lists each case that fails.
 
-    A test costs some milliseconds beside its check, so cases of a millisecond share one. A call that gives every
-    parameter runs one case, as `failures` does.
+    Each test takes some milliseconds besides its check, so several cases of a millisecond share one
+    test. A call that gives every parameter, such as that of `failures`, runs one case.
     """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
@@ -228,7 +228,7 @@ class Declaration:
     def check_result(self, name: str, ours: Tensor, right: Tensor, allowed: float) -> None:
         """Assert that each row's relative error is at most `allowed`. If the right row is 0, the result must be exactly
         0."""
-        assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
+        assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, expected {tuple(right.shape)}"
         infinite = right.isinf() & (ours == right)
         ours, right = (t.masked_fill(infinite, 0.0) for t in (ours.double(), right.double()))
         error = row_error(ours, right) if right.dim() else ((ours - right) / right).abs()
@@ -254,8 +254,8 @@ class Declaration:
         return self.inputs(extents=self.small)
 
     def huge_inputs(self, dtype: torch.dtype, order: str, extents: Mapping[str, int] | None = None) -> Inputs:
-        """Return arguments with logits of 2^20 to 2^60, times D^-0.5, of both signs, as far as `dtype` holds their
-        factors.
+        """Return arguments whose logits are 2^20 to 2^60 times D^-0.5, of both signs, or less if
+        `dtype` cannot hold their factors.
 
         `order` is the order of the logits of successive keys: "rising", "falling" or "mixed". The logits are so far
         apart that a softmax over them has only one weight that is not 0.

@@ -84,7 +84,7 @@ class Errors(Declaration):
 
     def _check_message(self, message: str, given: dict[str, Any]) -> None:
         form = re.match(r"(?s)[\w.\[\]]+: got .+, expected .+", message)
-        assert form, f"the message has not the form «argument: got X, expected Y»: {message}"
+        assert form, f"the message does not have the form «argument: got X, expected Y»: {message}"
         words = {word for value in given.values() for word in _described(value)}
         assert any(word in message for word in words) or re.search(r"\d|None", message), (
             f"the message does not say what was given: {message}"

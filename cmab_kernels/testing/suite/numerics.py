@@ -30,7 +30,7 @@ class Numerics(Declaration):
         inputs = self.inputs(extents={**self.small, **dict.fromkeys(emptied, 0)})
         results, grads = self.results_and_gradients(lambda **given: self.call(impl, **given), inputs)
         for name, ours, right in zip(self.outputs, results, self.oracle(**inputs), strict=True):
-            assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
+            assert ours.shape == right.shape, f"{name} has shape {tuple(ours.shape)}, expected {tuple(right.shape)}"
             torch.testing.assert_close(ours, right.to(ours.dtype), rtol=1e-9, atol=1e-12)
         for name, grad in grads.items():
             assert grad.shape == inputs[name].shape and not grad.isnan().any(), name
@@ -140,7 +140,7 @@ class Numerics(Declaration):
             t.double() if t.dim() else t.double()[None] for t in (found.ours, found.right, found.theirs)
         )
         what = f"the gradient of {found.name}" if found.is_gradient else found.name
-        assert ours.shape == right.shape, f"{what} has shape {tuple(ours.shape)}, and {tuple(right.shape)} is right"
+        assert ours.shape == right.shape, f"{what} has shape {tuple(ours.shape)}, expected {tuple(right.shape)}"
         if right.numel() == 0:
             return
         # A right overflow.
@@ -172,7 +172,7 @@ class Numerics(Declaration):
             batched = [True] * results + [self._is_batched(name) for name in self.graded]
             for one, all_of_them, cut in zip(alone, whole, batched, strict=True):
                 assert not cut or same_bits((one,), (all_of_them[i : i + 1],)), (
-                    f"batch element {i} has other bits by itself"
+                    f"batch element {i} has other bits when it is computed alone"
                 )
 
     def bit_inputs(self, dtype: torch.dtype, shape: int) -> Inputs:

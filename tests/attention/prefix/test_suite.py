@@ -321,5 +321,5 @@ def test_the_parts_of_a_state_get_their_gradients_together() -> None:
     out = ck.prefix_attention_states(rows, rows, rows, every=9)
     needs = (False, False, False, True, False, False, False)
     given = (rows, rows, rows, None, rows, lse, *out, None, None, 9, 0.5, needs, "native")
-    with pytest.raises(ValueError, match=r"^needs: got .*, expected the fourth and fifth equal"):
+    with pytest.raises(ValueError, match=r"^needs: got .*, expected equal values for state_out and state_lse"):
         torch.ops.cmab.prefix_attention_backward(*out, *given)

@@ -37,7 +37,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "a negative label": (ValueError, r"^labels: got a negative", lambda: v.lda(K, Y - 1, 3)),
     "a label beyond": (
         ValueError,
-        r"^num_classes - 1 - labels, with num_classes = 2,: got a negative",
+        r"^num_classes - 1 - labels \(num_classes = 2\): got a negative",
         lambda: v.lda(K, Y, 2),
     ),
     "no classes": (ValueError, r"^num_classes: got 0", lambda: v.lda(K, Y, 0)),

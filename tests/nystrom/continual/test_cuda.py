@@ -471,7 +471,7 @@ def test_a_wrong_call_ends_in_an_error(played: Player) -> None:
         ("out", value[:, :, 1:], "`out` is not contiguous"),
         ("out", value[:, :, 1:].contiguous(), "`out` has a wrong number of rows"),
         ("out", None, "`out` is a NoneType, not a torch.Tensor"),
-        ("state", tuple(state), "`state` is not of this kind of step"),
+        ("state", tuple(state), "`state` does not belong to this kind of step"),
         ("state", state._replace(sums=state.sums[..., :-1].contiguous()), "`after.sums` has 8 in dimension 3"),
         ("after", after._replace(inverse=after.inverse.double()), "`state.inverse` is float64, not float32"),
         ("state", state._replace(scale=torch.tensor(1.0)), "`state.scale` is not a float64 number"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -188,3 +189,11 @@ def test_a_token_that_is_not_finite_is_refused_where_it_is_read() -> None:
         step(state, new, "single", "auto", absent)
     absent[2] = True
     assert step(state, new, "single", "auto", absent).out[~absent].isfinite().all()
+
+
+@torch.no_grad()
+def test_an_array_is_not_an_output() -> None:
+    state, new = start(tokens(BATCH, HEADS, 8, WIDTH, VALUES), None), tokens(BATCH, HEADS, 1, WIDTH, VALUES)
+    output: Any = np.array(["single", "retroactive"])
+    with pytest.raises(ValueError, match="output: got a ndarray, expected one of single, retroactive"):
+        step(state, new, output, "auto", torch.zeros(BATCH, dtype=torch.bool))

@@ -5,9 +5,10 @@ flows through the sums, as the step computes them: a token gets the gradient of 
 window, less that of the sums after it has left. Only a row that the step recomputed reads the window. A recorded step
 writes to new memory, because autograd keeps what it read. So it also copies the rings, once for all its tokens.
 
-The gradient with respect to the tokens and the landmarks of a whole stream is that of the definition. It is so too if
-the stream starts from any state: sums that do not come from a recorded step of the same rings and landmarks are
-recomputed. Second derivatives are those of `_nystrom_formula` and `_attention_formula`.
+The gradient with respect to the tokens and the landmarks of a whole stream is that of the
+definition. This also holds for a stream that starts from any state: sums that do not come from a
+recorded step of the same rings and landmarks are recomputed. Second derivatives are those of
+`_nystrom_formula` and `_attention_formula`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def native() -> Any:
     return imported("nystrom.continual", "native")
 
 
-# A step writes to new memory if anything else refers to the rings, as its callers do.
+# A step writes to new memory if anything else refers to the rings. The callers of these functions
+# do.
 
 
 def _plain(field: Any) -> Any:
@@ -82,8 +84,8 @@ def _plain_token(token: Tensor) -> Tensor:
 
 
 def attached_sums(state: ContinualNystromState) -> Tensor:
-    """Return the state's sums if they have the gradient of the sums of the window: if a recorded step made them
-    together with the rings, for these landmarks.
+    """Return the state's sums if a recorded step made them together with the rings, for these
+    landmarks. They then have the gradient of the sums over the window.
 
     Else return sums without a gradient. If the window or the landmarks have one, the next step recomputes all rows.
     """
@@ -112,7 +114,7 @@ class _Step(torch.autograd.Function):
         if others:
             ctx.cmab_landmarks = weakref.ref(others[1])
         read = query if kept[0] is None else kept[0]
-        ctx.position = before.position  # perhaps an inference tensor, which cannot be saved
+        ctx.position = before.position  # this may be an inference tensor, which cannot be saved
         ctx.save_for_backward(read, *kept[1:], *others, history)
         return out, after.queries, after.keys, after.values, after.sums if others else None, *kept
 
@@ -151,8 +153,9 @@ class _Rings(NamedTuple):
     tokens: int
 
     def __call__(self, after: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of the ring before the step and of the tokens, (B, H, C, *) and (B, H, t, *), from
-        those of the ring after the step and of its `rows`: the oldest tokens of the window, then the new tokens."""
+        """Return the gradients of the ring before the step, (B, H, C, *), and of the tokens, (B, H,
+        t, *). `after` is the gradient of the ring after the step. `rows` is the gradient of the
+        rows that the step read: the oldest tokens of the window, then the new tokens."""
         n, t = self.window, self.tokens
         before = new = None
         if rows is not None:
@@ -192,7 +195,7 @@ def _narrowed(grads: Any, dtype: torch.dtype) -> Any:
 def _gradients(
     step: _Setting, tensors: list[Tensor], history: Tensor | None, position: Tensor, *grads: Tensor | None
 ) -> list[Tensor | None]:
-    """Return the same, differentiable to any order."""
+    """Return the same gradients, differentiable to any order."""
     dout, dqueries, dkeys, dvalues, dsums, *more = grads
     directions = [dout, None if dsums is None else dsums[..., : tensors[2].shape[-1] + 1]]
     found: Any = [None] * len(tensors)
@@ -213,7 +216,7 @@ def _gradients(
 
 
 def _attention_formula(step: _Setting, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return the outputs as a function of what the step read."""
+    """Return the outputs as a function of the tensors that the step read."""
     wide = state_dtype(query.dtype)
     scores = logits(query.to(wide), keys.to(wide), step.scale)
     windows = [slice(i + 1, i + 1 + step.window) for i in range(step.tokens)]
@@ -234,8 +237,8 @@ def _nystrom_formula(
     landmark_keys: Tensor,
     inverse: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the new Delta V and phi (B, H, m, E + 1) as functions of what the step read, with the log-
-    scales and the choice of recomputed rows that are in its history."""
+    """Return the outputs and the new Delta V and phi (B, H, m, E + 1) as functions of the tensors that the
+    step read. The log-scales and the choice of recomputed rows come from its history."""
     tokens, window, _, scale, retroactive = step
     wide, width, before = history.dtype, values.shape[-1], keys.shape[2] - step.tokens
     rows = F.pad(values.to(wide), (0, 1), value=1.0)

@@ -34,9 +34,10 @@ Result = tuple[Tensor, ContinualState] | None
 def recorded_step(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Result:
     """Return (out, state) with their gradients.
 
-    Return None if the path with checks must decide, or the definition must run: for a wrong argument, retroactive
-    outputs of exact attention, continual landmarks with an exact pseudo-inverse, under a compiler, a tracer, a dispatch
-    mode or a transform, in forward mode, under autocast, and for subclasses of Tensor.
+    Return None for a wrong argument, for which the path with checks raises an error. Also return
+    None if the definition must run: for retroactive outputs of exact attention; for continual
+    landmarks with an exact pseudo-inverse; under a compiler, a tracer, a dispatch mode, a
+    transform, forward mode or autocast; and for subclasses of Tensor.
     """
     if not _is_supported(state, query, key, value):
         return None
@@ -75,7 +76,7 @@ def _in_parts(
 ) -> Result:
     """Take some tokens at a time. For retroactive outputs, the outputs of the last part count."""
     lengths, outs = _lengths(state, query.shape[2]), []
-    if len(lengths) == 1:  # to split costs as much as the step
+    if len(lengths) == 1:  # splitting would cost as much as the step
         return part(state, query, key, value, retroactive)
     for i, tokens in enumerate(zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)):
         result = part(state, *tokens, retroactive and i + 1 == len(lengths))
