@@ -27,7 +27,7 @@ def report() -> str:
         "Versions": _versions(),
         "Native extension": _extension(),
         "CUDA kernels": _cuda_kernels(),
-        "Processor": _processor(),
+        "Processor": processor(),
         "GPU": _gpu(),
         "Implementations": _implementations(),
     }
@@ -83,7 +83,8 @@ def _cuda_kernels() -> Iterator[str]:
     yield f"{len(build['kernels'])} kernels of up to {most} registers, {spilled} bytes spilled"
 
 
-def _processor() -> Iterator[str]:
+def processor() -> Iterator[str]:
+    """Yield the name of the processor with the number of threads, and then its features."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     fields = dict(part.split(":", 1) for part in reversed(lines) if ":" in part)

@@ -2,9 +2,9 @@
 
 `public_baseline_outputs.pt` holds random weights, and outputs for random points of the public code of LBANP
 (https://github.com/BorealisAI/latent-bottlenecked-anp, commit 3852db6, in part from
-https://github.com/tung-nd/TNP-pytorch) with these weights, in float64. Where that code draws random numbers, it was
-given the numbers of torch's generator with seed 0, as the models are here: 5 functions in a prediction, and 4 in a
-loss.
+https://github.com/tung-nd/TNP-pytorch) with these weights, in float64; for the TNPs, of tung-nd/TNP-pytorch at commit
+73df922. Where that code draws random numbers, it was given the numbers of torch's generator with seed 0, as the models
+are here: 5 functions in a prediction, and 4 in a loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from cmab_models import ANP, BANP, BNP, CANP, EQTNP, LBANPND, NP
+from cmab_models import ANP, BANP, BNP, CANP, EQTNP, LBANPND, NP, TNPA, TNPD, TNPND
 from cmab_models.neural_processes import Batch, Mixture, NeuralProcess, family
 from torch import Tensor
 from torch.distributions import Normal
@@ -33,6 +33,14 @@ MODELS: dict[str, tuple[type[NeuralProcess], dict[str, Any]]] = {
     "bnp": (BNP, DEPTHS | DRAWS),
     "banp": (BANP, ATTENTIVE | DEPTHS | DRAWS),
 }
+TRANSFORMERS: dict[str, tuple[type[NeuralProcess], dict[str, Any]]] = {
+    "tnpa": (TNPA, {"num_samples": 5}),
+    "tnpa_bound": (TNPA, {"num_samples": 5, "bound_std": True}),
+    "tnpd": (TNPD, {}),
+    "tnpnd": (TNPND, {"rank": 4, "projection_depth": 3}),
+    "tnpnd_lowrank": (TNPND, {"rank": 4, "projection_depth": 3, "covariance": "low-rank"}),
+}
+CHAINS = ("tnpa", "tnpa_bound")
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +91,23 @@ OF_EQTNP = [
     (r"^norm", "decoder.norm"),
     (r"^predictor", "head.layers"),
 ]
+OF_TNP = [
+    (r"^embedder", "embedding"),
+    (r"^predictor", "head.layers"),
+    (r"^mean_net", "head.mean"),
+    (r"^std_encoder", "head.encoder"),
+    (r"^projector", "head.projection"),
+    (r"^diag_net", "head.diagonal"),
+]
+OF_TNPA = [
+    *OF_TNP,
+    (r"^encoder\.", ""),
+    (r"self_attn", "attention"),
+    (r"linear1", "feed_forward.0"),
+    (r"linear2", "feed_forward.2"),
+    (r"norm1", "norm"),
+    (r"norm2", "feed_norm"),
+]
 
 
 def renamed(weights: dict[str, Tensor], places: list[Any]) -> dict[str, Tensor]:
@@ -100,7 +125,7 @@ def renamed(weights: dict[str, Tensor], places: list[Any]) -> dict[str, Tensor]:
 def loaded(name: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
     case = CASES[name]
     weights = {key: weight.double() for key, weight in case["weights"].items()}
-    if name == "lbanpnd":
+    if name.startswith("lbanpnd"):
         return LBANPND.from_official(weights, num_heads=3).eval(), case
     if name == "eqtnp":
         model: Any = EQTNP(2, 3, dim=12, num_heads=3, depth=3, ff_dim=10, embedding_depth=3)
@@ -110,6 +135,10 @@ def loaded(name: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
             for part, ours in zip(pair.chunk(2), ("key", "value"), strict=True):
                 weights[key.replace("fn.to_kv", ours)] = part
         weights = renamed(weights, OF_EQTNP)
+    elif name in TRANSFORMERS:
+        kind, sizes = TRANSFORMERS[name]
+        model = kind(2, 3, dim=12, num_heads=3, depth=2, ff_dim=10, embedding_depth=3, **sizes)
+        weights = renamed(weights, OF_TNPA if name in CHAINS else OF_TNP)
     else:
         kind, sizes = MODELS[name]
         model, weights = kind(2, 3, dim=16, **(sizes | changes)), renamed(weights, PLACES)
@@ -125,11 +154,12 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 def test_predictions_are_those_of_the_published_code(name: str) -> None:
     model, case = loaded(name)
     predicted = model(case["xc"], case["yc"], case["xt"])
-    if name == "lbanpnd":
+    if "scale_tril" in case or "covariance" in case:
         close(predicted.loc, case["mean"])
-        close(predicted.scale_tril, case["scale_tril"])
+        covariance = case["covariance"] if "covariance" in case else case["scale_tril"] @ case["scale_tril"].mT
+        close(predicted.covariance_matrix, covariance)
         return
-    functions = predicted.functions if name in MIXTURES else predicted
+    functions = predicted.functions if name in MIXTURES + CHAINS else predicted
     close(functions.mean, case["mean"])
     close(functions.stddev, case["stddev"])
 
@@ -151,6 +181,19 @@ def test_losses_are_those_of_the_published_code(name: str) -> None:
         close(loaded(name, num_train_samples=1)[0].loss(batch), case["elbo"])
 
 
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_is_that_of_the_published_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws depend on the values drawn before them; in training with bounded deviations, these have noise."""
+    model, case = loaded(name)
+    draws = family.noise("randn", *case["sample"].shape, like=case["sample"], fresh=False)
+    monkeypatch.setattr("cmab_models.neural_processes.tnpa.noise", lambda *_, **__: draws)
+    with torch.no_grad():
+        close(model(case["xc"], case["yc"], case["xt"]).sample((5,)), case["sample"])
+    model.train()
+    torch.manual_seed(3)
+    close(model.loss(Batch(*(case[part] for part in ("xc", "yc", "xt", "yt")))), case["training_loss"])
+
+
 SIZES = {"np": 232_194, "anp": 348_418, "canp": 331_906, "bnp": 248_450, "banp": 364_674}
 """System -> parameters of the published model for functions of one variable."""
 
@@ -160,6 +203,10 @@ def test_sizes_are_those_of_the_published_code() -> None:
     for name, size in SIZES.items():
         assert sum(weight.numel() for weight in MODELS[name][0](1, 1).parameters()) == size
     assert sum(weight.numel() for weight in EQTNP(1, 1).parameters()) == 492_354
+    assert [sum(weight.numel() for weight in kind(1, 1).parameters()) for kind in (TNPA, TNPD)] == [222_082] * 2
+    sizes = {"cholesky": 332_821, "low-rank": 374_294}
+    for covariance, size in sizes.items():
+        assert sum(weight.numel() for weight in TNPND(1, 1, covariance=covariance).parameters()) == size
     unused = 64 * 128 + 128 + 128 * 2 + 2
     assert sum(weight.numel() for weight in LBANPND(1, 1, num_latents=8).parameters()) == 904_151 - unused
 

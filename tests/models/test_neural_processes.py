@@ -21,6 +21,7 @@ from cmab_models.neural_processes import (
     LBANP,
     LBANPND,
     NP,
+    TNPA,
     TNPD,
     TNPND,
     Batch,
@@ -39,7 +40,7 @@ SMALL: dict[str, Any] = {"dim": 12, "num_latents": 5, "num_heads": 3, "depth": 2
 TRANSFORMER = {name: size for name, size in SMALL.items() if name != "num_latents"}
 MODELS: dict[type[NeuralProcess], dict[str, Any]] = {
     **dict.fromkeys((CMANP, CMANPAND, LBANP, LBANPND), SMALL),
-    **dict.fromkeys((EQTNP, TNPD, TNPND, IncTNP), TRANSFORMER),
+    **dict.fromkeys((EQTNP, TNPA, TNPD, TNPND, IncTNP), TRANSFORMER),
     CNP: {"dim": 12},
     CANP: {"dim": 12, "num_heads": 3},
     NP: {"dim": 12, "dim_latent": 5},
@@ -171,7 +172,7 @@ def test_likelihoods_after_every_point(kind: type[NeuralProcess]) -> None:
     close([g for g in ours if g is not None], [g for g in theirs if g is not None])
 
 
-@pytest.mark.parametrize("kind", [TNPD, TNPND, IncTNP])
+@pytest.mark.parametrize("kind", [TNPA, TNPD, TNPND, IncTNP])
 def test_an_empty_context_is_refused(kind: type[NeuralProcess]) -> None:
     model, (x, y, target_x, _) = made(kind), batch()
     state = model.condition(x, y, mask=torch.ones(2, x.shape[1], dtype=torch.bool))
@@ -217,7 +218,7 @@ def test_states_of_parts_merge_and_size_is_constant() -> None:
 
 
 def test_many_points_are_embedded_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (x, y, *_) = made(CMANP), batch()
+    model, (x, y, target_x, _) = made(CMANP), batch()
     mask = torch.rand(2, x.shape[1]) < 0.3
     with torch.no_grad():
         expected = model.condition(x, y, mask=mask)
@@ -225,7 +226,10 @@ def test_many_points_are_embedded_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPa
         rows: list[int] = []
         model.embedding.register_forward_hook(lambda _, given, __: rows.append(given[0].shape[1]))
         close(model.condition(x.masked_fill(mask.unsqueeze(-1), torch.nan), y, mask=mask), expected)
-    assert rows == [4, 4, 3]
+        assert rows == [4, 4, 3]
+        found = values(model(x, y, target_x))
+    assert rows == 2 * [4, 4, 3]
+    close(found, values(model(x, y, target_x)))
 
 
 def test_a_context_takes_constant_memory() -> None:
@@ -318,7 +322,52 @@ def test_a_program_takes_batches_of_any_size(system: str) -> None:
     torch.testing.assert_close(program(later, later, later), module(later, later, later))
 
 
-@pytest.mark.parametrize("system", ["np", "bnp"])
+def test_a_target_of_a_chain_does_not_see_its_own_value() -> None:
+    """Nor later ones; and it sees earlier ones."""
+    model, (x, y, target_x, target_y) = made(TNPA), batch()
+    chain, state = model(x, y, target_x), model.condition(x, y)
+    changed = target_y.clone()
+    changed[:, 3] += 1.0
+    before, after = (model._given_earlier(state, target_x, values, None) for values in (target_y, changed))
+    moved = (before.mean != after.mean).any(-1)
+    assert not moved[:, :4].any() and moved[:, 4:].all()
+    close(chain.log_prob(target_y), before.log_prob(target_y).sum(-1))
+    close(chain.sample((2, 3)).shape, torch.Size([2, 3, 2, 7, 3]))
+
+
+def test_deviations_of_each_target_alone_are_those_of_many_samples() -> None:
+    torch.manual_seed(0)
+    model, (x, y, target_x, _) = made(TNPA, num_samples=4000), batch(targets=3)
+    with torch.no_grad():
+        chain = model(x, y, target_x)
+        drawn = chain.sample((4000,))
+        assert (drawn.mean(0) - chain.mean).abs().max() < 0.1 * chain.stddev.max()
+        torch.testing.assert_close(drawn.std(0), chain.stddev, rtol=0.06, atol=0.0)
+        single = model(x, y, target_x[:, :1])
+        close(
+            single.log_prob(drawn[0, :, :1]),
+            torch.distributions.Normal(single.mean, single.stddev).log_prob(drawn[0, :, :1]).sum(-1),
+        )
+
+
+@torch.no_grad()
+def test_a_program_of_the_likelihood_of_a_chain() -> None:
+    class LogProb(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.process = made(TNPA)
+
+        def forward(self, *given: Tensor) -> Tensor:
+            return self.process.log_prob(*given)
+
+    module, first = LogProb(), tuple(batch())
+    later = [torch.cat([part, part[:1]]) for part in batch()]
+    program = torch.export.export(module, first, dynamic_shapes=(({0: torch.export.Dim("B")},) * 4,)).module()
+    close(program(*later), module(*later))
+    close(torch.compile(module, fullgraph=True, backend="eager")(*first), module(*first))
+
+
+@pytest.mark.parametrize("system", ["np", "bnp", "tnp-a"])
 @torch.no_grad()
 def test_a_program_draws_the_same_numbers_in_every_call(system: str) -> None:
     """A call of torch's generator in the program would go on where the last call stopped."""

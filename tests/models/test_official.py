@@ -123,7 +123,6 @@ def refused(kind: Any, weights: Any, message: str, error: type[Exception] = Valu
             {"encoder.layers.1.cross_attn.fn.to_kv.weight": torch.zeros(12, 12)},
             r"to_kv.weight'\]: got shape \(12, 12\), expected \(24, ",
         ),
-        ({"diag_net.0.weight": torch.zeros(2)}, "got 'diag_net.0.weight', of the low-rank form"),
         ({"epoch": 7}, "got no tensor at 'epoch'"),
     ],
 )

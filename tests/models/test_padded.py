@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cmab_models.neural_processes import Batch, NeuralProcess, PaddedBatch
+from cmab_models.neural_processes import Batch, Chain, NeuralProcess, PaddedBatch
 from cmab_models.neural_processes.family import noise
+from cmab_models.neural_processes.parts import JointHead
 from cmab_models.systems import SYSTEMS
 from torch import Tensor
 from torch.distributions import MultivariateNormal, kl_divergence
@@ -117,6 +118,13 @@ def test_an_output_that_is_missing_is_integrated_out(system: str) -> None:
         error = batch.target_y[0][there] - predicted.mean[0][kept]
         quadratic = error @ torch.linalg.solve(covariance, error)
         expected = -0.5 * (quadratic + covariance.logdet() + int(kept.sum()) * math.log(2 * math.pi))
+    elif isinstance(predicted, Chain):  # later targets do not read a target of which an output is missing
+        expected, complete = 0.0, []
+        for i, some in enumerate(there):
+            part, state = [*complete, i], model.condition(*batch[:2])
+            normal = model._given_earlier(state, batch.target_x[:, part], batch.target_y[:, part], None)
+            expected += normal.log_prob(batch.target_y[:, part])[0, -1][some].sum()
+            complete += [i] if some.all() else []
     elif hasattr(predicted, "functions"):
         each = predicted.functions.log_prob(batch.target_y).where(there, 0.0).sum(-1)
         expected = each.exp().mean(0).log().sum()
@@ -127,6 +135,39 @@ def test_an_output_that_is_missing_is_integrated_out(system: str) -> None:
     torch.testing.assert_close(found, (expected / 5).view(1), rtol=tolerance, atol=tolerance)
     for loss in (found.sum(), model.loss(batch._replace(target_y=given))):
         assert all(part.isfinite().all() for part in with_gradients(model, loss))
+
+
+@pytest.mark.parametrize("bound_std", [False, True])
+@pytest.mark.parametrize("system", JOINT)
+def test_covariances_of_low_rank(system: str, bound_std: bool) -> None:
+    """They are a part of low rank and a diagonal; padding and missing outputs change nothing."""
+    model, alone = small(system, covariance="low-rank", rank=2, bound_std=bound_std), functions()
+    covariance = model(*alone[0][:3]).covariance_matrix[0]
+    features = model._features(model.condition(*alone[0][:2]), alone[0].target_x)
+    diagonal = model.head.diagonal(features).flatten().exp() + 0.0025 * bound_std
+    of_low_rank = torch.linalg.eigvalsh(covariance - diagonal.diag())
+    assert of_low_rank[-2:].min() > 1e-6 and of_low_rank[:-2].abs().max() < 1e-12
+    padded = with_holes(PaddedBatch.pad(alone))
+    theirs = torch.cat([model.log_prob(*each) for each in alone])
+    for mine, other in zip(*(with_gradients(model, each) for each in (model.log_prob(*padded), theirs)), strict=True):
+        close(mine, other)
+    given, there = alone[0].target_y.clone(), torch.ones(15, dtype=torch.bool)
+    given[0, 1, 0], there[3] = torch.nan, False
+    error = (given.flatten() - model(*alone[0][:3]).mean[0])[there]
+    kept = covariance[there][:, there]
+    quadratic = error @ torch.linalg.solve(kept, error)
+    expected = -0.5 * (quadratic + kept.logdet() + 14 * math.log(2 * math.pi)) / 5
+    found = model.log_prob(*alone[0][:3], given, block_size=5)
+    torch.testing.assert_close(found, expected.view(1), rtol=1e-11, atol=1e-11)
+
+
+def test_a_covariance_that_is_not_positive_gives_a_nan() -> None:
+    head = JointHead(4, 2, 4, 1, 2, 2, False, "low-rank")
+    torch.nn.init.constant_(head.diagonal[-1].bias, -200.0)
+    torch.nn.init.constant_(head.projection[-1].bias, 1e3)
+    assert head(torch.randn(1, 3, 4)).scale_tril.isnan().all()
+    with pytest.raises(ValueError, match="covariance: got 'full', expected one of 'cholesky', 'low-rank'"):
+        JointHead(4, 2, 4, 1, 2, 2, False, "full")
 
 
 @pytest.mark.parametrize("system", ["np", "anp"])

@@ -47,6 +47,20 @@ def test_a_run_is_finished_once(tmp_path: Path) -> None:
     assert finished(changed) is not None
 
 
+def test_the_papers_protocol_of_the_wheel(tmp_path: Path) -> None:
+    """Five models of each system play 50 wheels of each radius; an experiment's own settings stay."""
+    wheel = next(each for each in EXPERIMENTS if each.name == "wheel")
+    runs = list(wheel.runs(tmp_path, "paper", "cuda"))
+    assert sorted({run.seed for run in runs}) == [0, 1, 2, 3, 4] and len(runs) == 5 * len(wheel.systems)
+    for run in runs:
+        assert (run.task.seeds, run.task.plays, run.task.steps) == (50, 2000, 100_000)
+        assert run.device == "cuda" and "--device cuda" in " ".join(runner.command(run))
+    assert runs[0].model_settings["num_latents"] == 8
+    both = next(each for each in EXPERIMENTS if each.name == "functions, residual of the input")
+    (run, *more) = both.runs(tmp_path, "paper")
+    assert len(more) == 2 and run.model_settings["residual"] == "input" and run.model_settings["dim"] == 64
+
+
 @pytest.mark.parametrize("cut", [b'{"system": "cnp", "ta', b"\0" * 40])
 def test_a_record_that_was_cut_off_counts_as_none(cut: bytes, tmp_path: Path) -> None:
     """The record is cut, as by a full disk or a power loss."""

@@ -11,6 +11,7 @@ from .latent import ANP, NP
 from .lbanp import LBANP, LBANPND
 from .likelihood import Mixture
 from .tnp import TNPD, TNPND
+from .tnpa import TNPA, Chain
 
 __all__ = [
     "ANP",
@@ -24,9 +25,11 @@ __all__ = [
     "LBANP",
     "LBANPND",
     "NP",
+    "TNPA",
     "TNPD",
     "TNPND",
     "Batch",
+    "Chain",
     "IncTNP",
     "Mixture",
     "NeuralProcess",

@@ -111,7 +111,7 @@ class NeuralProcess(Pretrained):
     state_type: ClassVar[type[tuple[Any, ...]]]
     """The type of the state that `condition` returns."""
     joint: ClassVar[bool] = False
-    """Whether `predict` returns one joint distribution of all targets."""
+    """Whether `predict` returns one normal distribution of the values of all targets."""
     block_size: int | None = None
     """The number of targets that are predicted jointly in autoregressive likelihoods and samples; None: all targets at
     once."""
@@ -133,7 +133,7 @@ class NeuralProcess(Pretrained):
         """Return the distribution of the values at the targets.
 
         The distribution is a `Normal` of batch shape (B, M, dim_y), or a `MultivariateNormal` over all M dim_y values,
-        ordered by target, or a `Mixture` of normal distributions.
+        ordered by target, or a `Mixture` of normal distributions, or a `Chain` of them.
         """
 
     def forward(self, context_x: Tensor, context_y: Tensor, target_x: Tensor) -> Distribution:

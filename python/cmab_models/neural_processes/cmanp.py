@@ -144,6 +144,8 @@ class CMANP(NeuralProcess):
     def forward(self, context_x: Tensor, context_y: Tensor, target_x: Tensor) -> Distribution:
         self._check(context_x, context_y, of="context_")
         self._check(target_x, batch=context_x.shape[0], of="target_")
+        if not torch.is_grad_enabled() and context_x.shape[1] > CHUNK:  # in constant memory
+            return self.predict(self.condition(context_x, context_y), target_x)
         latents = self.blocks(self._embedded(context_x, context_y), self.latents, all_blocks=True)
         result: Distribution = self.head(self.decoder(target_x, latents))
         return result
@@ -178,6 +180,8 @@ class CMANPAND(Joint, CMANP):
         block_size: b_Q, the number of targets that are predicted jointly.
         rank: columns of the factor's projection, for each output dimension.
         projection_depth: linear layers of that projection.
+        covariance: "cholesky": the projection gives a factor of the covariance; "low-rank": it gives a covariance of
+            this rank, and another perceptron the diagonal that is added. The published code has both.
         The other arguments are those of `CMANP`.
 
     >>> model = cmab_models.CMANPAND(1, 1, dim=16, num_latents=8, num_heads=2, depth=2).eval()
@@ -202,9 +206,10 @@ class CMANPAND(Joint, CMANP):
         rank: int = 20,
         projection_depth: int = 4,
         residual: str = "normed",
+        covariance: str = "cholesky",
     ) -> None:
         sizes = dim, num_latents, num_heads, depth, ff_dim, embedding_depth
         super().__init__(dim_x, dim_y, *sizes, bound_std, num_block_latents, residual)
         self.block_size = block_size
         hidden = 2 * dim if ff_dim is None else ff_dim
-        self.head = JointHead(dim, num_heads, hidden, dim_y, rank, projection_depth, bound_std)
+        self.head = JointHead(dim, num_heads, hidden, dim_y, rank, projection_depth, bound_std, covariance)

@@ -84,6 +84,7 @@ class LBANPND(Joint, LBANP):
     Args:
         rank: columns of the factor's projection, for each output dimension.
         projection_depth: linear layers of that projection.
+        covariance: as in `CMANPAND`.
         The other arguments are those of `LBANP`.
 
     >>> model = cmab_models.LBANPND(dim_x=1, dim_y=1, dim=16, num_latents=8, num_heads=2, depth=2)
@@ -107,11 +108,12 @@ class LBANPND(Joint, LBANP):
         rank: int = 20,
         projection_depth: int = 4,
         residual: str = "normed",
+        covariance: str = "cholesky",
     ) -> None:
         sizes = dim, num_latents, num_heads, depth, ff_dim, embedding_depth
         super().__init__(dim_x, dim_y, *sizes, bound_std, residual)
         hidden = 2 * dim if ff_dim is None else ff_dim
-        self.head = JointHead(dim, num_heads, hidden, dim_y, rank, projection_depth, bound_std)
+        self.head = JointHead(dim, num_heads, hidden, dim_y, rank, projection_depth, bound_std, covariance)
 
 
 def _attended(attention: CrossAttention, latents: Tensor, points: Tensor, mask: Tensor | None) -> Tensor:

@@ -24,6 +24,7 @@ PLACES = {
     "head.mean": "mean_net",
     "head.encoder": "std_encoder",
     "head.projection": "projector",
+    "head.diagonal": "diag_net",
 }
 """Name of each part outside the layers -> the authors' name."""
 
@@ -35,11 +36,6 @@ def load(kind: type[Model], state_dict: Mapping[str, Tensor], *, num_heads: int,
     A `ValueError` names entries that are missing or belong to another model.
     """
     check_weights(state_dict)
-    low_rank = [name for name in state_dict if name.startswith("diag_net.")]
-    if low_rank:
-        raise ValueError(
-            mismatch("state_dict", f"{low_rank[0]!r}, of the low-rank form of a covariance", "the Cholesky form")
-        )
     try:
         sizes = _sizes(state_dict)
     except (KeyError, ValueError, IndexError) as error:
@@ -72,7 +68,7 @@ def _sizes(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
     num_latents, dim = shape("latents")
     dim_x = shape("query_embedder.0.weight")[1]
     dim_y = shape("embedder.0.weight")[1] - dim_x
-    sizes = {
+    sizes: dict[str, Any] = {
         "dim_x": dim_x,
         "dim_y": dim_y,
         "dim": dim,
@@ -86,6 +82,8 @@ def _sizes(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
     if "projector.0.weight" in state_dict:
         sizes["projection_depth"] = layers(r"projector\.(\d+)\.weight")
         sizes["rank"] = shape(f"projector.{2 * sizes['projection_depth'] - 2}.weight")[0] // dim_y
+    if any(name.startswith("diag_net.") for name in state_dict):
+        sizes["covariance"] = "low-rank"
     return sizes
 
 

@@ -118,21 +118,37 @@ class Joint:
         return result
 
 
+COVARIANCES = ("cholesky", "low-rank")
+"""The forms of the covariance of a joint distribution."""
+
+
 class JointHead(nn.Module):
     """The joint distribution of all values of a set of targets, from features (B, M, dim).
 
-    The factor of the covariance is tril(P P'). P (M dim_y, rank) is projected from features that have attended to each
-    other. With `bound_std`, the factor's diagonal d is replaced by 0.05 + 0.95 tanh(d).
+    P (M dim_y, rank) is projected from features that have attended to each other. With "cholesky", the factor of the
+    covariance is tril(P P'), and `bound_std` replaces the factor's diagonal d by 0.05 + 0.95 tanh(d). With "low-rank",
+    the covariance is P P' plus a diagonal exp(r), and `bound_std` adds 0.05 squared to the diagonal.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, hidden: int, dim_y: int, rank: int, depth: int, bound_std: bool
+        self,
+        dim: int,
+        num_heads: int,
+        hidden: int,
+        dim_y: int,
+        rank: int,
+        depth: int,
+        bound_std: bool,
+        covariance: str = "cholesky",
     ) -> None:
         super().__init__()
+        if covariance not in COVARIANCES:
+            raise ValueError(mismatch("covariance", repr(covariance), f"one of {', '.join(map(repr, COVARIANCES))}"))
         self.mean = perceptron(dim, hidden, dim_y, 2)
         self.encoder = nn.TransformerEncoder(EncoderLayer(dim, num_heads, hidden), 2, enable_nested_tensor=False)
         self.projection = perceptron(dim, hidden, rank * dim_y, depth, "projection_depth")
         self.rank, self.bound_std = rank, bound_std
+        self.diagonal = perceptron(dim, hidden, dim_y, depth, "projection_depth") if covariance == "low-rank" else None
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> MultivariateNormal:
         """Return the distribution. Targets where `mask` (B, M) is True are not read, and get deviation 1 and no
@@ -145,7 +161,11 @@ class JointHead(nn.Module):
         if ignored is not None:
             rows = rows.masked_fill(ignored.unsqueeze(-1), 0.0)
         with as_they_are(rows.device):  # torch has no triangular solve in half types
-            factor = (rows @ rows.mT).tril()
+            product = rows @ rows.mT
+        if self.diagonal is not None:
+            raw = in_single(self.diagonal(features)).flatten(1)
+            return MultivariateNormal(mean, scale_tril=self._factor(product, raw, ignored), validate_args=False)
+        factor = product.tril()
         diagonal = before = factor.diagonal(dim1=-2, dim2=-1)
         if self.bound_std:
             diagonal = 0.05 + 0.95 * diagonal.tanh()
@@ -154,3 +174,12 @@ class JointHead(nn.Module):
         if diagonal is not before:
             factor = factor - torch.diag_embed(before) + torch.diag_embed(diagonal)
         return MultivariateNormal(mean, scale_tril=factor, validate_args=False)
+
+    def _factor(self, product: Tensor, raw: Tensor, ignored: Tensor | None) -> Tensor:
+        """Return the factor of the covariance that is the product P P' plus a diagonal of exp(raw); NaN if rounding has
+        made the covariance indefinite."""
+        diagonal = raw.exp() + 0.05**2 if self.bound_std else raw.exp()
+        if ignored is not None:
+            diagonal = diagonal.masked_fill(ignored, 1.0)
+        factor, info = torch.linalg.cholesky_ex(product + torch.diag_embed(diagonal))
+        return factor.masked_fill((info != 0)[:, None, None], torch.nan)

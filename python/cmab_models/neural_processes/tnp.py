@@ -14,6 +14,12 @@ from .parts import Joint, JointHead, NormalHead, encoded, point_embedding
 from .points import KeepsPoints, Points
 
 
+def refuse_no_points(state: Points) -> None:
+    """Raise a `ValueError` if all points of a function are ignored."""
+    if has_values(state.ignored) and state.ignored.all(1).any():
+        raise ValueError(mismatch("state", "no points", "at least one"))
+
+
 class TNPD(KeepsPoints):
     """A neural process that is a Transformer over points and targets. A target attends to the context, but not to the
     other targets.
@@ -55,9 +61,8 @@ class TNPD(KeepsPoints):
     def _features(self, state: Points, target_x: Tensor) -> Tensor:
         """Return the features (B, M, dim) of the targets."""
         self._check(target_x, batch=self._known(state).ignored.shape[0], of="target_")
+        refuse_no_points(state)
         points, targets = state.x.shape[1], target_x.shape[1]
-        if has_values(state.ignored) and state.ignored.all(1).any():
-            raise ValueError(mismatch("state", "no points", "at least one"))
         asked = torch.cat([target_x, target_x.new_zeros(*target_x.shape[:2], self.dim_y)], -1)
         tokens = self.embedding(torch.cat([torch.cat([state.x, state.y], -1), asked], 1))
         hidden = torch.cat([state.ignored, state.ignored.new_ones(asked.shape[0], targets)], 1)
@@ -70,6 +75,7 @@ class TNPND(Joint, TNPD):
     Args:
         rank: columns of the factor's projection, for each output dimension.
         projection_depth: linear layers of that projection.
+        covariance: as in `CMANPAND`. The published code uses "low-rank" for bandits, and else "cholesky".
         The other arguments are those of `TNPD`.
 
     >>> model = cmab_models.TNPND(dim_x=1, dim_y=1, dim=16, num_heads=2, depth=2)
@@ -89,7 +95,8 @@ class TNPND(Joint, TNPD):
         bound_std: bool = False,
         rank: int = 20,
         projection_depth: int = 4,
+        covariance: str = "cholesky",
     ) -> None:
         super().__init__(dim_x, dim_y, dim, num_heads, depth, ff_dim, embedding_depth, bound_std)
         hidden = 2 * dim if ff_dim is None else ff_dim
-        self.head = JointHead(dim, num_heads, hidden, dim_y, rank, projection_depth, bound_std)
+        self.head = JointHead(dim, num_heads, hidden, dim_y, rank, projection_depth, bound_std, covariance)

@@ -1,7 +1,8 @@
 """Presets: files with settings of tasks and models, one file for each task, with the source of each number.
 
 A file has the tables `paper`, `small` and `smoke`. A table holds settings of the task. Its `model` holds arguments of
-the constructors of models. Its tables with the names of systems hold what differs for these systems.
+the constructors of models. Its tables with the names of systems hold what differs for these systems. `training_seeds`
+is the number of models of each system whose scores the paper averages.
 """
 
 from __future__ import annotations
@@ -36,9 +37,19 @@ def settings(preset: str, task: str, system: str) -> dict[str, Any]:
     if preset not in PRESETS:
         raise ValueError(mismatch("preset", repr(preset), f"one of {', '.join(PRESETS)}"))
     table = _tables(task)[preset]
-    general = {name: value for name, value in table.items() if name not in SYSTEMS}
+    general = {name: value for name, value in table.items() if name not in (*SYSTEMS, "training_seeds")}
     general["model"] = {name: value for name, value in general.get("model", {}).items() if name in known(system)}
     return _flat(general) | _flat(table.get(system, {}))
+
+
+def training_seeds(preset: str, task: str) -> tuple[int, ...] | None:
+    """Return the seeds of the models whose scores a preset averages; None if it does not say.
+
+    >>> training_seeds("paper", "wheel")
+    (0, 1, 2, 3, 4)
+    """
+    count = _tables(task)[preset].get("training_seeds")
+    return None if count is None else tuple(range(count))
 
 
 def known(system: str) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..pictures import context
+from ..presets import PRESETS
 from ..training import Run
 from . import openings
 from .experiments import EXPERIMENTS
@@ -36,12 +37,16 @@ def main() -> None:
         "--workers", type=int, default=2, help="processes that run at the same time, with one thread each (default: 2)"
     )
     parser.add_argument(
+        "--preset", choices=PRESETS, help="train with these settings of each task: paper has the published protocol"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1 (default: cpu)")
+    parser.add_argument(
         "--share", type=float, default=1.0, help="run only this share of all steps, to try the command (default: 1)"
     )
     parser.add_argument(
         "--output",
         type=Path,
-        help="the page to write (default: RESULTS.md of the package; in FOLDER with --share or EXPERIMENT)",
+        help="the page to write (default: RESULTS.md of the package; in FOLDER with EXPERIMENT, --share or --preset)",
     )
     parser.add_argument(
         "--confirm", action="store_true", help="do not train; accept results if the first steps of changed code agree"
@@ -52,16 +57,28 @@ def main() -> None:
     if unknown := [name for name in asked.experiments if name not in NAMES]:
         parser.error(f"there is no experiment {unknown[0]!r}")
     chosen = [each for each in EXPERIMENTS if each.name in (asked.experiments or NAMES)]
-    by_experiment = {each.name: [_shortened(run, asked.share) for run in each.runs(asked.folder)] for each in chosen}
+    folder = asked.folder / asked.preset if asked.preset else asked.folder
+    by_experiment = {
+        each.name: [_shortened(run, asked.share) for run in each.runs(folder, asked.preset, asked.device)]
+        for each in chosen
+    }
     runs = [run for each in by_experiment.values() for run in each]
     try:
         failed = _run(runs, asked.workers)
     except KeyboardInterrupt:
         parser.exit(130, "\nstopped; the same command continues from here\n")
-    page = asked.output or (PAGE if asked.share == 1.0 and not asked.experiments else asked.folder / "RESULTS.md")
+    whole = asked.share == 1.0 and not asked.experiments and not asked.preset
+    page = asked.output or (PAGE if whole else folder / "RESULTS.md")
     costs = context.measured(sizes=context.SIZES if asked.share == 1.0 else context.SIZES[:2])
     results = Results(by_experiment, costs)
-    write(page, results, drawn(by_experiment, costs, page.parent / "pictures_of_results"), failed, asked.share)
+    write(
+        page,
+        results,
+        drawn(by_experiment, costs, page.parent / "pictures_of_results"),
+        failed,
+        asked.share,
+        asked.preset,
+    )
     if page == PAGE:
         openings.record(page.with_suffix(".json"), print)
     print(f"wrote {page}")

@@ -27,7 +27,12 @@ RULE = (
 
 
 def write(
-    path: Path, results: Results, pictures: Sequence[tuple[str, Path]], failed: Sequence[Run], share: float
+    path: Path,
+    results: Results,
+    pictures: Sequence[tuple[str, Path]],
+    failed: Sequence[Run],
+    share: float,
+    preset: str | None = None,
 ) -> None:
     """Write tables, verdicts and pictures as Markdown. Next to it, write as JSON the digests of the code behind the
     results."""
@@ -35,7 +40,7 @@ def write(
     verdicts = {claim: judged(claim, results) for claim in CLAIMS}
     parts = [
         "# Results",
-        _summed_up(verdicts),
+        _summed_up(verdicts, preset),
         _claims(verdicts),
         *_how(results, share),
         *_tables(results),
@@ -57,15 +62,20 @@ def codes(results: Results) -> dict[str, dict[str, str]]:
     }
 
 
-def _summed_up(verdicts: Mapping[Claim, Verdict]) -> str:
+def _summed_up(verdicts: Mapping[Claim, Verdict], preset: str | None) -> str:
     """Say in three sentences what the page is, how many claims were judged, and how to train at the papers' size."""
     held, refuted, unknown = (
         sum(verdict.held is held for verdict in verdicts.values()) for held in (True, False, None)
     )
-    return (
+    about = (
         "This page is a rehearsal: `make reproduce` trains small models for a few steps, in one to two hours on two "
-        f"cores. Of {len(verdicts)} published claims, {held} held at this size, {refuted} did not, and {unknown} could "
-        f"not be judged. `{COMMAND.format(system='SYSTEM', task='TASK')}` trains a system at its paper's size; "
+        "cores."
+        if preset is None
+        else f"Sizes, steps and seeds are those of the preset `{preset}` of each task."
+    )
+    return (
+        f"{about} Of {len(verdicts)} published claims, {held} held at this size, {refuted} did not, and {unknown} "
+        f"could not be judged. `{COMMAND.format(system='SYSTEM', task='TASK')}` trains a system at its paper's size; "
         "the last column has the commands for the claims that were not judged."
     )
 

@@ -27,6 +27,7 @@ def finished(run: Run) -> dict[str, Any] | None:
 def command(run: Run) -> list[str]:
     """Return the command that trains and evaluates this run."""
     told = [sys.executable, "-m", "cmab_models", "train", run.system, "--task", run.task.name, "--seed", str(run.seed)]
+    told += ["--device", run.device]
     told += ["--folder", str(run.folder)]
     told += [text for name in HOW for text in (f"--{name}", str(getattr(run, name)))]
     known = {"system", "task", "seed", *HOW}

@@ -38,7 +38,7 @@ class WheelBandit(Task):
     name: ClassVar[str] = "wheel"
     drawn_anywhere: ClassVar[bool] = True
     systems: ClassVar[tuple[str, ...]] = (
-        *("cmanp", "lbanp", "cnp", "tnp-d", "inctnp"),
+        *("cmanp", "lbanp", "lbanp-nd", "cnp", "tnp-a", "tnp-d", "tnp-nd", "inctnp"),
         *("canp", "np", "anp", "bnp", "banp", "eqtnp"),
     )
 
@@ -61,7 +61,8 @@ class WheelBandit(Task):
         if system in ("cnp", *BOUNDED):
             return {"dim_x": 2, "dim_y": wheel.ARMS}
         sizes = {"dim_x": 2, "dim_y": wheel.ARMS, "dim": 16, "num_heads": 1, "depth": 4}
-        return sizes | ({"num_latents": 8} if system in ("cmanp", "lbanp") else {})
+        latents = {"num_latents": 8} if system in ("cmanp", "lbanp", "lbanp-nd") else {}
+        return sizes | latents | ({"covariance": "low-rank"} if system in ("lbanp-nd", "tnp-nd") else {})
 
     def batch(self, generator: torch.Generator) -> Batch:
         delta = torch.rand(self.wheels, generator=generator)
@@ -149,7 +150,7 @@ def _played(model: nn.Module, game: wheel.Wheel, memory: int) -> Iterator[_Play]
             arm = torch.randint(wheel.ARMS, best.shape, generator=generator)
         else:
             predicted = model.predict(state, x.to(device))
-            arm = largest(predicted.mean + predicted.stddev).cpu()
+            arm = largest((predicted.mean + predicted.stddev).view(rewards.shape)).cpu()
         seen = torch.arange(wheel.ARMS) == arm.unsqueeze(-1)
         known.append((x.to(device), wheel.hidden(rewards, seen, generator).to(device)))
         start = perf_counter()

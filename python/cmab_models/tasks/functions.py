@@ -26,6 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "lbanp": WIDTH | {"num_latents": 16},
     "lbanp-nd": WIDTH | {"num_latents": 16},
     "eqtnp": WIDTH,
+    "tnp-a": WIDTH,
     "tnp-d": WIDTH,
     "tnp-nd": WIDTH,
     "inctnp": WIDTH,
