@@ -172,7 +172,11 @@ def _run(asked: argparse.Namespace) -> Run:
         return run
     settings = {name: value for name, value in saved.items() if name not in ("system", "task", "seed", "code")}
     how = {name: settings.pop(name) for name in HOW if name in settings} | how
+    sizes = _made(asked, settings, how).task.sizes(asked.system)
     run = _made(asked, settings | given, how)
+    for name, value in run.task.sizes(asked.system).items():
+        if value != sizes[name]:
+            raise ValueError(mismatch(name, value, f"{sizes[name]}, with which the saved model was made"))
     # A model's defaults may depend on data. Only the settings of the training name the folder of that data.
     _checked(run, *(name for name in run.described() if name.startswith("model.")), defaults=run.defaults())
     return run
@@ -258,7 +262,9 @@ def _minutes(text: str) -> float:
 
 def _device(text: str) -> str:
     kind, _, number = text.partition(":")
-    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
+    if text == "cpu:0":
+        return "cpu"
+    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal() or text.startswith("cpu:"):
         raise ValueError(mismatch("--device", text, "cpu, cuda, or such as cuda:1"))
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise ValueError(

@@ -137,7 +137,7 @@ def _repository(given: str | Path) -> str:
     `FileNotFoundError`, because there is no such folder."""
     if isinstance(given, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", given):
         return given
-    what = "a file, not a folder" if Path(given).is_file() else "which is no folder here"
+    what = "a file, not a folder" if Path(given).is_file() else "not a folder here"
     allowed = "a folder that save_pretrained wrote, or owner/name of a repository on the Hub"
     raise FileNotFoundError(mismatch(NAME, f"{str(given)!r}, {what}", allowed))
 

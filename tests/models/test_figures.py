@@ -11,6 +11,7 @@ from cmab_models import CMANPAND
 from cmab_models.neural_processes import Batch
 from cmab_models.pictures import scans
 from cmab_models.reproduce import figures
+from torch import Tensor
 
 
 def test_a_page_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +60,22 @@ def test_likelihoods_over_blocks() -> None:
         assert abs(point.values[scans.LIKELIHOOD] - expected) < 1e-5
 
 
+def test_another_context_tells_whether_a_model_reads_its_own() -> None:
+    """The second function's values are the first's, so a model that knows only those has the likelihoods swapped."""
+
+    class Reads:
+        def log_prob(self, x: Tensor, y: Tensor, target_x: Tensor, target_y: Tensor) -> Tensor:
+            return -(y.mean(1) - target_y.mean(1)).abs().squeeze(-1)
+
+    values = torch.tensor([0.0, 3.0]).view(2, 1, 1).expand(2, 4, 1)
+    batch = Batch(values, values, values, values)
+    assert figures.likelihoods_of_contexts(Reads(), [batch, batch]) == (0.0, -3.0)
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["latents", "trained_blocks"])
+@pytest.mark.parametrize("name", ["latents", "trained_blocks", "plateau"])
 def test_models_are_trained_for_a_figure(name: str, tmp_path: Path) -> None:
     points = figures.FIGURES[name].measure(tmp_path, 0.002)
     sizes = {point.at for point in points}
-    assert sizes >= ({1, 32} if name == "latents" else {1, 5, 50})
+    assert sizes >= {"latents": {1, 32}, "trained_blocks": {1, 5, 50}, "plateau": set(figures.BUDGETS)}[name]
     assert all(torch.tensor(point.values[scans.LIKELIHOOD]).isfinite() for point in points)

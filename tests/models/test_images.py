@@ -86,6 +86,9 @@ def test_digits_and_faces() -> None:
     split = TASKS["digits"]().images()  # type: ignore[attr-defined]
     assert {name: len(part) for name, part in split.items()} == {"train": 2800, "seen": 700, "unseen": 1500}
     assert torch.equal(split["unseen"], images[labels >= 7])
+    small = TASKS["digits"]().changed({"shrink": 2}).images()["seen"]  # type: ignore[attr-defined]
+    assert small.shape == (700, 14, 14, 1) and small.dtype == torch.uint8
+    assert small[0, 3, 5] == split["seen"][0, 6:8, 10:12].float().mean().round()
     assert [part.shape for part in data.faces()] == [(100, 25, 25, 1)] * 2
 
 

@@ -97,7 +97,7 @@ def test_points_in_pieces_masked_or_forgotten(kind: type[NeuralProcess]) -> None
         more = model.condition(more_x, more_y)
         assert not torch.allclose(model.predict(more, target_x).mean, at_once[0])
         if kind is IncTNP:
-            with pytest.raises(RuntimeError, match="condition anew"):
+            with pytest.raises(RuntimeError, match="call condition with the points that are left"):
                 model.forget(more, x, y)
             return
         left = model.forget(more, more_x[:, x.shape[1] :], more_y[:, x.shape[1] :])

@@ -148,7 +148,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     "place", ["./no/such/folder", "no/such/folder", "/no/such", "cmanp", "~/cmanp", "../cmanp", Path("of/mine")]
 )
 def test_a_folder_that_does_not_exist_is_named_at_once(place: str | Path, no_network: list[Any]) -> None:
-    with pytest.raises(FileNotFoundError, match=re.escape(f"got {str(place)!r}, which is no folder here, expected")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"got {str(place)!r}, not a folder here, expected")):
         SYSTEMS["cmanp"].from_pretrained(place)
     assert not no_network
 

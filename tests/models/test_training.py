@@ -35,9 +35,10 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> type[Task]:
         systems = ("cnp",)
         steps: int = 6
         slope: float = 1.0
+        width: int = 8
 
         def sizes(self, system: str) -> dict[str, Any]:
-            return {"dim_x": 1, "dim_y": 1, "dim": 8, "depth": 2}
+            return {"dim_x": 1, "dim_y": 1, "dim": self.width, "depth": 2}
 
         def batch(self, generator: torch.Generator) -> Batch:
             x, target_x = torch.rand(2, 4, 5, 1, generator=generator)
@@ -166,7 +167,7 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
     with pytest.raises(BadCheckpoint, match="got a file that is cut short or damaged"):
         train(run, resume=True)
     torch.save({"weights": torch.zeros(3)}, run.checkpoint)
-    with pytest.raises(BadCheckpoint, match="got a file that is no cmab_models checkpoint"):
+    with pytest.raises(BadCheckpoint, match="got a file without the format 'cmab_models checkpoint, version 2'"):
         train(run, resume=True)
     other = torch.load(run.checkpoint.parent / "whole.pt")
     torch.save(other | {"state_dict": {}}, run.checkpoint)  # from a version whose models had other parameters
@@ -368,6 +369,7 @@ def test_an_evaluation_tells_what_was_trained(
     for arguments, message in (
         (("--seed", "5"), "seed: got 5, expected 0, as run/checkpoint.pt was trained with"),
         (("--set", "model.dim=8"), "model.dim: got 8, expected 4, as"),
+        (("--set", "width=16"), "dim: got 16, expected 8, with which the saved model was made"),
         (("--task", "others"), "task: got 'others', expected 'lines', as"),
     ):
         assert run_command("evaluate", *asked, *arguments) == 2
@@ -404,6 +406,7 @@ def test_an_evaluation_tells_what_was_trained(
         (("train", "cnp", "--set", "model.dim_y=3"), "dim_y: got 3, expected 1, a size of the data of lines"),
         (("train", "cnp", "--set", "model.dim_x=true"), "dim_x: got True, expected an int >= 1"),
         (("train", "cnp", "--device", "meta"), "--device: got meta, expected cpu, cuda"),
+        (("train", "cnp", "--device", "cpu:1"), "--device: got cpu:1, expected cpu, cuda"),
         (("train", "cnp", "--device", "cuda:99"), "--device: got cuda:99, expected cpu, or one of the "),
         (("train", "cnp", "--folder", "a file"), "a file cannot be written: Not a directory"),
         (("train", "cnp", "--folder", ""), "argument --folder: got '', expected the name of a folder"),
@@ -452,6 +455,25 @@ def test_a_run_that_records_nothing_leaves_no_folder(
     Path("mine").mkdir()
     assert run_command("train", "cnp", "--task", "lines", "--folder", "mine/run", *asked) == 2
     assert [str(each) for each in Path().rglob("*")] == ["mine"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no lock of a folder")
+def test_a_folder_has_one_training_at_a_time(
+    toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one begins while the first takes a step; the first is not disturbed, on a device with a number."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("cnp", "--task", "lines", "--folder", "run")
+    codes = []
+
+    def begin_another(self: Task, model: nn.Module, step: int) -> None:
+        if step == 2 and not codes:
+            codes.append(run_command("train", *asked))
+
+    monkeypatch.setattr(toy, "before_step", begin_another)
+    assert run_command("train", *asked, "--device", "cpu:0") == 0
+    assert codes == [2]
+    assert "run: another training writes there; choose another folder" in capsys.readouterr().err
 
 
 def test_a_run_that_diverges_says_where_its_losses_are(
@@ -599,7 +621,7 @@ def test_options_of_a_model_that_no_data_fits(system: str, task: str, name: str,
             {"side": 100},
             "side: got 100, expected a smaller one, as no photograph has bands of 8 patches so large",
         ),
-        ("few-shot", "few-shot", {"ways": 100}, "ways: got 100, expected at most 48"),
+        ("few-shot", "few-shot", {"ways": 100}, "ways: got 100, expected at most 4"),
         (
             "inctnp",
             "wheel",

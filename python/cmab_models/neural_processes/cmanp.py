@@ -130,8 +130,8 @@ class CMANP(NeuralProcess):
         if not left.reliable.all():
             lost = int((~left.reliable).sum())
             warnings.warn(
-                f"state: {lost} of its {left.reliable.numel()} rows lost half of their digits; condition anew on the "
-                "points that are left",
+                f"state: {lost} of its {left.reliable.numel()} rows lost half of their digits; call condition with "
+                "the points that are left",
                 RuntimeWarning,
                 stacklevel=2,
             )

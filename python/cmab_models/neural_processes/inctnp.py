@@ -115,8 +115,8 @@ class IncTNP(NeuralProcess):
     def forget(self, state: Cache, x: Tensor, y: Tensor) -> Cache:
         """Raise `RuntimeError`, because later points have attended to the earlier ones."""
         raise RuntimeError(
-            "state: points of an IncTNP cannot be forgotten, because later points attended to them; condition anew on "
-            "those that are left"
+            "state: points of an IncTNP cannot be forgotten, because later points attended to them; "
+            "call condition with the points that are left"
         )
 
     def predict(self, state: Cache, target_x: Tensor) -> Distribution:

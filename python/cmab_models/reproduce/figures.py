@@ -15,12 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from cmab_kernels.info import processor
 
 from ..cli import kept
+from ..neural_processes import Batch
 from ..pictures import save, scans
 from ..tasks import seeded
 from ..tasks.functions import FunctionTask
+from ..tasks.images import Digits
 from ..training import Run, provenance
 from .jobs import Experiment
 from .results import number
@@ -30,6 +34,9 @@ PAGE = Path(__file__).parents[1] / "FIGURES.md"
 LATENTS = (1, 2, 4, 8, 16, 32)
 STEPS = 1_000
 """Steps of each training: a fifth to a tenth of those of `make reproduce`."""
+BUDGETS = (1_000, 3_000, 10_000, 30_000)
+"""Steps of the trainings on small digits, 12 minutes of a core in all."""
+SMALL_DIGITS = {"shrink": 2, "size": 14, "most_points": 100}
 BATCHES = 100
 """Batches of functions on which a trained model is evaluated."""
 
@@ -63,12 +70,43 @@ def _blocks(folder: Path, share: float) -> list[scans.Point]:
     return scans.over_trained_blocks(kept(run), batches, (1, 2, 3, 5, 10, 20, 50), "cmanp-and")
 
 
+def _plateau(folder: Path, share: float) -> list[scans.Point]:
+    """Return likelihoods of digits over training steps: given their pixels, given another image's, and without a
+    model."""
+    found = []
+    for steps in BUDGETS:
+        run, *_ = _trained(f"digits {steps}", ("cmanp",), folder, share, SMALL_DIGITS, steps, "digits")
+        task, record = run.task, finished(run) or {}
+        assert isinstance(task, Digits)
+        own, other = likelihoods_of_contexts(kept(run), list(task._batches("seen")))
+        mean = task.references()["pixel_mean_seen"]
+        for line, score in (("cmanp", own), ("cmanp, pixels of another image", other), ("mean of each pixel", mean)):
+            found.append(scans.Point(line, steps, {scans.LIKELIHOOD: score, "CPU seconds": record["cpu_seconds"]}))
+    return sorted(found, key=lambda point: point.line)
+
+
+@torch.no_grad()
+def likelihoods_of_contexts(model: Any, batches: Sequence[Batch]) -> tuple[float, float]:
+    """Return the mean likelihood of targets given their own context, and given the values of another function's."""
+    scores = [
+        [model.log_prob(x, values, *targets).mean() for values in (y, y.roll(1, 0))] for x, y, *targets in batches
+    ]
+    own, other = torch.tensor(scores).mean(0).tolist()
+    return own, other
+
+
 def _trained(
-    name: str, systems: tuple[str, ...], folder: Path, share: float, settings: dict[str, Any]
+    name: str,
+    systems: tuple[str, ...],
+    folder: Path,
+    share: float,
+    settings: dict[str, Any],
+    steps: int = STEPS,
+    task: str = "gp-rbf",
 ) -> Sequence[Run]:
-    """Return finished runs on functions of a Gaussian process."""
-    few = {"steps": max(1, round(share * STEPS)), "evaluation_batches": max(1, round(share * BATCHES))}
-    runs = list(Experiment(name, "gp-rbf", systems, (0,), few | settings).runs(folder))
+    """Return finished runs on a task, functions of a Gaussian process if it is not named."""
+    few = {"steps": max(1, round(share * steps)), "evaluation_batches": max(1, round(share * BATCHES))}
+    runs = list(Experiment(name, task, systems, (0,), few | settings).runs(folder))
     failed = run_all(runs, 1, lambda run, code: print(f"{run.folder.name}, {name}: {'failed' if code else 'done'}"))
     if failed:
         raise RuntimeError(f"{failed[0].folder / 'log.txt'} says why a training failed")
@@ -108,6 +146,14 @@ FIGURES: dict[str, Part] = {
         f"A CMANP-AND after {STEPS:,} steps",
         "The likelihood of one trained model over its block size, with the same budget. In training all targets are "
         "one block, as in the authors' code.",
+    ),
+    "plateau": Part(
+        _plateau,
+        "training steps",
+        "Digits of 14 x 14 pixels",
+        "Not in the paper: when does a CMANP begin to read the known pixels? Width 32, 2 blocks, 16 latents, batches "
+        "of 16 images of 2,800, one seed for each number of steps. A model that reads the known pixels loses if they are "
+        "those of another image.",
     ),
     "blocks_of_targets": Part(
         _scan(scans.over_blocks_of_targets, scans.BLOCKS_OF_TARGETS),

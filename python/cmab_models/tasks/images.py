@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal
 
@@ -125,8 +126,11 @@ class Digits(_Completion):
 
     name: ClassVar[str] = "digits"
 
+    shrink: int = 1
+    """A pixel is the mean of `shrink` x `shrink` pixels of the 28 x 28: with 2, an image has 14 x 14."""
+
     def images(self) -> Images:
-        return _digits()
+        return _digits(self.shrink)
 
 
 @dataclass(frozen=True)
@@ -263,8 +267,10 @@ def _background(images: Pictures, size: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _digits() -> Images:
+def _digits(shrink: int) -> Images:
     images, labels = data.digits()
+    if shrink > 1:
+        images = F.avg_pool2d(images.float().movedim(-1, 1), shrink).round().to(torch.uint8).movedim(1, -1)
     held_out, known = torch.arange(len(images)) % 5 == 0, labels < 7
     return {"train": images[known & ~held_out], "seen": images[known & held_out], "unseen": images[~known]}
 

@@ -61,7 +61,7 @@ def load(path: Path) -> Checkpoint:
     except Exception as error:  # if bytes are not a pickle, the unpickler can raise anything, also without a message
         raise BadCheckpoint(mismatch(str(path), _unreadable(path), NEEDED)) from error
     if not isinstance(entries, dict) or entries.get("format") != FORMAT or not entries.keys() >= ENTRIES.keys():
-        raise BadCheckpoint(mismatch(str(path), f"a file that is no {FORMAT}", NEEDED))
+        raise BadCheckpoint(mismatch(str(path), f"a file without the format {FORMAT!r}", NEEDED))
     for name, kind in ENTRIES.items():
         if not isinstance(entries[name], kind):
             raise BadCheckpoint(mismatch(f"{path}, {name}", kind_of(entries[name]), f"a {kind.__name__}"))

@@ -6,15 +6,21 @@ Lightning takes seconds to import, so it is imported when a training begins.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from cmab_kernels.runtime.checks import mismatch
 
@@ -139,11 +145,33 @@ def train(
         checkpoint.check(run.checkpoint, run.described(), defaults, training.model)
     with _quiet():
         trainer = _trainer(run, run.task.steps, [*callbacks, early, Checkpoints(run, save_every, early)], loggers)
-        try:
-            trainer.fit(training, ckpt_path=run.checkpoint if resume else None, weights_only=True)
-        except Interrupted as stop:
-            raise stop from None  # not from within Lightning
+        with _alone(run.folder) if trainer.is_global_zero else nullcontext():
+            try:
+                trainer.fit(training, ckpt_path=run.checkpoint if resume else None, weights_only=True)
+            except Interrupted as stop:
+                raise stop from None  # not from within Lightning
     return early.best(training.model).to(run.device).eval(), training.seconds() | early.told()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Raise an `OSError` if another process trains in the folder, as both would write the same checkpoint.
+
+    The lock is on the folder itself, and ends with the process. Windows has no such lock.
+    """
+    if fcntl is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"{folder}: another training writes there; choose another folder") from None
+        yield
+    finally:
+        os.close(held)
 
 
 def first_losses(run: Run, steps: int) -> tuple[nn.Module, list[float]]:
