@@ -152,8 +152,8 @@ FIGURES: dict[str, Part] = {
         "training steps",
         "Digits of 14 x 14 pixels",
         "Not in the paper: when does a CMANP begin to read the known pixels? Width 32, 2 blocks, 16 latents, batches "
-        "of 16 images of 2,800, one seed for each number of steps. A model that reads the known pixels loses if they are "
-        "those of another image.",
+        "of 16 images of 2,800, one seed for each number of steps. A model that reads the known pixels loses if they "
+        "are those of another image.",
     ),
     "blocks_of_targets": Part(
         _scan(scans.over_blocks_of_targets, scans.BLOCKS_OF_TARGETS),
