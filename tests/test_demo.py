@@ -110,7 +110,7 @@ def test_demo_prints_tables_and_draws(tmp_path: Path, capsys):
         "      1,500",
         "Only the attention",
         "1,500 pixels streamed in",
-        "One more pixel after 1,500:",
+        "One more pixel after 1,500 takes ",
     ):
         assert expected in text
     assert f"{output} replaced" in text

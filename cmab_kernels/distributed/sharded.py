@@ -7,15 +7,16 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from ..attention import AttentionState, check_state, merge_states
-from ..intention import RidgeState, check_ridge, merge_ridge, ridge_state
+from ..attention import AttentionState, check_state, decayed, merge_states
+from ..intention import RidgeState, check_ridge, decayed_ridge, merge_ridge, ridge_state
 from ..nn import CMAB, Attended, CMABStack, CMABUpdate, MultiheadAttention, MultiheadIntention, WindowStream
 from ..nn.inputs import split_heads
 from ..nn.parts import computed
 from ..nn.stream import with_own_streams
-from ..runtime.checks import mismatch, over_batch
+from ..runtime.checks import as_decay, mismatch, over_batch
 from .merge import State, accepted, all_merge_state
 from .messages import announced, members
 
@@ -57,6 +58,8 @@ class ContextSharded(nn.Module, Generic[State]):
     """The classes of modules that this class wraps."""
     merge: ClassVar[Callable[..., Any]]
     """The function that merges two states of the wrapped module."""
+    fade: ClassVar[Callable[..., Any]]
+    """The function that multiplies the weight of what a state has read by a checked `decay`."""
     __copy__ = with_own_streams
 
     def __init__(self, module: nn.Module, group: ProcessGroup | None = None) -> None:
@@ -71,13 +74,20 @@ class ContextSharded(nn.Module, Generic[State]):
         """The process group; None is the default group."""
         return self._group.group
 
-    def _read(self, read: Callable[[], State], before: State | None = None) -> State:
-        """Add what the ranks read to the state `before`, which is the same on all ranks; return the result."""
+    def _read(
+        self, read: Callable[[], State], before: State | None = None, decay: float | Tensor | None = None
+    ) -> State:
+        """Add what the ranks read to the state `before`, with the weight of its inputs multiplied by `decay`; return
+        the result. State and decay are the same on all ranks."""
         group = members(self.group)
         with announced(group, next(chain(self.parameters(), self.buffers()))):
             part = read()
+            if decay is not None:
+                shape, device = _weighed(part)
+                decay = as_decay(decay, shape, device)
             if before is not None:
                 _check_like(part, before)
+                before = before if decay is None else self.fade(before, decay)
         merged = all_merge_state(part, group)
         return merged if before is None else self.merge(before, merged)
 
@@ -88,6 +98,12 @@ def _check_like(part: AttentionState | RidgeState, state: Any) -> None:
         check_state(state, part.out.shape, part.out.dtype, part.out.device)
     else:
         check_ridge(state, part.moment.shape, part.moment.device)
+
+
+def _weighed(part: AttentionState | RidgeState) -> tuple[torch.Size, torch.device]:
+    """Return the shape (B, H, ...) to which a decay broadcasts, and the device."""
+    weighed = part.lse if isinstance(part, AttentionState) else part.moment[..., 0, 0]
+    return weighed.shape, weighed.device
 
 
 class ShardedCMAB(ContextSharded[AttentionState]):
@@ -119,6 +135,7 @@ class ShardedCMAB(ContextSharded[AttentionState]):
 
     wraps = (CMAB, CMABStack)
     merge = staticmethod(merge_states)
+    fade = staticmethod(decayed)
     module: CMAB | CMABStack
 
     def forward(self, inputs: Tensor, latents: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -133,6 +150,7 @@ class ShardedCMAB(ContextSharded[AttentionState]):
         state: AttentionState | None = None,
         *,
         key_padding_mask: Tensor | None = None,
+        decay: float | Tensor | None = None,
     ) -> CMABUpdate:
         """Return the result over all inputs so far; every rank adds its own part. The arguments are those of
         `CMAB.update`.
@@ -145,13 +163,18 @@ class ShardedCMAB(ContextSharded[AttentionState]):
             raise ValueError(
                 mismatch("state", None, "a state, as the window of the module's own stream cannot be spread over ranks")
             )
-        result = self._updated(new_inputs, latents, stream.held if state is None else state, key_padding_mask)
+        result = self._updated(new_inputs, latents, stream.held if state is None else state, key_padding_mask, decay)
         if state is None:
             stream.state = result.state
         return result
 
     def _updated(
-        self, inputs: Tensor, latents: Tensor, before: AttentionState | None, key_padding_mask: Tensor | None
+        self,
+        inputs: Tensor,
+        latents: Tensor,
+        before: AttentionState | None,
+        key_padding_mask: Tensor | None,
+        decay: float | Tensor | None = None,
     ) -> CMABUpdate:
         module = self.module._computed()
 
@@ -159,7 +182,7 @@ class ShardedCMAB(ContextSharded[AttentionState]):
             module._check(inputs, latents, key_padding_mask)
             return module._read(inputs, None, key_padding_mask)
 
-        state = self._read(read, before)
+        state = self._read(read, before, decay)
         nothing = inputs[:, :0]  # after the merge, no further inputs are needed
         return CMABUpdate(module.update(nothing, accepted(latents), state).latents, state)
 
@@ -187,6 +210,7 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
 
     wraps = (MultiheadAttention,)
     merge = staticmethod(merge_states)
+    fade = staticmethod(decayed)
     module: MultiheadAttention
 
     def forward(
@@ -206,16 +230,23 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
         state: AttentionState | None = None,
         *,
         key_padding_mask: Tensor | None = None,
+        decay: float | Tensor | None = None,
     ) -> Attended:
         """Attend to a stream; every rank adds its own part of the inputs. The arguments are those of
         `MultiheadAttention.attend_state`.
 
         `state` is the state of all ranks, as an earlier call returned it.
         """
-        return self._attend(query, inputs, inputs, state, key_padding_mask)
+        return self._attend(query, inputs, inputs, state, key_padding_mask, decay)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState | None, key_padding_mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        state: AttentionState | None,
+        key_padding_mask: Tensor | None,
+        decay: float | Tensor | None = None,
     ) -> Attended:
         module = computed(self.module)
 
@@ -224,7 +255,7 @@ class ShardedMultiheadAttention(ContextSharded[AttentionState]):
             module._check(key_padding_mask, query=query, key=key, value=value)
             return module._read(module._project(0, query), key, value, None, key_padding_mask)
 
-        updated = self._read(read, state)
+        updated = self._read(read, state, decay)
         return Attended(module._answer(module._project(0, query), updated, query), updated)
 
 
@@ -248,6 +279,7 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
 
     wraps = (MultiheadIntention,)
     merge = staticmethod(merge_ridge)
+    fade = staticmethod(decayed_ridge)
     module: MultiheadIntention
 
     def forward(
@@ -273,6 +305,7 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
         *,
         state: RidgeState | None = None,
         key_padding_mask: Tensor | None = None,
+        decay: float | Tensor | None = None,
     ) -> RidgeState:
         """Return the state with the keys and values of all ranks added. The arguments are those of
         `MultiheadIntention.update`.
@@ -281,7 +314,7 @@ class ShardedMultiheadIntention(ContextSharded[RidgeState]):
         own stream in the same way.
         """
         before = self.module.stream.held if state is None else state
-        updated = self._read(lambda: ridge_state(**self.module._pairs(key, value, key_padding_mask)), before)
+        updated = self._read(lambda: ridge_state(**self.module._pairs(key, value, key_padding_mask)), before, decay)
         if state is None:
             self.module.stream.state = updated
         return updated

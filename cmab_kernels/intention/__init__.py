@@ -12,13 +12,14 @@ from .api import (
     solve_ridge,
 )
 from .solve import RidgeSolution, regularised_inverse, regularised_solve
-from .state import RidgeState, check_ridge, empty_ridge, merge_ridge, unlikely_ridge
+from .state import RidgeState, check_ridge, decayed_ridge, empty_ridge, merge_ridge, unlikely_ridge
 
 __all__ = [
     "RidgeSolution",
     "RidgeState",
     "RidgeStep",
     "check_ridge",
+    "decayed_ridge",
     "empty_ridge",
     "intention",
     "merge_ridge",

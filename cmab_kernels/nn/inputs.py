@@ -12,7 +12,7 @@ from ..runtime.checks import autocasts, check_dense, kind_of, mismatch
 from ..runtime.tracing import has_values, is_differentiated, is_recorded
 
 NO_ATTENTION_MASK = "the operator has key padding masks, but no attention mask"
-ADDITIVE = "the key padding mask is a float mask with values other than 0 and -inf"
+ADDITIVE = "the key padding mask is a float mask that may be added to logits, with numbers besides 0 and -inf"
 DROPOUT = "dropout is on"
 """Reasons why torch's own code runs. `why_torch` of several modules returns them."""
 

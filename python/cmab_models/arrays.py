@@ -30,7 +30,7 @@ def numbers(name: str, given: Any, columns: int | None = None, *, missing: bool 
     """
     allowed = "an array or a table of numbers"
     try:
-        found = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
+        found = _filled(given.detach().cpu() if isinstance(given, Tensor) else given)
         numeric = found.dtype.kind not in "cmM"  # complex numbers and times become float64 without an error
         found = found.astype(np.float64) if numeric else found
     except (TypeError, ValueError) as error:
@@ -44,6 +44,17 @@ def numbers(name: str, given: Any, columns: int | None = None, *, missing: bool 
     if np.isinf(found).any() or (not missing and np.isnan(found).any()):
         what = "an infinity" if np.isinf(found).any() else f"{int(np.isnan(found).sum())} missing numbers"
         raise ValueError(mismatch(name, what, "finite numbers" + (", or NaN for a missing one" if missing else "")))
+    return found
+
+
+def _filled(given: Any) -> np.ndarray:
+    """Return an array with NaN where a masked array or a table of pandas says that a number is missing."""
+    if isinstance(given, np.ma.MaskedArray):
+        return np.where(np.ma.getmaskarray(given), np.nan, given.data) if given.dtype.kind in "biuf" else given.data
+    found = np.asarray(given)
+    if found.dtype == object:  # pandas.NA does not become a float
+        missing = np.array([type(each).__name__ == "NAType" for each in found.ravel()], bool).reshape(found.shape)
+        found = np.where(missing, np.nan, found)
     return found
 
 

@@ -70,9 +70,9 @@ class Field:
         probability.
 
         The mean has shape (M, dim_y), or (M,) if y was (N,). The band has one more axis at the front: its lower and its
-        upper end. Without a point, the prediction is that of a new map. All are float64.
+        upper end. Without a point, the prediction is that of a new map; the TNPs need a point. All are float64.
         """
-        if not (isinstance(coverage, float) and 0 < coverage < 1):
+        if not (isinstance(coverage, float) and coverage > 0 and (1 + coverage) / 2 < 1):
             raise ValueError(mismatch("coverage", repr(coverage), "a float between 0 and 1"))
         places = self._given(self.x_scale, numbers("x", x, len(self.x_scale.mean)))
         shape = -1, len(self.y_scale.mean)
@@ -141,7 +141,8 @@ def fit_field(
         x: places (N, dim_x): an array, a table of pandas or polars, a list or a tensor, with float64's digits.
         y: values (N, dim_y) or (N,). A NaN is a missing value.
         maps: (N,) the map of each point, such as the day; None: one map.
-        system: one of the neural processes of the command line.
+        system: one of the neural processes of the command line whose prediction at a place does not depend on the
+            other places that are asked for.
         steps: the most steps of the optimiser.
         patience: checks of 50 steps without a better likelihood after which the training stops.
         seed: all random numbers follow from it.
@@ -165,6 +166,8 @@ def fit_field(
     some = ~np.isnan(values).all(1)
     if some.sum() < FEW:
         raise ValueError(mismatch("y", f"{int(some.sum())} rows with a number", f"at least {FEW}"))
+    if (empty := np.isnan(values).all(0)).any():
+        raise ValueError(mismatch("y", f"no number in column {np.flatnonzero(empty)[0]}", "a number in each column"))
     x_scale, y_scale = Scale.of(places), Scale.of(values[some])
     labels = _labels(maps, len(places))[some]
     given = [
@@ -179,10 +182,10 @@ def fit_field(
         raise ValueError(mismatch("system", repr(system), f"one of {', '.join(task.systems)}"))
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(TemporaryDirectory()))
-        run = Run(system, task, place, seed, device, dict(model or {}))
+        run = Run(system, task, place, check_count("seed", seed, 0), str(device), dict(model or {}))
         learned, _ = train(run, resume=run.checkpoint.exists())
     found = Field(system, cast("NeuralProcess", learned), x_scale, y_scale, flat=np.ndim(y) == 1)
-    if len(given) == 1:
+    if maps is None:
         found.update(places, values)
     return found
 
@@ -192,6 +195,10 @@ class Maps(FunctionTask, listed=False):
     """The maps of `fit_field`, standardised, as a task."""
 
     name: ClassVar[str] = "maps"
+    systems: ClassVar[tuple[str, ...]] = tuple(
+        name for name in FunctionTask.systems if name not in ("tnp-a", "cmanp-and", "lbanp-nd", "tnp-nd")
+    )
+    """A band of one place needs a prediction of that place alone; these four predict places together."""
 
     steps: int = 1000
     learning_rate: float = 2e-3
@@ -229,7 +236,8 @@ class Maps(FunctionTask, listed=False):
             x = x + self.jitter * torch.randn(x.shape, generator=generator)
         order = torch.randperm(len(x), generator=generator)
         points = min(max(round(len(x) ** share), 1), len(x) - 1)
-        return _batch(x, y, order[:points], order[points : points + ASKED])
+        given, asked = _divided(y, order, points)
+        return _batch(x, y, given, asked[:ASKED])
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return cast("NeuralProcess", model).loss(batch)
@@ -256,28 +264,46 @@ def _labels(maps: Any, rows: int) -> np.ndarray:
     labels = np.asarray(maps)
     if labels.shape != (rows,):
         raise ValueError(mismatch("maps", f"shape {labels.shape}", f"({rows},), a label for each row of x"))
-    return np.unique(labels, return_inverse=True)[1]
+    each = labels.tolist()
+    if missing := [i for i, label in enumerate(each) if label is None or label != label]:
+        raise ValueError(mismatch("maps", f"no label in row {missing[0]}", "a label for each row of x"))
+    number = {label: i for i, label in enumerate(dict.fromkeys(each))}
+    return np.array([number[label] for label in each], int)
 
 
 def _parts(maps: list[tuple[Tensor, Tensor]], seed: int) -> tuple[tuple[Any, ...], tuple[Batch, ...]]:
     """Return the maps for training, and points and targets of maps that stop the training."""
     generator = seeded(seed, 20)
-    usable = [each for each in maps if len(each[0]) > 1]
+    usable = [(x, y) for x, y in maps if len(x) > 1 and not y.isnan().any(1).all()]
     if not usable:
-        raise ValueError(mismatch("maps", "only maps of one point", "at least one map of two"))
+        allowed = "at least one map of two points, one of them with all its values"
+        raise ValueError(mismatch("maps", "only maps of one point, or without a complete point", allowed))
     orders = [torch.randperm(len(x), generator=generator) for x, _ in usable]
     if len(usable) < FEW:
-        outs = [max(len(order) // HELD_OUT, 1) for order in orders]
-        known = tuple((x[o[n:]], y[o[n:]]) for (x, y), o, n in zip(usable, orders, outs, strict=True))
-        checked = [_batch(x, y, o[n:], o[:n]) for (x, y), o, n in zip(usable, orders, outs, strict=True)]
-        return tuple(each for each in known if len(each[0]) > 1), tuple(checked)
+        learned, checked = [], []
+        for (x, y), order in zip(usable, orders, strict=True):
+            kept, out = _divided(y, order, len(order) - max(len(order) // HELD_OUT, 1), complete=False)
+            learned.append((x[kept], y[kept]))
+            checked.append(_batch(x, y, kept, out))
+        return tuple(each for each in learned if len(each[0]) > 1), tuple(checked)
     held_out = set(torch.randperm(len(usable), generator=generator)[: math.ceil(len(usable) / HELD_OUT)].tolist())
     known = tuple(each for number, each in enumerate(usable) if number not in held_out)
     return known, tuple(
-        _batch(x, y, order[: len(order) // 2], order[len(order) // 2 :])
+        _batch(x, y, *_divided(y, order, len(order) // 2))
         for number, ((x, y), order) in enumerate(zip(usable, orders, strict=True))
         if number in held_out
     )
+
+
+def _divided(y: Tensor, order: Tensor, points: int, complete: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the rows of at most `points` points that are given, and the other rows, in a random order.
+
+    The first given row has all its values, because a context needs a point. With `complete`, all have.
+    """
+    whole = ~y[order].isnan().any(1)
+    rows = order[whole] if complete else torch.cat([order[whole][:1], order[order != order[whole][0]]])
+    given = rows[:points]
+    return given, order[~torch.isin(order, given)]
 
 
 def _batch(x: Tensor, y: Tensor, points: Tensor, asked: Tensor) -> Batch:

@@ -160,7 +160,7 @@ def fit_streams(
         raise ValueError(mismatch("system", repr(system), f"one of {', '.join(task.systems)}"))
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(TemporaryDirectory()))
-        run = Run(system, task, place, seed, device, dict(model or {}))
+        run = Run(system, task, place, check_count("seed", seed, 0), str(device), dict(model or {}))
         learned, _ = train(run, resume=run.checkpoint.exists())
     return StreamReader(system, cast("StreamClassifier", learned), classes, scale)
 

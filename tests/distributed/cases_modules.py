@@ -125,6 +125,32 @@ def case_updates() -> None:
     close(fit.predict(query, sums), fit(query, both, 2 * both, need_weights=False)[0], 1e-10)
 
 
+def case_earlier_inputs_fade() -> None:
+    """A decay fades what all ranks have read."""
+    inputs, query, _ = data()
+    first, second = inputs[:, :5], inputs[:, 5:]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts = [first.tensor_split(world, 1)[rank], second.tensor_split(world, 1)[rank]]
+    weights = torch.tensor([0.5, 0.9], dtype=torch.float64)[:, None]
+    calls: dict[str, Callable[[Any, Tensor, Any, Any], Any]] = {
+        "block": lambda module, part, state, decay: module.update(part, query, state, decay=decay).state,
+        "stack": lambda module, part, state, decay: module.update(part, query, state, decay=decay).state,
+        "attention": lambda module, part, state, decay: module.attend_state(query, part, state, decay=decay).state,
+        "intention": lambda module, part, state, decay: module.update(part, state=state, decay=decay),
+    }
+    for name, call in calls.items():
+        make, *_, wrapper = MODULES[name]
+        module = shaken(make())
+        sharded = wrapper(module)
+        for decay in (0.5, weights if name == "intention" else weights[..., None]):
+            before = call(sharded, parts[0], module.init_state(2) if hasattr(module, "init_state") else None, None)
+            whole = call(module, first, module.init_state(2) if hasattr(module, "init_state") else None, None)
+            close(call(sharded, parts[1], before, decay), call(module, second, whole, decay), 1e-11)
+        for wrong in (2.0, 0.0):
+            with raises(ValueError, "decay: got "):
+                call(sharded, parts[1], before, wrong)
+
+
 def case_own_streams_are_the_same_on_all_ranks() -> None:
     """A module's own stream advances in the same way on all ranks, and is saved and loaded; an error does not change
     it."""

@@ -150,8 +150,11 @@ X, Y = np.zeros((9, 2)), np.arange(9.0)
         ({"y": ["a"] * 9}, "y: got a list (could not convert string to float: np.str_('a')), expected an array"),
         ({"y": Y.astype("M8[s]")}, "y: got a ndarray (datetime64[s]), expected an array or a table of numbers"),
         ({"maps": [1, 2]}, "maps: got shape (2,), expected (9,), a label for each row of x"),
-        ({"maps": range(9)}, "maps: got only maps of one point, expected at least one map of two"),
+        ({"maps": range(9)}, "maps: got only maps of one point, or without a complete point, expected at least one"),
+        ({"maps": [0] * 8 + [None]}, "maps: got no label in row 8, expected a label for each row of x"),
+        ({"y": np.stack([Y, Y * np.nan], 1)}, "y: got no number in column 1, expected a number in each column"),
         ({"system": "cmhp"}, "system: got 'cmhp', expected one of cmanp"),
+        ({"system": "cmanp-and"}, "system: got 'cmanp-and', expected one of cmanp, lbanp, "),
         ({"steps": 0}, "steps: got 0, expected"),
         ({"model": {"dims": 3}}, "dims: got an unknown argument of cmanp, expected one of dim_x"),
     ],
@@ -191,3 +194,31 @@ def test_missing_values_do_not_count() -> None:
     x, y = _pairs([[0.0], [1.0]], [1.0, None])
     assert y[0] == 1 and np.isnan(y[1]) and x.shape == y.shape == (2, 1)
     assert numbers("x", pandas.DataFrame({"a": [1, 2]})).tolist() == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("maps", [None, np.repeat(np.arange(12), 5)], ids=["one map", "maps"])
+def test_systems_that_need_a_point_take_rows_that_lack_values(maps: Any) -> None:
+    """Half of all numbers are missing, so that some maps have a single complete row."""
+    (x, y), rng = drawn(60), np.random.default_rng(1)
+    values = np.where(rng.random((60, 2)) < 0.5, np.nan, np.stack([y, -y], 1))
+    found = fit_field(x, values, maps, system="tnp-d", steps=4, patience=1)
+    if maps is not None:
+        found.update(x[:1], [[300.0, -300.0]])
+    assert np.isfinite(found.predict(x[:3])[1]).all()
+
+
+def test_missing_numbers_of_masked_arrays_and_tables() -> None:
+    masked = np.ma.MaskedArray([[1.0], [1e20], [3.0]], mask=[[False], [True], [False]])
+    np.testing.assert_array_equal(numbers("y", masked, missing=True), [[1.0], [np.nan], [3.0]])
+    table = pandas.DataFrame({"a": [1, None, 3], "b": [0.5, 1.5, None]}).convert_dtypes()
+    np.testing.assert_array_equal(numbers("y", table, missing=True), [[1.0, 0.5], [np.nan, 1.5], [3.0, np.nan]])
+
+
+def test_a_training_leaves_the_callers_random_numbers() -> None:
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        fit_field(*drawn(30), steps=1, seed=np.int64(2))
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.randn(4), expected)

@@ -251,7 +251,7 @@ def test_the_page_tells_what_was_changed_of_a_task_and_what_differs(tmp_path: Pa
     few, functions = report._tables(Results(runs))
     told = (
         "Classify images of classes that were not in the training, from a few examples of each class. "
-        "Here `turn=30.0`, `ways=3`, `model.dim=16`."
+        "Here `ways=3`, `turn=30.0`, `model.dim=16`."
     )
     assert few.splitlines()[2] == told
     assert "differ" not in few

@@ -88,11 +88,12 @@ class WindowTask(Task):
         only."""
         assert isinstance(model, StreamClassifier)
         pieces, labels = batch
+        last = isinstance(model, Nystromformer)
+        scores = model.forward_stream(pieces[:, -self.sequence_len :] if last else pieces)
         if labels.dim() == 1:
-            labels = labels.unsqueeze(1).expand(-1, pieces.shape[1] - self.sequence_len + 1)
-        if isinstance(model, Nystromformer):
-            pieces, labels = pieces[:, -self.sequence_len :], labels[:, -1:]
-        scores = model.forward_stream(pieces)
+            labels = labels.unsqueeze(1).expand(-1, scores.shape[1])
+        elif last:
+            labels = labels[:, -1:]
         return F.cross_entropy(scores.flatten(0, 1), labels.flatten(0, 1), reduction=reduction(labels))
 
     def before_step(self, model: nn.Module, step: int) -> None:

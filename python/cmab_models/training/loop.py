@@ -9,8 +9,8 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +89,7 @@ class Run:
         """Return the values of all `model.` entries that `described` leaves out, and of the settings that older records
         lack."""
         return {
-            "patience": 0,
-            "check_every": Task.check_every,
+            **{each.name: each.default for each in fields(self.task)},
             **{f"model.{name}": value for name, value in self.task.arguments(self.system).items()},
         }
 
@@ -105,8 +104,9 @@ class Run:
 
     def model(self) -> nn.Module:
         """Return the untrained model; it follows from the seed."""
-        torch.manual_seed(self.seed)
-        return self.task.model(self.system, **self.model_settings).to(self.device)
+        with _own_numbers(self.device):
+            torch.manual_seed(self.seed)
+            return self.task.model(self.system, **self.model_settings).to(self.device)
 
 
 HOW = ("precision", "devices", "accumulate")
@@ -139,11 +139,10 @@ def train(
     callbacks, early = list(callbacks), EarlyStop(run)
     if any(isinstance(each, GradientAccumulationScheduler) for each in callbacks):
         raise ValueError(mismatch("callbacks", "a GradientAccumulationScheduler", "`accumulate` of the run"))
-    training = Training(run)
-    if resume:
-        defaults = run.defaults()
-        checkpoint.check(run.checkpoint, run.described(), defaults, training.model)
-    with _quiet():
+    with _quiet(), _own_numbers(run.device), torch.enable_grad():  # Lightning leaves gradients on
+        training = Training(run)
+        if resume:
+            checkpoint.check(run.checkpoint, run.described(), run.defaults(), training.model)
         trainer = _trainer(run, run.task.steps, [*callbacks, early, Checkpoints(run, save_every, early)], loggers)
         with _alone(run.folder) if trainer.is_global_zero else nullcontext():
             try:
@@ -151,6 +150,12 @@ def train(
             except Interrupted as stop:
                 raise stop from None  # not from within Lightning
     return early.best(training.model).to(run.device).eval(), training.seconds() | early.told()
+
+
+def _own_numbers(device: str) -> AbstractContextManager[None]:
+    """Leave torch's global generators as they are: a training seeds them for each batch."""
+    kind, _, number = device.partition(":")
+    return torch.random.fork_rng(devices=[int(number or 0)] if kind == "cuda" else [])
 
 
 @contextmanager
@@ -179,8 +184,9 @@ def first_losses(run: Run, steps: int) -> tuple[nn.Module, list[float]]:
     from .callbacks import Losses
     from .module import Training
 
-    training, losses = Training(run), Losses()
-    with _quiet():
+    losses = Losses()
+    with _quiet(), _own_numbers(run.device):
+        training = Training(run)
         _trainer(run, steps, [losses], ()).fit(training)
     return training.model.to(run.device), losses.seen
 
