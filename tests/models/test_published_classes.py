@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cmab_models.data.published_classes import cifar100, mini_imagenet
+from cmab_models.data.published_events import read_sequences
 from cmab_models.regressors import FewShot, Informer, Intention
 from cmab_models.regressors.images import Conv4
 from cmab_models.tasks import TASKS
@@ -274,3 +276,51 @@ def test_the_network_learns_classes(tmp_path: Path) -> None:
         task.loss(model, task.batch(generator)).backward()
         optimiser.step()
     assert task.evaluate(model.eval())["accuracy"] > 0.8
+
+
+class Typed:
+    """An array of eight bytes as the given type, or a scalar of it."""
+
+    def __init__(self, kind: str, *reconstruct: Any) -> None:
+        self.kind, self.reconstruct = kind, reconstruct
+
+    def __reduce__(self) -> Any:
+        return (*self.reconstruct, (1, (1,), Named(self.kind), False, b"ABCDEFGH"))
+
+
+class Named:
+    """`numpy.dtype` as a pickle has it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __reduce__(self) -> Any:
+        return np.dtype, (self.kind, False, True), (3, "|", None, None, None, -1, -1, 0)
+
+
+class Scalar(Named):
+    def __reduce__(self) -> Any:
+        return np.zeros(1)[0].__reduce__()[0], (Named(self.kind), b"ABCDEFGH")
+
+
+@pytest.mark.parametrize("kind", ["O", "M8", "V8", "S8"])
+def test_addresses_and_other_types_are_not_read(kind: str, tmp_path: Path) -> None:
+    """NumPy would take the eight bytes as the address of an object."""
+    reconstruct = np.zeros(0).__reduce__()[:2]
+    for found in (Typed(kind, *reconstruct), Scalar(kind)):
+        (tmp_path / "mini-imagenet-cache-val.pkl").write_bytes(pickle.dumps({"image_data": found, "class_dict": {}}))
+        with pytest.raises(ValueError, match=re.escape(f"it has the type |{kind}, not plain numbers")):
+            mini_imagenet(str(tmp_path), "val")
+        torch.save({"sequences": [{"arrival_times": found, "t_end": 1.0}]}, tmp_path / "events.pkl")
+        with pytest.raises((ValueError, pickle.UnpicklingError), match="not plain numbers"):
+            read_sequences(tmp_path / "events.pkl")
+
+
+def test_an_archive_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
+    published.write_cifar(tmp_path)
+    archive = tmp_path / "cifar-100-python.tar.gz"
+    damaged = bytearray(archive.read_bytes())
+    damaged[-8] ^= 1  # gzip's checksum
+    archive.write_bytes(damaged)
+    with pytest.raises(ValueError, match="CRC check failed"):
+        cifar100(str(tmp_path), "test")

@@ -17,6 +17,7 @@ from torch import Tensor
 from cmab_kernels.runtime.checks import mismatch
 
 from ..point_processes import Events
+from .pickled_arrays import STAND_INS, plain
 
 DAY = 86_400.0
 """Seconds in a day."""
@@ -73,8 +74,8 @@ def read_sequences(path: str | Path) -> Events:
     lists, arrays or tensors. Without "marks" all marks are 0. Only data is read: a file that would execute code raises
     an error. Any other content raises a `ValueError`.
     """
-    with torch.serialization.safe_globals(_ARRAYS):
-        found: Any = torch.load(path, weights_only=True)
+    with torch.serialization.safe_globals([(each, name) for name, each in STAND_INS.items()]):
+        found: Any = plain(torch.load(path, weights_only=True))
     try:
         sequences = found["sequences"]
         starts = [float(each.get("t_start", 0.0)) for each in sequences]
@@ -91,12 +92,3 @@ def read_sequences(path: str | Path) -> Events:
 
 def _marks(sequence: dict[str, Any], events: int) -> Tensor:
     return torch.as_tensor(sequence.get("marks", torch.zeros(events)))
-
-
-_reconstruct: Any = np.zeros(0).__reduce__()[0]
-_ARRAYS: list[Any] = [
-    *(np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in ("f8", "f4", "i8", "i4"))),
-    *((_reconstruct, f"{module}.multiarray._reconstruct") for module in ("numpy.core", "numpy._core")),
-]
-"""The types that a pickled NumPy array needs, so that files with arrays can be read. NumPy 2 renamed one of the
-modules."""

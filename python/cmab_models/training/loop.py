@@ -129,7 +129,8 @@ def train(
     signal with which SLURM requeues a job. A signal waits until the step of the optimiser, or the checkpoint, is
     finished; Ctrl-C and SIGTERM then raise `Interrupted`, as does a callback that stops the training early. With
     `resume`, training continues from the checkpoint. On the same machine and with the same number of threads, it gives
-    the same numbers as a run that was not interrupted.
+    the same numbers as a run that was not interrupted. Trainings in threads share torch's generators, so seeds decide
+    only in processes of their own.
     """
     from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
