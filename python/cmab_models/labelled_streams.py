@@ -229,6 +229,9 @@ def _classes(labels: Sequence[Any], arrays: Sequence[np.ndarray]) -> tuple[list[
                 mismatch(f"labels[{i}]", f"shape {label.shape}", f"a label, or ({len(array)},), one for each token")
             )
     flat = np.concatenate([np.broadcast_to(label, len(array)) for label, array in zip(found, arrays, strict=True)])
+    if flat.dtype.kind not in "biufU" or (flat != flat).any():
+        given = "a NaN" if flat.dtype.kind == "f" else f"labels of {flat.dtype}"
+        raise ValueError(mismatch("labels", given, "texts or numbers, which a file can hold"))
     classes, marks = np.unique(flat, return_inverse=True)
     if len(classes) < 2:
         raise ValueError(mismatch("labels", "one class", "at least two"))

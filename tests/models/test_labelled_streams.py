@@ -145,6 +145,8 @@ STREAMS, LABELS = waves(2, length=20)
         ({"streams": [STREAMS[0], STREAMS[1] * np.nan]}, "streams[1]: got 46 missing numbers, expected finite numbers"),
         ({"labels": ["saw"]}, "labels: got 1 of them, expected 2, one for each stream"),
         ({"labels": ["saw"] * 2}, "labels: got one class, expected at least two"),
+        ({"labels": ["saw", None]}, "labels: got labels of object, expected texts or numbers"),
+        ({"labels": [1.0, np.nan]}, "labels: got a NaN, expected texts or numbers"),
         ({"labels": ["saw", np.zeros(4)]}, "labels[1]: got shape (4,), expected a label, or (23,), one for each token"),
         ({"window": 0}, "window: got 0, expected"),
         ({"system": "cmanp"}, "system: got 'cmanp', expected one of continual-nystromformer, continual-transformer"),

@@ -86,6 +86,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         "indices that are of no image",
     ),
     "an index below 0": (pickle.dumps(MINI | {"class_dict": {"a": [*range(47), -1]}}), "indices that are of no image"),
+    "no list of indices": (pickle.dumps(MINI | {"class_dict": {"a": 3}}), "got a class without a list of indices"),
     "indices as names": (pickle.dumps(MINI | {"class_dict": {"a": ["x"] * 48}}), "indices that are of no image"),
 }
 
@@ -109,8 +110,9 @@ CIFAR = published.cifar("test")
     ("content", "told"),
     [
         (CIFAR | {b"data": CIFAR[b"data"][:, :3000]}, r"got a dict with data \(48, 3000\) uint8, "),
-        (CIFAR | {b"fine_labels": CIFAR[b"fine_labels"][1:]}, "expected .* fine_labels, one int for each image"),
-        (CIFAR | {b"fine_labels": [0.5] * 48}, "expected .* fine_labels, one int for each image"),
+        (CIFAR | {b"fine_labels": CIFAR[b"fine_labels"][1:]}, "expected .* fine_labels, an int from 0 to 99"),
+        (CIFAR | {b"fine_labels": [0.5] * 48}, "expected .* fine_labels, an int from 0 to 99"),
+        (CIFAR | {b"fine_labels": [100] * 48}, "expected .* fine_labels, an int from 0 to 99"),
         ({b"data": CIFAR[b"data"], b"labels": CIFAR[b"fine_labels"]}, r"labels \(list\), expected"),  # CIFAR-10
         ({}, "got an empty dict"),
     ],

@@ -375,3 +375,12 @@ def test_the_picture_of_widths_has_a_point_for_each() -> None:
     drawn = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
     for system in task.systems:
         assert drawn[system] == [4, 16]
+
+
+def test_frames_of_one_score_come_together() -> None:
+    """scikit-learn's average precision of one positive frame among two of the same score is 1/2, in either order; a
+    score of NaN is the lowest."""
+    labels = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+    scores = torch.tensor([[0.0, 0.7], [0.0, 0.7], [0.0, torch.nan]])
+    for order in ([0, 1, 2], [1, 0, 2], [2, 1, 0]):
+        assert mean_precisions(scores[order], labels[order])["mAP"] == 0.5

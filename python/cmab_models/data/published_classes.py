@@ -57,6 +57,8 @@ def mini_imagenet(folder: str, part: str) -> LabelledImages:
         raise ValueError(mismatch(str(path), _told(content), expected))
     labels = np.full(len(images), -1)
     places = [np.asarray(each) for each in classes.values()]
+    if any(where.ndim != 1 for where in places):
+        raise ValueError(mismatch(str(path), "a class without a list of indices", expected))
     if sum(map(len, places)) != len(labels):
         raise ValueError(mismatch(str(path), f"{len(labels)} images and {sum(map(len, places))} indices", expected))
     for label, where in enumerate(places):
@@ -87,8 +89,9 @@ def cifar100(folder: str, part: str) -> LabelledImages:
         raise _missing(folder, f"{archive.name} or {CIFAR}/{part}")
     data: Any = content.get("data")
     labels = np.asarray(content.get("fine_labels", []))
-    if not _are_images(data, 2) or data.shape[1] != 3072 or labels.shape != data.shape[:1] or labels.dtype.kind != "i":
-        expected = "a dict with data (N, 3072) uint8, and fine_labels, one int for each image"
+    sound = _are_images(data, 2) and data.shape[1] == 3072 and labels.shape == data.shape[:1]
+    if not sound or labels.dtype.kind != "i" or (labels < 0).any() or (labels > 99).any():
+        expected = "a dict with data (N, 3072) uint8, and fine_labels, an int from 0 to 99 for each image"
         raise ValueError(mismatch(str(path), _told(content), expected))
     images = _tensor(data).view(-1, 3, 32, 32).permute(0, 2, 3, 1)
     return LabelledImages(images.contiguous(), torch.from_numpy(labels).long())

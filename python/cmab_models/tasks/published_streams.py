@@ -122,14 +122,17 @@ def mean_precisions(scores: Tensor, labels: Tensor) -> dict[str, float]:
     With the frames in order of the scores of an action, and TP and FP frames with and without the action among the
     first, precision is TP / (TP + FP), and the calibrated precision w TP / (w TP + FP), where w is the number of frames
     without the action for each frame with it. An average precision is the mean over the frames with the action. An
-    action that no frame shows does not count, nor does the background.
+    action that no frame shows does not count, nor does the background. Frames of the same score come at the same
+    time, and frames whose score is NaN come last.
     """
     found = []
     for score, shown in zip(scores.mT[BACKGROUND + 1 :], labels.mT[BACKGROUND + 1 :] > 0, strict=True):
         if not shown.any():
             continue
-        ranked = shown[score.argsort(descending=True, stable=True)].double()
-        right, wrong = ranked.cumsum(0), (1 - ranked).cumsum(0)
+        lowness, order = (-score.nan_to_num(nan=-torch.inf)).sort(stable=True)
+        ranked = shown[order].double()
+        last = torch.searchsorted(lowness, lowness, right=True) - 1  # frames of one score count together
+        right, wrong = ranked.cumsum(0)[last], (1 - ranked).cumsum(0)[last]
         weighted = right * (wrong[-1] / right[-1])
         # With an action in every frame, both precisions are 1.
         calibrated = torch.where(wrong > 0, weighted / (weighted + wrong), 1.0)
