@@ -38,7 +38,8 @@ PrefixInputs read_inputs(Arguments& in) {
 
 // Rows of prefixes are given as (B, H, T * L, *).
 void check_rows(const Arguments& in, const PrefixInputs& call, const char* name) {
-  in.require(in.extent('R') == call.prefixes() * call.inputs.queries, name, "must have a row for each prefix and query");
+  in.require(in.extent('R') == call.prefixes() * call.inputs.queries, name,
+             "must have a row for each prefix and query");
 }
 
 void forward(Arguments& in) {
