@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 from collections.abc import Mapping
@@ -19,6 +20,9 @@ from cmab_kernels.runtime.checks import kind_of, mismatch
 
 from .pretrained import Pretrained
 from .systems import SYSTEMS
+
+NUMBERS = ("model/model.safetensors", "state.pt")
+"""The files of a fitted model that hold numbers."""
 
 
 def numbers(name: str, given: Any, columns: int | None = None, *, missing: bool = False) -> np.ndarray:
@@ -86,14 +90,19 @@ class Scale(NamedTuple):
 
 
 def save(folder: str | Path, told: Mapping[str, Any], model: Pretrained, state: Any) -> None:
-    """Write a fitted model to a folder: `model/`, `fitted.json`, and `state.pt`."""
+    """Write a fitted model to a folder: `model/`, `state.pt`, and `fitted.json`, which has digests of the others."""
     folder = Path(folder)
     try:
         model.save_pretrained(folder / "model")
-        (folder / "fitted.json").write_text(json.dumps(told))
         torch.save(state, folder / "state.pt")
+        (folder / "fitted.json").write_text(json.dumps({**told, "digests": _digests(folder)}))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise OSError(f"{folder} cannot be written: {error}") from error
+
+
+def _digests(folder: Path) -> list[str]:
+    """Return digests of the files whose numbers belong together."""
+    return [hashlib.sha256((folder / name).read_bytes()).hexdigest()[:16] for name in NUMBERS]
 
 
 def load(folder: str | Path, kind: str) -> tuple[dict[str, Any], Any, Any]:
@@ -109,6 +118,8 @@ def load(folder: str | Path, kind: str) -> tuple[dict[str, Any], Any, Any]:
         told = json.loads((folder / "fitted.json").read_text())
         if told["kind"] != kind:
             raise ValueError(mismatch("kind", told["kind"], kind))
+        if told.pop("digests") != _digests(folder):
+            raise ValueError("they are of several calls of `save`; one was interrupted")
         with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints that it reads from a folder
             model = SYSTEMS[told["system"]].from_pretrained(folder / "model").eval()
         return told, model, torch.load(folder / "state.pt", weights_only=True)

@@ -162,6 +162,7 @@ def fit_field(
     """
     from .training import Run, train
 
+    seed = check_count("seed", seed, 0)
     places, values = _pairs(x, y)
     some = ~np.isnan(values).all(1)
     if some.sum() < FEW:
@@ -182,7 +183,7 @@ def fit_field(
         raise ValueError(mismatch("system", repr(system), f"one of {', '.join(task.systems)}"))
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(TemporaryDirectory()))
-        run = Run(system, task, place, check_count("seed", seed, 0), str(device), dict(model or {}))
+        run = Run(system, task, place, seed, str(device), dict(model or {}))
         learned, _ = train(run, resume=run.checkpoint.exists())
     found = Field(system, cast("NeuralProcess", learned), x_scale, y_scale, flat=np.ndim(y) == 1)
     if maps is None:

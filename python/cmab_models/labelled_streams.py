@@ -141,6 +141,7 @@ def fit_streams(
     """
     from .training import Run, train
 
+    seed = check_count("seed", seed, 0)
     check_count("window", window)
     arrays = [numbers(f"streams[{i}]", stream) for i, stream in enumerate(streams)]
     scale = _scale(arrays, window)
@@ -160,7 +161,7 @@ def fit_streams(
         raise ValueError(mismatch("system", repr(system), f"one of {', '.join(task.systems)}"))
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(TemporaryDirectory()))
-        run = Run(system, task, place, check_count("seed", seed, 0), str(device), dict(model or {}))
+        run = Run(system, task, place, seed, str(device), dict(model or {}))
         learned, _ = train(run, resume=run.checkpoint.exists())
     return StreamReader(system, cast("StreamClassifier", learned), classes, scale)
 
@@ -239,7 +240,14 @@ def _classes(labels: Sequence[Any], arrays: Sequence[np.ndarray]) -> tuple[list[
 
 
 def _parts(tokens: Sequence[Tensor], labels: Sequence[Tensor], window: int, seed: int) -> tuple[Labelled, Labelled]:
-    """Return the streams for training, and those that stop it; none if streams are few and short."""
+    """Return the streams for training, and those that stop it; none if streams are few and short, or if a class would
+    be missing in the training."""
+    known, checked = _divided(tokens, labels, window, seed)
+    taught, every = (torch.cat([each[window - 1 :] for each in part]).any(0) for part in (known.labels, labels))
+    return (known, checked) if taught.equal(every) else (Labelled(tuple(tokens), tuple(labels)), Labelled((), ()))
+
+
+def _divided(tokens: Sequence[Tensor], labels: Sequence[Tensor], window: int, seed: int) -> tuple[Labelled, Labelled]:
     if len(tokens) >= HELD_OUT:
         order = torch.randperm(len(tokens), generator=seeded(seed, 20)).tolist()
         out = len(tokens) // HELD_OUT

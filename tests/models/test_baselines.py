@@ -181,6 +181,18 @@ def test_losses_are_those_of_the_published_code(name: str) -> None:
         close(loaded(name, num_train_samples=1)[0].loss(batch), case["elbo"])
 
 
+@pytest.mark.parametrize("name", [*MIXTURES, *CHAINS])
+def test_samples_have_a_density_each(name: str) -> None:
+    """As many samples as functions are no pairs of them."""
+    model, case = loaded(name)
+    with torch.no_grad():
+        predicted: Any = model(case["xc"], case["yc"], case["xt"])
+        for shape in ((5,), (2, 3)):
+            drawn = predicted.sample(shape)
+            expected = torch.stack([predicted.log_prob(each) for each in drawn.flatten(0, -4)])
+            close(predicted.log_prob(drawn), expected.unflatten(0, shape))
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_that_of_the_published_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws depend on the values drawn before them; in training with bounded deviations, these have noise."""

@@ -186,6 +186,13 @@ def test_a_field_refuses_what_does_not_belong_to_it(fitted: Field, tmp_path: Pat
         (tmp_path / name).write_text(text)
         with pytest.raises(ValueError, match=r"files that cannot be read \(.*\), expected a saved field$"):
             Field.load(tmp_path)
+    fitted.save(tmp_path)
+    weights = tmp_path / "model" / "model.safetensors"
+    changed = bytearray(weights.read_bytes())
+    changed[-1] ^= 1  # as if a later `save` had been interrupted
+    weights.write_bytes(changed)
+    with pytest.raises(ValueError, match=r"several calls of `save`; one was interrupted"):
+        Field.load(tmp_path)
     with pytest.raises(OSError, match=r"cannot be written"):
         fitted.save(tmp_path / "fitted.json")
 

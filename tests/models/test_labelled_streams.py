@@ -9,6 +9,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+import torch.nn.functional as F
 from cmab_models import StreamReader, fit_streams
 from cmab_models.labelled_streams import OwnStreams, _parts
 from cmab_models.tasks import seeded
@@ -98,6 +99,9 @@ def test_pieces_end_in_every_class_and_held_out_tokens_are_in_none() -> None:
         seen, left = (set(torch.cat(part.tokens).flatten().tolist()) for part in (known, checked))
         assert not seen & left and len(seen | left) == 40 * few and left
     assert not _parts(tokens[:2], labels[:2], 30, seed=0)[1].tokens
+    ends = [F.one_hot((torch.arange(40) > 35).long(), 2).float()] * 3  # a class at the end of each stream alone
+    known, checked = _parts(tokens[:3], ends, 8, seed=0)
+    assert not checked.tokens and all(map(torch.equal, known.labels, ends))
 
 
 def test_the_loss_is_that_of_each_step_that_counts() -> None:

@@ -51,11 +51,12 @@ class Mixture(Distribution):
             return drawn.take_along_dim(which, at).squeeze(at)
 
     def log_prob(self, value: Tensor, there: Tensor | None = None) -> Tensor:
-        """Return the log-density (B, M) of the outputs of each target. With `there`, only the outputs where it is True
-        count."""
-        each = self.functions.log_prob(value)
+        """Return the log-density (B, M) of the outputs of each target, or (..., B, M) for samples (..., B, M, dim_y).
+        With `there`, only the outputs where it is True count."""
+        value = value.expand(torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape))
+        each = self.functions.log_prob(value.unsqueeze(-4))
         total = (each if there is None else each.masked_fill(~there, 0.0)).sum(-1)
-        return total.logsumexp(0) - math.log(len(total))
+        return total.logsumexp(-3) - math.log(total.shape[-3])
 
 
 def observed(y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -41,7 +41,8 @@ class Chain(Mixture):
     """
 
     def __init__(self, model: TNPA, state: Points, target_x: Tensor) -> None:
-        """Make what `model` predicts for `target_x` from `state`. The model is read when a method is called."""
+        """Make what `model` predicts for `target_x` from `state`. The model is read when a method is called, for
+        `mean`, `variance` and `stddev` at the first use of one of them."""
         self._model, self._state, self._target_x = model, state, target_x
         Distribution.__init__(self, target_x.shape[:2], torch.Size([model.dim_y]), validate_args=False)
 
@@ -60,7 +61,11 @@ class Chain(Mixture):
 
     def log_prob(self, value: Tensor, there: Tensor | None = None) -> Tensor:
         """Return the log-density (B, M) of each target given those before it; of the outputs where `there` is True, if
-        given. A target is not read by later ones if one of its outputs is missing."""
+        given. A target is not read by later ones if one of its outputs is missing. Samples (..., B, M, dim_y) have
+        (..., B, M)."""
+        if value.dim() > 3:
+            each = torch.stack([self.log_prob(sample, there) for sample in value.flatten(0, -4)])
+            return each.unflatten(0, value.shape[:-3])
         unread = None if there is None else ~there.all(-1)
         each = self._model._given_earlier(self._state, self._target_x, value, unread).log_prob(value)
         return (each if there is None else each.masked_fill(~there, 0.0)).sum(-1)
