@@ -129,16 +129,16 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--devices",
-        type=_number,
+        type=positive,
         metavar="N",
         help="processes that share the training; each has its own device (default: 1)",
     )
     command.add_argument(
-        "--accumulate", type=_number, metavar="N", help="batches of a process in each step (default: 1)"
+        "--accumulate", type=positive, metavar="N", help="batches of a process in each step (default: 1)"
     )
     command.add_argument(
         "--patience",
-        type=_number,
+        type=positive,
         metavar="N",
         help="stop after N checks without a lower validation loss, and keep the best weights; a check is made every "
         "`check_every` steps (default: no checks)",
@@ -246,7 +246,8 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-def _number(text: str) -> int:
+def positive(text: str) -> int:
+    """Return the int >= 1 that an argument of a command is."""
     with contextlib.suppress(ValueError):
         if (number := int(text)) >= 1:
             return number

@@ -286,7 +286,9 @@ def _parts(maps: list[tuple[Tensor, Tensor]], seed: int) -> tuple[tuple[Any, ...
             kept, out = _divided(y, order, len(order) - max(len(order) // HELD_OUT, 1), complete=False)
             learned.append((x[kept], y[kept]))
             checked.append(_batch(x, y, kept, out))
-        return tuple(each for each in learned if len(each[0]) > 1), tuple(checked)
+        if not (several := tuple(each for each in learned if len(each[0]) > 1)):
+            raise ValueError(mismatch("maps", "only maps of two points", "at least one map of three"))
+        return several, tuple(checked)
     held_out = set(torch.randperm(len(usable), generator=generator)[: math.ceil(len(usable) / HELD_OUT)].tolist())
     known = tuple(each for number, each in enumerate(usable) if number not in held_out)
     return known, tuple(

@@ -70,7 +70,8 @@ class StreamReader:
     @torch.no_grad()
     def predict(self, stream: Any) -> np.ndarray:
         """Return the probabilities (T - window + 1, classes) that `step` returns for the tokens (T, C) of a new stream,
-        from the first full window on. The streams that are being read stay as they are."""
+        from the first full window on. The streams that are being read stay as they are afterwards; another thread
+        must not step them meanwhile."""
         tokens = self._given(numbers("stream", stream, len(self.scale.mean)))
         state, place = self.state, self.model.positions.get_state()
         self.state = None

@@ -151,6 +151,10 @@ X, Y = np.zeros((9, 2)), np.arange(9.0)
         ({"y": Y.astype("M8[s]")}, "y: got a ndarray (datetime64[s]), expected an array or a table of numbers"),
         ({"maps": [1, 2]}, "maps: got shape (2,), expected (9,), a label for each row of x"),
         ({"maps": range(9)}, "maps: got only maps of one point, or without a complete point, expected at least one"),
+        (
+            {"maps": [0, 0, 1, 1, 2, 2, 3, 3, 4]},
+            "maps: got only maps of two points, expected at least one",
+        ),
         ({"maps": [0] * 8 + [None]}, "maps: got no label in row 8, expected a label for each row of x"),
         ({"y": np.stack([Y, Y * np.nan], 1)}, "y: got no number in column 1, expected a number in each column"),
         ({"system": "cmhp"}, "system: got 'cmhp', expected one of cmanp"),

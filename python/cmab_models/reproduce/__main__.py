@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..cli import positive
 from ..pictures import context
 from ..presets import PRESETS
 from ..training import Run
@@ -34,7 +35,10 @@ def main() -> None:
         help="where runs are kept; finished ones are not run again",
     )
     parser.add_argument(
-        "--workers", type=int, default=2, help="processes that run at the same time, with one thread each (default: 2)"
+        "--workers",
+        type=positive,
+        default=2,
+        help="processes that run together, with one thread each (default: 2)",
     )
     parser.add_argument(
         "--preset", choices=PRESETS, help="train with these settings of each task: paper has the published protocol"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..cli import positive
 from ..pictures import needed as picture
 from ..pictures import save
 from ..presets import known
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--share", type=float, default=0.05, help="of the error of the mean answer (default: 0.05)")
     parser.add_argument("--steps", type=int, help="of each training (default: the task's)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="processes side by side, of one thread each")
+    parser.add_argument("--workers", type=positive, default=2, help="processes side by side, of one thread each")
     parser.add_argument("--folder", type=Path, default=Path("runs/scaling"), help="where runs and the result are kept")
     asked = parser.parse_args(arguments)
     systems = asked.systems or SYSTEMS

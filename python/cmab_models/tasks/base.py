@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from cmab_kernels.runtime.checks import kind_of, mismatch
+from cmab_kernels.runtime.checks import check_count, kind_of, mismatch
 
 from ..systems import SYSTEMS
 
@@ -65,7 +65,9 @@ class Task(ABC):
     """Steps between two checks."""
 
     def __post_init__(self) -> None:
-        """Raise an error for an unknown word."""
+        """Raise an error for an unknown word, and for a number of steps or checks that cannot be."""
+        for name, least in (("steps", 1), ("check_every", 1), ("patience", 0)):
+            check_count(name, getattr(self, name), least)
         self._check_word("optimizer", OPTIMIZERS)
         self._check_word("schedule", SCHEDULES)
 
