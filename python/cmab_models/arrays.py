@@ -119,7 +119,7 @@ def load(folder: str | Path, kind: str) -> tuple[dict[str, Any], Any, Any]:
         if told["kind"] != kind:
             raise ValueError(mismatch("kind", told["kind"], kind))
         if told.pop("digests") != _digests(folder):
-            raise ValueError("they are of several calls of `save`; one was interrupted")
+            raise ValueError(mismatch("digests", "those of other files", "files of one `save`; one was interrupted"))
         with contextlib.redirect_stdout(io.StringIO()):  # huggingface_hub prints that it reads from a folder
             model = SYSTEMS[told["system"]].from_pretrained(folder / "model").eval()
         return told, model, torch.load(folder / "state.pt", weights_only=True)

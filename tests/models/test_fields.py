@@ -195,7 +195,7 @@ def test_a_field_refuses_what_does_not_belong_to_it(fitted: Field, tmp_path: Pat
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1  # as if a later `save` had been interrupted
     weights.write_bytes(changed)
-    with pytest.raises(ValueError, match=r"several calls of `save`; one was interrupted"):
+    with pytest.raises(ValueError, match=r"got those of other files, expected files of one `save`"):
         Field.load(tmp_path)
     with pytest.raises(OSError, match=r"cannot be written"):
         fitted.save(tmp_path / "fitted.json")

@@ -160,7 +160,7 @@ def twice(module: Any, name: str) -> None:
 REASONS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "an attention mask": ("no attention mask", lambda layer: layer, {"src_mask": CAUSAL, "is_causal": True}),
     "an additive mask": (
-        "is a float mask with values",
+        "is a float mask that may be added",
         lambda layer: layer,
         {"src_key_padding_mask": -1.0 * PADDING.double()},
     ),
