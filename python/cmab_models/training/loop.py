@@ -20,7 +20,7 @@ from torch import nn
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module where there is one
 
 from cmab_kernels.runtime.checks import mismatch
 
