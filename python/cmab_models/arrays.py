@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -87,6 +87,14 @@ class Scale(NamedTuple):
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Scale:
         return cls(*(np.array(told[name], np.float64) for name in cls._fields))
+
+
+def digest(*groups: Iterable[Tensor]) -> str:
+    """Return a digest of the numbers of a task."""
+    found = hashlib.sha256()
+    for part in (each for group in groups for each in group):
+        found.update(part.numpy().tobytes())
+    return found.hexdigest()[:12]
 
 
 def save(folder: str | Path, told: Mapping[str, Any], model: Pretrained, state: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.runtime.checks import check_count, mismatch
 
-from .arrays import Scale, load, numbers, save
+from .arrays import Scale, digest, load, numbers, save
 from .neural_processes import NeuralProcess
 from .neural_processes.base import Batch, PaddedBatch
 from .tasks.base import seeded
@@ -215,10 +214,7 @@ class Maps(FunctionTask, listed=False):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, and a digest of the data: a training goes on with the same data only."""
-        found = hashlib.sha256()
-        for part in (each for group in (*self.known, *self.checked) for each in group):
-            found.update(part.numpy().tobytes())
-        return super().settings() | {"data": found.hexdigest()[:12]}
+        return super().settings() | {"data": digest(*self.known, *self.checked)}
 
     def sizes(self, system: str) -> dict[str, Any]:
         x, y = self.known[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from cmab_kernels.runtime.checks import check_count, mismatch
 
-from .arrays import Scale, load, numbers, save
+from .arrays import Scale, digest, load, numbers, save
 from .streams import StreamClassifier, StreamState
 from .tasks.base import seeded
 from .tasks.detection import DetectionTask, Labelled, accuracy
@@ -184,10 +183,7 @@ class OwnStreams(DetectionTask, listed=False):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, and a digest of the data: a training goes on with the same data only."""
-        found = hashlib.sha256()
-        for part in (each for group in (*self.known, *self.checked) for each in group):
-            found.update(part.numpy().tobytes())
-        return super().settings() | {"data": found.hexdigest()[:12]}
+        return super().settings() | {"data": digest(*self.known, *self.checked)}
 
     def sizes(self, system: str) -> dict[str, Any]:
         return self.sizes_for(system, self.known.tokens[0].shape[1], self.known.labels[0].shape[1])
