@@ -73,8 +73,9 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> Scale:
-        mean, std = np.nanmean(values, 0), np.nanstd(values, 0)
-        # A constant column has a deviation of rounding errors, or of 0.
+        # A constant column keeps its exact value, and large numbers their small differences.
+        least = np.nanmin(values, 0)
+        mean, std = least + np.nanmean(values - least, 0), np.nanstd(values - least, 0)
         return cls(mean, np.where(std > 1e-14 * np.abs(mean), std, 1.0))
 
     def standardise(self, values: np.ndarray) -> Tensor:

@@ -241,6 +241,23 @@ def test_equal_times_do_not_spoil_the_scale() -> None:
     assert nothing.head.log_gaps == (0.0, 1.0) and nothing.num_marks == 1
 
 
+@pytest.mark.parametrize("every", [0.1, 6.0, 1 / 3, 86_400.0])
+def test_the_ticks_of_a_clock_have_a_scale_of_1(every: float) -> None:
+    """Times that are multiples of a number have gaps that differ by rounding."""
+    ticks = every * torch.arange(1, 2_000, dtype=torch.float64)
+    model = THP.for_events(Events.pad([ticks], [torch.zeros(len(ticks))], [float(ticks[-1])]), dim=8)
+    assert model.head.log_gaps == (pytest.approx(math.log(every)), 1.0)
+
+
+@pytest.mark.parametrize("kind", [CMHP, THP])
+def test_a_unit_in_which_gaps_vanish_is_refused(kind: type[CMHP | THP]) -> None:
+    times = 1e-9 * torch.arange(1, 9, dtype=torch.float64).square()
+    with pytest.raises(
+        ValueError, match=r"log_gap_mean: got -1.+, expected at least -16.1, gaps of 1e-07; use a small"
+    ):
+        kind.for_events(Events.pad([times], [torch.zeros(8)], [1e-7]), dim=8)
+
+
 TABLE = pandas.DataFrame(
     {
         "when": pandas.to_datetime(["2026-01-01 08:00", "2026-01-02 12:30", "2026-01-01 09:00", "2026-01-01 09:00"]),

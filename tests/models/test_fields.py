@@ -108,8 +108,9 @@ def test_small_differences_of_large_numbers_are_kept() -> None:
     x = 1.7e9 + np.arange(4.0)[:, None]
     scale = Scale.of(x)
     assert torch.allclose(scale.standardise(x).squeeze(), torch.tensor([-1.5, -0.5, 0.5, 1.5]) / 1.25**0.5)
-    constant = Scale.of(np.full((3, 1), 0.1))
-    assert constant.std == 1 and (constant.standardise(np.full((3, 1), 0.1)).abs() < 1e-9).all()
+    for rows in (3, 100_000):
+        constant = Scale.of(np.full((rows, 2), 0.1) * [1.0, 1e9])
+        assert (constant.std == 1).all() and (constant.mean == [0.1, 0.1 * 1e9]).all()
     assert all(np.array_equal(a, b) for a, b in zip(Scale.read(scale.told()), scale, strict=True))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from cmab_models.choices import largest
 from cmab_models.regressors import MAML, IntentionModule, LinTransformer, NPFormer, NPRegressor
 from cmab_models.regressors.baselines import EncoderLayer, LinearAttention, Pooled
 from cmab_models.systems import SYSTEMS
@@ -128,16 +130,19 @@ def test_a_neural_process_reads_the_mean_of_its_points() -> None:
     close(model(*points()), pooled(model.process, *points()))
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_maml_takes_steps_of_gradient_descent_and_learns_through_them(steps: int) -> None:
+@pytest.mark.parametrize(("steps", "classes"), [(1, False), (3, False), (3, True)])
+def test_maml_takes_steps_of_gradient_descent_and_learns_through_them(steps: int, classes: bool) -> None:
     torch.manual_seed(0)
-    model = MAML(2, 3, dim=9, depth=3, inner_steps=steps, inner_rate=0.3).double()
+    model = MAML(2, 3, dim=9, depth=3, inner_steps=steps, inner_rate=0.3, classes=classes).double()
     query, key, value = points()
+    if classes:
+        value = F.one_hot(largest(value), 3).double()
     rows = []
     for q, k, v in zip(query, key, value, strict=True):
         weights = dict(model.network.named_parameters())
         for _ in range(steps):
-            loss = (torch.func.functional_call(model.network, weights, (k,)) - v).square().mean()
+            found = torch.func.functional_call(model.network, weights, (k,))
+            loss = F.cross_entropy(found, largest(v)) if classes else (found - v).square().mean()
             gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
             weights = {
                 name: weight - 0.3 * gradient

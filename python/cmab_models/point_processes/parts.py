@@ -17,6 +17,11 @@ from .mixture import LogNormalMixture
 
 LOG_SCALES = (-5.0, 3.0)
 """The range of the logarithm of a component's scale, in standard deviations of the logarithm of a gap."""
+_ROUNDING = 1e-6
+"""A smaller standard deviation of logarithms of gaps comes from the rounding of times."""
+_SHORT = 1e-7
+"""Models need mean gaps of this length or more, because they do not tell gaps below `mixture.SHORTEST`, 1e-10, from
+0."""
 
 
 class NextEvent(NamedTuple):
@@ -38,10 +43,10 @@ class LogGaps(NamedTuple):
     @classmethod
     def of(cls, gaps: Tensor) -> LogGaps:
         """Return the mean and standard deviation for gaps (N,). Gaps of 0, between events at equal times, are left out.
-        If there are no two different other gaps, the standard deviation is 1."""
+        If all other gaps are equal, up to the rounding of float32 times, the standard deviation is 1."""
         logs = gaps[gaps > 0].double().log()
         std = float(logs.std()) if len(logs) > 1 else 0.0
-        return cls(float(logs.mean()) if len(logs) else 0.0, std or 1.0)
+        return cls(float(logs.mean()) if len(logs) else 0.0, std if std > _ROUNDING else 1.0)
 
     def standardise(self, gaps: Tensor) -> Tensor:
         return (gaps.log() - self.mean) / self.std
@@ -70,6 +75,9 @@ class EventEmbedding(nn.Module):
         for name, value in (("log_gap_std", log_gaps.std), ("period", period)):
             if not value > 0:
                 raise ValueError(mismatch(name, value, "a number > 0"))
+        if log_gaps.mean < math.log(_SHORT):
+            expected = f"at least {math.log(_SHORT):.1f}, gaps of {_SHORT:g}; use a smaller unit of time"
+            raise ValueError(mismatch("log_gap_mean", f"{log_gaps.mean:.4g}", expected))
         self.mark = nn.Embedding(num_marks, dim)
         self.gap = nn.Linear(1, dim)
         self.log_gaps = log_gaps

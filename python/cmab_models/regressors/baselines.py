@@ -140,8 +140,10 @@ class NPRegressor(Regressor):
 
 
 class MAML(Regressor):
-    """A perceptron that takes `inner_steps` steps of gradient descent on the mean squared error of the points, and then
-    answers the queries. Training passes gradients through these steps.
+    """A perceptron that takes `inner_steps` steps of gradient descent on the points, and then answers the queries.
+    Training passes gradients through these steps.
+
+    The steps reduce the mean squared error or, if values are classes, the mean cross-entropy. Answers are then scores.
 
     Answers are as wide as values, because the perceptron maps queries as it maps keys. The steps change copies of the
     weights, so a hook or an adapter on a layer is not called. Source: Model-Agnostic Meta-Learning for Fast Adaptation
@@ -154,6 +156,7 @@ class MAML(Regressor):
         depth: the number of linear layers.
         inner_steps: the number of gradient steps.
         inner_rate: the rate of these steps.
+        classes: whether values are classes as 0 and 1, such as the rows of an identity matrix.
 
     >>> model = cmab_models.MAML(dim_key=1, dim_value=1)
     >>> model(torch.randn(3, 5, 1), torch.randn(3, 10, 1), torch.randn(3, 10, 1)).shape
@@ -168,9 +171,11 @@ class MAML(Regressor):
         depth: int = 3,
         inner_steps: int = 1,
         inner_rate: float = 0.01,
+        classes: bool = False,
     ) -> None:
         super().__init__()
         self.dim_key, self.dim_value, self.inner_steps, self.inner_rate = dim_key, dim_value, inner_steps, inner_rate
+        self.classes = classes
         self.network = perceptron(dim_key, dim, dim_value, depth)
 
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -180,7 +185,10 @@ class MAML(Regressor):
         for _ in range(self.inner_steps):
             # The gradient is written out: autograd alone would need gradients where a caller has switched them off.
             rows = _rows(key, weights, biases)
-            gradient = 2 * (rows[-1] - value) / max(value[:1].numel(), 1)
+            if self.classes:
+                gradient = (rows[-1].softmax(-1) - value) / max(value.shape[1], 1)
+            else:
+                gradient = 2 * (rows[-1] - value) / max(value[:1].numel(), 1)
             for i in reversed(range(len(weights))):
                 earlier = gradient @ weights[i] * (rows[i] > 0)
                 weights[i] = weights[i] - self.inner_rate * (gradient.mT @ rows[i])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .judging import HARDER_TASK, Claim, Verdict, compared
+from .judging import Claim, Verdict, compared
 from .results import LOWER, Results, Side
 
 
@@ -48,7 +48,7 @@ def _constant_memory(results: Results) -> Verdict:
         + " bytes for each further point; a float32 number has 4"
     )
     if grown["lbanp"] < 4:
-        return Verdict(None, told, HARDER_TASK)
+        return Verdict(None, told)
     return Verdict(grown["cmanp"] < 4, told)
 
 

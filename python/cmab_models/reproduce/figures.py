@@ -34,8 +34,6 @@ PAGE = Path(__file__).parents[1] / "FIGURES.md"
 LATENTS = (1, 2, 4, 8, 16, 32)
 STEPS = 1_000
 """Steps of each training: a fifth to a tenth of those of `make reproduce`."""
-BUDGETS = (1_000, 3_000, 10_000, 30_000)
-"""Steps of the trainings on small digits, 12 minutes of a core in all."""
 SMALL_DIGITS = {"shrink": 2, "size": 14, "most_points": 100}
 BATCHES = 100
 """Batches of functions on which a trained model is evaluated."""
@@ -70,12 +68,14 @@ def _blocks(folder: Path, share: float) -> list[scans.Point]:
     return scans.over_trained_blocks(kept(run), batches, (1, 2, 3, 5, 10, 20, 50), "cmanp-and")
 
 
-def _plateau(folder: Path, share: float) -> list[scans.Point]:
+def _plateau(
+    name: str, settings: dict[str, Any], budgets: Sequence[int], folder: Path, share: float
+) -> list[scans.Point]:
     """Return likelihoods of digits over training steps: given their pixels, given another image's, and without a
     model."""
     found = []
-    for steps in BUDGETS:
-        run, *_ = _trained(f"digits {steps}", ("cmanp",), folder, share, SMALL_DIGITS, steps, "digits")
+    for steps in budgets:
+        run, *_ = _trained(f"{name} {steps}", ("cmanp",), folder, share, settings, steps, "digits")
         task, record = run.task, finished(run) or {}
         assert isinstance(task, Digits)
         own, other = likelihoods_of_contexts(kept(run), list(task._batches("seen")))
@@ -148,12 +148,18 @@ FIGURES: dict[str, Part] = {
         "one block, as in the authors' code.",
     ),
     "plateau": Part(
-        _plateau,
+        partial(_plateau, "digits", SMALL_DIGITS, (1_000, 3_000, 10_000, 30_000)),
         "training steps",
         "Digits of 14 x 14 pixels",
         "Not in the paper: when does a CMANP begin to read the known pixels? Width 32, 2 blocks, 16 latents, batches "
         "of 16 images of 2,800, one seed for each number of steps. A model that reads the known pixels loses if they "
         "are those of another image.",
+    ),
+    "whole_digits": Part(
+        partial(_plateau, "whole digits", {}, (3_000, 10_000, 30_000, 100_000)),
+        "training steps",
+        "Digits of 28 x 28 pixels",
+        "The same model on whole images, with up to 200 known pixels.",
     ),
     "blocks_of_targets": Part(
         _scan(scans.over_blocks_of_targets, scans.BLOCKS_OF_TARGETS),

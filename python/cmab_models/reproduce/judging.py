@@ -12,12 +12,6 @@ SEEDS = 3
 EQUAL = 1.25
 """CPU seconds count as equal if the larger number is at most this many times the smaller."""
 
-MORE_SEEDS = "more seeds or longer training"
-HARDER_TASK = "a task, or a training, in which the weakest baseline fails"
-EQUAL_SECONDS = "equal CPU seconds"
-FIGURES = "the papers' figures"
-RUNS = "runs"
-
 
 class Verdict(NamedTuple):
     """Whether a claim held here."""
@@ -25,8 +19,6 @@ class Verdict(NamedTuple):
     held: bool | None
     """None means that the claim could not be judged at this scale."""
     reason: str
-    missing: str = ""
-    """What is missing for a verdict, if there is none."""
 
 
 class Claim(NamedTuple):
@@ -46,7 +38,7 @@ def judged(claim: Claim, results: Results) -> Verdict:
     try:
         return claim.judge(results)
     except KeyError as missing:
-        return Verdict(None, str(missing.args[0]), RUNS)
+        return Verdict(None, str(missing.args[0]))
 
 
 def compared(
@@ -70,17 +62,17 @@ def compared(
             f"{seconds[1]:.0f}"
         )
         if max(seconds) > EQUAL * min(seconds):
-            return Verdict(None, f"{told}: not equal", EQUAL_SECONDS)
+            return Verdict(None, f"{told}: not equal")
     for name, baseline in results.baselines(ours, theirs).items():
         if results.sign(ours.score) * (asked.mean - baseline.mean) <= _error(asked, baseline):
-            return Verdict(None, f"{told}: {name} also passes, or nearly, with {number(baseline.mean)}", HARDER_TASK)
+            return Verdict(None, f"{told}: {name} also passes, or nearly, with {number(baseline.mean)}")
     if min(mine.seeds, other.seeds) < SEEDS:
-        return Verdict(None, f"{told}: fewer than {SEEDS} seeds", MORE_SEEDS)
+        return Verdict(None, f"{told}: fewer than {SEEDS} seeds")
     difference = results.sign(ours.score) * (mine.mean - asked.mean)
     if abs(difference) <= _error(mine, asked):
-        return Verdict(None, f"{told}: the difference is within the scatter of the seeds", MORE_SEEDS)
+        return Verdict(None, f"{told}: the difference is within the scatter of the seeds")
     if allowed is None and difference < 0:
-        return Verdict(None, f"{told}: worse, and the paper does not say how much worse is still near", FIGURES)
+        return Verdict(None, f"{told}: worse, and the paper does not say how much worse is still near")
     return Verdict(difference > 0, told)
 
 

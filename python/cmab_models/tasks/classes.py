@@ -153,6 +153,9 @@ class ClassesTask(ImageTask):
     def sizes(self, system: str) -> dict[str, Any]:
         width = self.images(held_out=True)[0][0].numel()
         sizes = {"dim_key": width, "dim_value": self.ways, "dim": self.dim}
+        if system == "maml":
+            # Twice as wide as the features, with the rate of MAML's Omniglot and the steps of its miniImageNet.
+            return sizes | {"dim": 2 * self.dim, "classes": True, "inner_steps": 5, "inner_rate": 0.4}
         return sizes | ({"estimator": self.estimator} if system == "few-shot" else {"dim_out": self.ways})
 
     def drawn(self, generator: torch.Generator, count: int, held_out: bool) -> Question:
@@ -199,6 +202,7 @@ class FewShotTask(ClassesTask):
     """Classify images of classes that were not in the training, from a few examples of each class."""
 
     name = "few-shot"
+    systems: ClassVar[tuple[str, ...]] = (*ClassesTask.systems, "maml")
 
     steps: int = 400
     glyphs: str = "digits"

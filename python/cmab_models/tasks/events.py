@@ -161,8 +161,8 @@ class DeparturesTask(EventTask):
     name: ClassVar[str] = "departures"
     period: ClassVar[float] = DAY
 
-    of_system: ClassVar[BySystem] = {"thp": {"steps": 3600}}
-    steps: int = 3000
+    of_system: ClassVar[BySystem] = {"thp": {"steps": 2400}}
+    steps: int = 2000
 
     @property
     def num_marks(self) -> int:
