@@ -34,7 +34,7 @@ def numbers(name: str, given: Any, columns: int | None = None, *, missing: bool 
     """
     allowed = "an array or a table of numbers"
     try:
-        found = _filled(given.detach().cpu() if isinstance(given, Tensor) else given)
+        found = _filled(_from_tensor(given) if isinstance(given, Tensor) else given)
         numeric = found.dtype.kind not in "cmM"  # complex numbers and times become float64 without an error
         found = found.astype(np.float64) if numeric else found
     except (TypeError, ValueError) as error:
@@ -48,6 +48,11 @@ def numbers(name: str, given: Any, columns: int | None = None, *, missing: bool 
     if np.isinf(found).any() or (not missing and np.isnan(found).any()):
         what = "an infinity" if np.isinf(found).any() else f"{int(np.isnan(found).sum())} missing numbers"
         raise ValueError(mismatch(name, what, "finite numbers" + (", or NaN for a missing one" if missing else "")))
+    return found
+
+
+def _from_tensor(given: Tensor) -> np.ndarray:
+    found: np.ndarray = (given.double() if given.is_floating_point() else given).numpy(force=True)  # not bfloat16
     return found
 
 

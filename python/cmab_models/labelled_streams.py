@@ -61,8 +61,9 @@ class StreamReader:
     def step(self, token: Any) -> np.ndarray | None:
         """Read the next token (C,) of a stream, or (B, C) of B streams, and return the probabilities (classes,) or (B,
         classes); None before the window is full."""
-        flat = np.ndim(token) == 1
-        tokens = numbers("token", np.atleast_2d(token) if flat else token, len(self.scale.mean))
+        given = token if isinstance(token, Tensor) else np.asanyarray(token)
+        flat = given.ndim == 1
+        tokens = numbers("token", given[None] if flat else given, len(self.scale.mean))
         scores = self.model.forward_step(self._given(tokens))
         return None if scores is None else _probabilities(scores[0] if flat else scores)
 
@@ -114,8 +115,8 @@ def fit_streams(
     """Fit a classifier of the newest tokens of streams, such as the activity that sensors show, and return it.
 
     Each column of the tokens is standardised. A training reads pieces at random places. All classes have equal chances
-    to be that of the newest token. Every tenth stream, or, of fewer than ten streams, the last tenth of each, is left
-    out. The loss there stops the training, and chooses the weights.
+    to be that of the newest token that counts. Every tenth stream, or, of fewer than ten streams, the last tenth of
+    each, is left out. The loss there stops the training, and chooses the weights.
 
     Args:
         streams: arrays or tables (T, C) of numbers, each with at least `window` rows; lengths may differ.
@@ -220,20 +221,31 @@ def _classes(labels: Sequence[Any], arrays: Sequence[np.ndarray]) -> tuple[list[
     """Return the labels in order, and the number of the label of each token."""
     if len(labels) != len(arrays):
         raise ValueError(mismatch("labels", f"{len(labels)} of them", f"{len(arrays)}, one for each stream"))
-    found = [np.asarray(label) for label in labels]
+    found = [_label_array(label) for label in labels]
     for i, (label, array) in enumerate(zip(found, arrays, strict=True)):
         if label.shape not in ((), (len(array),)):
             raise ValueError(
                 mismatch(f"labels[{i}]", f"shape {label.shape}", f"a label, or ({len(array)},), one for each token")
             )
     flat = np.concatenate([np.broadcast_to(label, len(array)) for label, array in zip(found, arrays, strict=True)])
-    if flat.dtype.kind not in "biufU" or (flat != flat).any():
+    if any(label.dtype.kind not in "biufU" for label in found) or (flat != flat).any():
         given = "a NaN" if flat.dtype.kind == "f" else f"labels of {flat.dtype}"
         raise ValueError(mismatch("labels", given, "texts or numbers, which a file can hold"))
+    kinds = {label.dtype.kind for label in found}
+    if ("U" in kinds and len(kinds) > 1) or (flat.dtype.kind == "f" and "f" not in kinds):
+        told = ", ".join(sorted({str(label.dtype) for label in found}))
+        raise ValueError(mismatch("labels", f"labels of {told}", "labels of one kind, which stay different together"))
     classes, marks = np.unique(flat, return_inverse=True)
     if len(classes) < 2:
         raise ValueError(mismatch("labels", "one class", "at least two"))
     return classes.tolist(), np.split(marks, np.cumsum([len(array) for array in arrays])[:-1])
+
+
+def _label_array(label: Any) -> np.ndarray:
+    """Return a label, or those of the tokens, as an array. Texts in a column of pandas are Python's own objects."""
+    found = np.asarray(label)
+    texts = found.dtype == object and all(isinstance(each, str) for each in found.ravel())
+    return found.astype(np.str_) if texts else found
 
 
 def _parts(tokens: Sequence[Tensor], labels: Sequence[Tensor], window: int, seed: int) -> tuple[Labelled, Labelled]:

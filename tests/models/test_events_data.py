@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from cmab_models.data.departures import DAY, departures
@@ -131,3 +132,23 @@ def test_times_keep_their_digits(kind: Any, tmp_path: Path) -> None:
     assert torch.equal(read_sequences(tmp_path / "some.pt").times, expected)
     padded = Events.pad([kind(times)], [[0, 1, 0]], [times[-1]])
     assert torch.equal(padded.gaps()[:, 1:], expected.diff()) and padded.end.item() == times[-1]
+
+
+def test_columns_of_a_table_keep_their_own_order() -> None:
+    """torch looks the places of a column up in its index."""
+    table = pandas.DataFrame({"user": list("abab"), "time": [3.0, 1.0, 1.0, 2.0], "mark": [0, 1, 2, 3]}).sort_values(
+        "time"
+    )
+    users = [part for _, part in table.groupby("user")]
+    found = Events.pad([part["time"] for part in users], [part["mark"] for part in users], [4.0, 4.0])
+    assert found.times.tolist() == [[1.0, 3.0], [1.0, 2.0]] and found.marks.tolist() == [[2, 0], [1, 3]]
+    swapped = pandas.Series([5, 6], index=[1, 0])
+    assert Events.pad([[1.0, 2.0]], [swapped], [3.0]).marks.tolist() == [[5, 6]]
+
+
+def test_arrays_may_have_any_layout() -> None:
+    times = (np.array([2.0, 1.0])[::-1], np.array([1.0, 2.0], ">f8"), np.broadcast_to(np.float32([1, 2]), (2, 2))[0])
+    for each in times:
+        marks = np.array([6, 5])[::-1].astype(">i4")
+        found = Events.pad([each], [marks], np.array([3.0], ">f8"))
+        assert found.times.tolist() == [[1.0, 2.0]] and found.marks.tolist() == [[5, 6]]

@@ -7,6 +7,7 @@ from contextlib import suppress
 from textwrap import shorten
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -111,9 +112,19 @@ def _as_tensor(name: str, given: Any, dtype: torch.dtype | None = None) -> Tenso
     cannot be converted."""
     try:
         # A dtype would silently drop the imaginary part of an array. Without a dtype, the digits of a list are kept.
-        tensor = torch.as_tensor(given) if hasattr(given, "__array__") else torch.as_tensor(given, dtype=dtype)
+        if not isinstance(given, Tensor) and hasattr(given, "__array__"):
+            tensor = torch.from_numpy(_plain(given))
+        else:
+            tensor = torch.as_tensor(given, dtype=None if isinstance(given, Tensor) else dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(mismatch(name, shorten(repr(given), 60), "numbers")) from error
     if not is_dense(tensor) or tensor.is_complex() or tensor.is_quantized or tensor.is_meta:
         raise ValueError(mismatch(name, shorten(repr(given), 60), "a dense tensor of real numbers"))
     return tensor.to(dtype or (tensor.dtype if tensor.is_floating_point() else torch.int64))
+
+
+def _plain(given: Any) -> np.ndarray:
+    """Return an array, or a column of pandas in its own order, in a layout that torch reads. torch itself would look up
+    the places of a column in its index."""
+    found = np.asarray(given)
+    return np.array(found, found.dtype.newbyteorder("="), order="C")

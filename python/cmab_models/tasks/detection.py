@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..choices import largest
@@ -43,16 +44,17 @@ class DetectionTask(WindowTask):
 
     def pieces(self, part: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return pieces (B, T, C) of streams of a part, and the labels (B, T - n + 1, classes) of their steps. All
-        classes have equal chances to be that of the last token."""
+        classes have equal chances to be that of the last token that counts. Usually this ends the piece. If it comes
+        before the end of the first piece of its stream, the later tokens of this piece do not count."""
         tokens, labels = self.streams(part)
         length, found = self.piece_len(tokens), []
-        of_class = _ends(labels, length)
+        of_class = _ends(labels, self.sequence_len)
         for number in torch.randint(len(of_class), (self.batch_size,), generator=generator).tolist():
             places = of_class[number]
             stream, end = places[torch.randint(len(places), (), generator=generator)].tolist()
-            found.append(
-                (tokens[stream][end - length : end], labels[stream][end - length + self.sequence_len - 1 : end])
-            )
+            stop = max(end, length)
+            of_steps = labels[stream][stop - length + self.sequence_len - 1 : end]
+            found.append((tokens[stream][stop - length : stop], F.pad(of_steps, (0, 0, 0, stop - end))))
         pieces, of_steps = zip(*found, strict=True)
         return torch.stack(pieces), torch.stack(of_steps)
 
@@ -102,13 +104,13 @@ def accuracy(probabilities: Tensor, labels: Tensor) -> float:
 
 
 @lru_cache(maxsize=4)
-def _ends(labels: tuple[Tensor, ...], length: int) -> list[Tensor]:
-    """Return for each class that occurs the numbers (N, 2) of the streams, and the ends of all pieces of this length
-    whose last token has the class."""
+def _ends(labels: tuple[Tensor, ...], window: int) -> list[Tensor]:
+    """Return for each class of a token that ends a window the numbers (N, 2) of the streams, and the ends of these
+    windows."""
     places, last = [], []
     for number, label in enumerate(labels):
-        ends = torch.arange(length, len(label) + 1)
+        ends = torch.arange(window, len(label) + 1)
         places.append(torch.stack([torch.full_like(ends, number), ends], 1))
-        last.append(label[length - 1 :])
+        last.append(label[window - 1 :])
     has = torch.cat(last) > 0
     return [torch.cat(places)[each] for each in has.unbind(1) if each.any()]

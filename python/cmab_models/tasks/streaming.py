@@ -85,16 +85,23 @@ class WindowTask(Task):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the loss of every step over the pieces (B, T, C), with classes (B,), or with the shares of classes (B,
         T - n + 1, classes) of each step. For a model that would read the whole window at every step, use the last step
-        only."""
+        that counts only."""
         assert isinstance(model, StreamClassifier)
         pieces, labels = batch
-        last = isinstance(model, Nystromformer)
-        scores = model.forward_stream(pieces[:, -self.sequence_len :] if last else pieces)
+        if isinstance(model, Nystromformer):
+            pieces, labels = self._newest(pieces, labels)
+        scores = model.forward_stream(pieces)
         if labels.dim() == 1:
             labels = labels.unsqueeze(1).expand(-1, scores.shape[1])
-        elif last:
-            labels = labels[:, -1:]
         return F.cross_entropy(scores.flatten(0, 1), labels.flatten(0, 1), reduction=reduction(labels))
+
+    def _newest(self, pieces: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the window (B, n, C) of each piece whose newest token is the last that counts, and its labels."""
+        if labels.dim() == 1:
+            return pieces[:, -self.sequence_len :], labels
+        rows, steps = (torch.arange(extent, device=labels.device) for extent in labels.shape[:2])
+        last = torch.where(labels.sum(-1) > 0, steps, 0).amax(1)
+        return pieces.unfold(1, self.sequence_len, 1).mT[rows, last], labels[rows, last].unsqueeze(1)
 
     def before_step(self, model: nn.Module, step: int) -> None:
         """Fit fixed landmarks: first the landmarks of all layers, then layer by layer, with an equal part of the
