@@ -134,8 +134,8 @@ def test_times_keep_their_digits(kind: Any, tmp_path: Path) -> None:
     assert torch.equal(padded.gaps()[:, 1:], expected.diff()) and padded.end.item() == times[-1]
 
 
-def test_columns_of_a_table_keep_their_own_order() -> None:
-    """torch looks the places of a column up in its index."""
+def test_columns_of_a_table_may_have_any_index() -> None:
+    """torch looks for the places of a column in its index, and fails if they are not there."""
     table = pandas.DataFrame({"user": list("abab"), "time": [3.0, 1.0, 1.0, 2.0], "mark": [0, 1, 2, 3]}).sort_values(
         "time"
     )
