@@ -62,9 +62,18 @@ def _filled(given: Any) -> np.ndarray:
         return np.where(np.ma.getmaskarray(given), np.nan, given.data) if given.dtype.kind in "biuf" else given.data
     found = np.asarray(given)
     if found.dtype == object:  # pandas.NA does not become a float
-        missing = np.array([type(each).__name__ == "NAType" for each in found.ravel()], bool).reshape(found.shape)
+        missing = np.array([_is_na(each) for each in found.ravel()], bool).reshape(found.shape)
         found = np.where(missing, np.nan, found)
     return found
+
+
+def is_missing(label: Any) -> bool:
+    """Whether a label is None, pandas.NA, NaN or NaT."""
+    return label is None or _is_na(label) or label != label
+
+
+def _is_na(each: Any) -> bool:
+    return type(each).__name__ == "NAType"  # pandas.NA, whose comparisons have no truth
 
 
 class Scale(NamedTuple):

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from cmab_kernels.runtime.checks import check_count, mismatch
 
-from .arrays import Scale, digest, load, numbers, save
+from .arrays import Scale, digest, is_missing, load, numbers, save
 from .neural_processes import NeuralProcess
 from .neural_processes.base import Batch, PaddedBatch
+from .precision import in_own_modes
 from .tasks.base import seeded
 from .tasks.functions import SIZES, FunctionTask
 
@@ -112,6 +113,7 @@ class Field:
         return self.model.condition(nothing[0], nothing[1])
 
 
+@in_own_modes
 def fit_field(
     x: Any,
     y: Any,
@@ -262,7 +264,7 @@ def _labels(maps: Any, rows: int) -> np.ndarray:
     if labels.shape != (rows,):
         raise ValueError(mismatch("maps", f"shape {labels.shape}", f"({rows},), a label for each row of x"))
     each = labels.tolist()
-    if missing := [i for i, label in enumerate(each) if label is None or label != label]:
+    if missing := [i for i, label in enumerate(each) if is_missing(label)]:
         raise ValueError(mismatch("maps", f"no label in row {missing[0]}", "a label for each row of x"))
     number = {label: i for i, label in enumerate(dict.fromkeys(each))}
     return np.array([number[label] for label in each], int)

@@ -17,8 +17,9 @@ from torch import Tensor
 from cmab_kernels.runtime.checks import check_count, mismatch
 
 from .arrays import Scale, digest, load, numbers, save
+from .precision import in_own_modes
 from .streams import StreamClassifier, StreamState
-from .tasks.base import seeded
+from .tasks.base import seeded, seeded_check
 from .tasks.detection import DetectionTask, Labelled, accuracy
 
 HELD_OUT = 10
@@ -98,6 +99,7 @@ class StreamReader:
         return self.scale.standardise(tokens).to(self.model.head.weight.device)
 
 
+@in_own_modes
 def fit_streams(
     streams: Sequence[Any],
     labels: Sequence[Any],
@@ -193,7 +195,7 @@ class OwnStreams(DetectionTask, listed=False):
         return self.known if part == "train" else self.checked
 
     def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (self.pieces("checked", seeded(19, number)) for number in range(CHECKED))
+        return (self.pieces("checked", seeded_check(number)) for number in range(CHECKED))
 
     def evaluate(self, model: Any) -> dict[str, float]:
         return {"accuracy": accuracy(*self.predictions(model, "checked"))}

@@ -1,13 +1,33 @@
-"""The dtype of weights and of likelihoods.
+"""The dtype of weights and of likelihoods, and the modes of torch in which a training runs.
 
 Half types can represent neither the shortest time between events nor the density of a sharp prediction."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from cmab_kernels.runtime.dtypes import state_dtype
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def in_own_modes(training: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Return a function that trains as it would outside `no_grad`, `inference_mode` and autocast of its caller. Within
+    one autocast, torch keeps the casts of old weights."""
+
+    @wraps(training)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        plain = (torch.autocast(device, enabled=False) for device in ("cpu", "cuda"))
+        with torch.inference_mode(False), torch.enable_grad(), next(plain), next(plain):
+            return training(*args, **kwargs)
+
+    return called
 
 
 def weight_of(module: nn.Module) -> Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from huggingface_hub import HfApi, PyTorchModelHubMixin, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import safe_open
@@ -55,7 +56,7 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         _check_arguments(cls, args, kwargs)
         # These values are written to config.json. huggingface_hub would leave out an int of NumPy, and would then load
         # the model with the default.
-        made: Self = super().__new__(cls, *map(_plain, args), **{name: _plain(each) for name, each in kwargs.items()})
+        made: Self = super().__new__(cls, *map(plain, args), **{name: plain(each) for name, each in kwargs.items()})
         return made
 
     @classmethod
@@ -180,8 +181,12 @@ def _parameters(kind: type[Pretrained]) -> list[inspect.Parameter]:
     return list(inspect.signature(kind.__init__).parameters.values())[1:]
 
 
-def _plain(value: Any) -> Any:
-    """Return the value of an argument, with any other kind of int as Python's int."""
+def plain(value: Any) -> Any:
+    """Return the value of an argument, with numbers of NumPy and other kinds as Python's own, which files can hold."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, np.generic):
+        return value.item()
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 

@@ -49,6 +49,13 @@ def falling(**changes: Any) -> Falling:
     return Falling(steps=8, batch_size=8, dim=8, check_every=1, **changes)
 
 
+def test_no_seed_trains_on_the_batches_of_a_check() -> None:
+    """A training draws its batches with its seed and a number."""
+    checked = [batch.key for batch in SMALL.validation()]
+    for seed in (0, 19, 20, *range(100)):
+        assert not any(torch.equal(SMALL.batch(seeded(seed, number)).key, each) for number, each in enumerate(checked))
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_best_weights_are_kept(accumulate: int, tmp_path: Path) -> None:
     """The schedule is that of all steps, so the weights are those of a longer run at the best step."""

@@ -199,3 +199,12 @@ def test_a_wrong_token_leaves_the_streams_as_they_are(fitted: StreamReader) -> N
             fitted.step(token)
     assert fitted.state is not None and fitted.state.place == 1
     fitted.state = None
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode, torch.no_grad])
+def test_a_caller_in_another_mode_gets_the_same_reader(fitted: StreamReader, mode: Any) -> None:
+    """Within one autocast, torch would go on with the casts of the first weights."""
+    streams, labels = waves(12)
+    with mode():
+        reader = fit_streams(streams, labels, 8, steps=2)
+    assert np.array_equal(reader.predict(streams[0]), fitted.predict(streams[0]))

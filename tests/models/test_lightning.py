@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from cmab_models import cli
@@ -51,6 +52,18 @@ def weights(model: nn.Module) -> Tensor:
 
 def run(folder: Path, task: Task = SMALL, system: str = "attention", **how: Any) -> Run:
     return Run(system, task, folder, **how)
+
+
+def test_numbers_of_numpy_are_settings(tmp_path: Path) -> None:
+    """A checkpoint holds Python's own numbers only."""
+    task = replace(SMALL, steps=np.int64(4), learning_rate=np.float32(0.5), dim=np.int16(8))
+    given = Run("attention", task, tmp_path, np.int64(3), model_settings={"num_heads": np.int64(2)})
+    train(given)
+    resumed, _ = train(given, resume=True)
+    expected = replace(
+        given, task=replace(SMALL, steps=4, learning_rate=0.5, dim=8), folder=tmp_path / "python", seed=3
+    )
+    assert torch.equal(weights(resumed), weights(train(expected)[0]))
 
 
 @pytest.mark.parametrize("every", [0.0, 60.0])

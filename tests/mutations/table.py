@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 import shlex
@@ -16,7 +17,7 @@ FILE = Path(__file__).with_name("CAUGHT.md")
 HEAD = """# What caught the planted faults
 
 `make mutants` writes this table: {caught} of {number} faults were planted, one at a time, and
-caught. The last column is a sum of the fault, of the file it is planted in and of its tests: while
+caught. The last column is a sum of the fault, of the code it is planted in and of its tests: while
 it stays the same, the fault is not planted again. Seconds are those of a busy machine.
 
 | fault | file | caught by | seconds | sum |
@@ -34,13 +35,30 @@ class Row(NamedTuple):
 
 
 def sum_of(fault: Fault) -> str:
-    """A hash of the fault, of the file in which it is planted, and of the files of its tests."""
-    found = hashlib.sha256(repr(tuple(fault)).encode() + (ROOT / fault.path).read_bytes())
+    """A hash of the fault, and of the code in the file of the fault and in the files of its tests."""
+    found = hashlib.sha256(repr(tuple(fault)).encode() + code(ROOT / fault.path).encode())
     for test in sorted({word.partition("::")[0] for word in shlex.split(fault.caught_by) if word.startswith("tests/")}):
         files = [ROOT / test] if test.endswith(".py") else sorted((ROOT / test).rglob("*.py"))
         for file in files:
-            found.update(file.read_bytes())
+            found.update(code(file).encode())
     return found.hexdigest()[:8]
+
+
+def code(file: Path) -> str:
+    """The text of a file without comments, docstrings and line breaks: new words do not change what a fault does."""
+    text = file.read_text()
+    if file.suffix != ".py":
+        return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S).split())
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(body := getattr(node, name, None), list):
+                setattr(node, name, [each for each in body if not _is_text(each)])
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def read() -> dict[str, Row]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.runtime.checks import check_count, kind_of, mismatch
 
+from ..pretrained import plain
 from ..systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -65,7 +66,10 @@ class Task(ABC):
     """Steps between two checks."""
 
     def __post_init__(self) -> None:
-        """Raise an error for an unknown word, and for a number of steps or checks that cannot be."""
+        """Raise an error for an unknown word, and for a number of steps or checks that cannot be. Numbers of NumPy
+        become Python's."""
+        for each in fields(self):
+            object.__setattr__(self, each.name, plain(getattr(self, each.name)))
         for name, least in (("steps", 1), ("check_every", 1), ("patience", 0)):
             check_count(name, getattr(self, name), least)
         self._check_word("optimizer", OPTIMIZERS)
@@ -106,7 +110,7 @@ class Task(ABC):
         endless data. Where `batch` chooses from data of a fixed size, override this with data that `batch` leaves out:
         otherwise the loss shows when a training has converged, but not when it overfits.
         """
-        return (self.batch(seeded(19, number)) for number in range(VALIDATED))
+        return (self.batch(seeded_check(number)) for number in range(VALIDATED))
 
     def before_step(self, model: nn.Module, step: int) -> None:  # noqa: B027 - most tasks change nothing
         """Change the model before step `step` of the optimiser, counted from 0. The parameters stay the same
@@ -197,3 +201,9 @@ def seeded(*seeds: int) -> torch.Generator:
     for seed in seeds:
         state = (state * 1_000_003 + seed + 1) % (1 << 63)
     return torch.Generator().manual_seed(state)
+
+
+def seeded_check(number: int) -> torch.Generator:
+    """Return the generator of a validation batch. A training draws its batches with two seeds, so it has no such
+    generator."""
+    return seeded(19, 0, number)

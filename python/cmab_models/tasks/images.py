@@ -18,7 +18,7 @@ from cmab_kernels.runtime.checks import mismatch
 from ..data import images as data
 from ..data.published_images import celeba, emnist
 from ..neural_processes.base import Batch, NeuralProcess
-from .base import VALIDATED, BySystem, every_tenth, seeded
+from .base import VALIDATED, BySystem, every_tenth, seeded, seeded_check
 from .functions import FunctionTask, sizes_of_sets, streamed
 
 Pictures: TypeAlias = "Tensor | list[Tensor]"
@@ -69,7 +69,7 @@ class _Completion(FunctionTask):
 
     def validation(self) -> Iterator[Batch]:
         """Yield squares of training images that no batch has; of all of them if there are few."""
-        return (self._drawn(_parts(self)[1], seeded(19, number)) for number in range(VALIDATED))
+        return (self._drawn(_parts(self)[1], seeded_check(number)) for number in range(VALIDATED))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         scores: dict[str, float] = {}

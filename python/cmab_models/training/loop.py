@@ -24,6 +24,8 @@ except ImportError:  # Windows
 
 from cmab_kernels.runtime.checks import mismatch
 
+from ..precision import in_own_modes
+from ..pretrained import plain
 from ..systems import SYSTEMS
 from ..tasks import Task
 from . import checkpoint
@@ -58,6 +60,9 @@ class Run:
     """The number of batches of each process in a step of the optimiser."""
 
     def __post_init__(self) -> None:
+        for name in ("seed", "devices", "accumulate"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        object.__setattr__(self, "model_settings", {name: plain(each) for name, each in self.model_settings.items()})
         if self.precision not in PRECISIONS:
             raise ValueError(mismatch("precision", repr(self.precision), f"one of {', '.join(PRECISIONS)}"))
         if self.precision == "16-mixed" and self.device == "cpu":
@@ -113,6 +118,7 @@ HOW = ("precision", "devices", "accumulate")
 """The settings of a run that belong neither to its task nor to its model."""
 
 
+@in_own_modes  # Lightning leaves gradients on
 def train(
     run: Run,
     *,
@@ -140,7 +146,7 @@ def train(
     callbacks, early = list(callbacks), EarlyStop(run)
     if any(isinstance(each, GradientAccumulationScheduler) for each in callbacks):
         raise ValueError(mismatch("callbacks", "a GradientAccumulationScheduler", "`accumulate` of the run"))
-    with _quiet(), _own_numbers(run.device), torch.enable_grad():  # Lightning leaves gradients on
+    with _quiet(), _own_numbers(run.device):
         training = Training(run)
         if resume:
             checkpoint.check(run.checkpoint, run.described(), run.defaults(), training.model)
