@@ -47,6 +47,7 @@ from cmab_kernels.layers.contract import (
 )
 from cmab_kernels.nystrom import triton as nystrom
 from cmab_kernels.nystrom.continual import triton as continual
+from cmab_kernels.nystrom.continual.gradient.function import Setting
 from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.runtime.triton_launch import Kernel, alignment, kernel
 from gpu_machine.driver import Launched, stub
@@ -265,6 +266,24 @@ def _attention_step(dtype: torch.dtype, retroactive: bool) -> None:
         _, state = continual.continual_attention_step(state, tokens, tokens, tokens, retroactive)
 
 
+def _step_gradient(dtype: torch.dtype, landmarks: tuple[int, int] | None, given: str) -> None:
+    """`given`: the gradients of outputs, of the rings after the step, or of both."""
+    (B, H, n), t = (random.choice(SIZES[:5]) for _ in range(3)), random.choice(SIZES[:5])
+    m, wide = random.randint(*landmarks) if landmarks else 0, torch.float32
+
+    def plain(rows: int, columns: int = 16, dtype: torch.dtype = wide) -> Tensor:
+        return torch.empty(B, H, rows, columns, dtype=dtype, device="meta")
+
+    shapes = ((m, 21), (m, 16), (m, 16), (m, m), (t * m, 19))
+    tensors = tuple(plain(*shape) for shape in shapes) if landmarks else None
+    query, ring = plain(t, dtype=dtype) if "outputs" in given else None, plain(n + t, dtype=dtype)
+    rings = (plain(n + t),) * 2 if "rings" in given else (None, None)
+    step = Setting(t, n, n + t, 0.25, False)
+    position = torch.empty(B, H, dtype=torch.int64, device="meta")
+    dsums = plain(m, 21) if landmarks else None
+    continual.step_backward(step, query, ring, ring, tensors, position, query, *rings, dsums)
+
+
 def _calls() -> dict[str, tuple[int, Callable[[], None]]]:
     """The calls by name, each with how often it is made."""
     calls: dict[str, tuple[int, Callable[[], None]]] = {}
@@ -275,6 +294,8 @@ def _calls() -> dict[str, tuple[int, Callable[[], None]]]:
             calls[f"projected {name} {given}"] = 100, partial(_projected, dtype, given)
         for mask in (False, True):
             calls[f"layers {name} mask {mask}"] = 40, partial(_layers, dtype, mask)
+        for each, landmarks in itertools.product(("outputs", "rings", "outputs, rings"), (None, (3, 16), (65, 128))):
+            calls[f"step gradient {name} {each} {landmarks}"] = 30, partial(_step_gradient, dtype, landmarks, each)
         for retroactive in (False, True):
             how = "retroactive" if retroactive else "single"
             calls[f"attention step {name} {how}"] = 60, partial(_attention_step, dtype, retroactive)

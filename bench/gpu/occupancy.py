@@ -38,6 +38,7 @@ from cmab_kernels.layers.contract import (
 )
 from cmab_kernels.nystrom import triton as nystrom
 from cmab_kernels.nystrom.continual import triton as continual
+from cmab_kernels.nystrom.continual.gradient.function import Setting
 from cmab_kernels.nystrom.contract import LandmarkValues, LandmarkValuesBackward, Pinv, PinvBackward
 from cmab_kernels.nystrom.triton.blocks import multiply
 from cmab_kernels.testing.cubin import TENSOR_COLUMNS, Launch, as_if_on, machine_code, record
@@ -194,6 +195,14 @@ def _steps() -> None:
         continual.continual_nystrom_step(ck.continual_nystrom_init(rows, rows, rows, 16), token, token, token, False)
 
 
+def _step_gradient() -> None:
+    step, position = Setting(1, 64, 65, 0.125, False), torch.empty(16, 4, dtype=torch.int64)
+    token, ring = (torch.empty(16, 4, rows, 64) for rows in (1, 65))
+    shapes = ((16, 69), (16, 64), (16, 64), (16, 16), (16, 67))
+    sums, *others = (torch.empty(16, 4, *shape) for shape in shapes)
+    continual.step_backward(step, token, ring, ring, (sums, *others), position, token, ring, ring, sums)
+
+
 CALLS: Sequence[Call] = [
     *(_attention(dtype, *sizes) for dtype, sizes in ((BF16, (4, 128, 16)), (BF16, (8, 512, 64)), (F32, (4, 128, 16)))),
     ("subtract_state and cu_seqlens, 4 x (L 128, d 16)", 16, F32, _removal),
@@ -212,6 +221,7 @@ CALLS: Sequence[Call] = [
     ),
     *(_solve(dtype) for dtype in (F32, F64)),
     ("a step of a stream, 64 x (n 64, m 16, d 64)", 64, F32, _steps),
+    ("the gradient of a step, 64 x (n 64, m 16, d 64)", 64, F32, _step_gradient),
 ]
 
 Key = tuple[str, str]

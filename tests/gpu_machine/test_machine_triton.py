@@ -29,6 +29,7 @@ from ..intention.solve import test_suite as solve
 from ..layers import test_suite as layers
 from ..nystrom import test_suite as nystrom
 from ..nystrom.continual import test_suite as steps
+from ..nystrom.continual.streams import stepped
 
 pytestmark = pytest.mark.thorough
 
@@ -54,6 +55,7 @@ EVERY = {
     "_solve",
     "_nystrom_step",
     "_attention_step",
+    "_step_backward",
     *ATTENTION,
     *PROJECTED,
     "_backward_keys",
@@ -392,7 +394,34 @@ def test_solve(width: int, name: str) -> None:
     "suite, ran", [(steps.TestContinualAttention, "_attention_step"), (steps.TestFixedLandmarks, "_nystrom_step")]
 )
 def test_steps(suite: type[OperatorSuite], ran: str, name: str) -> None:
-    assert accuracy(suite, name, {"B": 1, "H": 1}) == {ran}
+    assert accuracy(suite, name, {"B": 1, "H": 1}) == {ran, "_step_backward"}
+
+
+@pytest.mark.parametrize("name", ["fp64", pytest.param("fp32", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind, output", [("fixed", "single"), ("continual", "retroactive"), ("exact", "single")])
+def test_gradients_of_steps(kind: str, output: str, name: str) -> None:
+    """Rows of sums and values of several tiles; rows that slide, and rows that are recomputed."""
+    window, dtype, init = 23, DTYPES[name], ck.continual_nystrom_init
+    inputs = [torch.randn(1, 1, window + 4, width) for width in (9, 9, 70)] + [torch.randn(1, 19, 9) for _ in range(2)]
+    inputs = [t.to(dtype).requires_grad_() for t in inputs]
+
+    def gradients(impl: str, given: list[Tensor]) -> tuple[Tensor, ...]:
+        first, rest = zip(*(t.split([window, 4], 2) for t in given[:3]), strict=True)
+        near = given[3], given[4]
+        state = init(*first, landmarks=near) if kind == "fixed" else init(*first, num_landmarks=19)
+        outs = stepped(
+            ck.continual_attention_init(*first) if kind == "exact" else state, rest, 2, impl=impl, output=output
+        )
+        total = sum((out * out).sum() for _, out, _ in outs)
+        return torch.autograd.grad(total, given[: 5 if kind == "fixed" else 3])  # type: ignore[arg-type]
+
+    wanted = gradients("reference", [t.detach().double().requires_grad_() for t in inputs])
+
+    def check() -> None:
+        for found, right in zip(gradients("triton", inputs), wanted, strict=True):
+            assert (found - right).abs().max() <= 100 * torch.finfo(dtype).eps * right.abs().max()
+
+    assert in_orders(check, on_machine) == {"_attention_step" if kind == "exact" else "_nystrom_step", "_step_backward"}
 
 
 # ---- nightly: more shapes, in more orders

@@ -12,6 +12,7 @@ STATE = "tests/nystrom/continual/test_state.py"
 OWNERSHIP = "tests/nystrom/continual/test_ownership.py"
 KERNELS = "tests/nystrom/test_triton.py"
 STEP_KERNELS = "tests/nystrom/continual/test_triton.py"
+STEP_GRADIENTS = "tests/nystrom/continual/test_triton_gradient.py"
 CUDA = "tests/nystrom/continual/test_cuda.py"
 GRADIENT = "tests/nystrom/continual/test_gradient.py"
 MASKED = "tests/nystrom/continual/test_masked.py"
@@ -367,6 +368,24 @@ IN_TRITON = {
         "phase = (position - 1) % window + 1",
         "phase = position % window + 1",
         f"{STEP_KERNELS}::test_nystrom",
+    ),
+    "a recomputed row whose earlier sums get a gradient": Fault(
+        "cmab_kernels/nystrom/continual/triton/backward.py",
+        "kept = tl.where(slid, ",
+        "kept = tl.where(known, ",
+        f"{STEP_GRADIENTS}::test_a_chain_of_steps",
+    ),
+    "no gradient of the token that leaves": Fault(
+        "cmab_kernels/nystrom/continual/triton/backward.py",
+        "_through_token(t, -1.0, ",
+        "_through_token(t, 0.0, ",
+        f"{STEP_GRADIENTS}::test_a_chain_of_steps",
+    ),
+    "second derivatives without the tokens that left": Fault(
+        "cmab_kernels/nystrom/continual/triton/backward.py",
+        "kept = there & (i < known)[:, None]",
+        "kept = there & ((i < known) & (number + i >= capacity - known))[:, None]",
+        f"{STEP_GRADIENTS}::test_second_derivatives",
     ),
 }
 

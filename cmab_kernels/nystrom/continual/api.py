@@ -133,8 +133,8 @@ def continual_nystrom_step(
         output: "single": one output for each of the t tokens, over the window that ends with the token. "retroactive":
             the outputs of all n tokens of the window after the last token.
         impl: "auto", "reference", "native", "cuda" or "triton". A step that runs under a transform such as vmap always
-            runs "reference", which costs O(n m) per token. A step that records a gradient does so too, except on a CPU,
-            where "auto" and "native" have a fused backward pass for steps without a mask.
+            runs "reference", which costs O(n m) per token. A step that records a gradient does so too, unless it has
+            no mask and "auto", "native" (on a CPU) or "triton" (on a GPU) has a fused backward pass for it.
 
     Returns:
         `StepResult(out, state)`, out in the dtype of query. Between replacements, continual landmarks lag behind the
@@ -242,7 +242,7 @@ def _step(
     if autocasts(key.device):
         query, key, value = (t.to(state.keys.dtype) for t in (query, key, value))
     with as_they_are(key.device):
-        if recorded := _recorded(state, query, key, value, output, impl):
+        if recorded := _recorded(state, query, key, value, output, impl, checked=True):
             return recorded
         chosen = _choose(state, impl, query, key, value)
         step.remember(form, chosen)
@@ -250,19 +250,22 @@ def _step(
             return StepResult(*step(state, query, key, value, retroactive, chosen))
 
 
-def _recorded(state: Any, query: Tensor, key: Tensor, value: Tensor, output: Any, impl: Any) -> StepResult | None:
+def _recorded(
+    state: Any, query: Tensor, key: Tensor, value: Tensor, output: Any, impl: Any, checked: bool = False
+) -> StepResult | None:
     """Return the result of a step that records a gradient, if a fused backward pass supports it."""
     if is_observed():
         return None
-    named = isinstance(impl, str) and isinstance(output, str) and (now().impl if impl == "auto" else impl) in FAST
     if (
-        not named
+        not isinstance(impl, str)
+        or not isinstance(output, str)
         or output not in OUTPUTS
         or not torch.is_grad_enabled()
         or not carries_gradient(state, query, key, value)
     ):
         return None
-    result = recorded_step(state, query, key, value, output == "retroactive")
+    named = now().impl if impl == "auto" else impl
+    result = recorded_step(state, query, key, value, output == "retroactive", named, checked)
     return result and StepResult(*result)
 
 

@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from cmab_kernels.nystrom.continual import triton as kernels
+from cmab_kernels.nystrom.continual.gradient.function import Setting
 from cmab_kernels.testing.cubin import SHARED_LIMIT, Launch, as_if_on, compiled, record
 from tests.machine_code import wrong
 
@@ -64,6 +65,9 @@ SPILLING = {
 The inverse of 64 landmarks or more takes all registers, so values that are kept from token to token are spilled around
 it, once per segment.
 """
+
+RECORDED_SPILLING = {(torch.float32, 16, True, 120): 0.015}
+"""The same for recorded steps: ptxas spills a few values to fit a second block of 8 warps."""
 
 EVERY = list(
     itertools.product([torch.float32, torch.bfloat16, torch.float64], [16, 64, 256, None], [False, True], SHARED_LIMIT)
@@ -137,6 +141,55 @@ def test_compiled_everywhere(
     with as_if_on(capability):
         launched = _launch(dtype, landmarks, retroactive)
     assert _check(launched, capability, tmp_path, SPILLING.get((dtype, landmarks, retroactive, capability))) == []
+
+
+def _gradient(dtype: torch.dtype, landmarks: int | None, retroactive: bool) -> list[Launch]:
+    """Return the launches of a recorded step of two tokens and of its gradient."""
+    batch, heads, window, width, count = 1, 2, 256, 64, 2
+    stream = tokens(batch, heads, window + count, width, width, dtype)
+    state: Any = start(part(stream, 0, window), landmarks)
+    new = part(stream, window, window + count)
+    wide = state.sums.dtype
+    step = Setting(count, window, window + 1, 0.125, retroactive)
+    name = "attention" if landmarks is None else "nystrom"
+
+    def both() -> None:
+        recorded = getattr(kernels, f"continual_{name}_recorded_step")
+        ((_, after), history), sums = recorded(state, *new, retroactive), None
+        marks: Any = None
+        if landmarks is not None:
+            marks, sums = (state.sums, *state[5:8], history), torch.zeros_like(state.sums)
+        single = None if retroactive else new[0].contiguous()
+        dout = None if retroactive else torch.zeros(batch, heads, count, width, dtype=dtype)
+        rings = (torch.zeros_like(ring, dtype=wide) for ring in after[1:3])
+        kernels.step_backward(step, single, after.keys, after.values, marks, state.position, dout, *rings, sums)
+
+    return record(both)
+
+
+@pytest.mark.parametrize(
+    "dtype, landmarks, retroactive, capability", [case for case in ORDINARY if case[1:3] != (None, True)]
+)
+def test_a_gradient_is_one_launch(
+    dtype: torch.dtype, landmarks: int | None, retroactive: bool, capability: int, tmp_path: Path
+) -> None:
+    with as_if_on(capability):
+        step, gradient = _gradient(dtype, landmarks, retroactive)
+    assert gradient.kernel.__name__ == "_step_backward"
+    spilled = RECORDED_SPILLING.get((dtype, landmarks, retroactive, capability))
+    assert _check(step, capability, tmp_path, spilled) + _check(gradient, capability, tmp_path) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype, landmarks, retroactive, capability", EVERY)
+def test_gradients_compiled_everywhere(
+    dtype: torch.dtype, landmarks: int | None, retroactive: bool, capability: int, tmp_path: Path
+) -> None:
+    if landmarks is None and retroactive:
+        return  # the definition runs
+    with as_if_on(capability):
+        _, gradient = _gradient(dtype, landmarks, retroactive)
+    assert _check(gradient, capability, tmp_path) == []
 
 
 def test_one_kernel_for_all_shapes() -> None:

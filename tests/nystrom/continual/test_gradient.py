@@ -61,9 +61,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def counting(part: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(state: Any, query: Tensor, *others: Any) -> Any:
+        def counted(code: Any, state: Any, query: Tensor, *others: Any) -> Any:
             found.append(query.shape[2])
-            return part(state, query, *others)
+            return part(code, state, query, *others)
 
         return counted
 

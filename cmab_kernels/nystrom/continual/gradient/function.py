@@ -1,4 +1,5 @@
-"""The gradients of continual steps whose landmarks do not change, by native code: O(m (D + E)) for each token.
+"""The gradients of continual steps whose landmarks do not change, by native code or Triton: O(m (D + E)) for each
+token.
 
 The definition recomputes the sums from the window at every token, so its gradient costs O(n m). Here the gradient
 flows through the sums, as the step computes them: a token gets the gradient of all later sums when it enters the
@@ -9,6 +10,11 @@ The gradient with respect to the tokens and the landmarks of a whole stream is t
 definition. This also holds for a stream that starts from any state: sums that do not come from a
 recorded step of the same rings and landmarks are recomputed. Second derivatives are those of
 `_nystrom_formula` and `_attention_formula`.
+
+Both implementations have `continual_nystrom_recorded_step` and `continual_attention_recorded_step`, which return
+(result, history, *kept). Native code copies the tokens that the gradient reads, in the order of the stream, and keeps
+only the copies. A GPU decides by itself which rows to recompute, so Triton keeps the rings after the step instead: they
+have n + t rows, all tokens that the step read.
 """
 
 from __future__ import annotations
@@ -30,35 +36,36 @@ from ..state import EXTRA_SUMS, UNSURE, ContinualAttentionState, ContinualNystro
 
 
 def nystrom_step(
-    state: ContinualNystromState, sums: Tensor, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+    code: Any, state: ContinualNystromState, sums: Tensor, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualNystromState] | None:
     """Return (out, state) with their gradients, for at most n tokens and the landmarks of `state`, which do not change.
 
-    `sums` takes the place of the sums of the state. Return None if native code does not support the arguments.
+    `sums` takes the place of the sums of the state. `code` is the module of an implementation. Return None if it does
+    not support the arguments.
     """
     fields: Any = state
     queries, keys, values, _, _, near, far, inverse, scale, *_, fixed = fields
     before = ContinualNystromState._make([*map(_plain, (queries, keys, values, sums)), *map(_plain, fields[4:-1]), 1])
-    made = native().continual_nystrom_recorded_step(before, *map(_plain_token, (query, key, value)), retroactive)
+    made = code.continual_nystrom_recorded_step(before, *map(_plain_token, (query, key, value)), retroactive)
     if made is None:
         return None
-    out, *new, _, _, _ = _Step.apply(
+    out, *new = _Step.apply(
         before, made, retroactive, query, key, value, queries, keys, values, sums, near, far, inverse
-    )
+    )[:5]
     after: Any = made[0].state
     return out, ContinualNystromState._make([*new, after.spare, near, far, inverse, scale, *after[9:-1], fixed])
 
 
 def attention_step(
-    state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor
+    code: Any, state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ContinualAttentionState] | None:
     """Do the same for exact attention with single outputs, in O(n (D + E)) for each token."""
     rings = state.queries, state.keys, state.values
     before = ContinualAttentionState._make(map(_plain, state))
-    made = native().continual_attention_recorded_step(before, *map(_plain_token, (query, key, value)), False)
+    made = code.continual_attention_recorded_step(before, *map(_plain_token, (query, key, value)), False)
     if made is None:
         return None
-    out, *new, _, _, _, _ = _Step.apply(before, made, False, query, key, value, *rings)
+    out, *new = _Step.apply(before, made, False, query, key, value, *rings)[:4]
     after: Any = made[0].state
     return out, ContinualAttentionState._make([*new, *after[3:]])
 
@@ -67,6 +74,12 @@ def attention_step(
 def native() -> Any:
     """Return the module of native code; None if it was not built."""
     return imported("nystrom.continual", "native")
+
+
+@functools.cache
+def triton() -> Any:
+    """Return the module of the Triton kernels; None if Triton cannot be imported."""
+    return imported("nystrom.continual", "triton")
 
 
 # A step writes to new memory if anything else refers to the rings. The callers of these functions
@@ -110,12 +123,13 @@ class _Step(torch.autograd.Function):
         (out, after), history, *kept = made
         query, others = inputs[0], inputs[6:]
         ctx.set_materialize_grads(False)
-        ctx.step = _Setting(query.shape[2], before.window, before.keys.shape[2], float(before.scale), retroactive)
+        ctx.step = Setting(query.shape[2], before.window, before.keys.shape[2], float(before.scale), retroactive)
         if others:
             ctx.cmab_landmarks = weakref.ref(others[1])
-        read = query if kept[0] is None else kept[0]
+        ctx.keeps_rings = not kept
+        queries, keys, values = kept or (after.queries if retroactive else None, after.keys, after.values)
         ctx.position = before.position  # this may be an inference tensor, which cannot be saved
-        ctx.save_for_backward(read, *kept[1:], *others, history)
+        ctx.save_for_backward(query if queries is None else queries, keys, values, *others, history)
         return out, after.queries, after.keys, after.values, after.sums if others else None, *kept
 
     @staticmethod
@@ -123,13 +137,17 @@ class _Step(torch.autograd.Function):
         *tensors, history = ctx.saved_tensors
         # The gradients of the tokens that were read come from second derivatives.
         is_first = all(grad is None for grad in grads[5:]) and not torch.is_grad_enabled()
-        gradients = _native_gradients if is_first and may_bypass_dispatcher(*grads) else _gradients
+        if is_first and may_bypass_dispatcher(*grads):
+            gradients: Any = _triton_gradients if ctx.keeps_rings else _native_gradients
+        else:
+            gradients = _gradients
+            tensors[:3] = _in_order(ctx.step, tensors[:3], ctx.position) if ctx.keeps_rings else tensors[:3]
         found = gradients(ctx.step, tensors, history, ctx.position, *grads)
         needed = zip(found, ctx.needs_input_grad[3:], strict=True)
         return None, None, None, *[grad if need else None for grad, need in needed]
 
 
-class _Setting(NamedTuple):
+class Setting(NamedTuple):
     """The numbers of a step, by their names in native code."""
 
     tokens: int
@@ -154,7 +172,7 @@ class _Rings(NamedTuple):
 
     def __call__(self, after: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the ring before the step, (B, H, C, *), and of the tokens, (B, H,
-        t, *). `after` is the gradient of the ring after the step. `rows` is the gradient of the
+        t, *). `after` is the gradient of the ring after the step, which has n + t rows. `rows` is the gradient of the
         rows that the step read: the oldest tokens of the window, then the new tokens."""
         n, t = self.window, self.tokens
         before = new = None
@@ -162,8 +180,8 @@ class _Rings(NamedTuple):
             old, new = rows.split([rows.shape[2] - t, t], 2)
             before = F.pad(old, (0, 0, 0, n - old.shape[2]))
         if after is not None:
-            kept, put = window_of(after, self.position + t, n).split([n - t, t], 2)
-            before, new = _sum(before, F.pad(kept, (0, 0, t, 0))), _sum(new, put)
+            kept, put = window_of(after, self.position + t, n + t).split([n, t], 2)
+            before, new = _sum(before, kept), _sum(new, put)
         return before if before is None else ring_of(before, self.position, self.capacity), new
 
 
@@ -172,7 +190,7 @@ _GRADS = ("dout", "dnew_queries", "dnew_keys", "dnew_values", "dnew_sums")
 
 
 def _native_gradients(
-    step: _Setting, tensors: list[Tensor], history: Tensor | None, position: Tensor, *grads: Tensor | None
+    step: Setting, tensors: list[Tensor], history: Tensor | None, position: Tensor, *grads: Tensor | None
 ) -> list[Tensor | None]:
     """Return the gradients of the new tokens and the rings, then those of the sums, the landmarks and the inverse."""
     narrow, wide = tensors[0].dtype, state_dtype(tensors[0].dtype)
@@ -188,15 +206,54 @@ def _native_gradients(
     return [*_narrowed(found[:6], narrow), *found[6:]]
 
 
+def _in_order(step: Setting, tensors: list[Tensor], position: Tensor) -> list[Tensor]:
+    """Return the tokens that the step read, oldest first, from the rings after it."""
+    return [
+        window_of(ring, position + step.tokens, step.window + step.tokens) if ring.shape[2] > step.tokens else ring
+        for ring in tensors
+    ]
+
+
+def _triton_gradients(
+    step: Setting, tensors: list[Tensor], history: Tensor | None, position: Tensor, *grads: Tensor | None
+) -> list[Tensor | None]:
+    """Return the same gradients by Triton. Retroactive outputs have large products of matrices, which torch does."""
+    query, keys, values, *others = tensors
+    dout, dqueries, dkeys, dvalues, dsums = (grad if grad is None else grad.contiguous() for grad in grads)
+    rows: Tensor | None = None
+    through: list[Tensor | None] = []
+    if history is not None:
+        sums, _, far, inverse = others
+        columns = values.shape[-1] + 1
+        dsums = torch.zeros_like(sums) if dsums is None else F.pad(dsums[..., :columns], (0, EXTRA_SUMS - 1))
+        if step.retroactive and dout is not None:
+            last = history[:, :, -sums.shape[2] :, :columns]
+            inputs = *_in_order(step, [query], position), far, inverse, last
+            found: Any = gradient_of_formula(functools.partial(_window_outputs, step), inputs, [dout])
+            rows, *through, dlast = found
+            dsums[..., :columns] += dlast
+            dout = None
+    landmarks = None if history is None else (*others, history)
+    single = query.contiguous() if dout is not None else None
+    given = single, keys, values, landmarks, position, dout, dkeys, dvalues, dsums
+    dquery, *found, dfar, dinverse = triton().step_backward(step, *given)
+    before, put = _Rings(position, step.window, step.capacity, step.tokens)(dqueries, rows)
+    new, rings, marks = [_sum(dquery, put), *found[:2]], [before, *found[2:4]], found[4:]
+    if history is None:
+        return _narrowed([*new, *rings], query.dtype)
+    return [*_narrowed([*new, *rings], query.dtype), dsums, *marks, *(through or (dfar, dinverse))]
+
+
 def _narrowed(grads: Any, dtype: torch.dtype) -> Any:
     return [grad if grad is None or grad.dtype == dtype else grad.to(dtype) for grad in grads]
 
 
 def _gradients(
-    step: _Setting, tensors: list[Tensor], history: Tensor | None, position: Tensor, *grads: Tensor | None
+    step: Setting, tensors: list[Tensor], history: Tensor | None, position: Tensor, *grads: Tensor | None
 ) -> list[Tensor | None]:
     """Return the same gradients, differentiable to any order."""
     dout, dqueries, dkeys, dvalues, dsums, *more = grads
+    more = more or [None] * 3
     directions = [dout, None if dsums is None else dsums[..., : tensors[2].shape[-1] + 1]]
     found: Any = [None] * len(tensors)
     if dout is not None or dsums is not None:
@@ -215,7 +272,7 @@ def _gradients(
     return [*new, *rings, *found[3:]]
 
 
-def _attention_formula(step: _Setting, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attention_formula(step: Setting, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Return the outputs as a function of the tensors that the step read."""
     wide = state_dtype(query.dtype)
     scores = logits(query.to(wide), keys.to(wide), step.scale)
@@ -226,8 +283,14 @@ def _attention_formula(step: _Setting, query: Tensor, keys: Tensor, values: Tens
     return torch.cat(outs, 2).to(query.dtype)
 
 
+def _window_outputs(step: Setting, query: Tensor, landmark_keys: Tensor, inverse: Tensor, sums: Tensor) -> Any:
+    """Return the outputs of the window as a function of its queries, n + t rows, and of the sums after the step."""
+    near = logits(query[..., step.tokens :, :].to(sums.dtype), landmark_keys, step.scale).softmax(-1)
+    return ((near @ inverse @ (sums[..., :-1] / sums[..., -1:])).to(query.dtype),)
+
+
 def _nystrom_formula(
-    step: _Setting,
+    step: Setting,
     history: Tensor,
     query: Tensor,
     keys: Tensor,

@@ -1,9 +1,10 @@
-"""Steps that record a gradient and have a fused backward pass: on a CPU, part by part."""
+"""Steps that record a gradient and have a fused backward pass, part by part."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,49 +27,58 @@ from ..state import (
     check_state,
     window_of,
 )
-from .function import attached_sums, attention_step, native, nystrom_step
+from .function import attached_sums, attention_step, native, nystrom_step, triton
 
 Result = tuple[Tensor, ContinualState] | None
 
 
-def recorded_step(state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Result:
-    """Return (out, state) with their gradients.
+def recorded_step(
+    state: Any, query: Tensor, key: Tensor, value: Tensor, retroactive: bool, impl: str, checked: bool
+) -> Result:
+    """Return (out, state) with their gradients, by the implementation `impl`. "auto" is native code on a CPU and Triton
+    on a GPU. Native code checks its arguments; Triton runs only if they have been `checked`.
 
     Return None for a wrong argument, for which the path with checks raises an error. Also return
     None if the definition must run: for retroactive outputs of exact attention; for continual
     landmarks with an exact pseudo-inverse; under a compiler, a tracer, a dispatch mode, a
     transform, forward mode or autocast; and for subclasses of Tensor.
     """
-    if not _is_supported(state, query, key, value):
+    code = _supporting(state, query, key, value, impl, checked)
+    if code is None:
         return None
     if type(state) is ContinualAttentionState:
         if retroactive:
             return None
         with as_row("cmab::continual_attention_step"):
-            return _in_parts(state, _attention_part, query, key, value, retroactive)
+            return _in_parts(state, partial(_attention_part, code), query, key, value, retroactive)
     with as_row("cmab::continual_nystrom_step"):
-        return _in_parts(state, _nystrom_part, query, key, value, retroactive)
+        return _in_parts(state, partial(_nystrom_part, code), query, key, value, retroactive)
 
 
-def _is_supported(state: Any, *tokens: Tensor) -> bool:
-    kind = type(state)
-    if kind not in KINDS or native() is None or is_observed():
-        return False
+def _supporting(state: Any, query: Tensor, key: Tensor, value: Tensor, impl: str, checked: bool) -> Any:
+    """Return the module of the implementation that steps this state and has its gradient; None if there is none."""
+    kind, tokens = type(state), (query, key, value)
+    if kind not in KINDS or is_observed():
+        return None
     if [Tensor if each is Parameter else each for each in (*map(type, state), *map(type, tokens))] != TYPES[kind]:
-        return False
+        return None
     if not may_bypass_dispatcher(*tokens, *[field for field in state if isinstance(field, Tensor)]):
-        return False
-    query, key, value = tokens
+        return None
     if any(token.layout != torch.strided for token in tokens) or not query.dim() == value.dim() == 4:
-        return False
+        return None
     if query.shape != key.shape or query.shape[:3] != value.shape[:3] or not query.shape[2] or state.window < 1:
-        return False
-    if key.device.type != "cpu" or state.scale.requires_grad or autocasts(key.device):
-        return False
-    if kind is ContinualNystromState and not state.fixed:
+        return None
+    if state.scale.requires_grad or autocasts(key.device):
+        return None
+    on_cpu = key.device.type == "cpu"
+    code = native() if on_cpu and impl in ("auto", "native") else None
+    if checked and (impl == "triton" or (impl == "auto" and not on_cpu)) and triton() is not None:
+        landmarks = (state.landmark_keys,) if kind is ContinualNystromState else ()
+        code = triton() if triton().unsupported(*tokens, *landmarks) is None else None
+    if code is not None and kind is ContinualNystromState and not state.fixed:
         check_state(state, kind)  # torch reads the state before native code does
-        return state.pinv_iterations > 0
-    return True
+        return code if state.pinv_iterations > 0 else None
+    return code
 
 
 def _in_parts(
@@ -87,15 +97,17 @@ def _in_parts(
     return outs[-1] if retroactive else torch.cat(outs, 2), state
 
 
-def _attention_part(state: ContinualAttentionState, *arguments: Any) -> Result:
-    return attention_step(state, *arguments[:3])
+def _attention_part(code: Any, state: ContinualAttentionState, *arguments: Any) -> Result:
+    return attention_step(code, state, *arguments[:3])
 
 
-def _nystrom_part(state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool) -> Result:
+def _nystrom_part(
+    code: Any, state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+) -> Result:
     sums = attached_sums(state)
     if not state.fixed:
         state, sums = _with_new_landmark(state, sums, query, key)
-    return nystrom_step(state, sums, query, key, value, retroactive)
+    return nystrom_step(code, state, sums, query, key, value, retroactive)
 
 
 def _lengths(state: ContinualState, tokens: int) -> list[int]:

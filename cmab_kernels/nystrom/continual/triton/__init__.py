@@ -4,9 +4,24 @@
 - `sliding_rows` guarded rows of sums that slide with the window
 - `landmarks` landmarks that follow the stream, their pseudo-inverse, and the outputs through them
 - `nystrom`, `attention`  the two kernels
+- `backward`  the gradient of steps, one launch
 - `launch`    block sizes and memory
 """
 
-from .launch import continual_attention_step, continual_nystrom_step, unsupported
+from .launch import (
+    continual_attention_recorded_step,
+    continual_attention_step,
+    continual_nystrom_recorded_step,
+    continual_nystrom_step,
+    step_backward,
+    unsupported,
+)
 
-__all__ = ["continual_attention_step", "continual_nystrom_step", "unsupported"]
+__all__ = [
+    "continual_attention_recorded_step",
+    "continual_attention_step",
+    "continual_nystrom_recorded_step",
+    "continual_nystrom_step",
+    "step_backward",
+    "unsupported",
+]

@@ -130,6 +130,17 @@ def invert(
 
 
 @triton.jit
+def near_landmarks(query, keys, there, D, scale, LARGEST: tl.constexpr, OPERAND: tl.constexpr):
+    """Softmax of one query over the landmarks that are `there` (SIZE,), in which pairs have the bits of `logits`.
+
+    The keys are pointers to their first elements."""
+    score = logits(query + tl.zeros([1, 1], tl.int64), keys[:, None], D, scale, LARGEST, OPERAND)
+    peak = tl.max(tl.where(there, score, -LARGEST), 0)
+    weight = tl.where(there, tl.exp(score - peak), 0.0)
+    return weight / tl.sum(weight, 0)
+
+
+@triton.jit
 def put_newest(
     query,
     out,
@@ -145,10 +156,7 @@ def put_newest(
     _, _, _, _, _, D, E, scale = window
     row, columns = span(0, SIZE), span(0, WIDTH)
     keys = landmark_keys + tl.minimum(row, m - 1) * D
-    score = logits(query + tl.zeros([1, 1], tl.int64), keys[:, None], D, scale, LARGEST, OPERAND)
-    peak = tl.max(tl.where(row < m, score, -LARGEST), 0)
-    weight = tl.where(row < m, tl.exp(score - peak), 0.0)
-    weight = weight / tl.sum(weight, 0)
+    weight = near_landmarks(query, keys, row < m, D, scale, LARGEST, OPERAND)
     total = tl.zeros([WIDTH], OPERAND)
     for first in range(0, m, TILE):
         j = span(first, TILE)

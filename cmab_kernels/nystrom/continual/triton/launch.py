@@ -14,12 +14,21 @@ from ....runtime.tiles import chosen_once, padded
 from ....runtime.triton_launch import Kernel, device_problem, on_device, triton_dtype
 from ...triton.blocks import SQUARES
 from ...triton.launch import MOST_IN_REGISTERS, MOST_LANDMARKS, products, warps
-from ..state import ContinualAttentionState, ContinualNystromState, State, next_state, refuse_other_output
+from ..state import (
+    ContinualAttentionState,
+    ContinualNystromState,
+    State,
+    StepResult,
+    next_state,
+    refuse_other_output,
+)
 from .attention import _attention_step
+from .backward import _step_backward
 from .nystrom import _nystrom_step
+from .sliding_rows import RECORD
 
 MOST_VALUES = 512
-ELEMENTS = {"nystrom": 1024, "attention": 2048}
+ELEMENTS = {"nystrom": 1024, "attention": 2048, "backward": 512}
 """The number of elements of the values, or of rows of sums, that a program holds at a time; with more, registers spill
 (test_cubin.py)."""
 
@@ -40,9 +49,32 @@ def continual_nystrom_step(
     state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualNystromState]:
     """Return (out, state) after t >= 1 tokens: out is (B, H, t, E), or (B, H, n, E) if retroactive."""
+    return _nystrom_run(state, _after(state, key.shape[2], retroactive), query, key, value, retroactive, None)
+
+
+def continual_nystrom_recorded_step(
+    state: ContinualNystromState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+) -> tuple[StepResult[ContinualNystromState], Tensor]:
+    """Return (result, history) after at most n tokens, in new memory. `history` (B, H, t m, E + 3) has the sums after
+    every token, as far as the gradient reads them, and 1 where a row was recomputed."""
+    (B, H, t, _), (*_, E), m = key.shape, value.shape, state.sums.shape[2]
+    history = state.sums.new_empty(B, H, t * m, E + RECORD.value)
+    after = next_state(state, t, retroactive)
+    return StepResult(*_nystrom_run(state, after, query, key, value, retroactive, history)), history
+
+
+def _nystrom_run(
+    state: ContinualNystromState,
+    after: ContinualNystromState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    retroactive: bool,
+    history: Tensor | None,
+) -> tuple[Tensor, ContinualNystromState]:
     (B, H, t, D), (*_, E), m = key.shape, value.shape, state.sums.shape[2]
-    after = _after(state, t, retroactive)
-    step, in_registers = _nystrom(value.dtype, key.device, E, m, state.pinv_iterations, retroactive)
+    given = value.dtype, key.device, E, m, state.pinv_iterations, retroactive, history is not None
+    step, in_registers = _nystrom(*given)
     unused = state.inverse  # passed for memory that this step does not use
     with on_device(key):
         step(
@@ -53,6 +85,7 @@ def continual_nystrom_step(
             out := value.new_empty(B, H, state.window if retroactive else t, E),
             unused.new_empty(B, H, m, E) if retroactive else unused,
             unused if in_registers or state.fixed else unused.new_empty(B, H, SQUARES.value * m, m),
+            unused if history is None else history,
             *(*state[:4], *state[5:8], state.position),
             *(*after[:4], *after[5:8], after.position),
             *(query.stride(), key.stride(), value.stride()),
@@ -69,8 +102,26 @@ def continual_attention_step(
     state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
 ) -> tuple[Tensor, ContinualAttentionState]:
     """Return (out, state) as `continual_nystrom_step` does, for exact attention over the window."""
+    return _attention_run(state, _after(state, key.shape[2], retroactive), query, key, value, retroactive)
+
+
+def continual_attention_recorded_step(
+    state: ContinualAttentionState, query: Tensor, key: Tensor, value: Tensor, retroactive: bool
+) -> tuple[StepResult[ContinualAttentionState], None]:
+    """Return (result, None) after at most n tokens, in new memory. The gradient reads only the tokens."""
+    after = next_state(state, key.shape[2], retroactive)
+    return StepResult(*_attention_run(state, after, query, key, value, retroactive)), None
+
+
+def _attention_run(
+    state: ContinualAttentionState,
+    after: ContinualAttentionState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    retroactive: bool,
+) -> tuple[Tensor, ContinualAttentionState]:
     (B, H, t, D), (*_, E) = key.shape, value.shape
-    after = _after(state, t, retroactive)
     step = _attention(value.dtype, E, state.window, retroactive)
     with on_device(key):
         step(
@@ -90,6 +141,57 @@ def continual_attention_step(
     return out, after
 
 
+def step_backward(
+    step: Any,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    landmarks: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None,
+    position: Tensor,
+    dout: Tensor | None,
+    dnew_keys: Tensor | None,
+    dnew_values: Tensor | None,
+    dsums: Tensor | None,
+) -> list[Tensor | None]:
+    """Return the gradients of query, key, value, the rings of keys and values, the landmarks and their inverse, in the
+    state dtype; None where `dout` is needed and None.
+
+    `keys` and `values` are the rings after a recorded step, `landmarks` are (sums before it, landmark queries, landmark
+    keys, inverse, history), and None for exact attention. `dout` is the gradient of single outputs, and None for
+    retroactive outputs. `dsums` (B, H, m, E + 5) becomes the gradient of the sums before the step.
+    """
+    (B, H, _, D), E, t = keys.shape, values.shape[-1], step.tokens
+    wide = state_dtype(keys.dtype)
+    m = 0 if dsums is None else dsums.shape[2]
+
+    def new(rows: int, columns: int, needed: bool = True) -> Tensor | None:
+        return keys.new_empty(B, H, rows, columns, dtype=wide) if needed else None
+
+    has_output, has_landmarks = dout is not None, landmarks is not None
+    made = (
+        *(new(t, D, has_output), new(t, D), new(t, E), new(step.capacity, D), new(step.capacity, E)),
+        dsums,
+        new(m, D, has_landmarks),
+        *(new(m, columns, has_landmarks and has_output) for columns in (D, m)),
+    )
+    with on_device(keys):
+        _backward(keys.dtype, E, max(m, 1))(
+            B * H,
+            *(query, keys, values, *(landmarks or (None,) * 5), position, dout, dnew_keys, dnew_values),
+            *made,
+            *(step.scale, t, step.window, step.capacity, D, E, m),
+        )
+    return [*made[:5], *made[6:]]
+
+
+@functools.cache
+def _backward(dtype: torch.dtype, value_width: int, rows: int) -> Kernel:
+    """`_step_backward` with its constants for such a state. With fused multiply-adds, threads that sum the same
+    products would have sums of different bits."""
+    constants = _constants(ELEMENTS["backward"], dtype, value_width, rows)
+    return _step_backward.given(SIZE=padded(rows), **constants, num_warps=8, enable_fp_fusion=False)
+
+
 def _after(state: State, tokens: int, retroactive: bool) -> State:
     """The state that the step writes to: the state that it reads, during the capture of a CUDA graph, and otherwise the
     next state."""
@@ -106,7 +208,13 @@ def _captures(tensor: Tensor) -> bool:
 
 @chosen_once
 def _nystrom(
-    dtype: torch.dtype, device: torch.device, value_width: int, landmarks: int, iterations: int, retroactive: bool
+    dtype: torch.dtype,
+    device: torch.device,
+    value_width: int,
+    landmarks: int,
+    iterations: int,
+    retroactive: bool,
+    recorded: bool,
 ) -> tuple[Kernel, bool]:
     """`_nystrom_step` with its constants for such a state, and whether it inverts in registers instead of memory: 64
     landmarks of float64 would take 128 KiB of shared memory."""
@@ -116,12 +224,14 @@ def _nystrom(
     step = _nystrom_step.given(
         dtype,
         RETROACTIVE=retroactive,
+        RECORDED=recorded,
+        SCHEDULE=SCHEDULE,
         ITERATIONS=iterations,
         SIZE=size,
         IN_REGISTERS=in_registers,
         PRECISION=chosen.input_precision,
         **_constants(ELEMENTS["nystrom"], dtype, value_width, landmarks),
-        num_warps=warps("nystrom.step", chosen, device, size),
+        num_warps=8 if recorded else warps("nystrom.step", chosen, device, size),
     )
     return step, in_registers
 
@@ -133,16 +243,17 @@ def _attention(dtype: torch.dtype, value_width: int, window: int, retroactive: b
     (test_cubin.py)."""
     elements = ELEMENTS["attention"] // (2 if retroactive and dtype == torch.float64 else 1)
     constants = _constants(elements, dtype, value_width, window)
-    return _attention_step.given(dtype, RETROACTIVE=retroactive, **constants, num_warps=8 if retroactive else 4)
+    return _attention_step.given(
+        dtype, RETROACTIVE=retroactive, SCHEDULE=SCHEDULE, **constants, num_warps=8 if retroactive else 4
+    )
 
 
 def _constants(elements: int, dtype: torch.dtype, value_width: int, rows: int) -> dict[str, Any]:
-    """The options that both kernels share. Block sizes are powers of two. They depend on the width of the values, and
+    """The options that all kernels share. Block sizes are powers of two. They depend on the width of the values, and
     on the number of rows of sums if there are few rows."""
     width = padded(value_width)
     block = min(max(elements // width, 4), 128)
     return {
-        "SCHEDULE": SCHEDULE,
         "WIDTH": width,
         "BLOCK_N": max(block, 16),
         "ROWS": min(block, padded(rows)),

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
-"""A step of continual Nyström attention in Triton, with one program per head."""
+"""A step of continual Nyström attention in Triton, with one program per head. A step that records a history has fixed
+landmarks."""
 
 import triton.language as tl
 
 from ....runtime.triton_launch import kernel
 from ...triton.blocks import SQUARES
 from .landmarks import copy, invert, put_all, put_newest, replace_oldest, segment_ending
-from .sliding_rows import EXTRA, slide
+from .sliding_rows import EXTRA, RECORD, record, slide
 from .window import admit, before_and_after, move_ring, oldest_row, row_of, span, tokens_of
 
 RENEWED = before_and_after(
@@ -22,6 +23,7 @@ def _nystrom_step(
     out,
     scratch,
     squares,
+    history,
     queries_from,
     keys_from,
     values_from,
@@ -53,6 +55,7 @@ def _nystrom_step(
     fixed: tl.int32,
     moving: tl.int32,
     RETROACTIVE: tl.constexpr,
+    RECORDED: tl.constexpr,
     ITERATIONS: tl.constexpr,
     SCHEDULE: tl.constexpr,
     SIZE: tl.constexpr,
@@ -77,6 +80,7 @@ def _nystrom_step(
     inverse = inverse_to + head * m * m
     scratch += head * m * E
     squares += head * SQUARES * m * m
+    history += head * tokens * m * (E + RECORD)
     out += head * (window if RETROACTIVE else tokens) * E
     position = tl.load(position_from + head)
     if moving != 0:
@@ -97,7 +101,7 @@ def _nystrom_step(
         spoilt += admit(value, value_strides, values, newest, gone, E)
         query, key, value = query + query_strides[2], key + key_strides[2], value + value_strides[2]
         tl.debug_barrier()
-        segment = tl.where(fixed != 0, 0, segment_ending(position, window, m))
+        segment = 0 if RECORDED else tl.where(fixed != 0, 0, segment_ending(position, window, m))
         if segment > 0:
             replace_oldest(landmark_queries, m, queries, oldest, capacity_to, window, segment, D, OPERAND)
             replace_oldest(landmark_keys, m, keys, oldest, capacity_to, window, segment, D, OPERAND)
@@ -110,7 +114,11 @@ def _nystrom_step(
             due = ((position - row) % SCHEDULE == 0) | (spoilt > 0)
             shift = tl.where(segment > 0, 1, 0)
             at_hand = (landmark_queries, offset, row)
-            slide(at_hand, m, shift, due, sums_before, sums, around, BLOCK_N, WIDTH, LARGEST, OPERAND)
+            stale = slide(at_hand, m, shift, due, sums_before, sums, around, BLOCK_N, WIDTH, LARGEST, OPERAND)
+            if RECORDED:
+                record(history, sums, row, m, stale, E, WIDTH)
+        if RECORDED:
+            history += m * (E + RECORD)
         sums_before = sums
         if segment > 0:
             given = (landmark_queries, landmark_keys, inverse, squares, m, D, scale)

@@ -18,6 +18,9 @@ from .window import logits, row_of, span, window_sums
 EXTRA = tl.constexpr(EXTRA_SUMS)
 """The columns of a row beside the columns of the values."""
 
+RECORD = tl.constexpr(3)
+"""The columns of a recorded row beside those of the values: phi, the log-scale, and 1 if the row was recomputed."""
+
 LARGEST_SURE, LARGEST_SURE_IN_FLOAT64 = tl.constexpr(2.0**18), tl.constexpr(2.0**47)
 """The largest log-scales at which a subtraction reliably removes what was added.
 
@@ -55,8 +58,8 @@ def slide(
     """Update a tile of rows after a token was added to the window.
 
     Row r of `target` becomes row r + shift of `source`, updated. It is recomputed if there is no such row or it is
-    `due`. `target` may be `source`: tiles go upwards, and each is read before it is written. `rows_at_hand` are
-    (queries, offset, row): the queries of the rows `row` (ROWS,) are at `queries + offset`.
+    `due`; return which rows are recomputed. `target` may be `source`: tiles go upwards, and each is read before it is
+    written. `rows_at_hand` are (queries, offset, row): the queries of the rows `row` (ROWS,) are at `queries + offset`.
     """
     queries, offset, row = rows_at_hand
     _, values, oldest, capacity, tokens, D, E, scale = window
@@ -103,6 +106,20 @@ def slide(
         _recompute(query, target + next_row * (E + EXTRA), window, BLOCK_N, WIDTH, LARGEST, OPERAND)
         next_row = tl.min(tl.where(stale & (row > next_row), row, rows), 0)
     tl.debug_barrier()
+    return stale
+
+
+@triton.jit
+def record(history, sums, row, rows, stale, E, WIDTH: tl.constexpr):
+    """Copy a tile of rows, as far as a gradient reads them, to a record of this token."""
+    columns, known = span(0, WIDTH)[None, :], row < rows
+    there = known[:, None] & (columns < E)
+    source, target = sums + row * (E + EXTRA), history + row * (E + RECORD)
+    tl.store(target[:, None] + columns, tl.load(source[:, None] + columns, mask=there), mask=there)
+    at_phi = E.to(tl.int64)
+    for column in tl.static_range(2):
+        tl.store(target + (at_phi + column), tl.load(source + (at_phi + column), mask=known), mask=known)
+    tl.store(target + (at_phi + 2), stale.to(target.dtype.element_ty), mask=known)
 
 
 @triton.jit
