@@ -48,6 +48,26 @@ def test_a_quantile_is_the_inverse_of_the_distribution() -> None:
     assert distribution.icdf(torch.tensor(0.0)).eq(0).all() and distribution.icdf(torch.tensor(1.0)).isinf().all()
 
 
+def test_float32_weights_have_quantiles_near_1() -> None:
+    """The survival at the quantile of 1 - 1e-9 is 1e-9."""
+    parts = [torch.randn(50, 8, generator=seeded(i)) for i in range(3)]
+    distribution = LogNormalMixture(parts[0], parts[1], parts[2].exp())
+    wide = LogNormalMixture(parts[0].double(), parts[1].double(), parts[2].exp().double())
+    gap = distribution.icdf(torch.tensor(1 - 1e-9, dtype=torch.float64)).double()
+    torch.testing.assert_close(wide.log_survival(gap), torch.full((50,), 1e-9).double().log(), rtol=1e-3, atol=0)
+
+
+def test_the_variance_is_that_of_the_definition_or_infinite() -> None:
+    distribution, (weights, loc, scale) = mixture(7), _parts(mixture(7))
+    first, second = ((weights.softmax(-1) * (power * loc + (power * scale) ** 2 / 2).exp()).sum(-1) for power in (1, 2))
+    torch.testing.assert_close(distribution.variance, second - first**2, rtol=1e-10, atol=0)
+    narrow = LogNormalMixture(torch.zeros(1), torch.ones(1), torch.tensor([1e-3]))
+    assert narrow.stddev.item() == pytest.approx(math.e * 1e-3, rel=1e-5)
+    for wide in (14.0, 40.0):
+        heavy = LogNormalMixture(torch.tensor([0.0, -200.0]), torch.zeros(2), torch.tensor([1.0, wide]))
+        assert heavy.variance.isinf() and heavy.stddev.isinf()
+
+
 def test_components_far_apart_have_a_quantile_in_one_of_them() -> None:
     far = LogNormalMixture(torch.zeros(1, 2), torch.tensor([[-50.0, 50.0]]), torch.full((1, 2), 0.1))
     assert far.icdf(torch.tensor(0.25)).log().item() == pytest.approx(-50, abs=1e-3)

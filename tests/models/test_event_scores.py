@@ -246,3 +246,10 @@ def test_users_are_in_one_part_only(tmp_path: Path) -> None:
 def test_too_few_users_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"folder: got '.*', with 4 sequences, expected at least 5"):
         TASKS["reddit"]().changed({"folder": _interactions(tmp_path, 4)}).sizes("cmhp")
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-6])
+def test_a_sequence_that_ends_with_its_last_event_surely_survives(unit: float) -> None:
+    times = unit * torch.arange(1, 6, dtype=torch.float64).square()[None]
+    events = Events.pad(times, torch.zeros(1, 5), times[:, -1])
+    assert CMHP.for_events(events, dim=8).log_prob(*events).survival.item() == 0

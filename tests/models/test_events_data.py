@@ -146,9 +146,21 @@ def test_columns_of_a_table_may_have_any_index() -> None:
     assert Events.pad([[1.0, 2.0]], [swapped], [3.0]).marks.tolist() == [[5, 6]]
 
 
+def test_a_published_sequence_may_be_empty(tmp_path: Path) -> None:
+    some = {"arrival_times": np.array([1.0]), "marks": np.array([2]), "t_end": 3.0}
+    torch.save(
+        {"sequences": [some, dict.fromkeys(("arrival_times", "marks"), np.array([])) | {"t_end": 2.0}]}, tmp_path / "a"
+    )
+    found = read_sequences(tmp_path / "a")
+    assert found.lengths.tolist() == [1, 0] and found.end.tolist() == [3.0, 2.0]
+
+
 def test_arrays_may_have_any_layout() -> None:
     times = (np.array([2.0, 1.0])[::-1], np.array([1.0, 2.0], ">f8"), np.broadcast_to(np.float32([1, 2]), (2, 2))[0])
     for each in times:
         marks = np.array([6, 5])[::-1].astype(">i4")
         found = Events.pad([each], [marks], np.array([3.0], ">f8"))
         assert found.times.tolist() == [[1.0, 2.0]] and found.marks.tolist() == [[5, 6]]
+    end = torch.tensor([3.0], dtype=torch.float64)
+    found = Events.pad([[1.0]], [[0]], end)
+    assert found.end.item() == end.zero_().item() + 3

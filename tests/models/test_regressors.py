@@ -151,6 +151,17 @@ def test_intention_finds_a_target_with_more_than_one_head() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["lssvm", "scatter", "kernel", "attention"])
+def test_a_class_without_examples_leaves_gradients_finite(estimator: str) -> None:
+    torch.manual_seed(0)
+    model = FewShot(6, 3, estimator=estimator, dim=8)
+    values = torch.eye(3)[torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 1, 1]])]
+    scores = model(torch.randn(2, 4, 6), torch.randn(2, 6, 6), values)
+    answers = torch.tensor([0, 1, 2, 0, 0, 1, 0, 1])
+    torch.nn.functional.cross_entropy(scores.flatten(0, 1), answers).backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("estimator", ["lssvm", "scatter", "kernel", "attention"])
 def test_few_shot_scores_are_those_of_the_estimator(estimator: str) -> None:
     model = FewShot(64, 4, estimator=estimator, dim=8).double()
     task = classes.FewShotTask(estimator=estimator)

@@ -62,6 +62,18 @@ def test_a_step_equals_the_window(kind: str, depth: int) -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["fixed", "exact"])
+def test_a_compiled_step_is_a_step(kind: str) -> None:
+    """All of the step is one graph, also the check that the features of a token are finite."""
+    one, other = made(kind), made(kind)
+    compiled = torch.compile(other.forward_step, backend="eager", fullgraph=True)
+    for seen, token in enumerate(stream(N + 2).unbind(1), start=1):
+        a, b = one.forward_step(token), (compiled if seen > N else other.forward_step)(token)
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_between_segments_the_landmarks_are_those_of_the_stream() -> None:
     model, tokens = made("continual"), stream()
     layer = model.layers[0]

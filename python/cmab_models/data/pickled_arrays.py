@@ -59,9 +59,15 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+def _no_bytes() -> bytes:
+    """Stands for `bytes`, with which Python 3 writes empty bytes for Python 2: those of an array without elements."""
+    return b""
+
+
 STAND_INS: dict[str, Any] = {
     "numpy.ndarray": Stored,
     "numpy.dtype": Kind,
+    "builtins.bytes": _no_bytes,
     **{f"numpy.{core}.multiarray._reconstruct": _reconstruct for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"numpy.{core}.numeric._frombuffer": _array for core in ("core", "_core")},

@@ -222,6 +222,7 @@ class PointProcess(Pretrained):
             wait = _checked("end", end.double() - F.pad(events.times, (1, 0)).amax(1))  # counted from 0 without events
             rows = torch.arange(len(there), device=there.device)
             survival = self.head(features[rows, there.sum(1)]).time.log_survival(wait.to(dtype))
+            survival = survival.where(wait > SHORTEST, 0.0)  # a sequence that ends with its last event
         time = predicted.time.log_prob(events.gaps[there].to(dtype))
         came, likely = events.marks[there], largest(predicted.mark.logits)
         return LogProb(padded(time), padded(predicted.mark.log_prob(came)), survival, padded(likely == came))

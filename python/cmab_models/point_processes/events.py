@@ -42,7 +42,7 @@ class Events(NamedTuple):
             raise ValueError(mismatch("times", "no sequence", "at least one"))
         if len(marks) != len(times):
             raise ValueError(mismatch("marks", f"{len(marks)} sequences", f"{len(times)}, as many as times has"))
-        end = _as_tensor("end", end, torch.float64)
+        end = _as_tensor("end", end, torch.float64).clone()
         if end.shape != (len(times),):
             raise ValueError(
                 mismatch("end", f"shape {tuple(end.shape)}", f"({len(times)},), a number for each sequence")

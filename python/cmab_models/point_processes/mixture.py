@@ -62,7 +62,7 @@ class LogNormalMixture(MixtureSameFamily):
         probabilities."""
         weights, components = self.mixture_distribution, cast("LogNormal", self.component_distribution)
         standardised = (_longer_than_none("gap", gap).log().unsqueeze(-1) - components.loc) / components.scale
-        return torch.logsumexp(weights.logits + torch.special.log_ndtr(-standardised), -1)
+        return torch.logsumexp(weights.logits + torch.special.log_ndtr(-standardised), -1).clamp(max=0)
 
     def icdf(self, value: Tensor) -> Tensor:
         """Return the quantile of a probability `value` from 0 to 1: the next event comes before this gap with that
@@ -103,10 +103,23 @@ class LogNormalMixture(MixtureSameFamily):
     @property
     def mean(self) -> Tensor:
         """The mean of the gap; infinite if the dtype cannot hold it."""
+        return self._moment(1).exp().to(self.mixture_distribution.logits.dtype)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of the gap; infinite if the dtype cannot hold it."""
+        mean, square = self._moment(1), self._moment(2)
+        above = torch.expm1(square - 2 * mean).clamp(min=0)  # inf - inf, if both are infinite, is infinite here
+        variance = above * (2 * mean).exp()
+        return variance.where(square.exp().isfinite(), math.inf).to(self.mixture_distribution.logits.dtype)
+
+    def _moment(self, power: int) -> Tensor:
+        """Return the logarithm of the mean of a power of the gap, in float64."""
         components = cast("LogNormal", self.component_distribution)
-        logs = components.loc.double() + components.scale.double() ** 2 / 2
+        loc, scale = components.loc.double(), components.scale.double()
         # A weight that the dtype rounds to 0 may belong to a component of infinite mean.
-        return torch.logsumexp(self.mixture_distribution.logits.double() + logs, -1).exp().to(components.loc.dtype)
+        logs = power * loc + (power * scale) ** 2 / 2
+        return torch.logsumexp(self.mixture_distribution.logits.double() + logs, -1)
 
     def limited_mean(self, limit: Tensor) -> Tensor:
         """Return the mean of the smaller of the gap and a `limit` > 0. Unlike the mean, it is always finite, and a
@@ -123,7 +136,11 @@ class LogNormalMixture(MixtureSameFamily):
         place = (limit.log() - loc) / scale
         below = (loc + scale**2 / 2 + torch.special.log_ndtr(place - scale)).exp()
         mean = below + (limit.log() + torch.special.log_ndtr(-place)).exp()  # ndtr is 0 below -8
-        return (self.mixture_distribution.probs.double() * mean).sum(-1).to(components.loc.dtype)
+        return (self._weights() * mean).sum(-1).to(components.loc.dtype)
+
+    def _weights(self) -> Tensor:
+        """Return the weights in float64. In float32 they do not add up to 1 well enough for quantiles near 1."""
+        return self.mixture_distribution.logits.double().softmax(-1)
 
     def _standardised(self, log_gap: Tensor) -> Tensor:
         components = cast("LogNormal", self.component_distribution)
@@ -132,13 +149,13 @@ class LogNormalMixture(MixtureSameFamily):
     def _probability(self, log_gap: Tensor) -> Tensor:
         """Return the probability, in float64, that the next event comes before a gap with this logarithm."""
         below = torch.special.erfc(self._standardised(log_gap) / -math.sqrt(2)) / 2  # torch's ndtr is 0 below -8
-        return (self.mixture_distribution.probs.double() * below).sum(-1)
+        return (self._weights() * below).sum(-1)
 
     def _density(self, log_gap: Tensor) -> Tensor:
         """Return the density of the logarithm of the gap, in float64."""
         scale = cast("LogNormal", self.component_distribution).scale.double()
         normal = (-(self._standardised(log_gap) ** 2) / 2).exp() / (scale * math.sqrt(2 * math.pi))
-        return (self.mixture_distribution.probs.double() * normal).sum(-1)
+        return (self._weights() * normal).sum(-1)
 
     def draw(self, generator: torch.Generator | None = None) -> Tensor:
         """Return one gap (...) float64 of each distribution. Unlike `sample`, it takes a generator."""

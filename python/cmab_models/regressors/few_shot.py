@@ -56,7 +56,9 @@ class FewShot(Regressor):
 
     def _answer(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key = self.embedding(query), self.embedding(key)
-        return self.log_scale.exp() * ESTIMATORS[self.estimator](query, key, value, self.log_alpha.exp())
+        scores = ESTIMATORS[self.estimator](query, key, value, self.log_alpha.exp())
+        without = scores == -torch.inf  # a class without examples, which must not reach the scale's gradient
+        return (self.log_scale.exp() * scores.masked_fill(without, 0.0)).masked_fill(without, -torch.inf)
 
 
 def _lssvm(query: Tensor, key: Tensor, value: Tensor, alpha: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def _how(results: Results, share: float) -> list[str]:
         "A score with ± is a mean over seeds and the standard deviation between them. Seconds are those of the "
         "training of one seed.",
         "If code has changed since a result was trained, `python -m cmab_models.reproduce --confirm` checks one "
-        "seed: the losses of its first 10 steps and its scores after them must equal the old ones to 0.001. "
+        "seed: the losses of its first 10 steps and its scores after them must equal the old ones to 0.002. "
         "RESULTS.json has the digests of the old and the new code.",
         f"{versions}, {where['machine']}, {where['time']}. {_spent(results.every())}",
         *_warnings(results.every()),
@@ -140,12 +140,15 @@ def at_full_size(claim: Claim) -> list[str]:
     """
     by_name = {each.name: each for each in EXPERIMENTS}
     commands = []
-    for experiment, system, _ in claim.sides:
+    for experiment, system, score in claim.sides:
         task, settings = by_name[experiment].task, by_name[experiment].settings
         if system not in TASKS[task].systems:
             continue
         usual = by_name[experiment.partition(", ")[0]].settings
-        options = [f" --set {name}={value}" for name, value in settings.items() if usual.get(name) != value]
+        asked = {"autoregressive"} if score.startswith("log_likelihood_") else set()  # such scores take longer
+        chosen = {name: value for name, value in settings.items() if name in asked or usual.get(name) != value}
+        told = {name: str(value).lower() if value is True else value for name, value in chosen.items()}
+        options = [f" --set {name}={value}" for name, value in told.items()]
         commands.append(COMMAND.format(system=system, task=task) + "".join(options))
     return list(dict.fromkeys(commands))
 

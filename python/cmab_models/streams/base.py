@@ -13,6 +13,7 @@ from cmab_kernels.nn import CircularPositionalEncoding, ContinualEncoderLayer, R
 from cmab_kernels.nn.inputs import check_features
 from cmab_kernels.nn.stream import extent, follow_weights, with_own_streams
 from cmab_kernels.runtime.checks import kind_of, mismatch, refuse_not_finite
+from cmab_kernels.runtime.tracing import has_values
 
 from ..precision import weight_of
 from ..pretrained import Pretrained
@@ -123,7 +124,7 @@ class StreamClassifier(Pretrained):
                 )
             )
         embedded = self.positions.forward_step(self.embedding(token), update_state=False).unsqueeze(1)
-        if embedded.device.type == "cpu" and not embedded.isfinite().all():
+        if embedded.device.type == "cpu" and has_values(embedded) and not embedded.isfinite().all():
             raise ValueError(mismatch("token", "features whose embedding has a NaN or an infinity", "finite features"))
         window = self._window_with(embedded) if self._over_window else None
         newest = embedded if window is None else self._read(window)

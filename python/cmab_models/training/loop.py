@@ -62,6 +62,7 @@ class Run:
     def __post_init__(self) -> None:
         for name in ("seed", "devices", "accumulate"):
             object.__setattr__(self, name, plain(getattr(self, name)))
+        object.__setattr__(self, "folder", Path(self.folder))
         object.__setattr__(self, "model_settings", {name: plain(each) for name, each in self.model_settings.items()})
         if self.precision not in PRECISIONS:
             raise ValueError(mismatch("precision", repr(self.precision), f"one of {', '.join(PRECISIONS)}"))
