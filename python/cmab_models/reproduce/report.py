@@ -68,8 +68,7 @@ def _summed_up(verdicts: Mapping[Claim, Verdict], preset: str | None) -> str:
         sum(verdict.held is held for verdict in verdicts.values()) for held in (True, False, None)
     )
     about = (
-        "This page is a rehearsal: `make reproduce` trains small models for a few steps, in one to two hours on two "
-        "cores."
+        "This page is a rehearsal: `make reproduce` trains small models for a few steps, in about an hour on two cores."
         if preset is None
         else f"Sizes, steps and seeds are those of the preset `{preset}` of each task."
     )
