@@ -89,7 +89,8 @@ class Scale(NamedTuple):
     def of(cls, values: np.ndarray) -> Scale:
         # A constant column keeps its exact value, and large numbers their small differences.
         least = np.nanmin(values, 0)
-        mean, std = least + np.nanmean(values - least, 0), np.nanstd(values - least, 0)
+        above = values - least
+        mean, std = least + np.nanmean(above, 0), np.nanstd(above, 0)
         return cls(mean, np.where(std > 1e-14 * np.abs(mean), std, 1.0))
 
     def standardise(self, values: np.ndarray) -> Tensor:

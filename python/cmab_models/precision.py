@@ -23,8 +23,12 @@ def in_own_modes(training: Callable[Given, Result]) -> Callable[Given, Result]:
 
     @wraps(training)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        plain = (torch.autocast(device, enabled=False) for device in ("cpu", "cuda"))
-        with torch.inference_mode(False), torch.enable_grad(), next(plain), next(plain):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
             return training(*args, **kwargs)
 
     return called

@@ -56,7 +56,9 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         _check_arguments(cls, args, kwargs)
         # These values are written to config.json. huggingface_hub would leave out an int of NumPy, and would then load
         # the model with the default.
-        made: Self = super().__new__(cls, *map(plain, args), **{name: plain(each) for name, each in kwargs.items()})
+        made: Self = super().__new__(
+            cls, *map(python_value, args), **{name: python_value(each) for name, each in kwargs.items()}
+        )
         return made
 
     @classmethod
@@ -181,10 +183,10 @@ def _parameters(kind: type[Pretrained]) -> list[inspect.Parameter]:
     return list(inspect.signature(kind.__init__).parameters.values())[1:]
 
 
-def plain(value: Any) -> Any:
+def python_value(value: Any) -> Any:
     """Return the value of an argument, with numbers of NumPy and other kinds as Python's own, which files can hold."""
     if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
+        return type(value)(map(python_value, value))
     if isinstance(value, np.generic):
         return value.item()
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value

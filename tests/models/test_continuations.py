@@ -63,6 +63,8 @@ def test_the_variance_is_that_of_the_definition_or_infinite() -> None:
     torch.testing.assert_close(distribution.variance, second - first**2, rtol=1e-10, atol=0)
     narrow = LogNormalMixture(torch.zeros(1), torch.ones(1), torch.tensor([1e-3]))
     assert narrow.stddev.item() == pytest.approx(math.e * 1e-3, rel=1e-5)
+    small = LogNormalMixture(torch.zeros(1).double(), torch.tensor([-800.0]).double(), torch.tensor([27.0]).double())
+    assert small.variance.log().item() == pytest.approx(-1600 + 2 * 27**2, rel=1e-9)
     for wide in (14.0, 40.0):
         heavy = LogNormalMixture(torch.tensor([0.0, -200.0]), torch.zeros(2), torch.tensor([1.0, wide]))
         assert heavy.variance.isinf() and heavy.stddev.isinf()

@@ -113,7 +113,7 @@ def _as_tensor(name: str, given: Any, dtype: torch.dtype | None = None) -> Tenso
     try:
         # A dtype would silently drop the imaginary part of an array. Without a dtype, the digits of a list are kept.
         if not isinstance(given, Tensor) and hasattr(given, "__array__"):
-            tensor = torch.from_numpy(_plain(given))
+            tensor = torch.from_numpy(_readable(given))
         else:
             tensor = torch.as_tensor(given, dtype=None if isinstance(given, Tensor) else dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -123,7 +123,7 @@ def _as_tensor(name: str, given: Any, dtype: torch.dtype | None = None) -> Tenso
     return tensor.to(dtype or (tensor.dtype if tensor.is_floating_point() else torch.int64))
 
 
-def _plain(given: Any) -> np.ndarray:
+def _readable(given: Any) -> np.ndarray:
     """Return an array, or a column of pandas in its own order, in a layout that torch reads. torch itself would look up
     the places of a column in its index."""
     found = np.asarray(given)

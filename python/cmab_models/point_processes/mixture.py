@@ -109,8 +109,7 @@ class LogNormalMixture(MixtureSameFamily):
     def variance(self) -> Tensor:
         """The variance of the gap; infinite if the dtype cannot hold it."""
         mean, square = self._moment(1), self._moment(2)
-        above = torch.expm1(square - 2 * mean).clamp(min=0)  # inf - inf, if both are infinite, is infinite here
-        variance = above * (2 * mean).exp()
+        variance = square.exp() * -torch.expm1((2 * mean - square).clamp(max=0))
         return variance.where(square.exp().isfinite(), math.inf).to(self.mixture_distribution.logits.dtype)
 
     def _moment(self, power: int) -> Tensor:

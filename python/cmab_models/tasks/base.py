@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cmab_kernels.runtime.checks import check_count, kind_of, mismatch
 
-from ..pretrained import plain
+from ..pretrained import python_value
 from ..systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Task(ABC):
         """Raise an error for an unknown word, and for a number of steps or checks that cannot be. Numbers of NumPy
         become Python's."""
         for each in fields(self):
-            object.__setattr__(self, each.name, plain(getattr(self, each.name)))
+            object.__setattr__(self, each.name, python_value(getattr(self, each.name)))
         for name, least in (("steps", 1), ("check_every", 1), ("patience", 0)):
             check_count(name, getattr(self, name), least)
         self._check_word("optimizer", OPTIMIZERS)

@@ -25,7 +25,7 @@ except ImportError:  # Windows
 from cmab_kernels.runtime.checks import mismatch
 
 from ..precision import in_own_modes
-from ..pretrained import plain
+from ..pretrained import python_value
 from ..systems import SYSTEMS
 from ..tasks import Task
 from . import checkpoint
@@ -61,9 +61,11 @@ class Run:
 
     def __post_init__(self) -> None:
         for name in ("seed", "devices", "accumulate"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
+            object.__setattr__(self, name, python_value(getattr(self, name)))
         object.__setattr__(self, "folder", Path(self.folder))
-        object.__setattr__(self, "model_settings", {name: plain(each) for name, each in self.model_settings.items()})
+        object.__setattr__(
+            self, "model_settings", {name: python_value(each) for name, each in self.model_settings.items()}
+        )
         if self.precision not in PRECISIONS:
             raise ValueError(mismatch("precision", repr(self.precision), f"one of {', '.join(PRECISIONS)}"))
         if self.precision == "16-mixed" and self.device == "cpu":
