@@ -20,6 +20,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pybind11
+
 from cmab_kernels.runtime.extension import load
 
 from .fault import Fault
@@ -160,9 +162,10 @@ def _ninja(*arguments: str) -> str:
 
 
 def _run(command: str, folder: Path) -> str:
-    return subprocess.run(
-        command, shell=True, check=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ).stdout
+    # pip builds in an environment that it then deletes, with the headers of pybind11 that the commands name.
+    environment = os.environ | {"CPLUS_INCLUDE_PATH": pybind11.get_include()}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, shell=True, check=True, cwd=folder, env=environment, **pipes).stdout
 
 
 def _steps() -> list[dict[str, Any]]:
