@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from cmab_models.tasks.sets import Question, Sine
 from cmab_models.training import Diverged, Interrupted, Run, first_losses, train
 from cmab_models.training.module import Training
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
@@ -97,6 +98,79 @@ def test_a_training_that_a_callback_stops_goes_on(accumulate: int, tmp_path: Pat
         train(parts, callbacks=[Stop(3)])
     resumed, _ = train(parts, resume=True)
     assert torch.equal(weights(whole), weights(resumed))
+
+
+class Never(Callback):
+    """Stops a training before its first step."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.stop)
+
+    def stop(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_a_callback_may_stop_a_training_before_its_first_step(hook: str, tmp_path: Path) -> None:
+    """A Timer does so in a resumption, if its time was used up before."""
+    parts = run(tmp_path)
+    with pytest.raises(Interrupted, match=r"^training: it stopped after 0 of 6 steps$"):
+        train(parts, callbacks=[Never(hook)])
+    with pytest.raises(Interrupted, match="after 3 of 6"):
+        train(parts, callbacks=[Stop(3)])
+    with pytest.raises(Interrupted, match=r"^training: it stopped after 3 of 6 steps; go on with --resume"):
+        train(parts, callbacks=[Never(hook)], resume=True)
+    assert torch.equal(weights(train(parts, resume=True)[0]), weights(train(run(tmp_path / "whole"))[0]))
+
+
+def test_averages_of_weights(tmp_path: Path) -> None:
+    """A training that was stopped and resumed, and one that has ended, have the average of the whole run."""
+    parts, plain = run(tmp_path / "parts"), train(run(tmp_path / "plain"))[0]
+    whole, seconds = train(run(tmp_path / "whole"), callbacks=[EMAWeightAveraging(decay=0.5)])
+    with pytest.raises(Interrupted):
+        train(parts, callbacks=[EMAWeightAveraging(decay=0.5), Stop(3)])
+    resumed, _ = train(parts, callbacks=[EMAWeightAveraging(decay=0.5)], resume=True)
+    ended, same = train(run(tmp_path / "whole"), callbacks=[EMAWeightAveraging(decay=0.5)], resume=True)
+    assert torch.equal(weights(whole), weights(resumed)) and torch.equal(weights(whole), weights(ended))
+    assert not torch.equal(weights(whole), weights(plain))
+    assert same.keys() == seconds.keys() and not ended.training
+    with pytest.raises(ValueError, match=r"^callbacks: got an average of weights with patience=2, expected patience=0"):
+        train(run(tmp_path / "c", replace(SMALL, patience=2)), callbacks=[EMAWeightAveraging()])
+
+
+@dataclass(frozen=True)
+class WithExtra(Sine, listed=False):
+    """A task with a setting of any type."""
+
+    extra: Any = None
+
+
+@pytest.mark.parametrize(
+    "extra", [Path("data"), date(2026, 1, 1), frozenset([1]), float("nan"), np.arange(3), torch.ones(2)]
+)
+def test_a_setting_that_no_checkpoint_holds_is_refused_at_once(extra: Any, tmp_path: Path) -> None:
+    """Otherwise a checkpoint would be written from which nobody can resume."""
+    with pytest.raises(ValueError, match=r"(?s)^extra: got an? .*, expected a number, a string, None, or tuples"):
+        train(run(tmp_path / "a", WithExtra(steps=6, batch_size=8, dim=8, extra=extra)))
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("extra", [None, True, 2, 0.5, "a", (1, 2), [1.5, None], {"a": (1, "b")}, float("inf")])
+def test_a_setting_of_plain_values_is_kept(extra: Any, tmp_path: Path) -> None:
+    parts = run(tmp_path, WithExtra(steps=4, batch_size=8, dim=8, extra=extra))
+    with pytest.raises(Interrupted):
+        train(parts, callbacks=[Stop(2)])
+    train(parts, resume=True)
+
+
+def test_a_callback_whose_state_no_checkpoint_holds_is_refused_at_once(tmp_path: Path) -> None:
+    class Remembers(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"folder": tmp_path}
+
+    with pytest.raises(ValueError, match=r"^callbacks: got a Remembers with the state .*, expected a state of numbers"):
+        train(run(tmp_path / "a"), callbacks=[Remembers()])
+    assert not (tmp_path / "a" / "checkpoint.pt").exists()
 
 
 def test_another_accumulation_is_refused(tmp_path: Path) -> None:

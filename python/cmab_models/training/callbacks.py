@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor, nn
 
-from .checkpoint import BEST
+from .checkpoint import BEST, check_states
 from .errors import Interrupted
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class Checkpoints(Callback):
         self._stops = False  # whether another callback has stopped the training between two batches of a step
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        self._saved = time.monotonic()
+        check_states(trainer.callbacks)  # type: ignore[attr-defined]  # a list, which Lightning sets elsewhere
+        self._saved, self._saved_step = time.monotonic(), trainer.global_step
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread gets signals, and only it may change how they are handled
         requeue = [signal.SIGUSR1] if SLURMEnvironment.detect() else []
@@ -121,11 +122,15 @@ class Checkpoints(Callback):
         if last := done == self.run.task.steps:
             training.check_last()
         # All processes stop, or write, at the same step.
-        due = trainer.strategy.reduce_boolean_decision(bool(self._waiting) or now - self._saved >= self.seconds, False)
+        stops = bool(self._waiting) or trainer.should_stop
+        due = trainer.strategy.reduce_boolean_decision(stops or now - self._saved >= self.seconds, False)
         if last or due:
-            trainer.save_checkpoint(self.run.checkpoint)
-            self._saved = time.monotonic()
+            self._save(trainer)
             self._answer(trainer, done)
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.save_checkpoint(self.run.checkpoint)
+        self._saved, self._saved_step = time.monotonic(), trainer.global_step
 
     def _answer(self, trainer: Trainer, done: int) -> None:
         """Handle the signals that came before the checkpoint was written, or during the write."""
@@ -140,18 +145,18 @@ class Checkpoints(Callback):
             raise self._interrupted(done)
 
     def _interrupted(self, done: int) -> Interrupted:
-        return Interrupted(
-            f"training: it stopped after {done} of {self.run.task.steps} steps; go on with --resume from "
-            f"{self.run.checkpoint}"
-        )
+        hint = f"; go on with --resume from {self.run.checkpoint}" if self.run.checkpoint.exists() else ""
+        return Interrupted(f"training: it stopped after {done} of {self.run.task.steps} steps{hint}")
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         self._restore()
-        if trainer.global_step < self.run.task.steps:  # a callback has stopped the training
-            trainer.save_checkpoint(self.run.checkpoint)
-            if self.early.ended:
-                return
-            raise self._interrupted(trainer.global_step)
+        if trainer.global_step != self._saved_step:  # a callback has stopped the training between two batches
+            self._save(trainer)
+
+    def check_end(self, done: int) -> None:
+        """Raise `Interrupted` if a callback has stopped the training, before its first step or after any other."""
+        if done < self.run.task.steps and not self.early.ended:
+            raise self._interrupted(done)
 
     def on_exception(self, *_: Any) -> None:
         self._restore()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ class Checkpoint(NamedTuple):
     """The system, the task and their settings, as numbers and strings only."""
     step: int
     """The number of finished steps."""
+    seconds: dict[str, float]
+    """The `cpu_seconds` and `wall_seconds` of these steps."""
     model: dict[str, Any]
     optimizer: dict[str, Any]
     callbacks: dict[str, Any]
@@ -68,15 +71,47 @@ def load(path: Path) -> Checkpoint:
     step, optimizers = entries["global_step"], entries["optimizer_states"]
     if type(step) is not int or step < 0:
         raise BadCheckpoint(mismatch(f"{path}, global_step", repr(step), "an int >= 0"))
-    for name in ("cpu_seconds", "wall_seconds"):
-        if type(entries[name]) not in (int, float) or not 0 <= entries[name] < math.inf:
-            raise BadCheckpoint(mismatch(f"{path}, {name}", repr(entries[name]), "a finite number >= 0"))
+    seconds = {name: entries[name] for name in ("cpu_seconds", "wall_seconds")}
+    for name, number in seconds.items():
+        if type(number) not in (int, float) or not 0 <= number < math.inf:
+            raise BadCheckpoint(mismatch(f"{path}, {name}", repr(number), "a finite number >= 0"))
     if len(optimizers) != 1 or not isinstance(optimizers[0], dict):
         raise BadCheckpoint(
             mismatch(f"{path}, optimizer_states", f"a list of {len(optimizers)}", "a list of one dict, Adam's state")
         )
     model = {str(name).removeprefix("model."): entry for name, entry in entries["state_dict"].items()}
-    return Checkpoint(entries["run"], step, model, optimizers[0], entries["callbacks"])
+    return Checkpoint(entries["run"], step, seconds, model, optimizers[0], entries["callbacks"])
+
+
+def check_settings(run: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for a setting that a checkpoint could not hold, so that training could not be resumed."""
+    for name, value in run.items():
+        try:
+            is_kept = bool(_read_again(value) == value)
+        except Exception:  # pickling, reading and comparing can raise anything
+            is_kept = False
+        if not is_kept:
+            expected = "a number, a string, None, or tuples, lists and dicts of these; a field of data has repr=False"
+            raise ValueError(mismatch(name, f"{kind_of(value)}, {shorten(repr(value), 60)}", expected))
+
+
+def check_states(callbacks: Iterable[Any]) -> None:
+    """Raise a `ValueError` for a callback whose state a checkpoint could not hold."""
+    for each in callbacks:
+        state = each.state_dict()
+        try:
+            _read_again(state)
+        except Exception as error:
+            given = f"{kind_of(each)} with the state {shorten(repr(state), 60)}"
+            raise ValueError(mismatch("callbacks", given, "a state of numbers, strings and tensors")) from error
+
+
+def _read_again(value: Any) -> Any:
+    """Return a value as a checkpoint gives it back."""
+    file = BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def differences(
@@ -126,8 +161,8 @@ def _unreadable(path: Path) -> str:
     return "a file that holds something else" if is_zipfile(path) else "a file that is cut short or damaged"
 
 
-def check(path: Path, run: Mapping[str, Any], defaults: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise `BadCheckpoint` unless this run can continue from the file."""
+def resumed(path: Path, run: Mapping[str, Any], defaults: Mapping[str, Any], model: nn.Module) -> Checkpoint:
+    """Return the checkpoint, and load its weights; raise `BadCheckpoint` unless this run can continue from the file."""
     checkpoint, own = load(path), model.state_dict()
     check_same(path, checkpoint, {**defaults, **run}, defaults)
     if checkpoint.step > run["steps"]:
@@ -145,6 +180,7 @@ def check(path: Path, run: Mapping[str, Any], defaults: Mapping[str, Any], model
         raise BadCheckpoint(
             mismatch(str(path), f"weights of another version ({shorten(str(error), 300)})", f"those of {run['system']}")
         ) from error
+    return checkpoint
 
 
 def _check_best(name: str, best: Any, own: Mapping[str, Any]) -> None:

@@ -141,7 +141,7 @@ def train(
     the same numbers as a run that was not interrupted. Trainings in threads share torch's generators, so seeds decide
     only in processes of their own.
     """
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler, WeightAveraging
 
     from .callbacks import Checkpoints, EarlyStop
     from .module import Training
@@ -149,16 +149,25 @@ def train(
     callbacks, early = list(callbacks), EarlyStop(run)
     if any(isinstance(each, GradientAccumulationScheduler) for each in callbacks):
         raise ValueError(mismatch("callbacks", "a GradientAccumulationScheduler", "`accumulate` of the run"))
+    if run.task.patience and any(isinstance(each, WeightAveraging) for each in callbacks):
+        given = f"an average of weights with patience={run.task.patience}"
+        raise ValueError(mismatch("callbacks", given, "patience=0, as the weights of one step are kept otherwise"))
+    checkpoint.check_settings(run.described())
     with _quiet(), _own_numbers(run.device):
-        training = Training(run)
+        training, saves = Training(run), Checkpoints(run, save_every, early)
         if resume:
-            checkpoint.check(run.checkpoint, run.described(), run.defaults(), training.model)
-        trainer = _trainer(run, run.task.steps, [*callbacks, early, Checkpoints(run, save_every, early)], loggers)
+            found = checkpoint.resumed(run.checkpoint, run.described(), run.defaults(), training.model)
+            if run.task.patience:
+                early.load_state_dict(found.callbacks["EarlyStop"])
+            if found.step == run.task.steps or early.ended:
+                return early.best(training.model).eval(), found.seconds | early.told()
+        trainer = _trainer(run, run.task.steps, [*callbacks, early, saves], loggers)
         with _alone(run.folder) if trainer.is_global_zero else nullcontext():
             try:
                 trainer.fit(training, ckpt_path=run.checkpoint if resume else None, weights_only=True)
             except Interrupted as stop:
                 raise stop from None  # not from within Lightning
+        saves.check_end(trainer.global_step)
     return early.best(training.model).to(run.device).eval(), training.seconds() | early.told()
 
 
