@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -311,6 +312,14 @@ def test_times_are_the_exact_differences_rounded_once(times: list[Any], kind: st
     first = Fraction(times[0] if start is None else start)
     expected = [float(Fraction(each) - first) for each in times]
     assert found.events.times.tolist() == [expected] and found.events.end.tolist() == [expected[-1]]
+
+
+@pytest.mark.parametrize("kind", ["int64", "Int64", "boolean", "Float64", "category", "object"])
+def test_labels_are_python_s_own(kind: str) -> None:
+    """So that JSON holds them."""
+    marks = pandas.Series([0, 1, 0, 1]).astype(kind)
+    found = cmab_models.events_from_frame(pandas.DataFrame({"t": range(4), "mark": marks}), "t", "mark")
+    assert json.loads(json.dumps(found.marks)) == [0, 1] and found.events.marks.tolist() == [[0, 1, 0, 1]]
 
 
 def test_a_table_becomes_events() -> None:

@@ -137,7 +137,7 @@ def _numbered(
     except TypeError as error:
         raise TypeError(mismatch(name, f"a column of labels with {error}", "labels such as text or numbers")) from error
     if known is None:
-        return numbers, tuple(labels)
+        return numbers, tuple(labels.tolist())
     known = tuple(known)
     twice = [label for label, count in Counter(known).items() if count > 1]
     if twice:
