@@ -40,13 +40,13 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     int, a number that is not finite, or a number of heads that does not divide the width raises a `ValueError`. An
     option that is missing or unknown raises a `TypeError`.
 
-    >>> cmab_models.CNP(dim_x=1, dim_y=1, depth=0)
+    >>> cmab_models.CNP(dim_x=1, dim_y=1, dim=0)
     Traceback (most recent call last):
-    ValueError: depth: got 0, expected an int >= 1
+    ValueError: dim: got 0, expected an int >= 1
     >>> cmab_models.CNP(dim_x=1, dim_y=1, dims=16)
     Traceback (most recent call last):
-    TypeError: dims: got an unknown argument of CNP, expected one of dim_x, dim_y, dim, depth, bound_std; did you mean
-    dim?
+    TypeError: dims: got an unknown argument of CNP, expected one of dim_x, dim_y, dim, encoder_depth, pooled_depth,
+    decoder_depth; did you mean dim?
     """
 
     before: ClassVar[dict[str, Any]] = {}

@@ -2,9 +2,9 @@
 
 `public_baseline_outputs.pt` holds random weights, and outputs for random points of the public code of LBANP
 (https://github.com/BorealisAI/latent-bottlenecked-anp, commit 3852db6, in part from
-https://github.com/tung-nd/TNP-pytorch) with these weights, in float64; for the TNPs, of tung-nd/TNP-pytorch at commit
-73df922. Where that code draws random numbers, it was given the numbers of torch's generator with seed 0, as the models
-are here: 5 functions in a prediction, and 4 in a loss.
+https://github.com/tung-nd/TNP-pytorch) with these weights, in float64; for CNP and the TNPs, of tung-nd/TNP-pytorch at
+commit 73df922. Where that code draws random numbers, it was given the numbers of torch's generator with seed 0, as the
+models are here: 5 functions in a prediction, and 4 in a loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from cmab_models import ANP, BANP, BNP, CANP, EQTNP, LBANPND, NP, TNPA, TNPD, TNPND
+from cmab_models import ANP, BANP, BNP, CANP, CNP, EQTNP, LBANPND, NP, TNPA, TNPD, TNPND
 from cmab_models.neural_processes import Batch, Mixture, NeuralProcess, family
 from torch import Tensor
 from torch.distributions import Normal
@@ -27,6 +27,7 @@ DEPTHS = {"encoder_depth": 5, "pooled_depth": 3, "decoder_depth": 4}
 ATTENTIVE = {"num_heads": 8, "query_depth": 3}
 DRAWS = {"num_samples": 5, "num_train_samples": 4}
 MODELS: dict[str, tuple[type[NeuralProcess], dict[str, Any]]] = {
+    "cnp": (CNP, DEPTHS),
     "canp": (CANP, ATTENTIVE | DEPTHS),
     "np": (NP, {"dim_latent": 6} | DEPTHS | DRAWS),
     "anp": (ANP, {"dim_latent": 6} | ATTENTIVE | DEPTHS | DRAWS),

@@ -48,7 +48,7 @@ MODELS: dict[type[NeuralProcess], dict[str, Any]] = {
     BNP: {"dim": 12},
     BANP: {"dim": 12, "num_heads": 3},
 }
-FAMILY = (CANP, NP, ANP, BNP, BANP)
+FAMILY = (CNP, CANP, NP, ANP, BNP, BANP)
 """Models that are trained to predict their context too, and whose standard deviations are at least 0.1."""
 
 

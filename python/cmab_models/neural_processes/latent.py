@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from ..precision import weight_of
 from .cnp import KeepsTotal, Total
 from .family import AttentiveEncoder, Everywhere, PooledEncoder, ValueDecoder, as_latent, noise
 from .likelihood import Mixture
@@ -107,11 +106,6 @@ class NP(Latent, KeepsTotal):
 
     def _embedded(self, points: Tensor) -> Tensor:
         return torch.cat([part.points.layers(points) for part in (self.encoder, self.latent_encoder)], -1)
-
-    def _means(self, state: Total) -> tuple[Tensor, Tensor]:
-        mean = (state.features / state.points.clamp(min=1)).to(weight_of(self).dtype)
-        first, second = mean.chunk(2, -1)
-        return first, second
 
     def _latent(self, state: Total) -> Normal:
         return as_latent(self.latent_encoder.pooled(self._means(state)[1]))

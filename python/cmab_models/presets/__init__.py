@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,13 @@ def settings(preset: str, task: str, system: str) -> dict[str, Any]:
     if preset not in PRESETS:
         raise ValueError(mismatch("preset", repr(preset), f"one of {', '.join(PRESETS)}"))
     table = _tables(task)[preset]
-    general = {name: value for name, value in table.items() if name not in (*SYSTEMS, "training_seeds")}
-    general["model"] = {name: value for name, value in general.get("model", {}).items() if name in known(system)}
-    return _flat(general) | _flat(table.get(system, {}))
+    of_systems = {name: value for name, value in table.items() if isinstance(value, dict) and name != "model"}
+    found: dict[str, Any] = {}
+    for part in (table, *(value for names, value in of_systems.items() if system in names.split())):
+        found |= {name: value for name, value in part.items() if name not in (*of_systems, "model", "training_seeds")}
+        models = part.get("model", {}).items()
+        found |= {f"model.{name}": value for name, value in models if name in known(system)}
+    return found
 
 
 def training_seeds(preset: str, task: str) -> tuple[int, ...] | None:
@@ -55,11 +58,6 @@ def training_seeds(preset: str, task: str) -> tuple[int, ...] | None:
 def known(system: str) -> list[str]:
     """Return the names of the arguments of a system's constructor."""
     return list(inspect.signature(SYSTEMS[system].__init__).parameters)[1:]
-
-
-def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    of_task = {name: value for name, value in table.items() if name != "model"}
-    return of_task | {f"model.{name}": value for name, value in table.get("model", {}).items()}
 
 
 @cache

@@ -15,7 +15,7 @@ from cmab_kernels.runtime.checks import mismatch
 from ..choices import largest
 from ..data import wheel
 from ..neural_processes.base import Batch, NeuralProcess
-from .base import BySystem, Task, seeded
+from .base import Task, seeded
 from .functions import BOUNDED
 
 DELTAS = (0.7, 0.9, 0.95, 0.99, 0.995)
@@ -42,7 +42,6 @@ class WheelBandit(Task):
         *("canp", "np", "anp", "bnp", "banp", "eqtnp"),
     )
 
-    of_system: ClassVar[BySystem] = {"cnp": {"steps": 1800}}
     steps: int = 4000
     wheels: int = 8
     """Wheels in a batch."""
@@ -58,7 +57,7 @@ class WheelBandit(Task):
     def sizes(self, system: str) -> dict[str, Any]:
         if system == "inctnp" and self.memory:
             raise ValueError(mismatch("memory", self.memory, "0, which remembers all, as an inctnp cannot forget"))
-        if system in ("cnp", *BOUNDED):
+        if system in BOUNDED:
             return {"dim_x": 2, "dim_y": wheel.ARMS}
         sizes = {"dim_x": 2, "dim_y": wheel.ARMS, "dim": 16, "num_heads": 1, "depth": 4}
         latents = {"num_latents": 8} if system in ("cmanp", "lbanp", "lbanp-nd") else {}

@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tnp-d": WIDTH,
     "tnp-nd": WIDTH,
     "inctnp": WIDTH,
-    "cnp": {"dim": 128, "depth": 4},
+    "cnp": {"dim": 128},
     "canp": {"dim": 64, "num_heads": 4},
     "np": {"dim": 64, "dim_latent": 64},
     "anp": {"dim": 64, "dim_latent": 64, "num_heads": 4},
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """System -> sizes that can be trained in a few minutes on one core. The papers' sizes are the defaults of the
 models."""
-BOUNDED = ("canp", "np", "anp", "bnp", "banp")
+BOUNDED = ("cnp", "canp", "np", "anp", "bnp", "banp")
 """Systems whose standard deviations are at least 0.1 for all data, as in the published code."""
 
 

@@ -18,7 +18,7 @@ from cmab_kernels.runtime.checks import mismatch
 from ..data import images as data
 from ..data.published_images import celeba, emnist
 from ..neural_processes.base import Batch, NeuralProcess
-from .base import VALIDATED, BySystem, every_tenth, seeded, seeded_check
+from .base import VALIDATED, every_tenth, seeded, seeded_check
 from .functions import FunctionTask, sizes_of_sets, streamed
 
 Pictures: TypeAlias = "Tensor | list[Tensor]"
@@ -43,7 +43,6 @@ class _Completion(FunctionTask):
     dim_y: ClassVar[int] = 1
     bound_std: ClassVar[bool] = True
 
-    of_system: ClassVar[BySystem] = {"cnp": {"steps": 3600}}
     steps: int = 4500
     learning_rate: float = 1e-3
     """A third of the other tasks' rate. At 3e-3, models learn what all images have in common, and then little from the
