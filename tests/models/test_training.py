@@ -32,13 +32,13 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> type[Task]:
     @dataclass(frozen=True)
     class Lines(Task):
         name = "lines"
-        systems = ("cnp",)
+        systems = ("cnp", "np")
         steps: int = 6
         slope: float = 1.0
         width: int = 8
 
         def sizes(self, system: str) -> dict[str, Any]:
-            return {"dim_x": 1, "dim_y": 1, "dim": self.width, "depth": 2}
+            return {"dim_x": 1, "dim_y": 1, "dim": self.width, "encoder_depth": 2}
 
         def batch(self, generator: torch.Generator) -> Batch:
             x, target_x = torch.rand(2, 4, 5, 1, generator=generator)
@@ -195,14 +195,15 @@ def test_checkpoints_that_cannot_be_resumed_say_why(toy: type[Task], tmp_path: P
 
 def test_a_model_setting_is_neither_lost_nor_changed_by_a_resumption(toy: type[Task], tmp_path: Path) -> None:
     """A setting that does not change a shape would otherwise resume another model, without an error."""
-    bounded, plain = Run("cnp", toy(), tmp_path, model_settings={"bound_std": True}), Run("cnp", toy(), tmp_path)
-    train(bounded)
-    append(tmp_path / "results.jsonl", {**bounded.recorded(), "cpu_seconds": 1.0, "scores": {}})
-    with pytest.raises(BadCheckpoint, match=r"^model\.bound_std: got False, expected True, as .* was trained with"):
+    few, plain = Run("np", toy(), tmp_path, model_settings={"num_train_samples": 2}), Run("np", toy(), tmp_path)
+    train(few)
+    append(tmp_path / "results.jsonl", {**few.recorded(), "cpu_seconds": 1.0, "scores": {}})
+    with pytest.raises(BadCheckpoint, match=r"^model\.num_train_samples: got 4, expected 2, as .* was trained with"):
         train(plain, resume=True)
-    assert finished(plain) is None and finished(bounded) is not None
-    train(Run("cnp", toy(), tmp_path))
-    model, _ = train(Run("cnp", toy(), tmp_path, model_settings={"bound_std": False}), resume=True)  # its default
+    assert finished(plain) is None and finished(few) is not None
+    train(plain)
+    default = Run("np", toy(), tmp_path, model_settings={"num_train_samples": 4})
+    model, _ = train(default, resume=True)
     assert torch.equal(weights(model), weights(train(plain, resume=True)[0]))
 
 
@@ -217,14 +218,14 @@ def test_a_model_setting_is_neither_lost_nor_changed_by_a_resumption(toy: type[T
         (("state_dict",), [], "state_dict: got a list, expected a dict"),
         (("state_dict", 5), torch.zeros(3), r"got weights of another version \(.*Unexpected key"),
         (
-            ("state_dict", "model.embedding.0.weight"),
+            ("state_dict", "model.encoders.0.points.layers.0.weight"),
             3,
-            r"state_dict, embedding\.0\.weight: got an int, expected a torch\.Tensor",
+            r"state_dict, encoders\.0\.points\.layers\.0\.weight: got an int, expected a torch\.Tensor",
         ),
         (
-            ("state_dict", "model.embedding.0.weight"),
+            ("state_dict", "model.encoders.0.points.layers.0.weight"),
             torch.zeros(8, 2, dtype=torch.complex64),
-            r"state_dict, embedding.*: got a tensor .*complex64",
+            r"state_dict, encoders.*: got a tensor .*complex64",
         ),
         (("optimizer_states",), None, "optimizer_states: got None, expected a list"),
         (("optimizer_states",), [], "optimizer_states: got a list of 0, expected a list of one dict"),
@@ -351,7 +352,7 @@ def test_an_evaluation_tells_what_was_trained(
     assert run_command("evaluate", *asked, "--set", "slope=0.5") == 0
     assert run_command("train", *asked, "--resume") == 0
     assert json.loads(Path("run/model/config.json").read_text())["dim"] == 4  # not set, so as in the training
-    assert run_command("evaluate", *asked, "--set", "model.bound_std=false") == 0  # as it is by default
+    assert run_command("evaluate", *asked, "--set", "model.pooled_depth=2") == 0  # as it is by default
     Path("kept.jsonl").write_text("".join(Path("run/results.jsonl").read_text().splitlines(True)[:3]))
     Path("kept.jsonl").replace("run/results.jsonl")
     Path("run/checkpoint.pt").rename("kept.pt")
@@ -403,7 +404,7 @@ def test_an_evaluation_tells_what_was_trained(
             "latents: got an unknown argument of cnp, expected one of dim_x, ",
         ),
         (("train", "cnp", "--set", "model.dim=wide"), "dim: got 'wide', expected an int >= 1"),
-        (("train", "cnp", "--set", "model.depth=1"), "depth: got 1, expected an int >= 2"),
+        (("train", "cnp", "--set", "model.encoder_depth=1"), "encoder_depth: got 1, expected an int >= 2"),
         (("train", "cnp", "--set", "model.dim_y=3"), "dim_y: got 3, expected 1, a size of the data of lines"),
         (("train", "cnp", "--set", "model.dim_x=true"), "dim_x: got True, expected an int >= 1"),
         (("train", "cnp", "--device", "meta"), "--device: got meta, expected cpu, cuda"),
@@ -482,7 +483,9 @@ def test_a_run_that_diverges_says_where_its_losses_are(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        toy, "before_step", lambda self, model, step: step < 12 or nn.init.constant_(model.decoder[0].weight, 1e38)
+        toy,
+        "before_step",
+        lambda self, model, step: step < 12 or nn.init.constant_(model.decoder.layers[0].weight, 1e38),
     )
     assert run_command("train", "cnp", "--task", "lines", "--set", "steps=20") == 2
     said = capsys.readouterr().err.splitlines()[-1]

@@ -163,7 +163,7 @@ def figure(points: Sequence[Point], size: str, title: str) -> Figure:
     lines = list(dict.fromkeys(point.line for point in points))
     for axes, unit in zip(several[0], units, strict=True):
         for i, line in enumerate(lines):
-            each = [point for point in points if point.line == line]
+            each = [point for point in points if point.line == line and unit in point.values]
             marker, dashes = "os^Dv<>P"[i % 8], ("-", "--", ":")[i % 3]
             axes.plot(
                 [point.at for point in each],

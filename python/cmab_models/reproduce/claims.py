@@ -45,7 +45,7 @@ def _constant_memory(results: Results) -> Verdict:
     grown = {system: _bytes_a_point(results, system) for system in ("cmanp", "lbanp")}
     told = (
         ", ".join(f"{system} {each:.1f}" for system, each in grown.items())
-        + " bytes for each further point; a float32 number has 4"
+        + " bytes for each point beyond 10,000, where buffers are full; a float32 number has 4"
     )
     if grown["lbanp"] < 4:
         return Verdict(None, told)
@@ -119,7 +119,7 @@ def _events(paper: bool) -> tuple[Claim, ...]:
             WORKSHOP,
             Side(experiment + variant, "cmhp", score),
             Side(experiment, "thp", score),
-        )
+        )._replace(is_published=paper)
         for experiment, score, told in (("hawkes", "time", "times"), ("departures", "mark", "real marks"))
     )
 

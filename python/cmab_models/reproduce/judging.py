@@ -31,6 +31,8 @@ class Claim(NamedTuple):
     """The paper's own figures."""
     sides: tuple[Side, ...] = ()
     """The scores that the claim compares."""
+    is_published: bool = True
+    """Whether the paper has it; else it is about a variant of our own."""
 
 
 def judged(claim: Claim, results: Results) -> Verdict:

@@ -16,6 +16,15 @@ from .judging import Claim, Verdict, judged
 from .results import Results, table
 
 COMMAND = "python -m cmab_models train {system} --task {task} --preset paper"
+STANDS_FOR = {
+    "digits": "emnist",
+    "patches": "gtzan",
+    "few-shot": "mini-imagenet",
+    "outlier": "cifar-outlier",
+    "hawkes": "mooc",
+    "departures": "reddit",
+}
+"""Task of the rehearsal -> the task with the paper's data."""
 WORDS = {True: "held", False: "refuted", None: "not judged"}
 
 RULE = (
@@ -64,18 +73,19 @@ def codes(results: Results) -> dict[str, dict[str, str]]:
 
 def _summed_up(verdicts: Mapping[Claim, Verdict], preset: str | None) -> str:
     """Say in three sentences what the page is, how many claims were judged, and how to train at the papers' size."""
-    held, refuted, unknown = (
-        sum(verdict.held is held for verdict in verdicts.values()) for held in (True, False, None)
-    )
+    found = [verdict.held for claim, verdict in verdicts.items() if claim.is_published]
+    held, refuted, unknown = (found.count(each) for each in (True, False, None))
     about = (
-        "This page is a rehearsal: `make reproduce` trains small models for a few steps, in about an hour on two cores."
+        "This page is a rehearsal: `make reproduce` trains small models for a few steps, in about an hour on two "
+        "cores; digits stand for EMNIST and CIFAR-100, letters for miniImageNet, photographs for GTZAN, and simulated "
+        "events and departures of aircraft for Mooc and Reddit."
         if preset is None
         else f"Sizes, steps and seeds are those of the preset `{preset}` of each task."
     )
     return (
-        f"{about} Of {len(verdicts)} published claims, {held} held at this size, {refuted} did not, and {unknown} "
-        f"could not be judged. `{COMMAND.format(system='SYSTEM', task='TASK')}` trains a system at its paper's size; "
-        "the last column has the commands for the claims that were not judged."
+        f"{about} Of {len(found)} published claims, {held} held at this size, {refuted} did not, and {unknown} "
+        f"could not be judged. `{COMMAND.format(system='SYSTEM', task='TASK')}` trains with a paper's settings, as far "
+        "as they are published; for claims that were not judged, the last column has the commands, on the paper's data."
     )
 
 
@@ -133,7 +143,7 @@ def _claims(verdicts: Mapping[Claim, Verdict]) -> str:
 
 
 def at_full_size(claim: Claim) -> list[str]:
-    """Return the commands that train what a claim compares, at the paper's size.
+    """Return the commands that train what a claim compares, at the paper's size and on its data.
 
     A variant of an experiment ("patches, fixed landmarks") has the settings in which it differs from the experiment.
     """
@@ -141,14 +151,16 @@ def at_full_size(claim: Claim) -> list[str]:
     commands = []
     for experiment, system, score in claim.sides:
         task, settings = by_name[experiment].task, by_name[experiment].settings
-        if system not in TASKS[task].systems:
+        full = STANDS_FOR.get(task, task)
+        if system not in TASKS[full].systems:
             continue
         usual = by_name[experiment.partition(", ")[0]].settings
         asked = {"autoregressive"} if score.startswith("log_likelihood_") else set()  # such scores take longer
         chosen = {name: value for name, value in settings.items() if name in asked or usual.get(name) != value}
         told = {name: str(value).lower() if value is True else value for name, value in chosen.items()}
         options = [f" --set {name}={value}" for name, value in told.items()]
-        commands.append(COMMAND.format(system=system, task=task) + "".join(options))
+        options += [" --set folder=FOLDER"] if full != task else []
+        commands.append(COMMAND.format(system=system, task=full) + "".join(options))
     return list(dict.fromkeys(commands))
 
 
