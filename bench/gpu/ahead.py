@@ -71,14 +71,7 @@ def _calls() -> Iterator[Callable[[], Any]]:
     for target in targets():
         for chosen in candidates(target, place):
             yield partial(_tried, target, target.key(place), chosen)
-    cases = (
-        timings.attention_cases,
-        timings.intention_cases,
-        timings.nystrom_cases,
-        timings.continual_cases,
-        timings.layer_cases,
-    )
-    for case in itertools.chain.from_iterable(family() for family in cases):
+    for case in timings.all_cases():
         for name, implementation in case.implementations.items():
             if runs.is_ours(name):
                 yield lambda implementation=implementation, case=case: implementation(case.inputs(0))
