@@ -298,15 +298,15 @@ def test_counts_are_those_of_the_formulas(page: str):
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 
 FLAGS = (
-    *(
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-    ),
-    *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
 )
 PHONE, LAPTOP, DESK = 390, 1280, 1920
 
