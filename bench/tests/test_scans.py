@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -158,13 +158,9 @@ def alike(cases: Sequence[Case]) -> list[tuple[str, str]]:
 
 def points(cases: Sequence[Case], axis: str) -> int:
     """The number of points of the longest axis along a parameter."""
-    lines = defaultdict(set)
-    for case in cases:
-        if axis in case.parameters:
-            lines[tuple((key, value) for key, value in case.parameters.items() if key != axis)].add(
-                case.parameters[axis]
-            )
-    return max(map(len, lines.values()), default=0)
+    along = (case.parameters for case in cases if axis in case.parameters)
+    lines = Counter(frozenset(one.items() - {(axis, one[axis])}) for one in along)
+    return max(lines.values(), default=0)
 
 
 @pytest.mark.parametrize("scan", SCANS)
