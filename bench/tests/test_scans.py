@@ -174,12 +174,6 @@ def test_a_scan_has_axes_and_something_quick(scan: str):
     assert all(set(case.baselines) & case.implementations.keys() for case in cases)
 
 
-def test_groups_without_an_axis_are_seen():
-    some = [intention.layer(100), intention.layer(200), intention.layer(300, heads=2)]
-    assert points(some, "N") == 2 and beside_an_axis(some) == [str(some[2])]
-    assert alike([*some, intention.layer(100, quick=True)]) == [(str(some[0]),) * 2]
-
-
 # ---- what is there ---------------------------------------------------------------------------------------------------
 
 WITHOUT_WORK = {
