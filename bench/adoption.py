@@ -101,7 +101,7 @@ def by_modules(model: nn.Module) -> dict[str, Way]:
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def encoder(batch: int, tokens: int, heads: int, width: int) -> Callable[[], tuple[nn.Module, Inputs]]:
+def encoder(batch: int, tokens: int, heads: int, width: int) -> Subject:
     """Two of torch's encoder layers with self-attention."""
 
     def make() -> tuple[nn.Module, Inputs]:
@@ -109,7 +109,7 @@ def encoder(batch: int, tokens: int, heads: int, width: int) -> Callable[[], tup
         layer = nn.TransformerEncoderLayer(features, heads, 4 * features, dropout=0.0, batch_first=True)
         return nn.TransformerEncoder(layer, 2), {"src": torch.randn(batch, tokens, features)}
 
-    return make
+    return Subject(f"`torch.nn.TransformerEncoder`: {batch} x {tokens} tokens, heads of {width}", make, by_modules)
 
 
 def set_transformer() -> tuple[nn.Module, Inputs]:
@@ -147,8 +147,8 @@ NO_DROPOUT = (
 
 
 def of_transformers(
-    kind: str, inputs: Callable[[], Inputs], sizes: Mapping[str, Any], part: str = ""
-) -> Callable[[], tuple[nn.Module, Inputs]]:
+    told: str, kind: str, inputs: Callable[[], Inputs], sizes: Mapping[str, Any], part: str = ""
+) -> Subject:
     """A model of `transformers` by the name of its class, without dropout;
     `part`: the module of the model to call, if it is not the whole model."""
 
@@ -162,7 +162,7 @@ def of_transformers(
                 setattr(config, name, 0.0)
         return model_class(config).get_submodule(part), inputs()
 
-    return make
+    return Subject(told, make, by_name)
 
 
 def series(past: int, features: int, batch: int) -> Inputs:
@@ -187,90 +187,65 @@ SUBJECTS = {
         by_modules,
     ),
     "gps": Subject("PyTorch Geometric's `GPSConv`: 4 graphs of 1,000 nodes, heads of 16", gps, by_modules),
-    "encoder-64": Subject(
-        "`torch.nn.TransformerEncoder`: 8 x 64 tokens, heads of 16", encoder(8, 64, 4, 16), by_modules
-    ),
-    "encoder-197": Subject(
-        "`torch.nn.TransformerEncoder`: 8 x 197 tokens, heads of 16", encoder(8, 197, 4, 16), by_modules
-    ),
-    "encoder-512": Subject(
-        "`torch.nn.TransformerEncoder`: 4 x 512 tokens, heads of 16", encoder(4, 512, 4, 16), by_modules
-    ),
-    "encoder-wide": Subject(
-        "`torch.nn.TransformerEncoder`: 4 x 512 tokens, heads of 64", encoder(4, 512, 4, 64), by_modules
-    ),
-    "time-series": Subject(
+    "encoder-64": encoder(8, 64, 4, 16),
+    "encoder-197": encoder(8, 197, 4, 16),
+    "encoder-512": encoder(4, 512, 4, 16),
+    "encoder-wide": encoder(4, 512, 4, 64),
+    "time-series": of_transformers(
         "TimeSeriesTransformer: 8 series of 336 steps, heads of 13",
-        of_transformers(
-            "TimeSeriesTransformerModel",
-            lambda: series(336, 2, 8),
-            {
-                **{
-                    "prediction_length": 24,
-                    "context_length": 336,
-                    "num_time_features": 2,
-                    "d_model": 26,
-                    "encoder_layers": 4,
-                },
-                **{
-                    "decoder_layers": 4,
-                    "encoder_attention_heads": 2,
-                    "decoder_attention_heads": 2,
-                    "lags_sequence": [1, 2, 3, 4, 5, 6, 7],
-                },
-            },
-        ),
-        by_name,
+        "TimeSeriesTransformerModel",
+        lambda: series(336, 2, 8),
+        {
+            "prediction_length": 24,
+            "context_length": 336,
+            "num_time_features": 2,
+            "d_model": 26,
+            "encoder_layers": 4,
+            "decoder_layers": 4,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "lags_sequence": [1, 2, 3, 4, 5, 6, 7],
+        },
     ),
-    "patch-tst": Subject(
+    "patch-tst": of_transformers(
         "PatchTST: 8 series of 7 channels, 42 patches, heads of 8",
-        of_transformers(
-            "PatchTSTModel",
-            lambda: {"past_values": torch.randn(8, 336, 7)},
-            {
-                **{
-                    "num_input_channels": 7,
-                    "context_length": 336,
-                    "patch_length": 16,
-                    "patch_stride": 8,
-                    "d_model": 128,
-                },
-                **{"num_attention_heads": 16, "ffn_dim": 256, "num_hidden_layers": 3},
-            },
-        ),
-        by_name,
+        "PatchTSTModel",
+        lambda: {"past_values": torch.randn(8, 336, 7)},
+        {
+            "num_input_channels": 7,
+            "context_length": 336,
+            "patch_length": 16,
+            "patch_stride": 8,
+            "d_model": 128,
+            "num_attention_heads": 16,
+            "ffn_dim": 256,
+            "num_hidden_layers": 3,
+        },
     ),
-    "vit": Subject(
+    "vit": of_transformers(
         "ViT: 4 pictures, 197 tokens, heads of 64",
-        of_transformers(
-            "ViTModel", lambda: {"pixel_values": torch.randn(4, 3, 224, 224)}, {"intermediate_size": 1536, **WIDE}
-        ),
-        by_name,
+        "ViTModel",
+        lambda: {"pixel_values": torch.randn(4, 3, 224, 224)},
+        {"intermediate_size": 1536, **WIDE},
     ),
-    "whisper": Subject(
+    "whisper": of_transformers(
         "Whisper's encoder: 1,500 frames, heads of 64",
-        of_transformers(
-            "WhisperModel",
-            lambda: {"input_features": torch.randn(1, 80, 3000)},
-            {
-                "d_model": 384,
-                "encoder_layers": 2,
-                "decoder_layers": 1,
-                "encoder_attention_heads": 6,
-                "encoder_ffn_dim": 1536,
-            },
-            part="encoder",
-        ),
-        by_name,
+        "WhisperModel",
+        lambda: {"input_features": torch.randn(1, 80, 3000)},
+        {
+            "d_model": 384,
+            "encoder_layers": 2,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 6,
+            "encoder_ffn_dim": 1536,
+        },
+        part="encoder",
     ),
-    "q-former": Subject(
+    "q-former": of_transformers(
         "BLIP-2's Q-Former: 4 x 32 queries over 257 tokens, heads of 64",
-        of_transformers(
-            "Blip2QFormerModel",
-            lambda: {"query_embeds": torch.randn(4, 32, 384), "encoder_hidden_states": torch.randn(4, 257, 384)},
-            {"encoder_hidden_size": 384, **WIDE},
-        ),
-        by_name,
+        "Blip2QFormerModel",
+        lambda: {"query_embeds": torch.randn(4, 32, 384), "encoder_hidden_states": torch.randn(4, 257, 384)},
+        {"encoder_hidden_size": 384, **WIDE},
     ),
 }
 

@@ -75,7 +75,7 @@ FOLDERS = ("bench", "cmab_kernels", "csrc", "tests")
 SOURCE = re.compile(r"csrc/.+|.+\.py")
 """The sources that are measured, that measure, or that test; tiles.json is not included, because tuning writes it."""
 _FOR_CUDA = r"csrc/(.+\.cuh?|common/(dtype|host_device|stream)\.h|continual/schedule\.h|solve/info\.h)"
-_IN_PYTHON = r"cmab_kernels/(.+/(?:triton|kernels)/.+|.+/cuda|runtime/(triton_.+|cuda_launch))\.py"
+_IN_PYTHON = r"cmab_kernels/(.+/triton/.+|.+/cuda|runtime/(triton_.+|cuda_launch))\.py"
 KERNEL = re.compile(f"{_FOR_CUDA}|{_IN_PYTHON}")
 """The sources of the kernels for a GPU, what they include, and their launches."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from .load import NOISY
 
@@ -227,12 +227,14 @@ def beyond_results(row: Row) -> str:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
+HEAD = tuple(one.name for one in fields(Run) if one.name not in ("rows", "path"))
+"""Fields at the top of a file."""
 OF_GROUP = ("group", "scan", "parameters", "baseline", "others")
 """Fields that the rows of a group share, and that are stored in the group's line."""
 
 
 def save(run: Run, path: Path) -> None:
-    head = {one.name: getattr(run, one.name) for one in fields(run) if one.name not in ("rows", "path")}
+    head = {name: getattr(run, name) for name in HEAD}
     groups = [{name: getattr(rows[0], name) for name in OF_GROUP} for rows in run.groups.values()]
     write_json(path, {"cmab_kernels_bench": FORMAT, **head, "groups": groups, "rows": list(map(told, run.rows))})
 
@@ -274,44 +276,26 @@ def _has_rows(content: Any) -> bool:
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-Kind = type | tuple[type, ...]
-
-NUMBER = (int, float)
-TOP: dict[str, Kind] = {
-    **{
-        "date": str,
-        "commit": str,
-        "dirty": bool,
-        "quick": bool,
-        "threads": int,
-        "device": str,
-        "processor": str,
-        "machine": dict,
-    },
-    **{
-        "versions": dict,
-        "rates": dict,
-        "figures": dict,
-        "notes": list,
-        "not_measured": dict,
-        "groups": list,
-        "rows": list,
-    },
-}
-GROUP: dict[str, Kind] = {"group": str, "scan": str, "parameters": dict, "baseline": (str, type(None))}
-ROW: dict[str, Kind] = {
-    **{
-        "group": str,
-        "implementation": str,
-        "seconds": list,
-        "rounds": int,
-        "repeats": int,
-        "extra_memory": int,
-        "result_memory": int,
-    },
-    **{"flops": int, "bytes": int, "error": NUMBER},
-}
+IN_JSON = {Mapping: dict, Sequence: list, Spread: list, float: (int, float)}
+"""Type of a field -> its type in a file, if it is another."""
 SPREADS = ("seconds", "ratio", "speed_up")
+
+Kinds = Mapping[str, tuple[Any, ...]]
+"""Name of a field -> its types in a file."""
+
+
+def _kinds(record: type, names: Iterable[str]) -> Kinds:
+    """The types of these fields of a record; with None for those that a file may leave out."""
+    found, hints = {}, get_type_hints(record)
+    for name in names:
+        parts = get_args(hints[name]) if type(None) in get_args(hints[name]) else (hints[name],)
+        found[name] = tuple(IN_JSON.get(get_origin(part) or part, part) for part in parts)
+    return found
+
+
+TOP = {**_kinds(Run, HEAD), "groups": (list,), "rows": (list,)}
+GROUP = _kinds(Row, OF_GROUP)
+ROW = _kinds(Row, ("group", *(one.name for one in fields(Row) if one.name not in OF_GROUP)))
 
 
 def load(path: Path) -> Run:
@@ -333,7 +317,7 @@ def load(path: Path) -> Run:
         rows = tuple(_row(number, row, groups) for number, row in enumerate(raw["rows"]))
     except _Damage as damage:
         raise BadRun(f"{path}: {damage}; the file is damaged: measure again, or take another") from None
-    return Run(rows=rows, path=path, **{name: raw[name] for name in TOP if name not in ("groups", "rows")})
+    return Run(rows=rows, path=path, **{name: raw[name] for name in HEAD})
 
 
 class _Damage(Exception):
@@ -352,15 +336,15 @@ def _json(path: Path) -> Any:
         raise BadRun(f"{path}: not JSON, or cut short ({where}); give the whole JSON of a run") from None
 
 
-def _check(found: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
-    """`found`, if every field is present and has its type."""
+def _check(found: Any, kinds: Kinds) -> dict[str, Any]:
+    """`found`, if every field has its type; a field that may be None may be absent."""
     if not isinstance(found, dict):
         raise _Damage(f"{found!r:.40} where a mapping is expected")
     for name, kind in kinds.items():
-        if name not in found:
+        if name not in found and type(None) not in kind:
             raise _Damage(f"{name} is missing")
-        if not isinstance(found[name], kind) or (isinstance(found[name], bool) and kind is not bool):
-            raise _Damage(f"{name} is {found[name]!r:.40}")
+        if not isinstance(value := found.get(name), kind) or (isinstance(value, bool) and bool not in kind):
+            raise _Damage(f"{name} is {value!r:.40}")
     return found
 
 
@@ -369,8 +353,6 @@ def _row(number: int, raw: Any, groups: Mapping[str, Any]) -> Row:
         _check(raw, ROW)
         if raw["group"] not in groups:
             raise _Damage(f"{raw['group']} is not a group of this file")
-        if not isinstance(groups[raw["group"]].get("others"), (*NUMBER, type(None))):
-            raise _Damage(f"others is {groups[raw['group']]['others']!r:.40}")
         spreads = {name: _spread(name, raw[name]) for name in SPREADS if name in raw}
         if "floor" in raw and not _positive(raw["floor"]):
             raise _Damage(f"floor is {raw['floor']!r:.40}")
@@ -386,4 +368,4 @@ def _spread(name: str, found: Any) -> Spread:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, NUMBER) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0

@@ -71,14 +71,7 @@ def _calls() -> Iterator[Callable[[], Any]]:
     for target in targets():
         for chosen in candidates(target, place):
             yield partial(_tried, target, target.key(place), chosen)
-    cases = (
-        timings.attention_cases,
-        timings.intention_cases,
-        timings.nystrom_cases,
-        timings.continual_cases,
-        timings.layer_cases,
-    )
-    for case in itertools.chain.from_iterable(family() for family in cases):
+    for case in timings.all_cases():
         for name, implementation in case.implementations.items():
             if runs.is_ours(name):
                 yield lambda implementation=implementation, case=case: implementation(case.inputs(0))
@@ -114,22 +107,8 @@ def main() -> None:
     workers = os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"TRITON_CACHE_DIR": folder, "CMAB_KERNELS_AHEAD": str(options.capability)}
-        tests = [
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "tests",
-            "-o",
-            "addopts=",
-            "-p",
-            __spec__.name,
-            "-p",
-            "no:cacheprovider",
-            "-q",
-            "--tb=no",
-        ]
-        subprocess.run([sys.executable, *tests, "-n", str(workers)], cwd=ROOT)  # most fail: no kernel wrote anything
+        tests = f"-m pytest -m gpu tests -o addopts= -p {__spec__.name} -p no:cacheprovider -q --tb=no -n {workers}"
+        subprocess.run([sys.executable, *tests.split()], cwd=ROOT)  # most fail: no kernel wrote anything
         parts = [
             multiprocessing.get_context("spawn").Process(target=_compile, args=(part, workers, options.capability))
             for part in range(workers)

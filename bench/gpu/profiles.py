@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from functools import partial
 
@@ -14,7 +13,7 @@ from bench.runs import is_ours
 from bench.scans.case import IN_TF32, Case
 
 from .sections import Row, Task
-from .timings import attention_cases, continual_cases, intention_cases, layer_cases, nystrom_cases
+from .timings import all_cases
 
 CALLS = 5
 """The number of calls in the mean of a figure; a first call compiles the kernels."""
@@ -22,8 +21,7 @@ CALLS = 5
 
 def tasks(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     measure_on(device)
-    cases = itertools.chain(attention_cases(), intention_cases(), nystrom_cases(), continual_cases(), layer_cases())
-    return [Task(str(case), partial(profiled, case)) for case in cases]
+    return [Task(str(case), partial(profiled, case)) for case in all_cases()]
 
 
 def profiled(case: Case) -> Row:

@@ -87,16 +87,7 @@ def looked_at(sanitizer: str, tool: str, command: Sequence[str]) -> tuple[int, s
     Errors that the driver returns are not reported: torch and Triton request features that older drivers lack, and
     continue without them.
     """
-    options = [
-        "--tool",
-        tool,
-        "--error-exitcode",
-        str(FOUND),
-        "--print-limit",
-        "5",
-        "--target-processes",
-        "application-only",
-    ]
+    options = f"--tool {tool} --error-exitcode {FOUND} --print-limit 5 --target-processes application-only".split()
     return _output([sanitizer, *options, *(["--report-api-errors", "no"] if tool == "memcheck" else []), *command])
 
 

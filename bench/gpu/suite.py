@@ -40,20 +40,9 @@ def tuned_tasks(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perfo
 def run_tests(arguments: Sequence[str], perform: Perform) -> None:
     """Collect the tests of these arguments, and pass them to `perform`. Raises a `RuntimeError` if they cannot be
     collected."""
-    options = [
-        "-m",
-        "gpu",
-        "--rootdir",
-        str(ROOT),
-        "-c",
-        str(ROOT / "pyproject.toml"),
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-    ]
+    options = ["-mgpu", "-oaddopts=", "-pno:cacheprovider", "-qq", "--no-summary", f"--rootdir={ROOT}"]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = pytest.main([*options, "-qq", "--no-summary", *arguments], plugins=[_Loop(perform)])
+        code = pytest.main([*options, "-c", str(ROOT / "pyproject.toml"), *arguments], plugins=[_Loop(perform)])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {code!r}: {' '.join(said.getvalue().split())[-500:]}")
 

@@ -76,6 +76,12 @@ def layer_cases() -> Iterator[Case]:
     yield from (update(removes=removes) for removes in (False, True))
 
 
+def all_cases() -> Iterator[Case]:
+    """The cases of all sections."""
+    for family in (attention_cases, intention_cases, nystrom_cases, continual_cases, layer_cases):
+        yield from family()
+
+
 # ---- sections --------------------------------------------------------------------------------------------------------
 
 

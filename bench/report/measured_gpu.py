@@ -20,7 +20,6 @@ from ..devices import device, measure_on
 from ..floors import Rates, floors, rounded
 from ..gpu import timings
 from ..provenance import ROOT
-from ..rates import TF32_AN_EXACT_PRODUCT
 from ..runs import AUTO, DEFINITION, is_ours
 from ..scans.case import IN_TF32, Case
 from ..scans.plain_attention import stores_scores
@@ -90,17 +89,10 @@ def _of_earlier(before: Mapping[str, Any] | None) -> str:
 
 def cases() -> dict[str, Case]:
     """Group -> the timed case."""
-    families = (
-        timings.attention_cases,
-        timings.intention_cases,
-        timings.nystrom_cases,
-        timings.continual_cases,
-        timings.layer_cases,
-    )
     measured = device()
     measure_on("cuda")
     try:
-        return {case.name: case for family in families for case in family()}
+        return {case.name: case for case in timings.all_cases()}
     finally:
         measure_on(measured)
 
@@ -139,12 +131,8 @@ def _is_peer(row: Row) -> bool:
 
 
 def rates(check: Mapping[str, Any]) -> Rates:
-    """The rates of the run. Older runs have no rate for "tf32", and have it under "float32"."""
-    found = next(row["rates"] for row in check["sections"]["timings"]["rows"] if "rates" in row)
-    matrix = found["matrix"]
-    if "tf32" not in matrix:
-        matrix = matrix | {"tf32": matrix["float32"], "float32": matrix["float32"] / TF32_AN_EXACT_PRODUCT}
-    return Rates(**found | {"matrix": matrix})
+    """The rates of the run."""
+    return Rates(**next(row["rates"] for row in check["sections"]["timings"]["rows"] if "rates" in row))
 
 
 class Table:
@@ -152,13 +140,14 @@ class Table:
 
     def __init__(self, check: Mapping[str, Any], before: Mapping[str, Any] | None, cases: Mapping[str, Case]) -> None:
         self.groups, self.rates, self.cases = with_earlier(timed(check), before), rates(check), cases
-        self.auto: Mapping[str, str] = check.get("added_later", {}).get("auto", {})
 
     def cells(self, place: str) -> str:
         """The cells of a group; empty if ours was not timed."""
         group, tf32 = place.removesuffix(TF32), place.endswith(TF32)
         rows = [row for row in self.groups.get(group, ()) if (IN_TF32 in row["implementation"]) == tf32]
-        mine = self._mine(group, [row for row in rows if is_ours(row["implementation"])])
+        ours = [row for row in rows if is_ours(row["implementation"])]
+        auto = [row for row in ours if row["implementation"] == AUTO]
+        mine = next(iter(auto or ours), None)  # what a call without `impl` takes
         if mine is None:
             return ""
         if "seconds" not in mine:
@@ -173,12 +162,6 @@ class Table:
         other = " (computes something else)" if peer["implementation"] in self.cases[group].others else ""
         ratio = f"**{_median(mine) / _median(peer):.2g}**"
         return f"{peer['implementation']}{peer.get('earlier', '')}{other} | {_figures(peer)} | {rest.format(ratio)}"
-
-    def _mine(self, group: str, ours: Sequence[Row]) -> Row | None:
-        """The implementation of a call without `impl`: the only one, or "auto", or the choice of "auto" that was added
-        to the run later."""
-        found = {row["implementation"]: row for row in ours}
-        return found.get(AUTO) or found.get(self.auto.get(group, "")) or next(iter(ours), None)
 
     def _share(self, group: str, mine: Row, tf32: bool) -> str:
         work = self.cases[group].work

@@ -15,9 +15,7 @@ def facts(check: Mapping[str, Any], name: str) -> dict[str, str]:
     """Name of a place on the page -> its text. `ValueError` if git does not know the commit."""
     machine, added = check["machine"], check.get("added_later", {})
     there = provenance.sources_of(machine["commit"])
-    changed = Changed(
-        machine.get("kernels") or provenance.kernel_digests(there), provenance.kernel_digests(provenance.sources())
-    )
+    changed = Changed(machine["kernels"], provenance.kernel_digests(provenance.sources()))
     commit = f"commit {machine['commit'][:7]}"
     if provenance.digest(there) != machine["sources"]:
         commit = f"a tree with uncommitted changes, on top of {commit}"
@@ -36,19 +34,14 @@ def facts(check: Mapping[str, Any], name: str) -> dict[str, str]:
         "sections": _sections(check["sections"]),
         "changed": changed.counted(),
         "changed files": changed.listed(),
-        **_suite(check["sections"]["suite"], added),
+        **_suite(check["sections"]["suite"]),
     }
 
 
 def _rates(rows: Sequence[Mapping[str, Any]]) -> str:
     found = next(row["rates"] for row in rows if "rates" in row)
-    matrix = found["matrix"]
-    names = {
-        kind: "float32 in tf32" if kind == "float32" and "tf32" not in matrix else kind
-        for kind in matrix
-        if kind != "float16"
-    }
-    products = ", ".join(f"products of {names[kind]} {matrix[kind] / 1e12:.0f} TFLOP/s" for kind in names)
+    matrix = {kind: rate for kind, rate in found["matrix"].items() if kind != "float16"}
+    products = ", ".join(f"products of {kind} {rate / 1e12:.0f} TFLOP/s" for kind, rate in matrix.items())
     return (
         f"{products}, memory {found['memory'] / 1e12:.2f} TB/s; exponentials {found['exponentials'] / 1e12:.1f} "
         "T/s by the clock"
@@ -58,9 +51,8 @@ def _rates(rows: Sequence[Mapping[str, Any]]) -> str:
 # ---- how much was run ------------------------------------------------------------------------------------------------
 
 
-def _suite(suite: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, str]:
-    rows = suite["rows"]
-    there = suite.get("listed") or added["listed"]
+def _suite(suite: Mapping[str, Any]) -> dict[str, str]:
+    rows, there = suite["rows"], suite["listed"]
     wrong = sorted(row["key"].partition("tests/")[2] for row in rows if not row.get("ok", True))
     over = Counter(row["passed over"].removeprefix("Skipped: ") for row in rows if "passed over" in row)
     skipped = "".join(f", {count:,} skipped ({reason})" for reason, count in over.items())

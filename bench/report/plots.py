@@ -28,15 +28,15 @@ RESOLUTION = {"cpu": 0.3, "cuda": 0.001}
 """Peaks of memory below this number of MiB cannot be distinguished, and are drawn at this value."""
 
 NAMES = {
-    **{
-        "N": "keys",
-        "n": "tokens of the window",
-        "m": "landmarks",
-        "D": "width of a head",
-        "E": "width of the values",
-        "H": "heads",
-    },
-    **{"B": "batch", "L": "queries", "C": "width of the model", "t": "tokens a call", "d": "width"},
+    "N": "keys",
+    "n": "tokens of the window",
+    "m": "landmarks",
+    "D": "width of a head",
+    "H": "heads",
+    "B": "batch",
+    "L": "queries",
+    "C": "width of the model",
+    "t": "tokens a call",
 }
 """The names of axes."""
 

@@ -136,7 +136,7 @@ def attention(
     scores = batch * heads * latents * keys
     named = dtype_name(dtype)
 
-    def names() -> Iterator[str]:
+    def known() -> Iterator[str]:
         """Peers in tf32 are compared with our kernel in tf32, for float32 alone."""
         yield from kernels("latent_attention")
         yield from (SDPA, NAIVE)
@@ -178,26 +178,18 @@ def attention(
         attention_work(scores, batch * heads * keys, width, width, named, pass_, device())
         for pass_ in ((False, True) if backward else (False,))
     ]
-    sizes = {"B": batch, "H": heads, "L": latents, "N": keys, "D": width}
+    sizes = {"pass": direction(backward), "B": batch, "H": heads, "L": latents, "N": keys, "D": width}
     large = {"logits": logits} if logits > 1 else {}
+    names = [name for name in known() if in_reach(name)]
     suffix = f"{'-transposed' if transposed else ''}{f'-logits{logits}' if large else ''}"
     return Case(
         scan="latent_attention",
         name=f"{way(backward)}-{named}-B{batch}-{heads}x{width}-L{latents}-N{keys}{suffix}",
-        sizes={
-            "pass": direction(backward),
-            **sizes,
-            "layout": "(B, N, H, D)" if transposed else "(B, H, N, D)",
-            **large,
-        },
+        sizes={**sizes, "layout": "(B, N, H, D)" if transposed else "(B, H, N, D)", **large},
         inputs=inputs,
-        implementations={
-            name: as_named(name, passes(ATTENTION[name], 3, backward)) for name in names() if in_reach(name)
-        },
+        implementations={name: as_named(name, passes(ATTENTION[name], 3, backward)) for name in names},
         oracle=lambda i: exact(*i[:3], i.dout if backward else None),
-        baselines=tuple(
-            name for name in names() if in_reach(name) and not of_this_package(name) and IN_TF32 not in name
-        ),
+        baselines=tuple(name for name in names if not of_this_package(name) and IN_TF32 not in name),
         work=works,
         counted={FLEX: SDPA, FLEX_IN_TF32: SDPA}
         | {name: name.removesuffix(COMPILED) for name in PLAIN if name.endswith(COMPILED)},

@@ -52,7 +52,7 @@ class Streams(tuple[Tensor, ...]):
     calls: dict[str, Call]
 
 
-class Ours:
+class Stepped:
     """A state that nothing else holds, so that it is stepped in place."""
 
     def __init__(self, step: Any, state: Any, **options: Any) -> None:
@@ -217,7 +217,7 @@ class NystromStreams:
     def ours(self, name: str, tokens: Sequence[Tensor], seed: int) -> Call:
         given = self.given(seed, tokens[1])
         state = continual_nystrom_init(*self.shape.first(tokens), None if given else self.landmarks, landmarks=given)
-        step = Ours(continual_nystrom_step, state, **self.shape.options(name)).step
+        step = Stepped(continual_nystrom_step, state, **self.shape.options(name)).step
         return all_steps(step, self.shape.after(tokens, self.shape.block))
 
     def eager(self, tokens: Sequence[Tensor], seed: int) -> Call:
@@ -300,9 +300,8 @@ def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
     streams, usable = NystromStreams(shape, 4, fixed), shape.refusal("continual_nystrom_step")
 
     def exact_stream(tokens: Streams, seed: int) -> Call:
-        return all_steps(
-            Ours(continual_attention_step, continual_attention_init(*shape.first(tokens))).step, shape.after(tokens, 1)
-        )
+        stream = Stepped(continual_attention_step, continual_attention_init(*shape.first(tokens)))
+        return all_steps(stream.step, shape.after(tokens, 1))
 
     def whole(attend: Callable[..., Tensor], tokens: Streams, seed: int) -> Call:
         last = [part[:, :, -window:].contiguous() for part in tokens]
@@ -333,7 +332,7 @@ def beside_full(window: int, fixed: bool = True, calls: int = 64) -> Case:
 # ---- exact attention -------------------------------------------------------------------------------------------------
 
 
-class ContinualInference:
+class ContinualInference(Stepped):
     """The step of the package's modules, without their projections."""
 
     def __init__(self, first: Sequence[Tensor], retroactive: bool) -> None:
@@ -346,10 +345,6 @@ class ContinualInference:
         self.state = module._scaled_dot_product_attention_default_state(1, window, heads * width, heads, **like)
         for token in zip(*(part[0].unbind(1) for part in first), strict=True):
             self.step(*token)
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, self.state = self.advance(self.state, query, key, value)
-        return out
 
 
 @declared()
@@ -367,16 +362,14 @@ def exact_step(
     scan, shape = "continual_attention_step", Shape(window, width, heads, block, calls, retroactive, dtype)
 
     def by_ours(name: str, tokens: Streams, seed: int) -> Call:
-        step = Ours(
-            continual_attention_step, continual_attention_init(*shape.first(tokens)), **shape.options(name)
-        ).step
-        return all_steps(step, shape.after(tokens, block))
+        state = continual_attention_init(*shape.first(tokens))
+        stream = Stepped(continual_attention_step, state, **shape.options(name))
+        return all_steps(stream.step, shape.after(tokens, block))
 
     def eager(tokens: Streams, seed: int) -> Call:
         first = shape.first(tokens)[1:]
-        return all_steps(
-            (EagerExact(*first) if block == 1 else EagerExactBlocks(*first, block)).step, shape.after(tokens, block)
-        )
+        stream = EagerExact(*first) if block == 1 else EagerExactBlocks(*first, block)
+        return all_steps(stream.step, shape.after(tokens, block))
 
     def package(tokens: Streams, seed: int) -> Call:
         stream = ContinualInference([part.to(wide(part.dtype)) for part in shape.first(tokens)], retroactive)

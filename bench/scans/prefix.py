@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,11 +62,15 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> T
 
 def looped_attention(query: Tensor, key: Tensor, value: Tensor, every: int) -> Tensor:
     """An update of the state for every chunk."""
-    state, outs = None, []
+    return torch.stack([state.out for state in updates(partial(attention_state, query), key, value, every)], 2)
+
+
+def updates(update: Callable[..., Any], key: Tensor, value: Tensor, every: int) -> Iterator[Any]:
+    """The state after each chunk of keys."""
+    state = None
     for chunk, values in zip(key.split(every, dim=2), value.split(every, dim=2), strict=True):
-        state = attention_state(query, chunk, values, state=state)
-        outs.append(state.out)
-    return torch.stack(outs, 2)
+        state = update(chunk, values, state=state)
+        yield state
 
 
 def _ours(query: Tensor, key: Tensor, value: Tensor, every: int, impl: str) -> Tensor:
@@ -132,11 +137,8 @@ def cumulative_ridge(key: Tensor, value: Tensor, every: int) -> tuple[Tensor, Te
 
 def looped_ridge(key: Tensor, value: Tensor, every: int) -> tuple[Tensor, ...]:
     """An update of the state for every chunk."""
-    state, states = None, []
-    for chunk, values in zip(key.split(every, dim=2), value.split(every, dim=2), strict=True):
-        state = ridge_state(chunk, values, state=state)
-        states.append(state[:2])
-    return tuple(torch.stack(parts, 2) for parts in zip(*states, strict=True))
+    sums = (state[:2] for state in updates(ridge_state, key, value, every))
+    return tuple(torch.stack(parts, 2) for parts in zip(*sums, strict=True))
 
 
 def _our_ridge(key: Tensor, value: Tensor, every: int, impl: str) -> tuple[Tensor, ...]:

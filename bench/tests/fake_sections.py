@@ -89,6 +89,12 @@ def dead_on_arrival(device: str, before: Mapping[str, list[Row]]) -> list[Task]:
     os._exit(5)
 
 
+def listed(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None]:
+    """The check's own section of tests, whose rows are right at once."""
+    run = suite.tasks(device, before)
+    return lambda perform: run(lambda found: perform([task._replace(make=_fine) for task in found]))
+
+
 def tests(device: str, before: Mapping[str, list[Row]]) -> Callable[[Perform], None]:
     """The tests of a folder that an environment variable names, instead of the tests of the package."""
     return partial(suite.run_tests, [os.environ["FAKE_SECTIONS_TESTS"]])

@@ -43,7 +43,7 @@ def test_a_ratio_is_to_the_fastest_of_what_the_model_has(fastest: str):
 
 
 def test_torchs_fast_path_is_on_and_off_as_a_way_says(monkeypatch: pytest.MonkeyPatch):
-    model, inputs = adoption.encoder(2, 5, 2, 4)()
+    model, inputs = adoption.encoder(2, 5, 2, 4).make()
     ways, seen = adoption.by_modules(model.eval()), []
     monkeypatch.setattr(
         torch,

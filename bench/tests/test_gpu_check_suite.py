@@ -88,6 +88,13 @@ def test_tests_that_cannot_be_collected_are_a_problem(content: str | None, tests
     assert not outcome.complete and outcome.problem.startswith("RuntimeError: pytest ended with"), outcome
 
 
+def test_the_section_lists_the_tests_of_the_package() -> None:
+    outcome = Outcome()
+    run(Section(f"{FAKE}:listed", workers=2), "cpu", outcome, {}, 300.0)
+    assert outcome.right and len(outcome.rows) == outcome.listed > 200, outcome.problem
+    assert all(row["key"].startswith("tests/") for row in outcome.rows)
+
+
 def test_a_check_from_start_to_end(
     tests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

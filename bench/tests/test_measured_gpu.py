@@ -20,7 +20,7 @@ NEWEST = json.loads(measured_gpu.newest().read_text())
 RATES = {
     "exponentials": 4e12,
     "memory": 3e12,
-    "matrix": {"float64": 6e13, "float32": 4e14, "bfloat16": 8e14, "float16": 8e14},
+    "matrix": {"float64": 6e13, "float32": 1e14, "tf32": 4e14, "bfloat16": 8e14, "float16": 8e14},
 }
 
 
@@ -71,8 +71,8 @@ def _row(implementation: str, seconds: float | None, **other: Any) -> dict[str, 
     return {**named, **timed, "extra_memory": 2**20, "result_memory": 0, **other}
 
 
-def _cells(*rows: Any, case: Case | None = None, before: Any = None, place: str = GROUP, **check: Any) -> str:
-    run = {"sections": {"timings": {"rows": [{"key": "rates", "rates": RATES}, *rows]}}, **check}
+def _cells(*rows: Any, case: Case | None = None, before: Any = None, place: str = GROUP) -> str:
+    run = {"sections": {"timings": {"rows": [{"key": "rates", "rates": RATES}, *rows]}}}
     earlier = {"sections": {"timings": {"rows": before}}} if before else None
     return measured_gpu.Table(run, earlier, {GROUP: case or attention.attention(keys=0)}).cells(place)
 
@@ -92,9 +92,6 @@ def test_what_auto_takes_is_compared() -> None:
     ]
     wrong = {"implementation": "hasty", "group": GROUP, "key": "hasty", "problem": "its result is wrong here"}
     assert _cells(*rows, wrong) == "quick | 4 ms, +1.0 MiB | 4 ms, +1.0 MiB | **1** | "
-    assert _cells(*rows[:2], *rows[4:], added_later={"auto": {GROUP: "cuda"}}).endswith(
-        " | 3 ms, +1.0 MiB | **0.75** | "
-    )
     assert _cells(rows[0], _row("naive", None), wrong) == "none was right | | 2 ms, +1.0 MiB |  | "
     assert _cells(rows[0], _row("naive", None), _row("quick", 4e-3)).startswith("quick | ")
     assert _cells(NAIVE) == "" and _cells(_row("triton", None), NAIVE) == "not compared | | too slow | | "
@@ -130,11 +127,9 @@ def test_peers_of_an_earlier_run_are_marked() -> None:
 
 
 def test_the_share_is_of_the_floor_of_the_passes_one_after_the_other() -> None:
-    """The floor uses the rates of the run. Older runs have the tf32 rate under float32; exact products count as
-    three."""
+    """The floor uses the rates of the run."""
     case = attention.attention(keys=10**6, backward=True)
-    matrix = RATES["matrix"] | {"tf32": 4e14, "float32": 4e14 / 3}
-    least = floors(case.work, Rates(**RATES | {"matrix": matrix}))
+    least = floors(case.work, Rates(**RATES))
     assert len(case.work) == 2 and _cells(_row("triton", 2 * least.seconds), NAIVE, case=case).endswith(
         f" | 50% ({least.bound})"
     )
@@ -171,6 +166,7 @@ def _facts(monkeypatch: pytest.MonkeyPatch, now: dict[str, bytes], **machine: An
         "date": "2026-01-01",
         "commit": 40 * "a",
         "versions": {"torch": "2", "triton": "3"},
+        "kernels": provenance.kernel_digests(KERNELS),
     }
     rows = [
         {"key": "a", "ok": True},
@@ -196,8 +192,7 @@ def test_coverage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_that_have_changed_are_told_by_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The digests are those that the run recorded, or those of the commit of the run. Files that are not kernels do not
-    count."""
+    """The digests are those that the run recorded. Files that are not kernels do not count."""
     now = KERNELS | {"csrc/solve/solve.cu": b"2", "csrc/solve/new.cuh": b"1", "cmab_kernels/api.py": b"2"}
     del now["cmab_kernels/attention/triton/gone.py"]
     expected = "2 of the 3 files of kernels for GPUs have changed since that commit or are new, and 1 are gone"
