@@ -216,15 +216,13 @@ def _native_gradients(
     `new_sums` are those after the step, for retroactive outputs."""
     narrow, wide = tensors[0].dtype, state_dtype(tensors[0].dtype)
     given: Any = dict(zip(_NAMES, tensors, strict=False)) | dict(zip(_GRADS, grads, strict=False))
-    given = given if history is None else given | {"new_sums": new_sums, "history": history}
+    given |= {} if history is None else {"new_sums": new_sums, "history": history}
     if narrow != wide or not all(tensor is None or tensor.is_contiguous() for tensor in given.values()):
         given = {name: tensor if tensor is None else tensor.to(wide).contiguous() for name, tensor in given.items()}
     if history is None:
         del given["dnew_sums"]
-    backward = (
-        native().continual_nystrom_step_backward if "inverse" in given else native().continual_attention_step_backward
-    )
-    found = backward(**given, position=position, **step._asdict())
+    kind = "nystrom" if "inverse" in given else "attention"
+    found = getattr(native(), f"continual_{kind}_step_backward")(**given, position=position, **step._asdict())
     return [*_narrowed(found[:6], narrow), *found[6:]]
 
 
@@ -237,7 +235,7 @@ def _in_order(step: Setting, tensors: list[Tensor], position: Tensor) -> list[Te
 
 
 def _triton_gradients(
-    new_sums: Tensor | None,
+    new_sums: Any,
     step: Setting,
     tensors: list[Tensor],
     history: Tensor | None,
@@ -254,8 +252,7 @@ def _triton_gradients(
         columns = values.shape[-1] + 1
         dsums = torch.zeros_like(sums) if dsums is None else F.pad(dsums[..., :columns], (0, EXTRA_SUMS - 1))
         if step.retroactive and dout is not None:
-            last = history[:, :, -sums.shape[2] :, :columns]
-            inputs = *_in_order(step, [query], position), far, inverse, last
+            inputs = *_in_order(step, [query], position), far, inverse, new_sums[..., :columns]
             found: Any = gradient_of_formula(partial(_window_outputs, step), inputs, [dout])
             rows, *through, dlast = found
             dsums[..., :columns] += dlast
@@ -286,14 +283,8 @@ def _gradients(
     if dout is not None or dsums is not None:
 
         def formula(*inputs: Tensor) -> list[Tensor]:
-            results = (
-                [_attention_formula(step, *inputs)]
-                if history is None
-                else _retroactive_formula(step, history, *inputs)
-                if len(inputs) == 4
-                else _nystrom_formula(step, history, *inputs)
-            )
-            return [result for result, direction in zip(results, directions, strict=False) if direction is not None]
+            results = zip(_results(step, history, *inputs), directions, strict=False)
+            return [result for result, direction in results if direction is not None]
 
         found = gradient_of_formula(formula, tensors, [each for each in directions if each is not None])
     rows = [_sum(a, b) for a, b in zip(found[:3], more, strict=True)]
@@ -301,6 +292,14 @@ def _gradients(
     pairs = [back(ring, read) for ring, read in zip((dqueries, dkeys, dvalues), rows, strict=True)]
     rings, new = zip(*pairs, strict=True)
     return [*new, *rings, *found[3:]]
+
+
+def _results(step: Setting, history: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the outputs, and Delta V and phi if the step has sums, as functions of the tensors that the step read."""
+    if history is None:
+        return (_attention_formula(step, *inputs),)
+    has_landmarks = len(inputs) == len(_NAMES)
+    return (_nystrom_formula if has_landmarks else _retroactive_formula)(step, history, *inputs)
 
 
 def _attention_formula(step: Setting, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
