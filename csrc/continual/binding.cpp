@@ -322,12 +322,13 @@ void read_sums(Arguments& in, SumsGradient& step, int64_t count) {
   const TensorView sums = in.contiguous("sums", "BHbS", step.dtype);
   const int64_t E = step.value_width, before = in.extent('b');
   step.count = count, step.sums = before ? sums.data : nullptr;
-  step.new_sums = in.optional_contiguous("new_sums", "BHaS", step.dtype).data;
+  const TensorView after = in.optional_contiguous("new_sums", "BHaS", step.dtype);
+  step.new_sums = after.data;
   step.dnew_sums = in.optional_contiguous("dnew_sums", "BHaS", step.dtype).data;
   step.history = in.contiguous("history", "BHhR", step.dtype).data;
   in.require(before == count || (before == 0 && step.retroactive), "sums", "has another number of rows");
   in.require(in.extent('S') == E + kExtraSums, "sums", "has another number of columns");
-  in.require(step.new_sums ? in.extent('a') == count : !step.retroactive, "new_sums", "has another number of rows");
+  in.require(after.dims ? in.extent('a') == count : !step.retroactive, "new_sums", "has another number of rows");
   in.require(!step.dnew_sums || in.extent('a') == count, "dnew_sums", "has another number of rows");
   in.require(in.extent('h') == step.tokens * count && in.extent('R') == history_columns(step.retroactive, int(E)),
              "history", "has another shape");
@@ -356,7 +357,7 @@ PyObject* nystrom_step_backward(Arguments& in) {
   step.inverse = read("inverse", "BHmm");
   const int64_t D = step.key_width, E = step.value_width, m = in.extent('m');
   read_sums(in, step, m);
-  in.require(step.sums, "sums", "has no rows");
+  in.require(in.extent('b') == m, "sums", "has another number of rows");
   const std::array<py::object, 6> tokens = token_gradients(step);
   const py::object sums = new_gradient(step, m, E + kExtraSums, step.dsums);
   const py::object queries = new_gradient(step, m, D, step.dlandmark_queries);
@@ -378,7 +379,7 @@ PyObject* attention_step_backward(Arguments& in) {
   py::object sums = borrowed(Py_None);
   if (step.retroactive) {
     read_sums(in, step, step.window);
-    if (step.sums) sums = new_gradient(step, step.window, step.value_width + kExtraSums, step.dsums);
+    if (in.extent('b')) sums = new_gradient(step, step.window, step.value_width + kExtraSums, step.dsums);
   }
   const std::array<py::object, 6> tokens = token_gradients(step);
   const double work =

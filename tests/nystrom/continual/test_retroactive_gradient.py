@@ -78,6 +78,12 @@ def test_shapes(window: int, chunks: list[int], widths: tuple[int, int]) -> None
     _compare(_inputs(window + sum(chunks), widths), window, chunks)
 
 
+def test_no_streams() -> None:
+    inputs = _inputs(8, streams=0)
+    found = torch.autograd.grad(_loss(inputs, "auto", 5, 1), inputs)
+    assert [g.shape for g in found] == [t.shape for t in inputs]
+
+
 def test_scheduled_rows() -> None:
     """In windows of more than 1,024 tokens, a row may live so long that it is recomputed."""
     _compare(_inputs(1033, (2, 1), streams=1), 1030, [2, 1])
