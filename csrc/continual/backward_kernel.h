@@ -1,6 +1,6 @@
 // The gradient of one head's steps of continual attention. For Nyström attention with landmarks
-// that do not change, it runs backwards over the tokens, and carries G, the gradient of the sums,
-// from each token to the token before it:
+// that do not change, and for retroactive outputs of exact attention, it runs backwards over the
+// tokens, and carries G, the gradient of the sums, from each token to the token before it:
 //   sums' = kept sums + a [v_in, 1] - b [v_out, 1],  a = exp(s_in - c'),  b = exp(s_out - c'),  kept = exp(c - c')
 //   dsums = kept G,  dv_in += a G,  ds_in = a (G . [v_in, 1]),  and likewise, with -b, for the token that left.
 // A row that the step recomputed from the window depends on its tokens and not on the sums before. The log-scales are
@@ -60,7 +60,6 @@ class StepBackward {
   }
 
   static void clear(T* to, int64_t elements) { __builtin_memset(to, 0, elements * sizeof(T)); }
-  static T exponential_of(T x) { return exponential(broadcast<Vector<T>>(x))[0]; }
 
   void clear_tokens() const {
     clear(dquery_, shape_.query_rows * key_width_);
@@ -106,12 +105,128 @@ class StepBackward {
   }
 };
 
+// The gradient of rows of sums. Row q has the same number after every token. In exact attention, a row belongs to a
+// query that the step read, and rows i + 1 to i + n are those of the window after token i; otherwise all rows are.
 template <class T>
-class NystromBackward : StepBackward<T> {
+class SumsBackward : protected StepBackward<T> {
   using Base = StepBackward<T>;
-  using Base::clear, Base::exponential_of, Base::of;
-  using Base::dout_, Base::keys_, Base::query_, Base::values_, Base::weights_;
-  using Base::dquery_, Base::dkeys_, Base::dvalues_, Base::key_width_, Base::value_width_;
+
+ protected:
+  using Base::clear, Base::of;
+  using Base::dkeys_, Base::dvalues_, Base::key_width_, Base::keys_, Base::shape_, Base::value_width_, Base::values_;
+  using Base::weights_;
+
+  SumsBackward(const SumsGradient& step, int64_t head, Arena& arena)
+      : Base(step, head, arena),
+        count_(step.count),
+        slides_(!step.landmark_queries),
+        new_sums_(of(step.new_sums, count_ * sums_stride())),
+        queries_(slides_ ? this->query_ : of(step.landmark_queries, count_ * key_width_)),
+        dqueries_(slides_ ? this->dquery_ : of(step.dlandmark_queries, count_ * key_width_)),
+        sums_(of(step.sums, count_ * sums_stride())),
+        history_(of(step.history, step.tokens * count_ * history_stride())),
+        dnew_sums_(of(step.dnew_sums, count_ * sums_stride())),
+        dsums_(of(step.dsums, count_ * sums_stride())) {
+    gradients_ = arena.take<T>(rows() * columns());
+    for (T** each : {&added_, &removed_}) *each = arena.take<T>(padded<T>(count_));
+  }
+
+  int64_t sums_stride() const { return value_width_ + kExtraSums; }
+  // The first row after a token.
+  int64_t first_row(int64_t token) const { return slides_ ? token + 1 : 0; }
+  int64_t last_first_row() const { return first_row(shape_.tokens - 1); }
+
+  // G of a row, (E + 1) elements: for the sums of values, and for phi.
+  T* gradient(int64_t row) const { return gradients_ + row * columns(); }
+  // The history of the `index`-th row after a token, which for single outputs begins with its sums.
+  const T* after(int64_t token, int64_t index) const { return history_ + (token * count_ + index) * history_stride(); }
+
+  void begin_sums() const {
+    this->clear_tokens();
+    clear(gradients_, rows() * columns());
+    for (int64_t i = 0; dnew_sums_ && i < count_; ++i)
+      __builtin_memcpy(gradient(last_first_row() + i), dnew_sums_ + i * sums_stride(), columns() * sizeof(T));
+  }
+
+  void return_sums() const {
+    this->return_tokens();
+    if (!dsums_) return;
+    clear(dsums_, count_ * sums_stride());
+    for (int64_t i = 0; i < count_; ++i)
+      __builtin_memcpy(dsums_ + i * sums_stride(), gradient(i), columns() * sizeof(T));
+  }
+
+  // Replaces G by the gradient of the sums before the token.
+  void differentiate_sums(int64_t token) {
+    const int64_t come = shape_.rows - shape_.tokens + token, gone = token, first = first_row(token);
+    const Tile<T> queries{queries_ + first * key_width_, key_width_};
+    make_logits(keys_ + come * key_width_, queries, count_, key_width_, shape_.scale, added_);
+    make_logits(keys_ + gone * key_width_, queries, count_, key_width_, shape_.scale, removed_);
+    for (int64_t i = 0; i < count_; ++i) {
+      const T* const end = after(token, i) + history_stride() - kRecorded;
+      const T log_scale = end[0];
+      if (end[1] != 0) {
+        differentiate_window(token, first + i, log_scale);
+        continue;
+      }
+      const T before = log_scale_before(token, i + slides_);
+      differentiate_weight(first + i, come, exponential_of(added_[i] - log_scale));
+      differentiate_weight(first + i, gone, -exponential_of(removed_[i] - log_scale));
+      if (before != log_scale) {
+        const T kept = exponential_of(before - log_scale);
+        for (int e = 0; e <= value_width_; ++e) gradient(first + i)[e] *= kept;
+      }
+    }
+  }
+
+  const int64_t count_;
+  const bool slides_;
+  const T* const new_sums_;
+  T *added_, *removed_;
+
+ private:
+  static T exponential_of(T x) { return exponential(broadcast<Vector<T>>(x))[0]; }
+  int64_t rows() const { return last_first_row() + count_; }
+  int64_t columns() const { return value_width_ + 1; }
+  int64_t history_stride() const { return history_columns(shape_.retroactive, value_width_); }
+  T log_scale_before(int64_t token, int64_t index) const {
+    return token ? after(token, index - count_)[history_stride() - kRecorded]
+                 : sums_[index * sums_stride() + value_width_ + 1];
+  }
+
+  // The gradient of a row that was recomputed from the window after this token.
+  void differentiate_window(int64_t token, int64_t row, T log_scale) {
+    const T* const query = queries_ + row * key_width_;
+    const int64_t first = token + 1;
+    make_logits(query, {keys_ + first * key_width_, key_width_}, shape_.window, key_width_, shape_.scale, weights_);
+    for (int64_t i = 0; i < shape_.window; ++i)
+      differentiate_weight(row, first + i, exponential_of(weights_[i] - log_scale));
+    __builtin_memset(gradient(row), 0, (value_width_ + 1) * sizeof(T));
+  }
+
+  // The gradient of `weight` [value, 1], a part of a row of sums, where |weight| = exp(logit - log-scale).
+  void differentiate_weight(int64_t row, int64_t token, T weight) {
+    const T* const key = keys_ + token * key_width_;
+    const T* const query = queries_ + row * key_width_;
+    const T dweight = dot(gradient(row), values_ + token * value_width_, value_width_) + gradient(row)[value_width_];
+    const T dlogit = T(shape_.scale) * weight * dweight;
+    add_scaled(weight, gradient(row), value_width_, dvalues_ + token * value_width_);
+    add_scaled(dlogit, query, key_width_, dkeys_ + token * key_width_);
+    add_scaled(dlogit, key, key_width_, dqueries_ + row * key_width_);
+  }
+
+  const T* const queries_;
+  T* const dqueries_;
+  const T *const sums_, *const history_, *const dnew_sums_;
+  T* const dsums_;
+  T* gradients_;
+};
+
+template <class T>
+class NystromBackward : SumsBackward<T> {
+  using Base = SumsBackward<T>;
+  using Base::added_, Base::after, Base::clear, Base::gradient, Base::new_sums_, Base::of;
+  using Base::dout_, Base::dquery_, Base::key_width_, Base::query_, Base::value_width_;
 
  public:
   static size_t bytes(const NystromGradient& step) {
@@ -129,47 +244,26 @@ class NystromBackward : StepBackward<T> {
   NystromBackward(const NystromGradient& step, int64_t head, Arena& arena)
       : Base(step, head, arena),
         step_(step),
-        m_(step.landmarks),
-        columns_(step.value_width + kRecorded),
-        sums_(of(step.sums, m_ * sums_stride())),
-        history_(of(step.history, step.tokens * m_ * columns_)),
-        landmark_queries_(of(step.landmark_queries, m_ * key_width_)),
+        m_(step.count),
         landmark_keys_(of(step.landmark_keys, m_ * key_width_)),
         inverse_(of(step.inverse, m_ * m_)),
-        dnew_sums_(of(step.dnew_sums, m_ * sums_stride())),
-        dsums_(of(step.dsums, m_ * sums_stride())),
-        dlandmark_queries_(of(step.dlandmark_queries, m_ * key_width_)),
         dlandmark_keys_(of(step.dlandmark_keys, m_ * key_width_)),
         dinverse_(of(step.dinverse, m_ * m_)) {
-    for (T** each : {&near_, &shares_, &dshares_, &added_, &removed_}) *each = arena.take<T>(padded<T>(m_));
+    for (T** each : {&near_, &shares_, &dshares_}) *each = arena.take<T>(padded<T>(m_));
     for (T** each : {&means_, &mixed_, &dmixed_}) *each = arena.take<T>(step.retroactive ? m_ * value_width_ : 0);
   }
 
-  int64_t sums_stride() const { return value_width_ + kExtraSums; }
-
   void run() {
-    this->clear_tokens();
-    clear(dsums_, m_ * sums_stride());
-    clear(dlandmark_queries_, m_ * key_width_);
+    this->begin_sums();
+    clear(of(step_.dlandmark_queries, m_ * key_width_), m_ * key_width_);
     clear(dlandmark_keys_, m_ * key_width_);
     clear(dinverse_, m_ * m_);
-    if (dnew_sums_)
-      for (int64_t r = 0; r < m_; ++r)
-        __builtin_memcpy(gradient(r), dnew_sums_ + r * sums_stride(), (value_width_ + 1) * sizeof(T));
     if (dout_ && step_.retroactive) differentiate_window_outputs();
     for (int64_t i = step_.tokens - 1; i >= 0; --i) {
       if (dout_ && !step_.retroactive) differentiate_output(i);
-      differentiate_sums(i);
+      this->differentiate_sums(i);
     }
-    this->return_tokens();
-  }
-
-  // G of a row, (E + 1) elements: for the sums of values, and for phi. The gradient of the sums
-  // before the step is returned in the same place.
-  T* gradient(int64_t row) const { return dsums_ + row * sums_stride(); }
-  const T* after(int64_t token, int64_t row) const { return history_ + (token * m_ + row) * columns_; }
-  T log_scale_before(int64_t token, int64_t row) const {
-    return token ? after(token - 1, row)[value_width_ + 1] : sums_[row * sums_stride() + value_width_ + 1];
+    this->return_sums();
   }
 
   // near = exp(logits) / sum of a query with each landmark key.
@@ -212,10 +306,9 @@ class NystromBackward : StepBackward<T> {
   // The same for the outputs of all queries of the window after the last token: with W = inverse means,
   //   dW += near' dout,  dinverse = dW means',  dmeans = inverse' dW.
   void differentiate_window_outputs() {
-    const int64_t last = step_.tokens - 1;
     for (int64_t r = 0; r < m_; ++r) {
-      const T over_phi = T(1) / after(last, r)[value_width_];
-      for (int e = 0; e < value_width_; ++e) means_[r * value_width_ + e] = after(last, r)[e] * over_phi;
+      const T* const sums = new_sums_ + r * this->sums_stride();
+      for (int e = 0; e < value_width_; ++e) means_[r * value_width_ + e] = sums[e] / sums[value_width_];
     }
     for (int64_t i = 0; i < m_; ++i)
       add_rows(inverse_ + i * m_, {means_, value_width_}, m_, value_width_, true, mixed_ + i * value_width_);
@@ -231,7 +324,7 @@ class NystromBackward : StepBackward<T> {
       differentiate_softmax(query, dquery_ + (step_.tokens + i) * key_width_);
     }
     for (int64_t r = 0; r < m_; ++r) {
-      const T over_phi = T(1) / after(last, r)[value_width_];
+      const T over_phi = T(1) / new_sums_[r * this->sums_stride() + value_width_];
       T* const dmean = mixed_;  // no longer needed
       clear(dmean, value_width_);
       for (int64_t i = 0; i < m_; ++i) {
@@ -244,59 +337,52 @@ class NystromBackward : StepBackward<T> {
     }
   }
 
-  void differentiate_sums(int64_t token) {
-    const int64_t come = step_.rows - step_.tokens + token, gone = token;
-    const Tile<T> queries{landmark_queries_, key_width_};
-    make_logits(keys_ + come * key_width_, queries, m_, key_width_, step_.scale, added_);
-    make_logits(keys_ + gone * key_width_, queries, m_, key_width_, step_.scale, removed_);
-    for (int64_t r = 0; r < m_; ++r) {
-      const T* const row = after(token, r);
-      const T log_scale = row[value_width_ + 1];
-      if (row[value_width_ + 2] != 0) {
-        differentiate_window(token, r, log_scale);
-        continue;
-      }
-      const T before = log_scale_before(token, r);
-      differentiate_weight(r, come, exponential_of(added_[r] - log_scale));
-      differentiate_weight(r, gone, -exponential_of(removed_[r] - log_scale));
-      if (before != log_scale) {
-        const T kept = exponential_of(before - log_scale);
-        for (int e = 0; e <= value_width_; ++e) gradient(r)[e] *= kept;
-      }
-    }
-  }
-
-  // The gradient of a row that was recomputed from the window after this token.
-  void differentiate_window(int64_t token, int64_t row, T log_scale) {
-    const T* const query = landmark_queries_ + row * key_width_;
-    const int64_t first = token + 1;
-    make_logits(query, {keys_ + first * key_width_, key_width_}, step_.window, key_width_, step_.scale, weights_);
-    for (int64_t i = 0; i < step_.window; ++i)
-      differentiate_weight(row, first + i, exponential_of(weights_[i] - log_scale));
-    __builtin_memset(gradient(row), 0, (value_width_ + 1) * sizeof(T));
-  }
-
-  // The gradient of `weight` [value, 1], a part of a row of sums, where |weight| = exp(logit - log-scale).
-  void differentiate_weight(int64_t row, int64_t token, T weight) {
-    const T* const key = keys_ + token * key_width_;
-    const T* const query = landmark_queries_ + row * key_width_;
-    const T dweight = dot(gradient(row), values_ + token * value_width_, value_width_) + gradient(row)[value_width_];
-    const T dlogit = T(step_.scale) * weight * dweight;
-    add_scaled(weight, gradient(row), value_width_, dvalues_ + token * value_width_);
-    add_scaled(dlogit, query, key_width_, dkeys_ + token * key_width_);
-    add_scaled(dlogit, key, key_width_, dlandmark_queries_ + row * key_width_);
-  }
-
   const NystromGradient& step_;
-  const int64_t m_, columns_;
-  const T *const sums_, *const history_;
-  const T *const landmark_queries_, *const landmark_keys_, *const inverse_, *const dnew_sums_;
-  T *const dsums_, *const dlandmark_queries_, *const dlandmark_keys_, *const dinverse_;
-  T *near_, *shares_, *dshares_, *added_, *removed_;
+  const int64_t m_;
+  const T *const landmark_keys_, *const inverse_;
+  T *const dlandmark_keys_, *const dinverse_;
+  T *near_, *shares_, *dshares_;
   T *means_, *mixed_, *dmixed_;  // (m, E) each, for retroactive outputs
 };
 
-// The gradient of out = softmax(scale q K') V, where K and V are the window that ends with the token.
+// The gradient of the outputs of exact attention for all queries of the window, out = Delta V / phi.
+template <class T>
+class RetroactiveBackward : SumsBackward<T> {
+  using Base = SumsBackward<T>;
+  using Base::dout_, Base::gradient, Base::value_width_;
+
+ public:
+  static size_t bytes(const SumsGradient& step) {
+    Arena arena(nullptr);
+    RetroactiveBackward(step, 0, arena);
+    return arena.used();
+  }
+
+  static void run(const SumsGradient& step, int64_t head, void* scratch) {
+    Arena arena(scratch);
+    RetroactiveBackward made(step, head, arena);
+    made.begin_sums();
+    if (made.dout_) made.differentiate_outputs();
+    for (int64_t i = step.tokens - 1; i >= 0; --i) made.differentiate_sums(i);
+    made.return_sums();
+  }
+
+ private:
+  RetroactiveBackward(const SumsGradient& step, int64_t head, Arena& arena) : Base(step, head, arena) {}
+
+  void differentiate_outputs() const {
+    for (int64_t i = 0; i < this->count_; ++i) {
+      const T *const sums = this->new_sums_ + i * this->sums_stride(), *const dout = dout_ + i * value_width_;
+      T* const to = gradient(this->last_first_row() + i);
+      const T over_phi = T(1) / sums[value_width_];
+      add_scaled(over_phi, dout, value_width_, to);
+      to[value_width_] -= over_phi * over_phi * dot(dout, sums, value_width_);
+    }
+  }
+};
+
+// The gradient of exact attention. Single outputs are out = softmax(scale q K') V, where K and V are the window that
+// ends with the token.
 template <class T>
 class AttentionBackward : StepBackward<T> {
   using Base = StepBackward<T>;
@@ -305,12 +391,14 @@ class AttentionBackward : StepBackward<T> {
 
  public:
   static size_t bytes(const AttentionGradient& step) {
+    if (step.retroactive) return RetroactiveBackward<T>::bytes(step);
     Arena arena(nullptr);
     AttentionBackward(step, 0, arena);
     return arena.used();
   }
 
   static void run(const AttentionGradient& step, int64_t head, void* scratch) {
+    if (step.retroactive) return RetroactiveBackward<T>::run(step, head, scratch);
     Arena arena(scratch);
     AttentionBackward made(step, head, arena);
     made.clear_tokens();

@@ -218,6 +218,13 @@ py::object recorded_tokens(const Stream& stream, const void* ring, int width, in
   return made;
 }
 
+// The new history of a step with `count` rows of sums.
+py::object new_history(Stream& stream, int64_t count) {
+  const StreamShape& shape = stream.shape;
+  const int64_t columns = history_columns(shape.retroactive, shape.value_width);
+  return new_tensor(state_type(shape.dtype), {shape.batch, shape.heads, shape.tokens * count, columns}, stream.history);
+}
+
 PyObject* with_record(const Stream& stream, bool whole, const py::object& result, const py::object& history) {
   const StreamShape& shape = stream.shape;
   const int64_t all = shape.window + shape.tokens, rows = whole ? all : 2 * shape.tokens;
@@ -252,11 +259,9 @@ PyObject* nystrom_step(PyObject* const* given, PyObject* mask, bool recorded) {
   step.choose_memory(next, stream, m, m, spare);
   step.choose_landmarks(next, stream);
   if (!recorded) return step.result(next, stream);
-  const py::object history =
-      new_tensor(state_type(shape.dtype), {shape.batch, shape.heads, shape.tokens * m, shape.value_width + kRecorded},
-                 stream.history);
+  const py::object history = new_history(stream, m);
   const py::object result = owned(step.result(next, stream));
-  return with_record(stream, recomputes(stream), result, history);
+  return with_record(stream, recomputes(stream, m), result, history);
 }
 
 PyObject* nystrom_step(PyObject* const* given, PyObject* mask) { return nystrom_step(given, mask, false); }
@@ -278,8 +283,9 @@ PyObject* attention_step(PyObject* const* given, PyObject* mask, bool recorded) 
   if (!step.finite(stream)) return none();
   NextState next(arguments.state(), fields);
   step.choose_memory(next, stream, rows, shape.retroactive ? shape.window : 0, spare);
+  const py::object history = recorded && shape.retroactive ? new_history(stream, shape.window) : borrowed(Py_None);
   py::object result = owned(step.result(next, stream));
-  return recorded ? with_record(stream, true, result, borrowed(Py_None)) : result.release().ptr();
+  return recorded ? with_record(stream, true, result, history) : result.release().ptr();
 }
 
 PyObject* attention_step(PyObject* const* given, PyObject* mask) { return attention_step(given, mask, false); }
@@ -311,6 +317,23 @@ void read_gradient(Arguments& in, StepGradient& step) {
              "has another length");
 }
 
+// Reads the rows of sums, and the history, of a step with `count` rows. A step of exact attention may have had no sums.
+void read_sums(Arguments& in, SumsGradient& step, int64_t count) {
+  const TensorView sums = in.contiguous("sums", "BHbS", step.dtype);
+  const int64_t E = step.value_width, before = in.extent('b');
+  step.count = count, step.sums = before ? sums.data : nullptr;
+  const TensorView after = in.optional_contiguous("new_sums", "BHaS", step.dtype);
+  step.new_sums = after.data;
+  step.dnew_sums = in.optional_contiguous("dnew_sums", "BHaS", step.dtype).data;
+  step.history = in.contiguous("history", "BHhR", step.dtype).data;
+  in.require(before == count || (before == 0 && step.retroactive), "sums", "has another number of rows");
+  in.require(in.extent('S') == E + kExtraSums, "sums", "has another number of columns");
+  in.require(after.dims ? in.extent('a') == count : !step.retroactive, "new_sums", "has another number of rows");
+  in.require(!step.dnew_sums || in.extent('a') == count, "dnew_sums", "has another number of rows");
+  in.require(in.extent('h') == step.tokens * count && in.extent('R') == history_columns(step.retroactive, int(E)),
+             "history", "has another shape");
+}
+
 py::object new_gradient(const StepGradient& step, int64_t rows, int64_t columns, void*& data) {
   return new_tensor(step.dtype, {step.batch, step.heads, rows, columns}, data);
 }
@@ -330,13 +353,11 @@ PyObject* nystrom_step_backward(Arguments& in) {
   NystromGradient step{};
   read_gradient(in, step);
   const auto read = [&](const char* name, const char* dims) { return in.contiguous(name, dims, step.dtype).data; };
-  step.sums = read("sums", "BHmS");
   step.landmark_queries = read("landmark_queries", "BHmD"), step.landmark_keys = read("landmark_keys", "BHmD");
-  step.inverse = read("inverse", "BHmm"), step.history = read("history", "BHhR");
-  step.dnew_sums = in.optional_contiguous("dnew_sums", "BHmS", step.dtype).data;
-  const int64_t D = step.key_width, E = step.value_width, m = step.landmarks = in.extent('m');
-  in.require(in.extent('S') == E + kExtraSums, "sums", "has another number of columns");
-  in.require(in.extent('h') == step.tokens * m && in.extent('R') == E + kRecorded, "history", "has another shape");
+  step.inverse = read("inverse", "BHmm");
+  const int64_t D = step.key_width, E = step.value_width, m = in.extent('m');
+  read_sums(in, step, m);
+  in.require(in.extent('b') == m, "sums", "has another number of rows");
   const std::array<py::object, 6> tokens = token_gradients(step);
   const py::object sums = new_gradient(step, m, E + kExtraSums, step.dsums);
   const py::object queries = new_gradient(step, m, D, step.dlandmark_queries);
@@ -350,17 +371,23 @@ PyObject* nystrom_step_backward(Arguments& in) {
                       tokens[5].ptr(), sums.ptr(), queries.ptr(), keys.ptr(), inverse.ptr());
 }
 
+// Returns the token gradients, and for retroactive outputs that of the sums; None if there were no sums.
 PyObject* attention_step_backward(Arguments& in) {
   AttentionGradient step{};
   read_gradient(in, step);
-  in.require(step.rows == step.window + step.tokens && !step.retroactive, "keys", "has another length");
+  in.require(step.rows == step.window + step.tokens, "keys", "has another length");
+  py::object sums = borrowed(Py_None);
+  if (step.retroactive) {
+    read_sums(in, step, step.window);
+    if (in.extent('b')) sums = new_gradient(step, step.window, step.value_width + kExtraSums, step.dsums);
+  }
   const std::array<py::object, 6> tokens = token_gradients(step);
   const double work =
       double(step.batch) * step.heads * step.tokens * step.window * 3 * (step.key_width + step.value_width);
   const int threads = useful_threads(work, torch_threads());
   in.run([&] { continual_attention_backward(step, threads); });
-  return PyTuple_Pack(6, tokens[0].ptr(), tokens[1].ptr(), tokens[2].ptr(), tokens[3].ptr(), tokens[4].ptr(),
-                      tokens[5].ptr());
+  return PyTuple_Pack(step.retroactive ? 7 : 6, tokens[0].ptr(), tokens[1].ptr(), tokens[2].ptr(), tokens[3].ptr(),
+                      tokens[4].ptr(), tokens[5].ptr(), sums.ptr());
 }
 
 // If two threads step one state, the second must see which memory the first has taken.

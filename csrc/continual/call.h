@@ -32,8 +32,8 @@ bool finite(const ContinualKernel&, const Stream&, int threads);
 void continual_nystrom(const ContinualKernel&, const NystromStream&, const OldRings&, const OldLandmarks&, int threads);
 void continual_attention(const ContinualKernel&, const AttentionStream&, const OldRings&, int threads);
 
-// Whether the history of a step has a row of sums that was recomputed from the window.
-bool recomputes(const NystromStream&);
+// Whether the history of a step with `count` rows of sums has a row that was recomputed from the window.
+bool recomputes(const Stream&, int64_t count);
 // Copies the oldest `rows` - t tokens of the window before the step, then the t new ones, from a ring of n + t rows in
 // which the step has put them, to (B, H, rows, width).
 void record_tokens(const Stream&, const void* ring, int width, int64_t rows, void* to);

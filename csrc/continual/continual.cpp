@@ -160,10 +160,10 @@ void continual_attention(const ContinualKernel& kernel, const AttentionStream& s
                 });
 }
 
-bool recomputes(const NystromStream& stream) {
+bool recomputes(const Stream& stream, int64_t count) {
   const StreamShape& shape = stream.shape;
-  const int64_t rows = shape.batch * shape.heads * shape.tokens * stream.landmarks;
-  const int64_t columns = shape.value_width + kRecorded;
+  const int64_t rows = shape.batch * shape.heads * shape.tokens * count;
+  const int64_t columns = history_columns(shape.retroactive, shape.value_width);
   const auto any = [&](const auto* history) {
     for (int64_t row = 1; row <= rows; ++row)
       if (history[row * columns - 1] != 0) return true;

@@ -34,7 +34,10 @@ struct Stream {
   void *queries, *keys, *values;  // rings
   const void* sums;               // before the step
   void* new_sums;                 // after the step; this is never the memory of `sums`
-  void* out;                      // (B, H, t, E), or (B, H, n, E) if retroactive; NaN if a row has no token
+  // For the gradient, (B, H, t rows, history_columns()): what it reads of each row of sums after each token. Null if
+  // no gradient is needed.
+  void* history;
+  void* out;  // (B, H, t, E), or (B, H, n, E) if retroactive; NaN if a row has no token
 
   bool has_tokens(int64_t head) const { return !absent || !absent[head / shape.heads]; }
 };
@@ -45,13 +48,14 @@ struct NystromStream : Stream {
   int iterations;     // of the pseudo-inverse
   bool fixed;
   void *landmark_queries, *landmark_keys, *inverse;  // written only if a landmark is replaced
-  // For the gradient, (B, H, t, m, E + kRecorded): after each token, the sums of values, phi, the log-scale, and 1 if
-  // the row was recomputed from the window, else 0. Null if no gradient is needed.
-  void* history;
 };
 
-// The columns of a row of the history beside those of the values.
-constexpr int kRecorded = 3;
+// The last columns of a row of the history: the log-scale, and 1 if the row was recomputed from the window, else 0.
+// Before them, single outputs need the sums of values and phi.
+constexpr int kRecorded = 2;
+constexpr int64_t history_columns(bool retroactive, int value_width) {
+  return (retroactive ? 0 : value_width + 1) + kRecorded;
+}
 
 // A step of exact attention. `sums` has a row for each query of the window, or is null if there are none yet. Single
 // outputs use no sums.
@@ -76,19 +80,28 @@ struct StepGradient {
   void *dqueries, *dkeys, *dvalues;                    // of the rings before the step; null if it is zero
 };
 
-// A step whose landmarks do not change. It read n + t keys and values if it recomputed a row of
-// sums. Otherwise it read 2 t of them, which left or entered the window. A stream has its own
-// gradient of the landmarks.
-struct NystromGradient : StepGradient {
-  int64_t landmarks;
-  const void *sums, *history;  // `sums` before the step
-  const void *landmark_queries, *landmark_keys, *inverse;
-  const void* dnew_sums;  // null: zero
-  void *dsums, *dlandmark_queries, *dlandmark_keys, *dinverse;
+// A step with rows of sums. It read n + t keys and values if it recomputed a row. Otherwise it read 2 t of them, which
+// left or entered the window.
+struct SumsGradient : StepGradient {
+  int64_t count;               // rows: m, or n
+  const void *sums, *history;  // `sums` before the step; null if there were none
+  const void* new_sums;        // after the step, for retroactive outputs
+  const void* dnew_sums;       // null: zero
+  void* dsums;                 // null if there were no sums
+  // The queries of the rows, which do not change, and their gradient. Null for exact attention: after each token, the
+  // rows are those of the queries of the window.
+  const void* landmark_queries;
+  void* dlandmark_queries;
 };
 
-// A step of exact attention with single outputs; it read n + t keys and values.
-struct AttentionGradient : StepGradient {};
+// A step whose landmarks do not change. A stream has its own gradient of the landmarks.
+struct NystromGradient : SumsGradient {
+  const void *landmark_keys, *inverse;
+  void *dlandmark_keys, *dinverse;
+};
+
+// A step of exact attention, which read n + t keys and values. Single outputs use no sums.
+struct AttentionGradient : SumsGradient {};
 
 // The entry points of one instruction set and type; each call handles one head.
 struct ContinualKernel {

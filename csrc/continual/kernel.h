@@ -119,15 +119,19 @@ class Head {
         guarded_(rows, shape_.value_width, scratch.rows),
         new_sums_(static_cast<T*>(stream.new_sums) + head * rows * guarded_.stride()),
         sums_(stream.sums ? static_cast<const T*>(stream.sums) + head * rows * guarded_.stride() : new_sums_),
+        history_(stream.history ? static_cast<T*>(stream.history) + head * shape_.tokens * rows * history_stride()
+                                : nullptr),
         out_(static_cast<char*>(stream.out) + head * outputs() * shape_.value_width * element_bytes(shape_.dtype)) {}
 
  protected:
   int64_t outputs() const { return shape_.retroactive ? shape_.window : shape_.tokens; }
   int64_t taken() const { return position_ + index_; }
 
+  // Puts the next token into the window. In its part of the history, no row counts as recomputed yet.
   void put_token() {
     tokens_.put(index_, taken());
     ++index_;
+    for (int64_t row = 0; history_ && row < guarded_.rows(); ++row) recorded(row)[1] = 0;
   }
 
   // Computes the logits of `count` queries, from row `first` on, with the key of the newest token and with the key of
@@ -161,6 +165,18 @@ class Head {
     const Total<T> total = attend_window(shape_, query, tokens_.keys, tokens_.values, taken(), scratch_.window,
                                          new_sums_ + row * guarded_.stride());
     guarded_.put(new_sums_, row, total, size_of_window(shape_, tokens_.values, taken(), scratch_.window));
+    if (history_) recorded(row)[1] = 1;
+  }
+
+  // Copies the sums after the newest token to the history, as far as a gradient reads them.
+  void record_sums() const {
+    for (int64_t row = 0; history_ && row < guarded_.rows(); ++row) {
+      const T* const sums = new_sums_ + row * guarded_.stride();
+      T* const to = recorded(row);
+      const int64_t before = history_stride() - kRecorded;
+      __builtin_memcpy(to - before, sums, before * sizeof(T));
+      to[0] = sums[shape_.value_width + 1];
+    }
   }
 
   Tile<T> row_sums() const { return {new_sums_, guarded_.stride()}; }
@@ -184,6 +200,12 @@ class Head {
   int64_t index_ = 0;  // new tokens taken
 
  private:
+  int64_t history_stride() const { return history_columns(shape_.retroactive, shape_.value_width); }
+  // The kRecorded columns of a row after the newest token.
+  T* recorded(int64_t row) const {
+    return history_ + ((index_ - 1) * guarded_.rows() + row + 1) * history_stride() - kRecorded;
+  }
+
   template <class Element>
   void write_as(int64_t at, const T* from, T factor) const {
     Element* to = reinterpret_cast<Element*>(out_) + at;
@@ -193,6 +215,7 @@ class Head {
   GuardedSums<T> guarded_;
   T* const new_sums_;
   const T* sums_;
+  T* const history_;
   char* const out_;
 };
 
@@ -238,7 +261,6 @@ class NystromHead : Head<T> {
   NystromHead(const NystromStream& stream, int64_t head, const NystromScratch<T>& scratch)
       : Base(stream, head, stream.landmarks, scratch.head),
         stream_(stream),
-        head_(head),
         landmarks_(stream.landmarks),
         at_(scratch),
         landmark_queries_(static_cast<T*>(stream.landmark_queries) + head * landmarks_ * shape_.key_width),
@@ -258,33 +280,12 @@ class NystromHead : Head<T> {
     const int64_t segment = stream_.fixed ? 0 : segment_ending(this->taken(), shape_.window, landmarks_);
     if (segment) replace_oldest(segment);
     const int64_t kept = segment ? landmarks_ - 1 : landmarks_;
-    T* const record = begin_record();
-    const auto afresh = [&](int64_t row) {
-      this->make_afresh(landmark_queries_ + row * shape_.key_width, row);
-      if (record) record[(row + 1) * record_stride() - 1] = 1;
-    };
+    const auto afresh = [&](int64_t row) { this->make_afresh(landmark_queries_ + row * shape_.key_width, row); };
     this->exchange_logits({landmark_queries_, shape_.key_width}, 0, kept);
     this->exchange(segment ? 1 : 0, kept, afresh);
     if (segment) afresh(landmarks_ - 1);
     for (int64_t row = this->taken() % kSchedule; row < kept; row += kSchedule) afresh(row);
-    if (record) end_record(record);
-  }
-
-  int64_t record_stride() const { return shape_.value_width + kRecorded; }
-
-  // The newest token's part of the history, in which no row counts as recomputed; null if there is no history.
-  T* begin_record() const {
-    if (!stream_.history) return nullptr;
-    const int64_t token = head_ * shape_.tokens + this->index_ - 1, elements = landmarks_ * record_stride();
-    T* const record = static_cast<T*>(stream_.history) + token * elements;
-    for (int64_t r = 0; r < landmarks_; ++r) record[(r + 1) * record_stride() - 1] = 0;
-    return record;
-  }
-
-  void end_record(T* record) const {
-    const Tile<T> sums = this->row_sums();
-    for (int64_t r = 0; r < landmarks_; ++r)
-      __builtin_memcpy(record + r * record_stride(), sums.rows + r * sums.stride, (record_stride() - 1) * sizeof(T));
+    this->record_sums();
   }
 
   void replace_oldest(int64_t segment) {
@@ -345,7 +346,7 @@ class NystromHead : Head<T> {
   }
 
   const NystromStream& stream_;
-  const int64_t head_, landmarks_;
+  const int64_t landmarks_;
   const NystromScratch<T> at_;
   T *const landmark_queries_, *const landmark_keys_, *const inverse_;
 };
@@ -408,6 +409,11 @@ class AttentionHead : Head<T> {
   // Adds a token: the row of the oldest query is removed, and the row of the newest query is added.
   void take_token() {
     this->put_token();
+    exchange_rows();
+    this->record_sums();
+  }
+
+  void exchange_rows() {
     const int64_t window = shape_.window, oldest = this->taken() - window;
     const auto afresh = [&](int64_t row) { this->make_afresh(query(oldest + row), row); };
     if (!has_sums_) {

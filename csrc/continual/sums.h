@@ -98,6 +98,7 @@ class GuardedSums {
   GuardedSums(int64_t rows, int value_width, const RowScratch<T>& scratch)
       : rows_(rows), width_(value_width), stride_(value_width + kExtraSums), at_(scratch) {}
 
+  int64_t rows() const { return rows_; }
   int64_t stride() const { return stride_; }
   // The place where the caller puts the logits of both tokens, one per row.
   T* added() { return at_.added; }

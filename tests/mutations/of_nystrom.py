@@ -119,9 +119,21 @@ IN_CPP = {
     ),
     "the gradient of a token that left, with the sign of one that came": Fault(
         "csrc/continual/backward_kernel.h",
-        "-exponential_of(removed_[r] - log_scale)",
-        "exponential_of(removed_[r] - log_scale)",
+        "-exponential_of(removed_[i] - log_scale)",
+        "exponential_of(removed_[i] - log_scale)",
         f"{GRADIENT}::test_a_chain_of_steps",
+    ),
+    "the gradient of a query's row, in the row of the query before": Fault(
+        "csrc/continual/backward_kernel.h",
+        "return slides_ ? token + 1 : 0;",
+        "return slides_ ? token : 0;",
+        "tests/nystrom/continual/test_retroactive_gradient.py",
+    ),
+    "outputs whose gradient leaves out the sum of weights": Fault(
+        "csrc/continual/backward_kernel.h",
+        "to[value_width_] -= over_phi * over_phi * dot(dout, sums, value_width_);",
+        "to[value_width_] -= 0;",
+        "tests/nystrom/continual/test_retroactive_gradient.py",
     ),
     "a gradient of exact attention that is a token late": Fault(
         "csrc/continual/backward_kernel.h",

@@ -67,7 +67,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return counted
 
-    for name in ("_nystrom_part", "_attention_part"):
+    for name in ("_nystrom_part", "attention_step"):
         monkeypatch.setattr(steps, name, counting(getattr(steps, name)))
     return found
 

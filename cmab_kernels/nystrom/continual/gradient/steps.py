@@ -39,18 +39,18 @@ def recorded_step(
     on a GPU. Native code checks its arguments; Triton runs only if they have been `checked`.
 
     Return None for a wrong argument, for which the path with checks raises an error. Also return
-    None if the definition must run: for retroactive outputs of exact attention; for continual
-    landmarks with an exact pseudo-inverse; under a compiler, a tracer, a dispatch mode, a
-    transform, forward mode or autocast; and for subclasses of Tensor.
+    None if the definition must run: for retroactive outputs of exact attention outside native code;
+    for continual landmarks with an exact pseudo-inverse; under a compiler, a tracer, a dispatch
+    mode, a transform, forward mode or autocast; and for subclasses of Tensor.
     """
     code = _supporting(state, query, key, value, impl, checked)
     if code is None:
         return None
     if type(state) is ContinualAttentionState:
-        if retroactive:
+        if retroactive and code is not native():
             return None
         with as_row("cmab::continual_attention_step"):
-            return _in_parts(state, partial(_attention_part, code), query, key, value, retroactive)
+            return _in_parts(state, partial(attention_step, code), query, key, value, retroactive)
     with as_row("cmab::continual_nystrom_step"):
         return _in_parts(state, partial(_nystrom_part, code), query, key, value, retroactive)
 
@@ -95,10 +95,6 @@ def _in_parts(
         out, state = result
         outs.append(out)
     return outs[-1] if retroactive else torch.cat(outs, 2), state
-
-
-def _attention_part(code: Any, state: ContinualAttentionState, *arguments: Any) -> Result:
-    return attention_step(code, state, *arguments[:3])
 
 
 def _nystrom_part(
