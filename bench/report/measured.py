@@ -145,7 +145,9 @@ def _ratio(ratio: float) -> str:
 def _where(run: Run, threads: Sequence[int]) -> str:
     """The machine and the day; the file contains the commit."""
     count = f"{' or '.join(map(str, threads))} thread{'' if threads == [1] else 's'}"
-    machine = f"{run.processor} ({run.machine['native_instruction_set']}), {count}, torch {run.versions['torch']}"
+    family = run.machine.get("cpu", {}).get("family")
+    processor = f"{run.processor}, family {family}" if family else run.processor
+    machine = f"{processor} ({run.machine['native_instruction_set']}), {count}, torch {run.versions['torch']}"
     dirty = " **with uncommitted changes**" if run.dirty else ""
     return f"{machine}, {run.when[:10]}, commit {run.commit[:10]}{dirty}, `{run.path.name}`."
 

@@ -40,7 +40,8 @@ def facts(check: Mapping[str, Any], name: str) -> dict[str, str]:
 
 def _rates(rows: Sequence[Mapping[str, Any]]) -> str:
     found = next(row["rates"] for row in rows if "rates" in row)
-    matrix = {kind: rate for kind, rate in found["matrix"].items() if kind != "float16"}
+    names = {"float32": "float32 (a third of tf32)"}
+    matrix = {names.get(kind, kind): rate for kind, rate in found["matrix"].items() if kind != "float16"}
     products = ", ".join(f"products of {kind} {rate / 1e12:.0f} TFLOP/s" for kind, rate in matrix.items())
     return (
         f"{products}, memory {found['memory'] / 1e12:.2f} TB/s; exponentials {found['exponentials'] / 1e12:.1f} "

@@ -145,7 +145,8 @@ def _states(sizes: dict[str, int]) -> list[list[str]]:
 
 def _where(numbers: dict[str, Any]) -> str:
     versions = numbers["versions"]
-    return f"{numbers['processor']} ({numbers['instruction_set']}), torch {versions['torch']}, {numbers['when'][:10]}."
+    where = f"{numbers['processor']} ({numbers['instruction_set']}), torch {versions['torch']}"
+    return f"{where}, {numbers['when'][:10]}, commit {numbers['commit'][:10]}."
 
 
 def main() -> None:
