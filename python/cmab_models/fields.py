@@ -170,7 +170,7 @@ def fit_field(
         raise ValueError(mismatch("y", f"{int(some.sum())} rows with a number", f"at least {FEW}"))
     if (empty := np.isnan(values).all(0)).any():
         raise ValueError(mismatch("y", f"no number in column {np.flatnonzero(empty)[0]}", "a number in each column"))
-    x_scale, y_scale = Scale.of(places), Scale.of(values[some])
+    x_scale, y_scale = Scale.of("x", places), Scale.of("y", values[some])
     labels = _labels(maps, len(places))[some]
     given = [
         (x_scale.standardise(places[some][labels == label]), y_scale.standardise(values[some][labels == label]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cmab_kernels.runtime.checks import check_count, mismatch
+from cmab_kernels.runtime.checks import check_count, kind_of, mismatch
 
 from .arrays import Scale, digest, load, numbers, save
 from .precision import in_own_modes
@@ -216,11 +216,13 @@ def _scale(arrays: Sequence[np.ndarray], window: int) -> Scale:
             )
         if len(array) < window:
             raise ValueError(mismatch(f"streams[{i}]", f"{len(array)} tokens", f"at least window = {window}"))
-    return Scale.of(np.concatenate(arrays))
+    return Scale.of("streams", np.concatenate(arrays))
 
 
 def _classes(labels: Sequence[Any], arrays: Sequence[np.ndarray]) -> tuple[list[Hashable], list[np.ndarray]]:
     """Return the labels in order, and the number of the label of each token."""
+    if isinstance(labels, Mapping) or not isinstance(labels, Sized):
+        raise TypeError(mismatch("labels", kind_of(labels), "a sequence of a label for each stream"))
     if len(labels) != len(arrays):
         raise ValueError(mismatch("labels", f"{len(labels)} of them", f"{len(arrays)}, one for each stream"))
     found = [_label_array(label) for label in labels]

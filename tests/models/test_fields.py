@@ -106,12 +106,15 @@ def test_predictions_follow_the_units(fitted: Field) -> None:
 
 def test_small_differences_of_large_numbers_are_kept() -> None:
     x = 1.7e9 + np.arange(4.0)[:, None]
-    scale = Scale.of(x)
+    scale = Scale.of("x", x)
     assert torch.allclose(scale.standardise(x).squeeze(), torch.tensor([-1.5, -0.5, 0.5, 1.5]) / 1.25**0.5)
     for rows in (3, 100_000):
-        constant = Scale.of(np.full((rows, 2), 0.1) * [1.0, 1e9])
+        constant = Scale.of("x", np.full((rows, 2), 0.1) * [1.0, 1e9])
         assert (constant.std == 1).all() and (constant.mean == [0.1, 0.1 * 1e9]).all()
     assert all(np.array_equal(a, b) for a, b in zip(Scale.read(scale.told()), scale, strict=True))
+    for largest in (1e300, -np.finfo(np.float64).max):
+        with pytest.raises(ValueError, match=r"^y: got values up to \de\+30\d, expected values below 1e150"):
+            fit_field(np.arange(6.0), np.array([1.0, 2.0, largest, 3.0, 4.0, 5.0]), steps=1)
 
 
 def test_points_that_stop_a_training_are_in_no_batch() -> None:
