@@ -15,7 +15,7 @@ from cmab_kernels.runtime.checks import mismatch
 from ..choices import largest
 from ..data import wheel
 from ..neural_processes.base import Batch, NeuralProcess
-from .base import Task, seeded
+from .base import BySystem, Task, seeded
 from .functions import BOUNDED
 
 DELTAS = (0.7, 0.9, 0.95, 0.99, 0.995)
@@ -42,6 +42,7 @@ class WheelBandit(Task):
         *("canp", "np", "anp", "bnp", "banp", "eqtnp"),
     )
 
+    of_system: ClassVar[BySystem] = {"cnp": {"steps": 1800}}  # its steps take four times as long
     steps: int = 4000
     wheels: int = 8
     """Wheels in a batch."""
