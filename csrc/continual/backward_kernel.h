@@ -189,6 +189,7 @@ class SumsBackward : protected StepBackward<T> {
   int64_t rows() const { return last_first_row() + count_; }
   int64_t columns() const { return value_width_ + 1; }
   int64_t history_stride() const { return history_columns(shape_.retroactive, value_width_); }
+  // Without sums before the step, its history marks all rows of the first token as recomputed, and this is not called.
   T log_scale_before(int64_t token, int64_t index) const {
     return token ? after(token, index - count_)[history_stride() - kRecorded]
                  : sums_[index * sums_stride() + value_width_ + 1];

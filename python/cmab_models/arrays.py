@@ -90,14 +90,14 @@ class Scale(NamedTuple):
         """Return the scale of columns (N, C); a `ValueError` names them if float64 cannot hold their squares."""
         # A constant column keeps its exact value, and large numbers their small differences.
         least = np.nanmin(values, 0)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             above = values - least
             mean, std = least + np.nanmean(above, 0), np.nanstd(above, 0)
         if not np.isfinite(std).all():
             largest = np.nanmax(np.abs(values))
             raise ValueError(
                 mismatch(
-                    name, f"values up to {largest:.1g}", "values below 1e150; leave out numbers that mark missing ones"
+                    name, f"values up to {largest:.2g}", "values below 1e150; leave out numbers that mark missing ones"
                 )
             )
         return cls(mean, np.where(std > 1e-14 * np.abs(mean), std, 1.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,7 +221,7 @@ def _scale(arrays: Sequence[np.ndarray], window: int) -> Scale:
 
 def _classes(labels: Sequence[Any], arrays: Sequence[np.ndarray]) -> tuple[list[Hashable], list[np.ndarray]]:
     """Return the labels in order, and the number of the label of each token."""
-    if isinstance(labels, Mapping) or not isinstance(labels, Sized):
+    if isinstance(labels, (Mapping, Set)) or not isinstance(labels, Sized) or getattr(labels, "ndim", 1) == 0:
         raise TypeError(mismatch("labels", kind_of(labels), "a sequence of a label for each stream"))
     if len(labels) != len(arrays):
         raise ValueError(mismatch("labels", f"{len(labels)} of them", f"{len(arrays)}, one for each stream"))

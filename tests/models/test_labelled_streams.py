@@ -175,6 +175,8 @@ def test_predictions_of_streams_of_several_lengths() -> None:
         ({"streams": [STREAMS[0], STREAMS[1] * np.nan]}, "streams[1]: got 46 missing numbers, expected finite numbers"),
         ({"labels": ["saw"]}, "labels: got 1 of them, expected 2, one for each stream"),
         ({"labels": {0: "saw", 1: "calm"}}, "labels: got a dict, expected a sequence of a label for each stream"),
+        ({"labels": {"saw", "calm"}}, "labels: got a set, expected a sequence of a label for each stream"),
+        ({"labels": np.array("saw")}, "labels: got a ndarray, expected a sequence of a label for each stream"),
         ({"labels": iter(["saw"])}, "labels: got a list_iterator, expected a sequence of a label for each stream"),
         ({"labels": ["saw"] * 2}, "labels: got one class, expected at least two"),
         ({"labels": ["saw", None]}, "labels: got labels of object, expected texts or numbers"),

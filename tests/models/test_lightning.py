@@ -150,7 +150,7 @@ class WithExtra(Sine, listed=False):
 )
 def test_a_setting_that_no_checkpoint_holds_is_refused_at_once(extra: Any, tmp_path: Path) -> None:
     """Otherwise a checkpoint would be written from which nobody can resume."""
-    with pytest.raises(ValueError, match=r"(?s)^extra: got an? .*, expected a number, a string, None, or tuples"):
+    with pytest.raises(ValueError, match=r"(?s)^extra: got an? .*, expected a number but NaN, a string, None"):
         train(run(tmp_path / "a", WithExtra(steps=6, batch_size=8, dim=8, extra=extra)))
     assert not (tmp_path / "a").exists()
 
@@ -171,6 +171,30 @@ def test_a_callback_whose_state_no_checkpoint_holds_is_refused_at_once(tmp_path:
     with pytest.raises(ValueError, match=r"^callbacks: got a Remembers with the state .*, expected a state of numbers"):
         train(run(tmp_path / "a"), callbacks=[Remembers()])
     assert not (tmp_path / "a" / "checkpoint.pt").exists()
+
+
+def test_a_callback_whose_state_changes_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    class Late(Callback):
+        best: Any = None
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            self.best = Path("best") if trainer.global_step == 4 else 0.5
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"best": self.best}
+
+    with pytest.raises(
+        ValueError, match=r"^callbacks: got a Late with the state .*Path.*, expected a state of numbers"
+    ):
+        train(run(tmp_path / "a"), callbacks=[Late()], save_every=0.0)
+    resumed, _ = train(run(tmp_path / "a"), resume=True)
+    assert torch.equal(weights(resumed), weights(train(run(tmp_path / "b"))[0]))
+
+
+def test_the_checkpoint_of_another_training_is_not_offered(tmp_path: Path) -> None:
+    train(run(tmp_path, seed=1))
+    with pytest.raises(Interrupted, match=r"^training: it stopped after 0 of 6 steps$"):
+        train(run(tmp_path), callbacks=[Never("on_train_start")])
 
 
 def test_another_accumulation_is_refused(tmp_path: Path) -> None:

@@ -103,8 +103,20 @@ def test_settings_of_presets_are_ones_that_there_are(preset: str, task: str, sys
     of_task = {name: value for name, value in settings.items() if not name.startswith("model.")}
     changed: Any = TASKS[task].for_system(system).changed(of_task)
     assert (changed == TASKS[task].for_system(system)) == (preset == "small")
-    unknown = {name.removeprefix("model.") for name in settings if name.startswith("model.")}
-    assert unknown <= set(presets.known(system))
+    of_model = {name.removeprefix("model.") for name in settings if name.startswith("model.")}
+    assert of_model <= set(presets.known(system))
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_tables_of_a_preset_are_read(task: str) -> None:
+    """Each table is that of systems of the task, which have no other, and each argument is one of a system's."""
+    for preset in presets.PRESETS:
+        table = presets._tables(task)[preset]
+        groups = {name: part for name, part in table.items() if isinstance(part, dict) and name != "model"}
+        systems = [system for group in groups for system in group.split()]
+        assert len(systems) == len(set(systems)) and set(systems) <= set(TASKS[task].systems)
+        for of, part in ((TASKS[task].systems, table), *((name.split(), each) for name, each in groups.items())):
+            assert set(part.get("model", {})) <= {name for system in of for name in presets.known(system)}
 
 
 def test_a_preset_gives_a_system_what_it_has() -> None:

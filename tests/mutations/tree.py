@@ -163,7 +163,8 @@ def _ninja(*arguments: str) -> str:
 
 def _run(command: str, folder: Path) -> str:
     # pip builds in an environment that it then deletes, with the headers of pybind11 that the commands name.
-    environment = os.environ | {"CPLUS_INCLUDE_PATH": pybind11.get_include()}
+    folders = [pybind11.get_include(), os.environ.get("CPLUS_INCLUDE_PATH", "")]
+    environment = os.environ | {"CPLUS_INCLUDE_PATH": os.pathsep.join(filter(None, folders))}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.run(command, shell=True, check=True, cwd=folder, env=environment, **pipes).stdout
 

@@ -17,6 +17,7 @@ import torch
 from cmab_kernels.runtime.checks import kind_of, mismatch
 
 from ..point_processes import Events
+from ..pretrained import python_value
 
 
 class FrameEvents(NamedTuple):
@@ -137,7 +138,7 @@ def _numbered(
     except TypeError as error:
         raise TypeError(mismatch(name, f"a column of labels with {error}", "labels such as text or numbers")) from error
     if known is None:
-        return numbers, tuple(labels.tolist())
+        return numbers, tuple(map(python_value, labels.tolist()))
     known = tuple(known)
     twice = [label for label, count in Counter(known).items() if count > 1]
     if twice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributions import Normal
@@ -28,7 +30,7 @@ class Bootstrap(FromPair, KeepsPoints):
         self._check(target_x, batch=self._known(state).ignored.shape[0], of="target_")
         return self._both(state, target_x, self.num_samples, fresh=False)[1]
 
-    def _objective(self, state: Points, full: Points, x: Tensor, y: Tensor, there: Tensor) -> Tensor:
+    def _objective(self, state: Points, full: Callable[[], Points], x: Tensor, y: Tensor, there: Tensor) -> Tensor:
         base, mixture = self._both(state, x, self.num_train_samples, fresh=self.training)
         return joint_log_prob(base, y, there) + joint_log_prob(mixture, y, there)
 

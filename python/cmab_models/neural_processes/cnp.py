@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ class CNP(Everywhere, KeepsTotal):
         result: Normal = self.decoder(context, target_x)
         return result
 
-    def _objective(self, state: Total, full: Total, x: Tensor, y: Tensor, there: Tensor) -> Tensor:
+    def _objective(self, state: Total, full: Callable[[], Total], x: Tensor, y: Tensor, there: Tensor) -> Tensor:
         return joint_log_prob(self.predict(state, x), y, there)
 
     def _embedded(self, points: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ with outputs of that code.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -171,16 +172,19 @@ class Everywhere(NeuralProcess):
         known = (~mask).unsqueeze(-1).expand_as(y)
         everything = torch.cat([x, target_x], 1), torch.cat([y, target_y], 1), torch.cat([known, there], 1)
         state = self.condition(x, y, mask=mask)
-        # Points without a value for an output cannot be read.
-        full = self.condition(target_x, target_y, state, ~there.all(-1))
+
+        def full() -> Any:
+            # Points without a value for an output cannot be read.
+            return self.condition(target_x, target_y, state, ~there.all(-1))
+
         found = self._objective(state, full, *everything) / everything[2].any(-1).sum(1).clamp(min=1)
         found = found.masked_fill(~there.flatten(1).any(1), 0.0)
         return -(found.mean() if len(found) else found.sum())
 
     @abstractmethod
-    def _objective(self, state: Any, full: Any, x: Tensor, y: Tensor, there: Tensor) -> Tensor:
-        """Return the objective (B,), summed over all values y at x that are `there`, from the states of the context and
-        of all points."""
+    def _objective(self, state: Any, full: Callable[[], Any], x: Tensor, y: Tensor, there: Tensor) -> Tensor:
+        """Return the objective (B,), summed over all values y at x that are `there`, from the state of the context.
+        `full()` is the state of all points."""
 
 
 def pooled_pair(dim_x: int, dim_y: int, dim: int, depth: int, pooled_depth: int) -> nn.ModuleList:
@@ -219,5 +223,5 @@ class FromPair(Everywhere):
         result: Distribution = self.decoder(encoded_pair(self.encoders, state, target_x), target_x)
         return result
 
-    def _objective(self, state: Points, full: Points, x: Tensor, y: Tensor, there: Tensor) -> Tensor:
+    def _objective(self, state: Points, full: Callable[[], Points], x: Tensor, y: Tensor, there: Tensor) -> Tensor:
         return joint_log_prob(self.predict(state, x), y, there)

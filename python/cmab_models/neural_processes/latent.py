@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ class Latent(Everywhere):
         draws = noise("randn", self.num_samples, 1, latent.loc.shape[1], like=latent.loc, fresh=False)
         return Mixture(self._functions(state, target_x, latent.loc + latent.scale * draws))
 
-    def _objective(self, state: Any, full: Any, x: Tensor, y: Tensor, there: Tensor) -> Tensor:
-        prior, posterior, count = self._latent(state), self._latent(full), self.num_train_samples
+    def _objective(self, state: Any, full: Callable[[], Any], x: Tensor, y: Tensor, there: Tensor) -> Tensor:
+        prior, posterior, count = self._latent(state), self._latent(full()), self.num_train_samples
         # In evaluation all functions have the same numbers, so the loss of a function does not depend on its batch.
         shape = count, x.shape[0] if self.training else 1, prior.loc.shape[1]
         z = posterior.loc + posterior.scale * noise("randn", *shape, like=prior.loc, fresh=self.training)

@@ -97,14 +97,14 @@ class Checkpoints(Callback):
     for a signal, within a step: a training could then not be resumed to the same numbers.
     """
 
-    def __init__(self, run: Run, minutes: float, early: EarlyStop) -> None:
-        self.run, self.seconds, self.early = run, 60 * minutes, early
+    def __init__(self, run: Run, minutes: float, early: EarlyStop, resumed: bool) -> None:
+        self.run, self.seconds, self.early, self.kept = run, 60 * minutes, early, resumed
         self._waiting: list[tuple[int, FrameType | None]] = []
         self._handlers: dict[int, Any] = {}
         self._stops = False  # whether another callback has stopped the training between two batches of a step
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        check_states(trainer.callbacks)  # type: ignore[attr-defined]  # a list, which Lightning sets elsewhere
+        self._check_states(trainer)
         self._saved, self._saved_step = time.monotonic(), trainer.global_step
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread gets signals, and only it may change how they are handled
@@ -125,12 +125,17 @@ class Checkpoints(Callback):
         stops = bool(self._waiting) or trainer.should_stop
         due = trainer.strategy.reduce_boolean_decision(stops or now - self._saved >= self.seconds, False)
         if last or due:
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, False)
             self._save(trainer)
             self._answer(trainer, done)
 
     def _save(self, trainer: Trainer) -> None:
+        self._check_states(trainer)  # the file before stays if it cannot be written
         trainer.save_checkpoint(self.run.checkpoint)
-        self._saved, self._saved_step = time.monotonic(), trainer.global_step
+        self._saved, self._saved_step, self.kept = time.monotonic(), trainer.global_step, True
+
+    def _check_states(self, trainer: Trainer) -> None:
+        check_states(trainer.callbacks)  # type: ignore[attr-defined]  # a list, which Lightning sets elsewhere
 
     def _answer(self, trainer: Trainer, done: int) -> None:
         """Handle the signals that came before the checkpoint was written, or during the write."""
@@ -145,7 +150,7 @@ class Checkpoints(Callback):
             raise self._interrupted(done)
 
     def _interrupted(self, done: int) -> Interrupted:
-        hint = f"; go on with --resume from {self.run.checkpoint}" if self.run.checkpoint.exists() else ""
+        hint = f"; go on with --resume from {self.run.checkpoint}" if self.kept else ""
         return Interrupted(f"training: it stopped after {done} of {self.run.task.steps} steps{hint}")
 
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:

@@ -91,7 +91,7 @@ def check_settings(run: Mapping[str, Any]) -> None:
         except Exception:  # pickling, reading and comparing can raise anything
             is_kept = False
         if not is_kept:
-            expected = "a number, a string, None, or tuples, lists and dicts of these; a field of data has repr=False"
+            expected = "a number but NaN, a string, None, or tuples, lists and dicts of these; data has repr=False"
             raise ValueError(mismatch(name, f"{kind_of(value)}, {shorten(repr(value), 60)}", expected))
 
 

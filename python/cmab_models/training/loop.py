@@ -154,7 +154,7 @@ def train(
         raise ValueError(mismatch("callbacks", given, "patience=0, as the weights of one step are kept otherwise"))
     checkpoint.check_settings(run.described())
     with _quiet(), _own_numbers(run.device):
-        training, saves = Training(run), Checkpoints(run, save_every, early)
+        training, saves = Training(run), Checkpoints(run, save_every, early, resume)
         if resume:
             found = checkpoint.resumed(run.checkpoint, run.described(), run.defaults(), training.model)
             if run.task.patience:
