@@ -95,7 +95,9 @@ class Tree:
         for step in steps:
             made[step["output"]] = str(folder / step["output"].replace("/", "-"))
             command = step["command"].replace(step["output"], made[step["output"]])
-            _run(f"{command} {self.flags}", self.folder)  # paths are relative to csrc of this tree
+            # pip builds in an environment that it then deletes, with the headers of pybind11 that the command names.
+            headers = shlex.join(["-isystem", pybind11.get_include()])
+            _run(f"{command} {headers} {self.flags}", self.folder)  # paths are relative to csrc of this tree
         if stay:
             self._staying = made
         (linking,) = (step for step in _steps() if Path(step["output"]).name == _extension().name)
@@ -162,11 +164,9 @@ def _ninja(*arguments: str) -> str:
 
 
 def _run(command: str, folder: Path) -> str:
-    # pip builds in an environment that it then deletes, with the headers of pybind11 that the commands name.
-    folders = [pybind11.get_include(), os.environ.get("CPLUS_INCLUDE_PATH", "")]
-    environment = os.environ | {"CPLUS_INCLUDE_PATH": os.pathsep.join(filter(None, folders))}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, shell=True, check=True, cwd=folder, env=environment, **pipes).stdout
+    return subprocess.run(
+        command, shell=True, check=True, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ).stdout
 
 
 def _steps() -> list[dict[str, Any]]:
