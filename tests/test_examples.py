@@ -171,8 +171,8 @@ def test_events_from_table(printed: Printed) -> None:
 @pytest.mark.thorough
 def test_wind_from_flights(printed: Printed) -> None:
     text = printed("wind_from_flights")
-    process, usual, gaussian, nearest, mean = numbers(r"error +([\d.]+) mph", text)
-    assert process < usual and process < 0.8 * min(gaussian, nearest) and nearest < mean
+    process, usual, gaussian, difference, nearest, mean = numbers(r"error +([\d.]+) mph", text)
+    assert difference < process < usual and process < 0.8 * min(gaussian, nearest) and nearest < mean
     (inside,) = numbers(r"(\d+)% of the speeds", text)
     (size,) = numbers(r"file of ([\d,]+) bytes", text)
     assert 85 <= inside <= 95 and size < 10_000 and "drew wind.png" in text
