@@ -237,9 +237,7 @@ def _table(points: Sequence[scans.Point], unit: str) -> str:
     sizes = sorted({point.at for point in points})
     lines = [f"| {unit} | " + " | ".join(f"{size:,}" for size in sizes) + " |", "|---|" + "---:|" * len(sizes)]
     for line in dict.fromkeys(point.line for point in points):
-        values = {
-            point.at: number(point.values[unit]) for point in points if point.line == line and unit in point.values
-        }
+        values = {point.at: number(point.values[unit]) for point in points if point.line == line}
         lines.append(f"| {line} | " + " | ".join(values.get(size, "") for size in sizes) + " |")
     return "\n".join(lines)
 
