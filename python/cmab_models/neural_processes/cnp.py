@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch.distributions import Normal
 from ..precision import in_single, weight_of
 from .base import NeuralProcess, without_masked
 from .family import Everywhere, ValueDecoder, pooled_pair
-from .likelihood import joint_log_prob
 
 
 class Total(NamedTuple):
@@ -102,9 +100,6 @@ class CNP(Everywhere, KeepsTotal):
         context = torch.cat(pooled, -1).unsqueeze(1).expand(-1, target_x.shape[1], -1)
         result: Normal = self.decoder(context, target_x)
         return result
-
-    def _objective(self, state: Total, full: Callable[[], Total], x: Tensor, y: Tensor, there: Tensor) -> Tensor:
-        return joint_log_prob(self.predict(state, x), y, there)
 
     def _embedded(self, points: Tensor) -> Tensor:
         return torch.cat([encoder.points.layers(points) for encoder in self.encoders], -1)

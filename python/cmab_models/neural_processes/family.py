@@ -7,7 +7,6 @@ with outputs of that code.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -181,10 +180,10 @@ class Everywhere(NeuralProcess):
         found = found.masked_fill(~there.flatten(1).any(1), 0.0)
         return -(found.mean() if len(found) else found.sum())
 
-    @abstractmethod
     def _objective(self, state: Any, full: Callable[[], Any], x: Tensor, y: Tensor, there: Tensor) -> Tensor:
         """Return the objective (B,), summed over all values y at x that are `there`, from the state of the context.
         `full()` is the state of all points."""
+        return joint_log_prob(self.predict(state, x), y, there)
 
 
 def pooled_pair(dim_x: int, dim_y: int, dim: int, depth: int, pooled_depth: int) -> nn.ModuleList:
@@ -222,6 +221,3 @@ class FromPair(Everywhere):
         self._check(target_x, batch=self._known(state).ignored.shape[0], of="target_")
         result: Distribution = self.decoder(encoded_pair(self.encoders, state, target_x), target_x)
         return result
-
-    def _objective(self, state: Points, full: Callable[[], Points], x: Tensor, y: Tensor, there: Tensor) -> Tensor:
-        return joint_log_prob(self.predict(state, x), y, there)
