@@ -67,6 +67,8 @@ def measure(
     For time, all implementations are called in turn. `expected`: the results for the inputs of seed 0, if known.
     `capture`: on a GPU, time the replays of captured graphs.
     """
+    if any(name.endswith(COMPILED) for name in case.implementations):
+        torch.compiler.reset()  # torch compiles a function for eight shapes, also if they are of several cases
     inputs = case.inputs(0)
     expected = expected or case.expected(inputs)
     group, examined = Group(), {}

@@ -56,6 +56,20 @@ Implementation = Callable[[Any], Results]
 """A function of a case's inputs that returns its results."""
 
 
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled as one graph for a shape.
+
+    After eight shapes torch runs a function as it is. As one graph, that is an error, so a row cannot be eager torch
+    under another name. `harness.measure` forgets the shapes of earlier cases. A separate worker process would outlive
+    the process in which memory is measured, so code is compiled in this process.
+    """
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
 def everything_runs(implementation: str) -> str | None:
     """The refusal of a case in which every implementation is accepted."""
     return None

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +17,9 @@ from cmab_kernels.nn import CMABStack
 from ..devices import device
 from ..floors import Work
 from .attention import SDPA, naive_attention
-from .case import COMPILED, EAGER, Case, Results, declared, direction, drawn, kernels, operator, refusing, way
+from .case import COMPILED, EAGER, Case, Results, compiled, declared, direction, drawn, kernels, operator, refusing, way
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled in this process: a separate worker process would outlive the process in which memory is measured."""
-    from torch._inductor import config
-
-    config.compile_threads = 1
-    return torch.compile(function, dynamic=False)
 
 
 # ---- one layer -------------------------------------------------------------------------------------------------------

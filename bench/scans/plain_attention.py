@@ -4,14 +4,13 @@ their log-sum-exps."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..devices import tf32
-from .case import COMPILED, IN_TF32, Implementation, Results
+from .case import COMPILED, IN_TF32, Implementation, Results, compiled
 
 NAIVE = "naive"
 CHUNKS = f"{NAIVE}, in chunks"
@@ -92,20 +91,13 @@ PLAIN = (*_EAGER, *(name + COMPILED for name in _EAGER if not name.startswith(TU
 def plain(name: str) -> Attend:
     """The function for one of the names in `PLAIN`, or for `FLEX` compiled."""
     form = name.removesuffix(COMPILED).removesuffix(IN_TF32)
-    if not name.endswith(COMPILED):
-        return FORMS[form]
-    return lambda query, key, value: _compiled(name)(query, key, value)
+    return (lambda *inputs: compiled(_form(form))(*inputs)) if name.endswith(COMPILED) else FORMS[form]
 
 
-@cache
-def _compiled(name: str) -> Attend:
-    """Compiled in this process: a separate worker process would outlive the process in which memory is measured."""
-    from torch._inductor import config
+def _form(form: str) -> Attend:
     from torch.nn.attention.flex_attention import flex_attention
 
-    config.compile_threads = 1
-    forms = {**FORMS, FLEX: flex_attention}
-    return torch.compile(forms[name.removesuffix(COMPILED).removesuffix(IN_TF32)], dynamic=False)
+    return flex_attention if form == FLEX else FORMS[form]
 
 
 def stores_scores(name: str) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
 from bench import devices, harness
 from bench.scans import attention, intention, modules, plain_attention, projected
-from bench.scans.case import COMPILED, passes
+from bench.scans.case import COMPILED, compiled, passes
 from bench.scans.continual import banded
 from bench.scans.eager import (
     EagerBlocks,
@@ -49,15 +53,46 @@ def test_attention_in_plain_torch(form: str, keys: int, backward: bool, monkeypa
     assert harness.relative_error(passes(plain_attention.plain(form), 3, backward)(inputs), expected) < 1e-12
 
 
+@pytest.fixture
+def quickly_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Functions are traced as ever, and their graphs are interpreted. Returns the graphs."""
+    graphs: list[Any] = []
+    compiler = torch.compile
+
+    def counting(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(compiler, backend=counting))
+    compiled.cache_clear()
+    torch.compiler.reset()
+    yield graphs
+    compiled.cache_clear()
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("quickly_compiled")
 @pytest.mark.parametrize("name", [name for name in plain_attention.PLAIN if name.endswith(COMPILED)])
-def test_what_is_compiled_is_what_it_is_named_after(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    plain_attention._compiled.cache_clear()
+def test_what_is_compiled_is_what_it_is_named_after(name: str):
     inputs = attention.attention(2, 4, keys=3000, latents=5).inputs(0)[:3]
-    assert torch.equal(
-        plain_attention.plain(name)(*inputs), plain_attention.plain(name.removesuffix(COMPILED))(*inputs)
-    )
-    plain_attention._compiled.cache_clear()
+    expected = plain_attention.plain(name.removesuffix(COMPILED))(*inputs)
+    torch.testing.assert_close(plain_attention.plain(name)(*inputs), expected)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_what_is_named_compiled_is_compiled_for_every_shape(quickly_compiled: list[Any], fresh: bool):
+    """torch compiles a function for eight shapes, and then runs it as it is, which would flatter us."""
+    run = plain_attention.plain(plain_attention.NAIVE + COMPILED)
+    for keys in range(2, 12):
+        case = attention.attention(2, 4, keys=keys, latents=5, every_peer=True)
+        if fresh:
+            harness.measure(case, [], budget=0.0)
+        elif keys == 10:
+            with pytest.raises(Exception, match="fullgraph"):
+                run(*case.inputs(0)[:3])
+            return
+        run(*case.inputs(0)[:3])
+        assert len(quickly_compiled) == keys - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -116,6 +116,7 @@ SMALL = [
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_implementations_of_a_case_agree(case: Case):
+    torch.compiler.reset()  # compiled versions of other cases count toward the limit of eight
     inputs = case.inputs(0)
     expected = case.expected(inputs)
     assert expected.keys() == case.implementations.keys()
