@@ -419,6 +419,10 @@ def kept(run: Run) -> nn.Module:
                 f"a {run.system} that a training wrote",
             )
         ) from error
+    if run.checkpoint.exists() and not load(run.checkpoint).is_of(model):
+        raise ValueError(
+            mismatch(str(folder), f"a model that {run.checkpoint} did not end with", "its own; add --resume to train")
+        )
     return model.to(run.device).eval()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,7 +292,13 @@ def test_a_process_that_is_told_to_end_goes_on(tmp_path: Path) -> None:
 
 def test_slurm_takes_a_job_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", lambda told: asked.append(told))
+    parts = run(tmp_path / "parts")
+
+    def requeue(told: list[str]) -> None:
+        asked.append(told)
+        shutil.copy(parts.checkpoint, tmp_path / "at_signal")
+
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", requeue)
     for name, value in {
         "NTASKS": "1",
         "JOB_NAME": "train",
@@ -303,12 +310,12 @@ def test_slurm_takes_a_job_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     }.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     whole, _ = train(run(tmp_path / "whole"))
-    parts = run(tmp_path / "parts")
     train(parts, callbacks=[At(3, signal.SIGUSR1)])
     assert asked == [["scontrol", "requeue", "7"]]
-    at_signal = torch.load(next((tmp_path / "parts").glob("hpc_ckpt_*")))
-    assert at_signal["global_step"] == 3
-    torch.save(at_signal, parts.checkpoint)  # as if the job had ended then
+    again, _ = train(parts)  # from the beginning, not from a checkpoint of Lightning's
+    assert torch.equal(weights(whole), weights(again))
+    assert torch.load(tmp_path / "at_signal")["global_step"] == 3
+    shutil.copy(tmp_path / "at_signal", parts.checkpoint)  # as if the job had ended then
     resumed, _ = train(parts, resume=True)
     assert torch.equal(weights(whole), weights(resumed))
 

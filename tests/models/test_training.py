@@ -342,6 +342,30 @@ def test_the_command_line(
     assert "got files that cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("settings", [(), ("--set", "patience=1", "--set", "check_every=1")])
+def test_a_model_of_another_training_is_refused(
+    settings: tuple[str, ...],
+    toy: type[Task],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A folder may hold the model of a training, and the checkpoint of a later one that was stopped."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("cnp", "--task", "lines", *settings)
+    for rate in ("1e-3", "1e-2"):
+        assert run_command("train", *asked, "--folder", rate, "--set", f"learning_rate={rate}") == 0
+        assert run_command("evaluate", *asked, "--folder", rate) == 0
+    Path("1e-2/checkpoint.pt").replace("1e-3/checkpoint.pt")
+    before = Path("1e-3/results.jsonl").read_text()
+    for command in ("evaluate", "stream", "plot"):
+        assert run_command(command, *asked, "--folder", "1e-3") == 2
+        assert "model: got a model that 1e-3/checkpoint.pt did not end with" in capsys.readouterr().err
+    assert Path("1e-3/results.jsonl").read_text() == before
+    assert run_command("train", *asked, "--folder", "1e-3", "--set", "learning_rate=1e-2", "--resume") == 0
+    assert run_command("evaluate", *asked, "--folder", "1e-3") == 0
+
+
 def test_an_evaluation_tells_what_was_trained(
     toy: type[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

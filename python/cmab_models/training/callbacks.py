@@ -28,10 +28,15 @@ if TYPE_CHECKING:
 
 class WholeFiles(TorchCheckpointIO):
     """Writes a checkpoint through a second file next to it, so that the end of the process leaves the previous
-    checkpoint unchanged. Lightning's own writer uses the folder of temporary files, which may be on another disk."""
+    checkpoint unchanged. Lightning's own writer uses the folder of temporary files, which may be on another disk.
+
+    The copy that Lightning makes when SLURM takes a job back is not written: `Checkpoints` has just written the same,
+    and under SLURM any later training in the folder would start from the copy."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike, storage_options: Any = None) -> None:
         path = Path(path)
+        if path.name.startswith("hpc_ckpt_"):
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
         try:

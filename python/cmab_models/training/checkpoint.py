@@ -54,6 +54,12 @@ class Checkpoint(NamedTuple):
     optimizer: dict[str, Any]
     callbacks: dict[str, Any]
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Return whether the model has the weights of these steps, or the best of them if there were checks."""
+        weights = self.callbacks.get("EarlyStop", {}).get("weights") or self.model
+        own = model.state_dict()
+        return own.keys() == weights.keys() and all(torch.equal(own[name].cpu(), weights[name]) for name in own)
+
 
 def load(path: Path) -> Checkpoint:
     """Return a checkpoint; raise `BadCheckpoint` if there is none, or if it is broken."""
