@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,6 +149,8 @@ def _is_beyond_pairs(item: pytest.Item) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not OperatorSuite.gpu:
         pytest.skip("there is no GPU that torch can use")
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # torch compiles a function for eight shapes, also if they are of several tests
 
 
 @pytest.fixture(autouse=True, scope="session")

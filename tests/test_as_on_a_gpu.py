@@ -51,7 +51,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_compiler_traces_the_choice(operator_set: str, impl: str, dynamic: bool, gpu: None) -> None:
     """There is one graph for all sizes, because a compiler traces no function of an extension."""
-    torch._dynamo.reset()
     chosen = []
 
     def choose(*tensors: Tensor) -> Tensor:

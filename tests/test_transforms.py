@@ -270,7 +270,6 @@ def test_compiled_transforms(name: str) -> None:
     def both(x: Tensor, several: Tensor) -> tuple[Tensor, Tensor]:
         return slope(x), vmap(slope)(several)
 
-    torch._dynamo.reset()
     one, several = torch.compile(both, backend="eager")(at, torch.stack([at, 2 * at]))
     close(one, slope(at))
     close(several, torch.stack([slope(at), slope(2 * at)]))
@@ -295,7 +294,6 @@ TWICE: dict[str, Callable[[Tensor], Tensor]] = {
 def test_one_tensor_as_two_arguments(name: str) -> None:
     """The solve is compiled into one graph, and its gradient is the sum of those of its places."""
     call, x = TWICE[name], torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)
-    torch._dynamo.reset()
     ours, right = torch.compile(call, backend="eager", fullgraph=True)(x), call(x)
     close(ours, right)
     close(*(torch.autograd.grad(result.sin().sum(), x)[0] for result in (ours, right)))

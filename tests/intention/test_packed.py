@@ -217,7 +217,6 @@ def test_compiled_and_exported(impl: str) -> None:
 
     rows = [inputs[n].requires_grad_() for n in ("key", "value", "query")]
     others = torch.tensor([0, 9, 14, 14, 43])
-    torch._dynamo.reset()
     for program in (
         torch.compile(both, fullgraph=True, backend="aot_eager"),
         torch.export.export(Model(), (*rows, OFFSETS)).module(),

@@ -428,7 +428,6 @@ def _loss(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
     ],
 )
 def test_compile_of_the_whole_graph(backend: str, dynamic: bool) -> None:
-    torch._dynamo.reset()
     inputs = (*_rows(), _positive(2, 2))
     compiled = torch.compile(_loss, fullgraph=True, dynamic=dynamic, backend=backend)
     wanted = torch.autograd.grad(_loss(*inputs), inputs)

@@ -65,7 +65,6 @@ def test_a_step_equals_the_window(kind: str, depth: int) -> None:
 @pytest.mark.parametrize("kind", ["fixed", "exact"])
 def test_a_compiled_step_is_a_step(kind: str) -> None:
     """All of the step is one graph, also the check that the features of a token are finite."""
-    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     one, other = made(kind), made(kind)
     compiled = torch.compile(other.forward_step, backend="eager", fullgraph=True)
     for seen, token in enumerate(stream(N + 2).unbind(1), start=1):

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from cmab_models.neural_processes import Batch
 from cmab_models.reproduce.runner import finished
 from cmab_models.tasks import TASKS, Task, seeded
 from cmab_models.training import BadCheckpoint, Diverged, Interrupted, Run, append, train
+from cmab_models.training.module import Training
 from lightning.pytorch import Callback, Trainer
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -83,6 +84,46 @@ def test_a_seed_gives_the_same_model_and_another_seed_another(toy: type[Task], t
     )
     assert torch.equal(weights(first), weights(again))
     assert not torch.equal(weights(first), weights(other))
+
+
+def test_noise_of_a_step_is_not_its_batch(toy: type[Task], tmp_path: Path) -> None:
+    """The generator of a batch and torch's own, from which a model draws its noise, have no seed in common."""
+    seeds: list[int] = []
+
+    @dataclass(frozen=True)
+    class Seeds(toy, listed=False):  # type: ignore[misc, valid-type]  # a base class that a fixture returns
+        def batch(self, generator: torch.Generator) -> Batch:
+            seeds.append(generator.initial_seed())
+            return super().batch(generator)
+
+    training, noise = Training(Run("np", Seeds(), tmp_path)), []
+    with torch.random.fork_rng():
+        for number in range(50):
+            training.drawn(number)
+            noise.append(torch.initial_seed())
+    assert len({*seeds, *noise}) == 100
+
+
+def test_a_task_with_data_is_resumed(toy: type[Task], tmp_path: Path) -> None:
+    """Data are not settings, so they are not compared with those of the checkpoint."""
+
+    @dataclass(frozen=True)
+    class Known(toy, listed=False):  # type: ignore[misc, valid-type]  # a base class that a fixture returns
+        known: Any = field(default=torch.empty(0), repr=False)
+
+    whole, _ = train(Run("cnp", Known(known=torch.ones(3)), tmp_path / "whole"))
+    run = Run("cnp", Known(known=torch.ones(3)), tmp_path / "parts")
+    with pytest.raises(Interrupted):
+        train(run, callbacks=[At(3, lambda: signal.raise_signal(signal.SIGINT))])
+    for _ in ("interrupted", "finished"):
+        assert torch.equal(weights(train(run, resume=True)[0]), weights(whole))
+
+
+@pytest.mark.parametrize("name", ["seed", "accumulate"])
+def test_a_setting_of_a_task_has_no_name_of_the_run(name: str, toy: type[Task], tmp_path: Path) -> None:
+    kind = make_dataclass("Named", [(name, int, 0)], bases=(toy,), frozen=True)
+    with pytest.raises(ValueError, match=f"task: got a setting named {name}, expected other names than those of Run"):
+        Run("cnp", kind(), tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

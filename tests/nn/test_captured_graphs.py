@@ -94,7 +94,6 @@ def test_a_training_step_is_captured(name: str, meta_as_gpu: None) -> None:
         graphs.append(list(graph.graph.nodes))
         return graph.forward
 
-    torch._dynamo.reset()
     with torch.device("meta"):
         module, tokens, queries = make(), torch.empty(2, 16, 16), torch.empty(2, 5, 16)
     backend = aot_autograd(fw_compiler=make_boxed_compiler(keep), bw_compiler=make_boxed_compiler(keep))

@@ -237,7 +237,6 @@ def test_gradients_of_forward_reach_all_weights_and_landmarks() -> None:
 
 
 def test_compiled_forward() -> None:
-    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     for kind in KINDS:
         module = made(kind, output="retroactive", dtype=torch.float32)
         tokens = stream(WINDOW, module)

@@ -119,7 +119,6 @@ def test_sizes_of_1(name: str) -> None:
 
 def _graphs(name: str, *sizes: tuple[int, int]) -> int:
     """Compile a module, compare its results for these batches and lengths, and return the number of graphs."""
-    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     torch.manual_seed(0)
     make, inputs = CASES[name]
     module, graphs = make(), []
@@ -142,7 +141,6 @@ LATER = {name: pytest.mark.thorough if name == "NystromAttention" else pytest.ma
 @pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in LATER.items()])
 def test_training_at_any_size(name: str) -> None:
     """Inductor also compiles the gradients, for lengths that segments divide evenly and for other lengths."""
-    torch.compiler.reset()
     torch.manual_seed(0)
     make, inputs = CASES[name]
     module = make().double()
@@ -159,7 +157,6 @@ def test_training_at_any_size(name: str) -> None:
 @pytest.mark.thorough
 def test_widths_of_any_size() -> None:
     """Inductor compiles projections whose heads and widths are symbols, for keys and values of another width."""
-    torch.compiler.reset()
 
     def attended(*given: Tensor) -> Tensor:
         return ck.projected_attention_state(*given).out

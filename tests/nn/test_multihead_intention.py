@@ -266,7 +266,6 @@ def test_no_keys_no_queries_no_batch(kind: type[LearnedRidge]) -> None:
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: type[LearnedRidge], dynamic: bool) -> None:
-    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     module = made(kind)
     tensors = inputs(module)
     mask = torch.rand(BATCH, KEYS) < 0.4

@@ -219,7 +219,6 @@ def test_low_precision(dtype: torch.dtype, landmarks: str, autocast: bool) -> No
 
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_forward(dynamic: bool) -> None:
-    torch.compiler.reset()  # compiled versions from other tests count toward the limit of eight
     for landmarks in ("segments", "fixed"):
         module = made(num_landmarks=5, landmarks=landmarks, dtype=torch.float32)
         tensors = inputs(module)

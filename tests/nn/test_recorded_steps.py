@@ -130,7 +130,6 @@ def test_a_compiled_step_goes_on(name: str) -> None:
         pytest.skip("the compiler of this torch knows no generators")
     step, given = begun(name)
     theirs = copy.deepcopy(step)
-    torch._dynamo.reset()
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     with torch.no_grad():
         for _ in range(4):

@@ -325,7 +325,6 @@ def test_a_masked_step_of_full_windows_compiles() -> None:
     module = attention("continual", sequence_len=WINDOW, dtype=torch.float32, batch_first=True)
     module.forward_steps(torch.randn(ROWS, WINDOW, DIM))
     other = copy.deepcopy(module)
-    torch._dynamo.reset()
     step = torch.compile(module.forward_step, backend="eager", fullgraph=True)
     for _ in range(3):
         tokens, absent = torch.randn(ROWS, DIM), torch.tensor([False, True, True, False, False])
@@ -338,7 +337,6 @@ def test_a_masked_step_of_full_windows_compiles() -> None:
 def test_windows_that_fill_go_through_a_compiled_step() -> None:
     module = attention("continual", sequence_len=WINDOW, dtype=torch.float32, batch_first=True)
     other = copy.deepcopy(module)
-    torch._dynamo.reset()
     step = torch.compile(module.forward_step, backend="aot_eager")
     for at in range(3 * WINDOW):
         if at == 2 * WINDOW:

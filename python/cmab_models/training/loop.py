@@ -70,6 +70,8 @@ class Run:
             raise ValueError(mismatch("precision", repr(self.precision), f"one of {', '.join(PRECISIONS)}"))
         if self.precision == "16-mixed" and self.device == "cpu":
             raise ValueError(mismatch("precision", "'16-mixed' on a CPU", "'bf16-mixed' or '32-true' there"))
+        if taken := {"system", "task", "seed", *HOW} & self.task.settings().keys():
+            raise ValueError(mismatch("task", f"a setting named {min(taken)}", "other names than those of Run"))
         for name, count in (("devices", self.devices), ("accumulate", self.accumulate)):
             if type(count) is not int or count < 1:
                 raise ValueError(mismatch(name, repr(count), "an int >= 1"))
@@ -97,7 +99,7 @@ class Run:
         """Return the values of all `model.` entries that `described` leaves out, and of the settings that older records
         lack."""
         return {
-            **{each.name: each.default for each in fields(self.task)},
+            **{each.name: each.default for each in fields(self.task) if each.repr},
             **{f"model.{name}": value for name, value in self.task.arguments(self.system).items()},
         }
 

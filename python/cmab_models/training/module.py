@@ -56,14 +56,18 @@ class Training(LightningModule):
         return Batches(self)
 
     def drawn(self, number: int) -> Any:
-        """Return the batch with this number, drawn on the device if the task can, and seed torch's global generators
-        in the same way."""
+        """Return the batch with this number, drawn on the device if the task can, and seed torch's global generators,
+        from which models draw their noise.
+
+        The noise has a seed of its own: from the seed of the batch it would be the numbers of the batch again.
+        """
         task, generator = self.run.task, seeded(self.run.seed, number)
+        noise = seeded(self.run.seed, number, 0).initial_seed()
         # torch.manual_seed would also format a stack for each device that is not in use, and keep it.
-        torch.default_generator.manual_seed(generator.initial_seed())
+        torch.default_generator.manual_seed(noise)
         if self.device.type == "cpu":
             return task.batch(generator)
-        torch.cuda.manual_seed(generator.initial_seed())
+        torch.cuda.manual_seed(noise)
         if not task.drawn_anywhere:
             return task.batch(generator)
         with self.device:

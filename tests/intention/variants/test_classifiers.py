@@ -341,7 +341,6 @@ def test_transforms(impl: str, name: str) -> None:
     torch.testing.assert_close(
         torch.func.grad(lambda rows: run(rows).sin().sum())(key.detach()), grad, rtol=1e-9, atol=1e-10
     )
-    torch.compiler.reset()
     torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(key.detach()), run(key.detach()))
 
 
@@ -490,6 +489,5 @@ def test_transforms_at_weights_of_zero(impl: str) -> None:
     torch.testing.assert_close(torch.func.grad(run)(weights.detach()), wanted, rtol=1e-10, atol=1e-10)
     several = torch.vmap(torch.func.grad(run))(torch.stack([weights.detach(), 2 * weights.detach()]))
     torch.testing.assert_close(several[0], wanted, rtol=1e-10, atol=1e-10)
-    torch.compiler.reset()
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(weights), weights)[0], wanted, rtol=1e-10, atol=1e-10)
