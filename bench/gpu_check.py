@@ -60,6 +60,13 @@ SECTIONS = {
 }
 """The sections in the best order if time on a GPU is scarce: correctness first, then speed, and last the sections that
 may crash or take long."""
+PARTS = {
+    "1": ["suite"],
+    "2": ["timings", "ridge_timings", "nystrom_timings", "continual_timings", "layer_timings", "compiled_timings"],
+    "3": ["candidates", "profiles"],
+    "4": ["candidates", "tune", "tuned_suite", "tuned_timings", "sanitizer"],
+}
+"""The parts of `bench/gpu_session.sh`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sections", help=f"run these, even if they are complete: {', '.join(SECTIONS)}, separated by commas"
     )
+    parser.add_argument("--part", choices=PARTS, help="run only the sections of this part of bench/gpu_session.sh")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results", help="folder of the JSON file")
     parser.add_argument(
         "--commit", default="", help="in a copy without git: what `python -m bench.provenance` prints in the checkout"
@@ -100,13 +108,14 @@ def main(arguments: list[str] | None = None) -> int:
     tuned = report.path.with_name(f"{report.path.stem}_tiles.json")
     if tuned.exists() and report.rows("tune"):
         shutil.copyfile(tuned, tiles.FILE)
-    left = run_all(report, named, "cuda", started + BUDGET - TO_FINISH)
+    chosen = named or PARTS.get(options.part, list(SECTIONS))
+    left = run_all(report, chosen, bool(named), "cuda", started + BUDGET - TO_FINISH)
     if any(row.get("written") for row in report.rows("tune")):
         shutil.copyfile(tiles.FILE, tuned)
     print(table(report, SECTIONS))
     if left:
         print(f"not done yet: {', '.join(left)}; run the same command to continue")
-    wrong = [name for name in named or SECTIONS if not (name in report.outcomes and report.outcomes[name].right)]
+    wrong = [name for name in chosen if not (name in report.outcomes and report.outcomes[name].right)]
     return 1 if left or wrong else 0
 
 
@@ -115,12 +124,13 @@ def _refuse(reason: str) -> int:
     return 2
 
 
-def run_all(report: Report, named: list[str], device: str, end: float) -> list[str]:
-    """Run the sections named, or all that are not yet complete and right; return those that are not complete."""
+def run_all(report: Report, names: list[str], again: bool, device: str, end: float) -> list[str]:
+    """Run these sections, or only those of them that are not yet complete and right, unless `again`; return those that
+    are not complete."""
     left = []
-    for name in named or SECTIONS:
+    for name in names:
         section, outcome = SECTIONS[name], report.outcomes.get(name, Outcome())
-        if outcome.right and not named:
+        if outcome.right and not again:
             continue
         seconds = end - time.monotonic()
         if seconds < WORTH_BEGINNING or (section.after and not report.complete(section.after)):

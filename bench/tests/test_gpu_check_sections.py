@@ -6,6 +6,9 @@ No GPU is needed.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -156,6 +159,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         "tune": _section("tuned", after="three"),
     }
     monkeypatch.setattr(gpu_check, "SECTIONS", sections)
+    monkeypatch.setattr(gpu_check, "PARTS", {"1": ["one"], "2": ["one", "two"]})
     clock = [0.0]
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
 
@@ -211,6 +215,45 @@ def test_a_section_that_is_named_is_run_again(calls: Callable[..., int], tmp_pat
     assert calls("--sections", "three") == 0 and _times(tmp_path) == {"one": 1, "three": 1}, (
         "results that depend on repeated rows are removed"
     )
+
+
+def test_a_part_of_a_session_continues(calls: Callable[..., int], tmp_path: Path) -> None:
+    assert calls("--part", "2") == 1
+    assert _times(tmp_path) == {"one": 1, "two": 1}
+    assert calls("--part", "2") == 0
+    assert _times(tmp_path) == {"one": 1, "two": 2}
+    assert calls("--part", "1") == 0 and _times(tmp_path) == {"one": 1, "two": 2}
+
+
+def test_the_parts_of_a_session_are_all_sections() -> None:
+    named = [name for names in gpu_check.PARTS.values() for name in names]
+    assert set(named) == set(gpu_check.SECTIONS)
+    for names in gpu_check.PARTS.values():
+        assert all(gpu_check.SECTIONS[name].after in ("", *names[:at]) for at, name in enumerate(names))
+
+
+def test_the_session_builds_once_and_runs_a_part(tmp_path: Path) -> None:
+    """`python` says what it was called with; the kernels are there after its first call."""
+    script = tmp_path / "bench" / "gpu_session.sh"
+    for folder in ("bench", "cmab_kernels", "bin"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(Path(gpu_check.__file__).with_name("gpu_session.sh"), script)
+    (tmp_path / "bin" / "python").write_text('#!/bin/sh\necho "$CMAB_KERNELS_CUDA: $*"\ntouch cmab_kernels/_cuda.so\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+
+    def said(*arguments: str) -> tuple[int, str]:
+        run = subprocess.run([script, *arguments], env=environment, capture_output=True, text=True, check=False)
+        return run.returncode, run.stdout + run.stderr
+
+    check = ": bench/gpu_check.py --part"
+    assert said("2", "--force") == (0, f"{check} 2 --force\n")
+    (tmp_path / "cmab_kernels" / "_cuda.so").unlink()
+    assert said("1") == (0, f"1: -m pip install --quiet --no-build-isolation --no-deps .\n{check} 1\n")
+    assert said("1") == (0, f"{check} 1\n")
+    for wrong in ((), ("5",), ("all",)):
+        given = wrong[0] if wrong else ""
+        assert said(*wrong) == (2, f"gpu_session: part: got '{given}', expected 1, 2, 3 or 4\n")
 
 
 def test_refusals_of_the_command(calls: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
