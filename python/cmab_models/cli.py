@@ -283,10 +283,14 @@ def _value(text: str) -> Any:
 
 
 def _train(run: Run, asked: argparse.Namespace) -> None:
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
     from .training.callbacks import Bar
 
+    if run.devices == 1:
+        # Beside others, a task of SLURM has a rank, and Lightning would log nothing.
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]  # set as by Lightning itself
     resume = asked.resume or (_back_from_queue() and run.checkpoint.exists())
     if run.checkpoint.exists() and not resume:
         raise ValueError(

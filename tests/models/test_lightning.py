@@ -24,6 +24,7 @@ from cmab_models.tasks.base import SCHEDULES
 from cmab_models.tasks.sets import Question, Sine
 from cmab_models.training import Diverged, Interrupted, Run, first_losses, train
 from cmab_models.training.module import Training
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
 from safetensors.torch import load_file
@@ -288,6 +289,20 @@ def test_a_process_that_is_told_to_end_goes_on(tmp_path: Path) -> None:
     assert subprocess.run(asked, cwd=tmp_path, capture_output=True, check=False).returncode == 0
     parts, whole = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("parts", "whole"))
     assert all(torch.equal(parts[name], values) for name, values in whole.items())
+
+
+@pytest.mark.parametrize("tasks", [{}, {"NTASKS_PER_NODE": "4"}])
+def test_trainings_side_by_side_are_tasks_of_one_job(
+    tasks: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has one device, and is a training of its own, with its own logs."""
+    job = {"NTASKS": "4", "JOB_NAME": "train", "JOB_ID": "7", "PROCID": "2", "LOCALID": "2", "NODEID": "0"}
+    for name, value in (job | tasks).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(rank_zero_only, "rank", 2)
+    cli.main(["train", "attention", "--task", "sine", *SETTINGS, "--set", "steps=2", "--folder", str(tmp_path / "run")])
+    assert (tmp_path / "run" / "csv" / "version_0" / "metrics.csv").exists()
+    assert list((tmp_path / "run" / "tensorboard").rglob("events*"))
 
 
 def test_slurm_takes_a_job_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,13 +104,17 @@ def test_noise_of_a_step_is_not_its_batch(toy: type[Task], tmp_path: Path) -> No
     assert len({*seeds, *noise}) == 100
 
 
-def test_a_task_with_data_is_resumed(toy: type[Task], tmp_path: Path) -> None:
+def test_a_task_with_data_and_lists_is_resumed(toy: type[Task], tmp_path: Path) -> None:
     """Data are not settings, so they are not compared with those of the checkpoint."""
 
     @dataclass(frozen=True)
     class Known(toy, listed=False):  # type: ignore[misc, valid-type]  # a base class that a fixture returns
         known: Any = field(default=torch.empty(0), repr=False)
+        sizes_of_layers: list[int] = field(default_factory=lambda: [8])
 
+    assert Known().changed({"sizes_of_layers": [4]}) == Known(sizes_of_layers=[4])
+    with pytest.raises(ValueError, match=r"sizes_of_layers: got 4, expected a list, such as \[8\]"):
+        Known().changed({"sizes_of_layers": 4})
     whole, _ = train(Run("cnp", Known(known=torch.ones(3)), tmp_path / "whole"))
     run = Run("cnp", Known(known=torch.ones(3)), tmp_path / "parts")
     with pytest.raises(Interrupted):

@@ -6,7 +6,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -133,6 +133,17 @@ class Task(ABC):
         """Return the values of all settings. A field with `repr=False` holds data, and is not a setting."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return the defaults of all settings that have one."""
+        found = {}
+        for each in (each for each in fields(cls) if each.repr):
+            if each.default is not MISSING:
+                found[each.name] = each.default
+            elif each.default_factory is not MISSING:
+                found[each.name] = each.default_factory()
+        return found
+
     def arguments(self, system: str) -> dict[str, Any]:
         """Return the arguments of the system's constructor for this task: its defaults, and the sizes that suit the
         task."""
@@ -170,7 +181,7 @@ class Task(ABC):
         Raises a `ValueError` for an unknown name, a value of another type, and a number that is not positive and
         finite. A number may also be 0 if that is its default.
         """
-        known = {field.name: field.default for field in fields(self) if field.repr}
+        known = self.settings() | self.defaults()
         for name, value in settings.items():
             if name not in known:
                 raise ValueError(mismatch(name, f"an unknown setting of {self.name}", f"one of {', '.join(known)}"))

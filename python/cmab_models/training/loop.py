@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ class Run:
         """Return the values of all `model.` entries that `described` leaves out, and of the settings that older records
         lack."""
         return {
-            **{each.name: each.default for each in fields(self.task) if each.repr},
+            **self.task.defaults(),
             **{f"model.{name}": value for name, value in self.task.arguments(self.system).items()},
         }
 
@@ -213,12 +213,15 @@ def first_losses(run: Run, steps: int) -> tuple[nn.Module, list[float]]:
 
 
 def _trainer(run: Run, steps: int, callbacks: list[Callback], loggers: Iterable[Logger]) -> Trainer:
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ProgressBar
 
     from .callbacks import WholeFiles
 
     kind, _, number = run.device.partition(":")
+    # The tasks of a SLURM job are the processes of one training only if the training has several.
+    is_one_of_several = run.devices == 1 and os.environ.get("SLURM_NTASKS", "1") != "1"
     return Trainer(
         accelerator=kind,
         devices=[int(number)] if number else run.devices,
@@ -228,7 +231,7 @@ def _trainer(run: Run, steps: int, callbacks: list[Callback], loggers: Iterable[
         max_steps=steps,
         accumulate_grad_batches=run.accumulate,
         callbacks=callbacks,
-        plugins=[WholeFiles()],
+        plugins=[WholeFiles(), *([LightningEnvironment()] if is_one_of_several else [])],
         logger=list(loggers),
         default_root_dir=run.folder,
         enable_checkpointing=False,  # `Checkpoints` writes them, between steps of the optimiser
