@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from huggingface_hub import HfApi, PyTorchModelHubMixin, try_to_load_from_cache
@@ -24,6 +24,8 @@ from cmab_kernels.runtime.checks import LARGEST, mismatch
 if TYPE_CHECKING:
     from typing import Self
 
+NAMED = "architectures"
+"""The entry of `config.json` with the name of the class, as in the configurations of transformers."""
 NAME = "pretrained_model_name_or_path"
 """huggingface_hub's name of the folder or repository of `from_pretrained`."""
 
@@ -31,10 +33,10 @@ NAME = "pretrained_model_name_or_path"
 class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
     """Base class of all models: `save_pretrained(folder)` and `from_pretrained(folder)`.
 
-    A folder holds `model.safetensors`, the parameters in their dtype, and `config.json`, the arguments of the
-    constructor: numbers, strings and booleans. Loading a folder executes nothing. A folder of another model, or with
-    only a part of the parameters, raises a `RuntimeError`, unless `from_pretrained` is given `strict=False`. A
-    `config.json` that is not a JSON object raises a `ValueError`.
+    A folder holds `model.safetensors`, the parameters in their dtype, and `config.json`, the name of the class and the
+    arguments of its constructor: numbers, strings and booleans. Loading a folder executes nothing. A folder of another
+    class, or with only a part of the parameters, raises a `RuntimeError`, unless `from_pretrained` is given
+    `strict=False`. A `config.json` that is not a JSON object raises a `ValueError`.
 
     Arguments are checked against the constructor's annotations before anything is made. A size that is not a positive
     int, a number that is not finite, or a number of heads that does not divide the width raises a `ValueError`. An
@@ -59,6 +61,7 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         made: Self = super().__new__(
             cls, *map(python_value, args), **{name: python_value(each) for name, each in kwargs.items()}
         )
+        made._hub_mixin_config = {NAMED: [cls.__name__], **cast("dict[str, Any]", made._hub_mixin_config or {})}
         return made
 
     @classmethod
@@ -79,19 +82,24 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         return loaded
 
     @classmethod
-    def _from_pretrained(cls, *, strict: bool = True, **kwargs: Any) -> Self:
-        """Raise an error wherever `load_state_dict` raises one. By default huggingface_hub leaves missing parameters at
-        random values.
+    def _from_pretrained(cls, *, strict: bool = True, config: Mapping[str, Any] | None = None, **kwargs: Any) -> Self:
+        """Raise an error wherever `load_state_dict` raises one, and for the folder of another class: some classes have
+        parameters of the same names. By default huggingface_hub leaves missing parameters at random values.
 
-        Arguments that the configuration lacks get the values of the version that saved it.
+        Arguments that the configuration lacks get the values of the version that saved it. A class in another package
+        may take the parameters of the class from which it is derived.
         """
+        kwargs.pop(NAMED, None)
+        named = (config or {}).get(NAMED, [cls.__name__])
+        if strict and named != [cls.__name__] and cls.__module__.startswith(f"{__package__}."):
+            raise RuntimeError(mismatch(NAMED, named, f"[{cls.__name__!r}]; strict=False loads what fits"))
         taken = inspect.signature(cls.__init__).parameters  # a derived class may have other arguments
         before = {name: value for name, value in cls.before.items() if name in taken}
         loaded: Self = super()._from_pretrained(strict=strict, **before | kwargs)
         return loaded
 
     @classmethod
-    def _load_as_safetensor(cls, model: Any, model_file: str, *args: Any) -> Any:
+    def _load_as_safetensor(cls, model: Any, model_file: str, map_location: str, strict: bool) -> Any:
         """Load parameters with the dtypes that they have in the file. huggingface_hub would cast them to the dtype of a
         new model, float32.
 
@@ -100,13 +108,17 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         """
         with safe_open(model_file, "pt") as file:
             _tie(model, file.metadata() or {})
-            saved, named = set(file.keys()), model.named_parameters(remove_duplicate=False)
+            saved, named = set(file.keys()), list(model.named_parameters(remove_duplicate=False))
             found = [(parameter, file.get_tensor(name).dtype) for name, parameter in named if name in saved]
+        held = {id(parameter) for parameter, _ in found}
+        lacks = [name for name, parameter in named if id(parameter) not in held]
+        if strict and lacks:  # layers that also take torch's weights can do without some of theirs
+            raise RuntimeError(mismatch(model_file, f"no {', '.join(lacks)}", "all parameters; strict=False loads it"))
         if found:
             model.to(found[0][1])  # casts buffers too
         for parameter, dtype in found:
             parameter.data = parameter.data.to(dtype)
-        return super()._load_as_safetensor(model, model_file, *args)
+        return super()._load_as_safetensor(model, model_file, map_location, strict)
 
 
 def _tie(model: nn.Module, names: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ from cmab_models.data import images as data
 from cmab_models.data import published_images as published
 from cmab_models.neural_processes.points import KeepsPoints, Points
 from cmab_models.pictures import draw
+from cmab_models.presets import settings as preset_settings
 from cmab_models.tasks import TASKS, Task, seeded
 from cmab_models.tasks.images import complete
 from torch import Tensor
@@ -140,6 +141,16 @@ def test_emoji_of_the_installed_font() -> None:
     assert sum(map(len, images.values())) > 3000 and images["train"].shape[1:] == (32, 32, 3)
 
 
+@pytest.mark.parametrize(("size", "most"), [(14, 197), (28, 785)])
+def test_sets_fit_in_their_squares(size: int, most: int) -> None:
+    """The largest set has one point less than `most_points`. A larger number fails at the first batch."""
+    task = made("digits", size=size, most_points=most, functions=1)
+    for number in range(30):
+        task.batch(seeded(number))
+    with pytest.raises(ValueError, match=f"most_points: got {most + 1}, expected at most {most}, as squares have"):
+        made("digits", size=size, most_points=most + 1).batch(seeded(0))
+
+
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(data, "EMOJI_FONT", tmp_path / "none.ttf")
     with pytest.raises(FileNotFoundError, match="apt-get install fonts-noto-color-emoji"):
@@ -204,6 +215,9 @@ def test_celeba(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^most_points: got 0, expected a number, because the paper has none for 48"):
         made("celeba", folder=str(tmp_path), size=48).batch(seeded(0))
     assert made("celeba", folder=str(tmp_path), size=48, most_points=50).batch(seeded(0)).context_x.shape[1] < 47
+    asked = preset_settings("paper", "celeba", "cmanp")["most_points"]
+    sets = made("celeba", folder=str(tmp_path), size=128, functions=1, most_points=asked).batch(seeded(0))
+    assert sets.context_x.shape[1] + sets.target_x.shape[1] > 200
     (tmp_path / "list_eval_partition.txt").write_text("000000.jpg 7\n")
     published.celeba.cache_clear()
     with pytest.raises(ValueError, match=r"'000000\.jpg 7'"):

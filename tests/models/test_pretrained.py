@@ -96,12 +96,36 @@ def test_a_folder_of_an_older_version_gives_what_it_gave(system: str, tmp_path: 
 def test_a_folder_that_holds_another_model_or_a_part_of_one_is_refused(tmp_path: Path) -> None:
     """Missing weights would silently stay random."""
     SYSTEMS["cmanp"](**least("cmanp")).save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="Missing key"):
+    with pytest.raises(RuntimeError, match=r"architectures: got \['CMANP'\], expected \['LBANP'\]; strict=False loads"):
         SYSTEMS["lbanp"].from_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file(dict(list(load_file(file).items())[:5]), file)
-    with pytest.raises(RuntimeError, match="Missing key"):
+    with pytest.raises(RuntimeError, match=r"safetensors: got no .*, expected all parameters; strict=False loads it"):
         SYSTEMS["cmanp"].from_pretrained(tmp_path)
+    SYSTEMS["cmanp"].from_pretrained(tmp_path, strict=False)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_class_loads_the_folder_of_another(system: str, tmp_path: Path) -> None:
+    """Some have the same arguments, and parameters of the same names."""
+    made(system).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == [SYSTEMS[system].__name__]
+    for other in {*SYSTEMS.values()} - {SYSTEMS[system]}:
+        with pytest.raises((RuntimeError, TypeError, ValueError)):
+            other.from_pretrained(tmp_path)
+
+
+def test_every_parameter_is_in_the_file(tmp_path: Path) -> None:
+    """Layers that take the weights of torch's can do without a parameter that torch's lack."""
+    made("intention").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    held = load_file(file)
+    save_file({name: each for name, each in held.items() if not name.endswith("log_alpha")}, file)
+    with pytest.raises(RuntimeError, match=r"got no .*log_alpha, expected all parameters"):
+        SYSTEMS["intention"].from_pretrained(tmp_path)
+    loaded = SYSTEMS["intention"].from_pretrained(tmp_path, strict=False)
+    assert loaded.state_dict().keys() == held.keys()
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "3", '"cmanp"'])

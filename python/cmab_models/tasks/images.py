@@ -110,7 +110,11 @@ class _Completion(FunctionTask):
         return (self._drawn(self.images()[name], generator) for _ in range(self.evaluation_batches))
 
     def _drawn(self, images: Pictures, generator: torch.Generator) -> Batch:
-        context, targets = sizes_of_sets(self._most(), generator)
+        most, pixels = self._most(), self.size**2
+        if most > pixels + 1:  # at the first batch, although only the largest sets would not fit
+            allowed = f"at most {pixels + 1}, as squares have {pixels} pixels"
+            raise ValueError(mismatch("most_points", most, allowed))
+        context, targets = sizes_of_sets(most, generator)
         squares = data.crops(images, self.size, self.functions, generator)
         places = data.some_pixels(squares, context + targets, generator)
         x = data.coordinates(self.size, self.size)[places]
