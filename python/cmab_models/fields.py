@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -47,8 +45,8 @@ class Field:
 
     Attributes:
         model: the model, over standardised numbers.
-        state: of the points read so far, as `model.condition` returns it; None before the first. It can be saved,
-            merged, or set.
+        state: of the points read so far, as `model.condition` returns it; None before the first. It can be saved
+            or set, and with `system="cmanp"` merged.
         x_scale, y_scale: the means and standard deviations of the columns.
     """
 
@@ -161,7 +159,7 @@ def fit_field(
     ((5,), True)
     >>> found.update([[1.0, 2.0]], [0.8])
     """
-    from .training import Run, train
+    from .training import fitted
 
     seed = check_count("seed", seed, 0)
     places, values = _pairs(x, y)
@@ -170,7 +168,7 @@ def fit_field(
         raise ValueError(mismatch("y", f"{int(some.sum())} rows with a number", f"at least {FEW}"))
     if (empty := np.isnan(values).all(0)).any():
         raise ValueError(mismatch("y", f"no number in column {np.flatnonzero(empty)[0]}", "a number in each column"))
-    x_scale, y_scale = Scale.of("x", places), Scale.of("y", values[some])
+    x_scale, y_scale = Scale.of("x", places[some]), Scale.of("y", values[some])
     labels = _labels(maps, len(places))[some]
     given = [
         (x_scale.standardise(places[some][labels == label]), y_scale.standardise(values[some][labels == label]))
@@ -180,12 +178,7 @@ def fit_field(
     task = Maps(
         known=known, checked=checked, steps=check_count("steps", steps), patience=check_count("patience", patience)
     )
-    if system not in task.systems:
-        raise ValueError(mismatch("system", repr(system), f"one of {', '.join(task.systems)}"))
-    with ExitStack() as stack:
-        place = Path(folder or stack.enter_context(TemporaryDirectory()))
-        run = Run(system, task, place, seed, str(device), dict(model or {}))
-        learned, _ = train(run, resume=run.checkpoint.exists())
+    learned = fitted(system, task, folder, seed, device, model)
     found = Field(system, cast("NeuralProcess", learned), x_scale, y_scale, flat=np.ndim(y) == 1)
     if maps is None:
         found.update(places, values)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set, Sized
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -142,7 +140,7 @@ def fit_streams(
     >>> [reader.step(token) is None for token in streams[0][:9]].count(True)
     7
     """
-    from .training import Run, train
+    from .training import fitted
 
     seed = check_count("seed", seed, 0)
     check_count("window", window)
@@ -160,12 +158,7 @@ def fit_streams(
         steps=check_count("steps", steps),
         patience=check_count("patience", patience) if checked.tokens else 0,
     )
-    if system not in task.systems:
-        raise ValueError(mismatch("system", repr(system), f"one of {', '.join(task.systems)}"))
-    with ExitStack() as stack:
-        place = Path(folder or stack.enter_context(TemporaryDirectory()))
-        run = Run(system, task, place, seed, str(device), dict(model or {}))
-        learned, _ = train(run, resume=run.checkpoint.exists())
+    learned = fitted(system, task, folder, seed, device, model)
     return StreamReader(system, cast("StreamClassifier", learned), classes, scale)
 
 

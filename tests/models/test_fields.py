@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from cmab_models import Field, fit_field
 from cmab_models.arrays import Scale, numbers
 from cmab_models.fields import Maps, _pairs, _parts
+from cmab_models.training import Interrupted
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def drawn(points: int, seed: int = 0, noise: float = 0.2) -> tuple[np.ndarray, np.ndarray]:
@@ -137,6 +141,35 @@ def test_a_training_goes_on_with_the_same_data_only(tmp_path: Path) -> None:
     assert np.array_equal(first.predict(x)[0], again.predict(x)[0])
     with pytest.raises(ValueError, match=r"^data: got '\w+', expected '\w+', as .*checkpoint.pt was trained with$"):
         fit_field(x, y + x[:, 0] ** 2, steps=2, folder=tmp_path)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_interrupted_fit_says_how_it_goes_on(is_kept: bool, tmp_path: Path) -> None:
+    x, y = drawn(30)
+    whole = fit_field(x, y, steps=3)
+    folder, stops = tmp_path if is_kept else None, iter([True])
+
+    def interrupt(*_: Any) -> None:
+        if next(stops, False):
+            signal.raise_signal(signal.SIGINT)
+
+    handle = register_optimizer_step_post_hook(interrupt)
+    try:
+        hint = f"the same call goes on from {tmp_path}" if is_kept else "with folder=..., a next call would go on"
+        with pytest.raises(Interrupted, match=rf"^training: it stopped after 1 of 3 steps; {re.escape(hint)}"):
+            fit_field(x, y, steps=3, folder=folder)
+        again = fit_field(x, y, steps=3, folder=folder)
+    finally:
+        handle.remove()
+    assert np.array_equal(again.predict(x)[0], whole.predict(x)[0])
+
+
+def test_rows_without_a_value_change_nothing() -> None:
+    """Their places are not counted in the scale."""
+    x, y = drawn(30)
+    more, gaps = np.concatenate([x, [[9e6, 1e6]] * 5]), np.concatenate([y, [np.nan] * 5])
+    fields = fit_field(x, y, steps=2), fit_field(more, gaps, steps=2)
+    assert np.array_equal(*(field.predict(x)[0] for field in fields))
 
 
 X, Y = np.zeros((9, 2)), np.arange(9.0)

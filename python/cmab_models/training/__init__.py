@@ -2,7 +2,7 @@
 
 from .checkpoint import BadCheckpoint
 from .errors import Diverged, Interrupted
-from .loop import Run, first_losses, train
+from .loop import Run, first_losses, fitted, train
 from .records import append, provenance, records
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Run",
     "append",
     "first_losses",
+    "fitted",
     "provenance",
     "records",
     "train",

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,6 +172,25 @@ def train(
                 raise stop from None  # not from within Lightning
         saves.check_end(trainer.global_step)
     return early.best(training.model).to(run.device).eval(), training.seconds() | early.told()
+
+
+def fitted(
+    system: str, task: Task, folder: str | Path | None, seed: int, device: str, model: Mapping[str, Any] | None
+) -> nn.Module:
+    """Return a model that is trained on a caller's data, or goes on from the checkpoint in `folder`. The task holds the
+    data. Without `folder`, an interrupted training is lost."""
+    if system not in task.systems:
+        raise ValueError(mismatch("system", repr(system), f"one of {', '.join(task.systems)}"))
+    with ExitStack() as stack:
+        place = Path(folder or stack.enter_context(TemporaryDirectory()))
+        run = Run(system, task, place, seed, str(device), dict(model or {}))
+        try:
+            return train(run, resume=run.checkpoint.exists())[0]
+        except Interrupted as stop:
+            done, _, _ = str(stop).partition(";")
+            goes_on = f"the same call goes on from {run.checkpoint}"
+            hint = goes_on if folder else "with folder=..., a next call would go on"
+            raise Interrupted(f"{done}; {hint}") from None
 
 
 def _own_numbers(device: str) -> AbstractContextManager[None]:
