@@ -95,9 +95,11 @@ def plain(name: str) -> Attend:
 
 
 def _form(form: str) -> Attend:
+    if form != FLEX:
+        return FORMS[form]
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if form == FLEX else FORMS[form]
+    return flex_attention
 
 
 def stores_scores(name: str) -> bool:

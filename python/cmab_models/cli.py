@@ -425,7 +425,9 @@ def kept(run: Run) -> nn.Module:
         ) from error
     if run.checkpoint.exists() and not load(run.checkpoint).is_of(model):
         raise ValueError(
-            mismatch(str(folder), f"a model that {run.checkpoint} did not end with", "its own; add --resume to train")
+            mismatch(
+                str(folder), f"a model that {run.checkpoint} did not end with", "its own, which train --resume writes"
+            )
         )
     return model.to(run.device).eval()
 
