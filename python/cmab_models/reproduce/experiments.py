@@ -1,4 +1,4 @@
-"""What `make reproduce` trains. The numbers of steps are chosen so that the whole takes about an hour on two cores.
+"""What `make reproduce` trains. The numbers of steps are chosen so that the whole takes 60 to 80 minutes on two cores.
 
 If an experiment does not set the steps, they are the task's own numbers for each system."""
 

@@ -76,7 +76,7 @@ def _summed_up(verdicts: Mapping[Claim, Verdict], preset: str | None) -> str:
     found = [verdict.held for claim, verdict in verdicts.items() if claim.is_published]
     held, refuted, unknown = (found.count(each) for each in (True, False, None))
     about = (
-        "This page is a rehearsal: `make reproduce` trains small models for a few steps, in about an hour on two "
+        "This page is a rehearsal: `make reproduce` trains small models for a few steps, in 60 to 80 minutes on two "
         "cores; digits stand for EMNIST and CIFAR-100, letters for miniImageNet, photographs for GTZAN, and simulated "
         "events and departures of aircraft for Mooc and Reddit."
         if preset is None
