@@ -394,4 +394,4 @@ def test_a_batch_follows_from_its_number(tmp_path: Path) -> None:
     for number in (0, 5):
         for drawn, expected in zip(training.drawn(number), SMALL.batch(seeded(3, number)), strict=True):
             assert torch.equal(drawn, expected)
-        assert torch.initial_seed() == seeded(3, number).initial_seed()
+        assert torch.initial_seed() == seeded(3, number, 0).initial_seed()  # of the noise
