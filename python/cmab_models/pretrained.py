@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from huggingface_hub import HfApi, PyTorchModelHubMixin, try_to_load_from_cache
@@ -61,7 +61,8 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         made: Self = super().__new__(
             cls, *map(python_value, args), **{name: python_value(each) for name, each in kwargs.items()}
         )
-        made._hub_mixin_config = {NAMED: [cls.__name__], **cast("dict[str, Any]", made._hub_mixin_config or {})}
+        if isinstance(config := made._hub_mixin_config or {}, dict):  # a derived class may take a dataclass instead
+            made._hub_mixin_config = {NAMED: [cls.__name__], **config}
         return made
 
     @classmethod
@@ -82,7 +83,7 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         return loaded
 
     @classmethod
-    def _from_pretrained(cls, *, strict: bool = True, config: Mapping[str, Any] | None = None, **kwargs: Any) -> Self:
+    def _from_pretrained(cls, *, strict: bool = True, config: Any = None, **kwargs: Any) -> Self:
         """Raise an error wherever `load_state_dict` raises one, and for the folder of another class: some classes have
         parameters of the same names. By default huggingface_hub leaves missing parameters at random values.
 
@@ -90,10 +91,13 @@ class Pretrained(nn.Module, PyTorchModelHubMixin, library_name="cmab_models"):
         may take the parameters of the class from which it is derived.
         """
         kwargs.pop(NAMED, None)
-        named = (config or {}).get(NAMED, [cls.__name__])
-        if strict and named != [cls.__name__] and cls.__module__.startswith(f"{__package__}."):
-            raise RuntimeError(mismatch(NAMED, named, f"[{cls.__name__!r}]; strict=False loads what fits"))
+        if strict and cls.__module__.startswith(f"{__package__}."):
+            named = (config or {}).get(NAMED, [cls.__name__])
+            if named != [cls.__name__]:
+                raise RuntimeError(mismatch(NAMED, named, f"[{cls.__name__!r}]; strict=False loads what fits"))
         taken = inspect.signature(cls.__init__).parameters  # a derived class may have other arguments
+        if "config" in taken:
+            kwargs["config"] = config
         before = {name: value for name, value in cls.before.items() if name in taken}
         loaded: Self = super()._from_pretrained(strict=strict, **before | kwargs)
         return loaded

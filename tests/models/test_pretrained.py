@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,21 @@ class Derived(CMANP):
 def test_a_derived_class_has_arguments_of_its_own(tmp_path: Path) -> None:
     Derived(16).save_pretrained(tmp_path)
     assert Derived.from_pretrained(tmp_path).latents.shape == (4, 16)
+
+
+@dataclass
+class Sizes:
+    width: int = 8
+
+
+class Configured(CMANP):
+    def __init__(self, config: Sizes) -> None:
+        super().__init__(dim_x=1, dim_y=2, dim=config.width, num_latents=4, num_heads=2, depth=1)
+
+
+def test_a_derived_class_has_a_configuration_of_its_own(tmp_path: Path) -> None:
+    Configured(Sizes(16)).save_pretrained(tmp_path)
+    assert Configured.from_pretrained(tmp_path, config=Sizes(16)).latents.shape == (4, 16)
 
 
 def test_norms_that_are_kept_in_float32(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -181,9 +181,8 @@ def fitted(
     data. Without `folder`, an interrupted training is lost."""
     if system not in task.systems:
         raise ValueError(mismatch("system", repr(system), f"one of {', '.join(task.systems)}"))
-    with ExitStack() as stack:
-        place = Path(folder or stack.enter_context(TemporaryDirectory()))
-        run = Run(system, task, place, seed, str(device), dict(model or {}))
+    with nullcontext(folder) if folder else TemporaryDirectory() as place:
+        run = Run(system, task, Path(place), seed, str(device), dict(model or {}))
         try:
             return train(run, resume=run.checkpoint.exists())[0]
         except Interrupted as stop:
